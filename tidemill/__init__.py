@@ -1,0 +1,1 @@
+"""Tidemill: asynchronous reinforcement-learning post-training for language models."""

@@ -1,0 +1,100 @@
+"""Admission slots and the finished groups that wait for the trainer (I2: freshness is capacity).
+
+A group holds one slot from its admission until the engines hold the weights of the step that trained on it; a dropped
+group gives its slot back at once. With P groups a step and a look-ahead of W (1 <= W <= max_lag * P + 1) there are
+B = (max_lag + 1) * P - W + 1 slots, and nothing that is trained on is more than max_lag versions old.
+
+Proof. Let g be admitted while the engines hold version v. The groups that steps v, v+1, ... train on before g are, first,
+those that hold a slot when g is admitted, at most B - 1 (a step whose weights are published has released its slots),
+and, second, those that overtake g, at most W - 1 (only ids in [head, head + W) are taken, and head <= g while g waits).
+That is at most (max_lag + 1) * P - 1 groups, hence at most max_lag whole steps, so g is in step v + max_lag or before.
+Every token of g was sampled by v or later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+
+from tidemill.types import Group
+
+
+class Buffer:
+    def __init__(self, *, batch: int, max_lag: int, window: int = 1, next_id: int = 0) -> None:
+        """batch: groups a step (P). window: look-ahead (W). next_id: the first admission id, when a run goes on."""
+        if batch < 1 or max_lag < 0:
+            raise ValueError(f"batch={batch}, max_lag={max_lag}: expected batch >= 1 and max_lag >= 0")
+        if not 1 <= window <= max_lag * batch + 1:
+            raise ValueError(f"window={window}: expected 1..{max_lag * batch + 1} (max_lag * batch + 1)")
+        self.batch, self.window, self.max_lag = batch, window, max_lag
+        self.slots = (max_lag + 1) * batch - window + 1
+        self._live: OrderedDict[int, Group | None] = OrderedDict()  # admitted and not yet taken, oldest first
+        self._used = 0
+        self._next_id = next_id
+        self._changed = asyncio.Condition()
+
+    @property
+    def used(self) -> int:
+        return self._used
+
+    @property
+    def ready(self) -> int:
+        """Finished groups that wait for the trainer."""
+        return sum(group is not None for group in self._live.values())
+
+    @property
+    def next_id(self) -> int:
+        return self._next_id
+
+    async def admit(self) -> int:
+        """Wait for a slot and return the id of the group that may now be rolled out."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._used < self.slots)
+            self._used += 1
+            group_id = self._next_id
+            self._next_id += 1
+            self._live[group_id] = None
+            return group_id
+
+    async def put(self, group: Group) -> None:
+        async with self._changed:
+            if self._live.get(group.id, group) is not None:
+                raise ValueError(f"group {group.id} was not admitted, or was put before")
+            self._live[group.id] = group
+            self._changed.notify_all()
+
+    async def drop(self, group_id: int) -> None:
+        """The group will not be trained on: its slot is free at once."""
+        async with self._changed:
+            del self._live[group_id]
+            self._used -= 1
+            self._changed.notify_all()
+
+    async def take(self) -> Group:
+        """The oldest finished group among the `window` ids that start at the oldest one still waiting."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: self._candidate() is not None)
+            group = self._candidate()
+            assert group is not None
+            del self._live[group.id]
+            self._changed.notify_all()
+            return group
+
+    async def release(self, count: int) -> None:
+        """The engines hold the weights of a step that trained on `count` groups."""
+        async with self._changed:
+            if count > self._used:
+                raise ValueError(f"release({count}) with {self._used} slots in use")
+            self._used -= count
+            self._changed.notify_all()
+
+    def _candidate(self) -> Group | None:
+        if not self._live:
+            return None
+        head = next(iter(self._live))
+        for group_id, group in self._live.items():
+            if group_id >= head + self.window:
+                return None
+            if group is not None:
+                return group
+        return None

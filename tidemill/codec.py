@@ -1,0 +1,65 @@
+"""How our nouns become bytes: msgpack by declared type, arrays as (dtype, shape, raw bytes). Never pickle.
+
+One codec serves the wire between processes and the trajectory segments on disk. Decoding is by the type the receiver
+expects, so bytes from elsewhere can at worst be refused (`CodecError`); they can never run anything.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import msgspec
+import numpy as np
+
+_DTYPES = {
+    np.dtype(n).str: np.dtype(n) for n in ("int8", "uint8", "bool", "int32", "int64", "float16", "float32", "float64")
+}
+
+
+class CodecError(ValueError):
+    """Bytes that are not what the receiver expects."""
+
+
+def _pack(value: Any) -> Any:
+    if isinstance(value, np.ndarray):
+        if value.dtype.str not in _DTYPES:
+            raise TypeError(f"arrays of dtype {value.dtype} do not travel; known: {sorted(_DTYPES)}")
+        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
+    if isinstance(value, np.generic):
+        return value.item()
+    raise TypeError(f"{type(value).__name__} does not travel")
+
+
+def _unpack(kind: type, value: Any) -> Any:
+    if kind is not np.ndarray:
+        raise TypeError(f"cannot decode {kind.__name__}")
+    try:
+        dtype, shape, raw = value
+        dtype = _DTYPES[dtype]
+        if any(n < 0 for n in shape) or prod(shape) * dtype.itemsize != len(raw):
+            raise ValueError("array size does not match its bytes")
+        return np.frombuffer(bytearray(raw), dtype).reshape(shape)  # a copy: writable, and independent of the frame
+    except (KeyError, ValueError, TypeError) as error:
+        raise ValueError(f"malformed array: {error}") from None
+
+
+_encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
+
+
+@lru_cache(maxsize=256)
+def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
+    return msgspec.msgpack.Decoder(kind, dec_hook=_unpack)
+
+
+def encode(value: Any) -> bytes:
+    return _encoder.encode(value)
+
+
+def decode(raw: bytes | memoryview, kind: Any) -> Any:
+    """The value of type `kind` that `raw` holds. Raises CodecError when it holds anything else."""
+    try:
+        return _decoder(kind).decode(raw)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CodecError(f"expected {getattr(kind, '__name__', kind)}: {error}") from None

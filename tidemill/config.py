@@ -1,0 +1,118 @@
+"""Typed configuration: frozen models <- TOML files (later wins) <- `a.b.c=value` overrides.
+
+Each component keeps its own `Config` beside it (`*/settings.py`); the recipe (L4) puts them together. Unions are told
+apart by `kind`. An unknown key, a wrong type or a value out of range is a `ConfigError`: one sentence that says what was
+given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, get_args
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+
+class Config(BaseModel):
+    """Base of every settings class."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+
+
+class ConfigError(ValueError):
+    """The configuration, or something it names, is not usable. The message is for the user as it is."""
+
+
+C = TypeVar("C", bound=Config)
+
+
+def load(kind: type[C], files: Iterable[str | Path] = (), overrides: Iterable[str] = (), base: Mapping | None = None) -> C:
+    """Build `kind` from `base`, then TOML `files`, then `overrides` of the form `key.sub=value`; later wins."""
+    tree: dict[str, Any] = {}
+    _merge(tree, base or {})
+    for file in files:
+        _merge(tree, _read(Path(file)))
+    for item in overrides:
+        _merge(tree, _override(item))
+    return build(kind, tree)
+
+
+def build(kind: type[C], tree: Mapping[str, Any]) -> C:
+    try:
+        return kind.model_validate(dict(tree))
+    except ValidationError as error:
+        raise ConfigError("; ".join(_sentence(kind, e) for e in error.errors()[:3])) from None
+
+
+def dump(config: Config) -> dict[str, Any]:
+    """The resolved configuration as plain JSON data."""
+    return config.model_dump(mode="json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {str(path)!r} does not exist: give the path of a TOML file") from None
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise ConfigError(f"recipe {str(path)!r} is not readable as TOML: {error}") from None
+
+
+def _override(item: str) -> dict[str, Any]:
+    key, separator, raw = item.lstrip("-").partition("=")
+    if not separator or not key:
+        raise ConfigError(f"override {item!r}: expected key=value or key.sub=value")
+    try:
+        value: Any = tomllib.loads(f"x = {raw}")["x"]
+    except tomllib.TOMLDecodeError:
+        value = None if raw == "none" else raw
+    for part in reversed(key.replace("-", "_").split(".")):
+        value = {part: value}
+    return value
+
+
+def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
+    """Deep merge. A table whose `kind` changes replaces the old one; a short string form gives way to a table."""
+    for key, value in tree.items():
+        old = into.get(key)
+        if isinstance(value, Mapping):
+            if not isinstance(old, dict) or value.get("kind", old.get("kind")) != old.get("kind"):
+                old = {}
+            merged = dict(old)
+            _merge(merged, value)
+            value = merged
+        into[key] = value
+
+
+def _sentence(kind: type[Config], error: Any) -> str:
+    where = [str(p) for p in error["loc"]]
+    key = ".".join(where) or kind.__name__
+    given = error.get("input")
+    if error["type"] == "extra_forbidden":
+        known = _known_keys(kind, where[:-1])
+        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
+        hint = f"did you mean {'.'.join([*where[:-1], near[0]])!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        return f"unknown key {key!r}; {hint}"
+    if error["type"] == "missing":
+        return f"{key!r} is required and was not given"
+    message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return message if error["type"] == "value_error" and not where else f"{key} = {given!r}: {message}"
+
+
+def _known_keys(kind: type[Config], path: list[str]) -> list[str]:
+    """The keys allowed at `path`, walking through nested settings and through unions (whose tag is part of the path)."""
+    candidates: list[type[Config]] = [kind]
+    for part in path:
+        nested = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+        tagged = [c for c in candidates if "kind" in c.model_fields and c.model_fields["kind"].default == part]
+        candidates = nested or tagged or candidates
+    return sorted({name for c in candidates for name in c.model_fields})
+
+
+def _models(annotation: Any) -> list[type[Config]]:
+    if isinstance(annotation, type) and issubclass(annotation, Config):
+        return [annotation]
+    return [m for a in get_args(annotation) for m in _models(a)]

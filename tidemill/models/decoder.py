@@ -1,0 +1,128 @@
+"""The one decoder, shared by trainer and engine.
+
+It computes on a flat row of tokens, with no batch dimension and no padding, and is blind to how attention finds its keys:
+`attend(layer, q, k, v)` is given by the caller. The trainer attends inside packed sequences (`models.attention`), the
+engine to its paged cache. Everything else is the same code on both sides, which is what makes their logprobs agree.
+
+Projections that read the same input are one matrix (q|k|v and gate|up); `models.weights` maps them to Hugging Face names.
+Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint as recompute
+
+from tidemill.models.architecture import Architecture
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+"""(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]; causal, scaled by 1/sqrt(E), within the layer's window."""
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == self.weight.dtype == torch.float32:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        wide = F.rms_norm(x.float(), self.weight.shape, None, self.eps)  # statistics in float32 whatever the activations are
+        return wide.to(x.dtype) * self.weight.to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self, arch: Architecture, index: int) -> None:
+        super().__init__()
+        self.index, self.heads, self.kv_heads, self.head_dim = index, arch.heads, arch.kv_heads, arch.head_dim
+        q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+        self.input_norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.qkv = nn.Linear(arch.hidden, q + 2 * kv, bias=arch.qkv_bias)
+        self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
+        self.o = nn.Linear(q, arch.hidden, bias=arch.o_bias)
+        self.post_norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.gate_up = nn.Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
+        self.down = nn.Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # x [N, D]
+        heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = qk.split([self.heads, self.kv_heads], dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
+        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        x = x + self.o(attend(self.index, q, k, v).flatten(1))
+        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
+        return x + self.down(F.silu(gate) * up)
+
+
+class Decoder(nn.Module):
+    def __init__(self, arch: Architecture) -> None:
+        super().__init__()
+        self.arch = arch
+        self.embed = nn.Embedding(arch.vocab, arch.hidden)
+        self.layers = nn.ModuleList(Layer(arch, i) for i in range(arch.layers))
+        self.norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.head = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
+        self.register_buffer("inverse_frequencies", rope_frequencies(arch), persistent=False)
+
+    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, checkpointing: bool = False) -> Tensor:
+        """Hidden states after the last norm [N, D] for `tokens` [N] at `positions` [N]."""
+        x = self.embed(tokens)
+        cos, sin = self.rope(positions, x.dtype)
+        for layer in self.layers:
+            if checkpointing:
+                x = recompute(layer, x, cos, sin, attend, use_reentrant=False)
+            else:
+                x = layer(x, cos, sin, attend)
+        return self.norm(x)
+
+    @property
+    def head_weight(self) -> Tensor:
+        """[V, D]"""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[N, V] in float32 whatever the weights are: the head is where low precision costs the most."""
+        with torch.autocast(hidden.device.type, enabled=False):
+            return F.linear(hidden.float(), self.head_weight.float())
+
+    def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and sin [N, 1, E / 2] of each position."""
+        angles = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    @torch.no_grad()
+    def initialise(self, generator: torch.Generator, std: float = 0.02) -> None:
+        """Random weights: normal(0, std), output projections scaled down by depth (GPT-2), norms 1, biases 0."""
+        for name, parameter in self.named_parameters():
+            if parameter.ndim == 1:
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+            else:
+                scale = 1 / math.sqrt(2 * self.arch.layers) if name.endswith(("o.weight", "down.weight")) else 1.0
+                parameter.normal_(0.0, std * scale, generator=generator)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary embedding of x [N, heads, E], in the half-split layout of Hugging Face checkpoints."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def rope_frequencies(arch: Architecture) -> Tensor:
+    """[E / 2] float32 inverse frequencies (RoFormer, 2104.09864; llama3 stretching as published with Llama 3.1)."""
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+    frequencies = 1.0 / (arch.rope_theta**exponents) / arch.rope_factor
+    if (scaling := arch.rope_llama3) is None:
+        return frequencies
+    wavelengths = 2 * math.pi / frequencies
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    blend = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)  # 1: keep, 0: stretch
+    return frequencies * blend + frequencies / scaling.factor * (1 - blend)

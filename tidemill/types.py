@@ -1,0 +1,294 @@
+"""The nouns. Everything that moves through the system is one of these, and nothing here imports anything of ours.
+
+    Task -> Completion -> Trajectory -> Group -> Sample          (Batch is the trainer's own and never leaves it)
+
+Token truth (I7): token ids travel, text is derived. Provenance (`mask`, `logprobs`, `versions`) is written when a token
+is made and is never inferred from its value later; what a loss weighs is a separate array (`Sample.weights`).
+Arrays are NumPy, one-dimensional and of the dtype their comment names. T is the length of the row in question.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+import numpy as np
+
+Array = np.ndarray
+
+
+class Finish(StrEnum):
+    """Why a completion or an episode ended. Exactly one."""
+
+    STOP = "stop"  # a stop id was sampled
+    LENGTH = "length"  # max_tokens was reached
+    CONTEXT = "context"  # the model's context is full
+    ENV_DONE = "env_done"  # the environment ended the episode
+    ENV_ERROR = "env_error"  # the environment raised
+    CANCELLED = "cancelled"  # aborted; nothing is trained on it
+
+
+TRUNCATED = frozenset({Finish.LENGTH, Finish.CONTEXT})
+
+
+class InFlight(StrEnum):
+    """What happens to sequences in flight when an engine commits new weights; it decides what their logprobs mean."""
+
+    FINISH = "finish"  # drain: they finish under the weights they began with, then the commit happens
+    KEEP = "keep"  # go on at once, on the KV the old weights wrote: the fastest, the KV is then of mixed versions
+    RECOMPUTE = "recompute"  # prefill them again under the new weights, then go on
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Version:
+    """A published training step. A resume that is not bit-identical makes a new incarnation, never the same version."""
+
+    step: int
+    incarnation: int = 0
+    policy: str = "policy"
+    fingerprint: str = ""  # of the serving weights, see `sync.fingerprint`
+
+    def __str__(self) -> str:
+        life = f".{self.incarnation}" if self.incarnation else ""
+        return f"{self.policy}@v{self.step}{life}"
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Where the weights of one version lie, ready for engines to stage: a handle, small enough for any wire."""
+
+    version: Version
+    carrier: str  # which carrier wrote it: "shared_memory" | "checkpoint"
+    location: str  # shared-memory segment name or folder
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    temperature: float = 1.0  # 0 is greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0 is off
+    min_p: float = 0.0
+    max_tokens: int = 256
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False  # stop only at max_tokens or the context's end
+    seed: int = 0  # 64 bits; see `derive_seed`
+    top_logprobs: int = 0  # alternatives reported per token, of the unmodified model distribution
+
+    def __post_init__(self) -> None:
+        checks = {
+            "temperature": (self.temperature >= 0, ">= 0"),
+            "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
+            "top_k": (self.top_k >= 0, ">= 0 (0 is off)"),
+            "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
+            "max_tokens": (self.max_tokens >= 1, ">= 1"),
+            "top_logprobs": (0 <= self.top_logprobs <= 20, "in 0..20"),
+        }
+        for name, (ok, expected) in checks.items():
+            if not ok:
+                raise ValueError(f"{name}={getattr(self, name)!r}: expected a value {expected}")
+
+
+@dataclass(slots=True)
+class Support:
+    """The token ids each position was sampled from under top-p/top-k/min-p, as rows of one ragged array.
+
+    Row t is `ids[offsets[t]:offsets[t + 1]]`. Without truncation a completion has no Support at all.
+    """
+
+    ids: Array  # [sum of row sizes] int32
+    offsets: Array  # [T + 1] int32
+
+
+@dataclass(slots=True)
+class Completion:
+    """One model call: the tokens it sampled. n is their number (a sampled stop id is among them)."""
+
+    tokens: Array  # [n] int32
+    logprobs: Array  # [n] float32  of the distribution that was sampled (temperature, truncation applied), nats
+    model_logprobs: Array  # [n] float32  of the unmodified model distribution (temperature 1, no truncation), nats
+    versions: Array  # [n] int32  step of the weights that sampled each token
+    sources: tuple[Version, ...]  # the distinct versions behind `versions`, oldest first
+    finish: Finish
+    prompt_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens served from the prefix cache
+    support: Support | None = None
+    top_ids: Array | None = None  # [n, k] int32, when top_logprobs = k > 0
+    top_logprobs: Array | None = None  # [n, k] float32
+    queued_s: float = 0.0  # from arrival to the first scheduled step
+    engine: str = ""
+
+
+@dataclass(slots=True)
+class Scored:
+    """Logprobs of given tokens under one version: position t holds log p(tokens[t] | tokens[:t]); position 0 holds 0."""
+
+    logprobs: Array  # [T] float32
+    version: Version
+    top_ids: Array | None = None  # [T, k] int32
+    top_logprobs: Array | None = None  # [T, k] float32
+
+
+class Score(msgspec.Struct, frozen=True, tag=True):
+    """A judged attempt. The only outcome that trains."""
+
+    value: float
+    parts: dict[str, float] = {}  # named components, for metrics and multi-reward advantages
+
+    def __post_init__(self) -> None:
+        if not np.isfinite(self.value):
+            raise ValueError(f"Score(value={self.value!r}): expected a finite number; return Unscorable(reason) instead")
+
+
+class Unscorable(msgspec.Struct, frozen=True, tag=True):
+    """The attempt cannot be judged (no gold answer, a malformed task): not a zero, and not trained on."""
+
+    reason: str
+
+
+class InfraError(msgspec.Struct, frozen=True, tag=True):
+    """Judging failed for a reason that is not the policy's: a crash, a time-out, a dead sandbox. Never a score (I5)."""
+
+    reason: str
+
+
+Outcome = Score | Unscorable | InfraError
+
+
+@dataclass(slots=True)
+class Task:
+    """A row to attempt. `id` is stable across runs; `data` holds plain JSON values (the gold answer, other columns)."""
+
+    id: str
+    prompt: Any  # str, or a list of {"role", "content"} messages
+    data: dict[str, Any] = field(default_factory=dict)
+    env: str = ""
+
+
+@dataclass(slots=True)
+class Trajectory:
+    """One seat's episode, in tokens."""
+
+    tokens: Array  # [T] int32    everything the model saw, in order
+    mask: Array  # [T] bool     the policy sampled this token
+    logprobs: Array  # [T] float32  behaviour logprob (nats); 0 where not mask
+    versions: Array  # [T] int32    step of the weights that sampled it; -1 where not mask
+    finish: Finish
+    outcome: Outcome | None = None  # None until it was scored
+    sources: tuple[Version, ...] = ()  # the distinct versions behind `versions`, oldest first
+    sample: int = 0  # which sibling of its group
+    seat: int = 0
+    turns: int = 1
+    temperature: float = 1.0  # what `logprobs` were taken at
+    text: str = ""  # the last reply, decoded: derived, for rewards and people
+    support: Support | None = None  # rows align with the masked positions, in order
+    parent: tuple[int, int] | None = None  # (trajectory, position) this one was forked from
+    info: dict[str, float] = field(default_factory=dict)  # timings and counts: queued_s, reward_s, cached_tokens, ...
+
+    @property
+    def sampled(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def oldest(self) -> int:
+        """The step of its oldest sampled token, the one that counts for `max_lag`."""
+        return int(self.versions[self.mask].min())
+
+    @property
+    def newest(self) -> int:
+        return int(self.versions[self.mask].max())
+
+    @property
+    def reward(self) -> float:
+        """The score's value; NaN when the outcome is not a score, so that no sum can swallow it."""
+        return self.outcome.value if isinstance(self.outcome, Score) else float("nan")
+
+    def check(self) -> None:
+        """Raise ValueError when the record contradicts itself."""
+        shape = self.tokens.shape
+        if self.tokens.ndim != 1 or any(a.shape != shape for a in (self.mask, self.logprobs, self.versions)):
+            raise ValueError("trajectory arrays differ in shape")
+        if not np.isfinite(self.logprobs).all() or (self.logprobs[self.mask] > 1e-4).any():
+            raise ValueError("trajectory has a sampled token without a finite logprob <= 0")
+        if (self.versions[self.mask] < 0).any() or (self.versions[~self.mask] != -1).any():
+            raise ValueError("trajectory versions do not match its mask")
+        if set(self.versions[self.mask].tolist()) != {v.step for v in self.sources}:
+            raise ValueError("trajectory versions do not match its sources")
+
+
+@dataclass(slots=True)
+class Group:
+    """The siblings of one task: the unit of admission, of staleness and of group-relative advantages."""
+
+    id: int  # the admission id; the ledger's key
+    task: Task
+    trajectories: list[Trajectory] = field(default_factory=list)
+
+    @property
+    def oldest(self) -> int:
+        return min(t.oldest for t in self.trajectories if t.mask.any())
+
+    @property
+    def rewards(self) -> Array:
+        """[n] float64; NaN where there is no score."""
+        return np.array([t.reward for t in self.trajectories], np.float64)
+
+
+@dataclass(frozen=True, slots=True)
+class LossSpec:
+    """A loss by name with its constants: either a name in `algorithms.losses` or `FILE.py:function`."""
+
+    name: str
+    params: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Sample:
+    """A trainable row. `weights` is what the loss weighs; `mask` stays what it was when the tokens were made."""
+
+    tokens: Array  # [T] int32
+    mask: Array  # [T] bool     sampled by the policy
+    logprobs: Array  # [T] float32  behaviour logprob; 0 where not mask
+    versions: Array  # [T] int32    -1 where not mask
+    advantages: Array  # [T] float32  0 where not trained
+    weights: Array  # [T] float32  the reduction's factor of each token in the loss; 0 is not trained
+    loss: str = "policy"  # key into the losses given with the call
+    temperature: float = 1.0
+    old_logprobs: Array | None = None  # [T] float32  trainer-side logprob at the start of the step, when recomputed
+    ref_logprobs: Array | None = None  # [T] float32  reference policy
+    group: int = -1
+    sample: int = 0
+
+
+Metrics = dict[str, float]
+
+
+@dataclass(slots=True)
+class TrainResult:
+    """What `forward_backward` accumulated: unnormalised sums, and the logprobs it saw, one array per sample given."""
+
+    metrics: Metrics  # sums over trained tokens; "tokens" is their count
+    logprobs: list[Array]  # each [T] float32, at the sample's temperature; 0 at position 0
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of time in one process, for trace.json. Times are seconds of the machine-wide monotonic clock."""
+
+    name: str
+    start: float
+    end: float
+    args: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Telemetry:
+    """What a process did since it was last asked."""
+
+    process: str
+    pid: int
+    spans: list[Span]
+    counters: dict[str, float]  # monotonically growing totals
+    memory_bytes: int = 0  # peak so far: proportional set size where the system tells it, else resident
