@@ -102,7 +102,7 @@ class Trainer(Protocol):
         ...
 
     async def publish(self, version: Version) -> Published:
-        """Write the serving weights for engines to stage. `version.fingerprint` of the result is that of what was written."""
+        """Write the serving weights for engines to stage; the result's version carries their fingerprint."""
         ...
 
     async def save(self, folder: str) -> None:

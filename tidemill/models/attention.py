@@ -25,7 +25,9 @@ def packed_attention(lengths: Sequence[int], windows: Sequence[int | None], devi
     rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths))).to(device)
     columns = packed_positions(lengths, device)
     same = len(set(lengths)) == 1
-    masks = {w: window_mask(longest, w, device) for w in {w for w in windows if w is not None and w < longest}}
+    masks: dict[int | None, Tensor] = {
+        w: window_mask(longest, w, device) for w in set(windows) if w is not None and w < longest
+    }
 
     def unpack(x: Tensor) -> Tensor:  # [N, heads, E] -> [rows, heads, longest, E]
         if same:

@@ -67,6 +67,7 @@ class Decoder(nn.Module):
     def __init__(self, arch: Architecture) -> None:
         super().__init__()
         self.arch = arch
+        self.inverse_frequencies: Tensor
         self.embed = nn.Embedding(arch.vocab, arch.hidden)
         self.layers = nn.ModuleList(Layer(arch, i) for i in range(arch.layers))
         self.norm = RMSNorm(arch.hidden, arch.norm_eps)
@@ -78,10 +79,7 @@ class Decoder(nn.Module):
         x = self.embed(tokens)
         cos, sin = self.rope(positions, x.dtype)
         for layer in self.layers:
-            if checkpointing:
-                x = recompute(layer, x, cos, sin, attend, use_reentrant=False)
-            else:
-                x = layer(x, cos, sin, attend)
+            x = recompute(layer, x, cos, sin, attend, use_reentrant=False) if checkpointing else layer(x, cos, sin, attend)
         return self.norm(x)
 
     @property
