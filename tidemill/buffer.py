@@ -20,8 +20,12 @@ from tidemill.types import Group
 
 
 class Buffer:
-    def __init__(self, *, batch: int, max_lag: int, window: int = 1, next_id: int = 0) -> None:
-        """batch: groups a step (P). window: look-ahead (W). next_id: the first admission id, when a run goes on."""
+    def __init__(self, *, batch: int, max_lag: int, window: int = 1, next_id: int = 0, total: int | None = None) -> None:
+        """batch: groups a step (P). window: look-ahead (W). next_id: the first admission id, when a run goes on.
+
+        total: how many groups will be trained on in all, or None. No more than that are admitted, dropped ones not
+        counted, so that nothing is sampled for a step that will not come.
+        """
         if batch < 1 or max_lag < 0:
             raise ValueError(f"batch={batch}, max_lag={max_lag}: expected batch >= 1 and max_lag >= 0")
         if not 1 <= window <= max_lag * batch + 1:
@@ -31,6 +35,7 @@ class Buffer:
         self._live: OrderedDict[int, Group | None] = OrderedDict()  # admitted and not yet taken, oldest first
         self._used = 0
         self._next_id = next_id
+        self._quota = total  # groups that may still be admitted
         self._changed = asyncio.Condition()
 
     @property
@@ -49,8 +54,10 @@ class Buffer:
     async def admit(self) -> int:
         """Wait for a slot and return the id of the group that may now be rolled out."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._used < self.slots)
+            await self._changed.wait_for(lambda: self._used < self.slots and self._quota != 0)
             self._used += 1
+            if self._quota is not None:
+                self._quota -= 1
             group_id = self._next_id
             self._next_id += 1
             self._live[group_id] = None
@@ -58,7 +65,7 @@ class Buffer:
 
     async def put(self, group: Group) -> None:
         async with self._changed:
-            if self._live.get(group.id, group) is not None:
+            if self._live.get(group.id, group) is not None:  # a stranger's default is the group itself
                 raise ValueError(f"group {group.id} was not admitted, or was put before")
             self._live[group.id] = group
             self._changed.notify_all()
@@ -68,6 +75,8 @@ class Buffer:
         async with self._changed:
             del self._live[group_id]
             self._used -= 1
+            if self._quota is not None:
+                self._quota += 1
             self._changed.notify_all()
 
     async def take(self) -> Group:

@@ -1,0 +1,271 @@
+"""The controller under virtual time, over fakes of 10 lines: order, lag bound, conservation, crash, hang, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
+
+from tidemill.buffer import Buffer
+from tidemill.controller import Controller, Hooks, RunFailed, Schedule
+from tidemill.protocols import PolicyMismatch
+from tidemill.types import Finish, Group, InfraError, Score, Task, TrainResult, Trajectory, Version
+
+
+@dataclass
+class World:
+    """A virtual rollout pool, trainer and ledger that record what happened."""
+
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    gen_s: float = 20.0
+    sigma: float = 0.8
+    train_s: float = 10.0
+    sync_s: float = 1.0
+    drop_share: float = 0.0
+    serving: Version = field(default_factory=lambda: Version(-1))
+    weights: int = 0
+    fates: dict[int, list[str]] = field(default_factory=dict)
+    lags: list[int] = field(default_factory=list)
+    torn: int = 0
+    saved: list[int] = field(default_factory=list)
+    evaluated: list[int] = field(default_factory=list)
+    log: list[str] = field(default_factory=list)
+
+    # roller
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        stamps: list[Version] = []
+        total, n = self.gen_s * np.exp(self.rng.gauss(0, self.sigma)), 8
+        for _ in range(n):
+            await asyncio.sleep(total / n)
+            stamps.append(self.serving)
+        steps = np.array([v.step for v in stamps], np.int32)
+        reward = 0.0 if self.rng.random() < self.drop_share else 1.0
+        sources = tuple(sorted(set(stamps)))
+        row = Trajectory(np.zeros(n, np.int32), np.ones(n, bool), np.zeros(n, np.float32), steps, Finish.STOP, Score(reward), sources)
+        return Group(group_id, task, [row])
+
+    # trainer and publisher
+    async def forward_backward(self, samples, losses) -> TrainResult:
+        await asyncio.sleep(self.train_s)
+        return TrainResult({}, [])
+
+    async def apply(self, scale: float) -> dict[str, float]:
+        self.weights += 1
+        return {}
+
+    async def publish_to_engines(self, version: Version) -> Version:
+        before = self.weights
+        await asyncio.sleep(self.sync_s)
+        self.torn += before != self.weights
+        self.serving = Version(version.step, version.incarnation, fingerprint=f"f{version.step}")
+        return self.serving
+
+    # ledger
+    def admit(self, group_id: int, task: Task) -> None:
+        assert group_id not in self.fates
+        self.fates[group_id] = []
+
+    def finish(self, group: Group) -> None:
+        pass
+
+    def drop(self, group_id: int, reason: str) -> None:
+        self.fates[group_id].append(reason)
+
+    def begin_step(self, step: int, incarnation: int, group_ids) -> None:
+        self.log.append(f"begin {step}")
+        for group_id in group_ids:
+            self.fates[group_id].append("trained")
+
+    def end_step(self, step: int, incarnation: int, metrics) -> None:
+        self.log.append(f"end {step}")
+
+    def publish(self, version: Version) -> None:
+        self.log.append(f"published {version.step}")
+
+    def evaluation(self, step: int, results) -> None:
+        pass
+
+    def event(self, kind: str, detail: dict) -> None:
+        pass
+
+    # algorithm
+    def drop_reason(self, group: Group) -> str | None:
+        return "zero-variance" if group.trajectories[0].reward == 0 else None
+
+    def prepare(self, groups):
+        self.lags += [self.weights - g.oldest for g in groups]
+        self.samples, self.losses, self.scale, self.metrics = [], {}, 1.0, {}
+        return self
+
+
+class PublisherOf:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def publish(self, version: Version) -> Version:
+        return await self.world.publish_to_engines(version)
+
+
+class Silent:
+    def admitted(self, group_id: int) -> None: ...
+    def rolled_out(self, group: Group, dropped: str | None) -> None: ...
+    def trained(self, step, groups, result, metrics) -> None: ...
+    def published(self, version: Version) -> None: ...
+    def evaluated(self, step: int, results) -> None: ...
+
+
+def controller(world: World, *, steps: int, batch: int, max_lag: int, window: int = 1, roller=None, **schedule) -> Controller:
+    async def evaluate(version: Version) -> dict[str, float]:
+        before = world.serving
+        await asyncio.sleep(30)
+        assert world.serving == before == version, "the evaluated version was replaced while it was evaluated"
+        world.evaluated.append(version.step)
+        return {}
+
+    async def checkpoint(step: int, next_id: int) -> None:
+        world.saved.append(step)
+
+    return Controller(
+        Schedule(steps, **schedule),
+        Buffer(batch=batch, max_lag=max_lag, window=window, total=steps * batch),
+        lambda i: Task(f"t{i}", "?"),
+        roller or world,
+        world,  # type: ignore[arg-type]
+        PublisherOf(world),
+        world,
+        world,
+        Silent(),
+        Hooks(evaluate, checkpoint),
+    )
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_nothing_trained_on_is_older_than_max_lag_and_every_group_has_one_fate(seed):
+    rng = random.Random(seed)
+    batch, lag, steps = rng.randint(1, 6), rng.randint(0, 4), rng.randint(3, 25)
+    world = World(
+        rng,
+        gen_s=rng.choice([1, 20, 100]),
+        sigma=rng.choice([0.1, 0.8, 1.5]),
+        train_s=rng.choice([0, 1, 10, 60]),
+        sync_s=rng.choice([0, 1, 15]),
+        drop_share=rng.choice([0, 0.3]),
+    )
+    run = controller(world, steps=steps, batch=batch, max_lag=lag, window=rng.randint(1, lag * batch + 1))
+    assert run_virtually(run.run()) == steps
+    assert max(world.lags) <= lag and min(world.lags) >= 0
+    assert world.torn == 0
+    assert all(len(fate) == 1 for fate in world.fates.values()), "a group without a fate, or with two"
+    assert sum(fate == ["trained"] for fate in world.fates.values()) == steps * batch
+    assert sorted(world.fates) == list(range(len(world.fates)))
+
+
+def test_the_bound_is_tight():
+    """With slow generation, lag reaches max_lag; a bound that is never reached would prove nothing."""
+    world = World(gen_s=100, sigma=1.5, train_s=1, sync_s=0)
+    run_virtually(controller(world, steps=40, batch=4, max_lag=3, window=1).run())
+    assert max(world.lags) == 3
+
+
+def test_max_lag_zero_is_on_policy():
+    world = World()
+    run_virtually(controller(world, steps=10, batch=4, max_lag=0).run())
+    assert set(world.lags) == {0}
+
+
+def test_asynchrony_saves_time():
+    def seconds(max_lag: int) -> float:
+        loop = VirtualTimeLoop()
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(controller(World(sigma=0.1), steps=30, batch=4, max_lag=max_lag).run())
+        return loop.now
+
+    assert seconds(1) < 0.75 * seconds(0)
+
+
+def test_a_step_is_in_the_ledger_before_its_gradient_and_published_after_its_update():
+    world = World()
+    run_virtually(controller(world, steps=3, batch=2, max_lag=1).run())
+    order = ["published 0", "begin 0", "end 0", "published 1", "end 1", "published 2", "end 2", "published 3"]
+    assert [entry for entry in world.log if entry in order] == order
+    assert all(world.log.index(f"begin {s}") < world.log.index(f"end {s}") for s in range(3))
+
+
+def test_evaluation_is_pinned_to_one_version():
+    world = World(sync_s=0)
+    run_virtually(controller(world, steps=6, batch=2, max_lag=2, eval_every=2).run())
+    assert world.evaluated == [0, 2, 4, 6]
+
+
+def test_stop_ends_after_the_step_and_saves_it():
+    world = World()
+    run = controller(world, steps=1000, batch=2, max_lag=1, checkpoint_every=100)
+
+    async def main() -> int:
+        asyncio.get_running_loop().call_later(400, run.stop)
+        return await run.run()
+
+    done = run_virtually(main())
+    assert 0 < done < 1000
+    assert world.saved == [done]
+
+
+def test_checkpoints_come_when_due_and_at_the_end():
+    world = World()
+    run_virtually(controller(world, steps=7, batch=1, max_lag=0, checkpoint_every=3).run())
+    assert world.saved == [3, 6, 7]
+
+
+class Exploding:
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        await asyncio.sleep(1)
+        raise RuntimeError("env exploded")
+
+
+class Stuck:
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        return await asyncio.get_running_loop().create_future()
+
+
+class Forger(World):
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        group = await super().rollout(group_id, task)
+        t = group.trajectories[0]
+        t.sources = tuple(Version(v.step, v.incarnation, v.policy, "forged") for v in t.sources)
+        return group
+
+
+class Unscorable(World):
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        group = await super().rollout(group_id, task)
+        group.trajectories[0].outcome = InfraError("ZeroDivisionError: division by zero")
+        return group
+
+    def drop_reason(self, group: Group) -> str | None:
+        return "unscored"
+
+
+def test_a_crash_stops_the_run_and_is_what_the_user_reads():
+    with pytest.raises(RuntimeError, match="env exploded"):
+        run_virtually(controller(World(), steps=3, batch=2, max_lag=1, roller=Exploding()).run())
+
+
+def test_a_hang_is_an_error_under_virtual_time():
+    with pytest.raises(Deadlock):
+        run_virtually(controller(World(), steps=3, batch=2, max_lag=1, roller=Stuck()).run())
+
+
+def test_tokens_of_a_policy_that_was_never_published_are_refused():
+    world = Forger()
+    with pytest.raises(PolicyMismatch, match="never published"):
+        run_virtually(controller(world, steps=3, batch=2, max_lag=1).run())
+    assert world.weights == 0
+
+
+def test_a_verifier_that_always_fails_stops_the_run_with_its_reason():
+    with pytest.raises(RunFailed, match="division by zero"):
+        run_virtually(controller(Unscorable(), steps=3, batch=2, max_lag=1, patience=5).run())

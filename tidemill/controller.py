@@ -1,0 +1,228 @@
+"""The loop: admit -> rollout -> buffer -> train -> publish -> release. Synchronous RL is max_lag = 0, not another loop.
+
+    tasks --admit--> rollout (environment x engine) --group--> buffer --batch--> trainer --apply--> version v + 1
+      ^                 ^                                                          |
+      |                 +------- engines commit v + 1 <------- publish <-----------+
+      +------------------------ release the step's slots <-----+
+
+Step s trains weights s into weights s + 1. Its forward and backward run while version s is still being published; its
+update waits until that has ended, because weights must not change under a reader. A step's composition is in the ledger
+before its gradient (I3), every token's version is one that this run published (I1), and none is older than max_lag (I2).
+This module knows protocols only: no torch, no engine, no process. Tests run it under virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tidemill.buffer import Buffer
+from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
+from tidemill.types import Array, Group, InfraError, LossSpec, Metrics, Sample, Task, TrainResult, Version
+
+
+class Prepared(Protocol):
+    """A step's samples and the one scale of its gradient (I6)."""
+
+    @property
+    def samples(self) -> list[Sample]: ...
+    @property
+    def losses(self) -> dict[str, LossSpec]: ...
+    @property
+    def scale(self) -> float: ...
+    @property
+    def metrics(self) -> Metrics: ...
+
+
+class Algorithm(Protocol):
+    def drop_reason(self, group: Group) -> str | None:
+        """Why this group carries no gradient, or None."""
+        ...
+
+    def prepare(self, groups: Sequence[Group]) -> Prepared: ...
+
+
+class Observer(Protocol):
+    """Is told what happened, in order. It cannot change it."""
+
+    def admitted(self, group_id: int) -> None: ...
+    def rolled_out(self, group: Group, dropped: str | None) -> None: ...
+    def trained(self, step: int, groups: Sequence[Group], result: TrainResult, metrics: Metrics) -> None: ...
+    def published(self, version: Version) -> None: ...
+    def evaluated(self, step: int, results: Metrics) -> None: ...
+
+
+class RunFailed(RuntimeError):
+    """The run cannot go on. The message is one sentence for the user: what happened first, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """What the loop does when. Steps are counted from the beginning of the run."""
+
+    steps: int
+    first: int = 0  # > 0 when a run goes on
+    incarnation: int = 0
+    eval_every: int = 0  # 0: never
+    checkpoint_every: int = 0  # 0: only at the end
+    probe_every: int = 0  # 0: never
+    patience: int = 16  # groups in a row without any score before the run is stopped
+
+
+@dataclass(slots=True)
+class Hooks:
+    """What is done at set points of the loop, each awaited. `None` is not done."""
+
+    evaluate: Callable[[Version], Awaitable[Metrics]] | None = None
+    checkpoint: Callable[[int, int], Awaitable[None]] | None = None  # (steps done, next admission id)
+    probe: Callable[[Version, Sequence[Sample], Sequence[Array]], Awaitable[None]] | None = None
+
+
+@dataclass(slots=True)
+class Controller:
+    schedule: Schedule
+    buffer: Buffer
+    task_at: Callable[[int], Task]  # admission id -> task
+    roller: Roller
+    trainer: Trainer
+    publisher: Publisher
+    ledger: Ledger
+    algorithm: Algorithm
+    observer: Observer
+    hooks: Hooks = field(default_factory=Hooks)
+    versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
+    _stopping: asyncio.Event = field(default_factory=asyncio.Event)
+    _unscored: int = 0
+    _saved: int = -1  # step of the latest checkpoint
+
+    def stop(self) -> None:
+        """Ask the run to end after the step it is in."""
+        self._stopping.set()
+
+    async def run(self) -> int:
+        """Train until the schedule's end or `stop()`. Returns the number of steps done. Any failure cancels the rest."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                # Nothing is sampled before the engines serve what this run published.
+                publishing = group.create_task(self._publish(self.schedule.first, 0))
+                await asyncio.wait({publishing})
+                workers = [group.create_task(self._rollout_forever(), name=f"rollout-{i}") for i in range(self.buffer.slots)]
+                done = await self._train(group, publishing)
+                for worker in workers:
+                    worker.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
+        return done
+
+    async def _rollout_forever(self) -> None:
+        while True:
+            group_id = await self.buffer.admit()
+            task = self.task_at(group_id)
+            self.ledger.admit(group_id, task)
+            self.observer.admitted(group_id)
+            group = await self.roller.rollout(group_id, task)
+            self.ledger.finish(group)
+            await self.offer(group)
+
+    async def offer(self, group: Group) -> None:
+        """Hand a finished group to the trainer, or drop it for its reason."""
+        reason = self.algorithm.drop_reason(group)
+        self.observer.rolled_out(group, reason)
+        self._watch_outcomes(group)
+        if reason is None:
+            await self.buffer.put(group)
+        else:
+            self.ledger.drop(group.id, reason)
+            await self.buffer.drop(group.id)
+
+    async def _train(self, tasks: asyncio.TaskGroup, publishing: asyncio.Task[Version]) -> int:
+        step = first = self.schedule.first
+        while step < self.schedule.steps:
+            groups = await self._take_batch()
+            if groups is None:
+                break
+            self._check(step, groups)
+            self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
+            prepared = self.algorithm.prepare(groups)
+            result = await self.trainer.forward_backward(prepared.samples, prepared.losses)
+            served = await publishing  # the update may not touch weights that are still being read
+            if self.hooks.probe and self._due(step, self.schedule.probe_every):
+                await self.hooks.probe(served, prepared.samples, result.logprobs)
+            metrics = await self.trainer.apply(prepared.scale)
+            step += 1
+            self.ledger.end_step(step - 1, self.schedule.incarnation, prepared.metrics | metrics)
+            self.observer.trained(step - 1, groups, result, prepared.metrics | metrics)
+            if step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every):
+                await self._checkpoint(step)
+            publishing = tasks.create_task(self._publish(step, len(groups)))
+        await publishing
+        if step > max(self._saved, first):  # asked to stop: nothing that was trained is lost
+            await self._checkpoint(step)
+        return step
+
+    async def _take_batch(self) -> list[Group] | None:
+        """A step's groups, or None when the run was asked to stop before they were complete."""
+        async def take() -> list[Group]:
+            return [await self.buffer.take() for _ in range(self.buffer.batch)]
+
+        taking, stopping = asyncio.ensure_future(take()), asyncio.ensure_future(self._stopping.wait())
+        try:
+            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            return None if stopping.done() else taking.result()  # what was taken stays pending: it was never begun
+        finally:
+            taking.cancel()
+            stopping.cancel()
+
+    async def _publish(self, step: int, trained: int) -> Version:
+        """Publish weights `step`, release the slots of the step that made them, and evaluate them when it is time.
+
+        Evaluation belongs here because it is pinned: the next version is not published before it has ended.
+        """
+        served = await self.publisher.publish(Version(step, self.schedule.incarnation))
+        self.versions[served.incarnation, served.step] = served
+        self.ledger.publish(served)
+        self.observer.published(served)
+        await self.buffer.release(trained)  # groups admitted from here on begin with these weights
+        last = step == self.schedule.steps
+        if self.hooks.evaluate and (last or self._due(step, self.schedule.eval_every)):
+            results = await self.hooks.evaluate(served)
+            self.ledger.evaluation(step, results)
+            self.observer.evaluated(step, results)
+        return served
+
+    async def _checkpoint(self, step: int) -> None:
+        self._saved = step
+        if self.hooks.checkpoint:
+            await self.hooks.checkpoint(step, self.buffer.next_id)
+            self.ledger.event("checkpoint", {"step": step})
+
+    def _due(self, step: int, every: int) -> bool:
+        return every > 0 and step % every == 0
+
+    def _check(self, step: int, groups: Sequence[Group]) -> None:
+        """I1 and I2, at the last moment before a gradient."""
+        for group in groups:
+            for trajectory in group.trajectories:
+                for source in trajectory.sources:
+                    if self.versions.get((source.incarnation, source.step)) != source:
+                        raise PolicyMismatch(f"group {group.id} holds tokens of {source}, which this run never published")
+            if step - group.oldest > self.buffer.max_lag:
+                raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
+
+    def _watch_outcomes(self, group: Group) -> None:
+        """Stop when nothing can be scored any more: a broken verifier must not look like a policy that earns nothing."""
+        failures = [t.outcome.reason for t in group.trajectories if isinstance(t.outcome, InfraError)]
+        self._unscored = self._unscored + 1 if len(failures) == len(group.trajectories) else 0
+        if self._unscored >= self.schedule.patience:
+            raise RunFailed(f"{self._unscored} groups in a row could not be scored; the latest reason: {failures[0]}")
+
+
+def first_cause(failures: BaseExceptionGroup) -> BaseException:
+    """The first exception that is not a mere cancellation: what the user should read."""
+    for failure in failures.exceptions:
+        if isinstance(failure, BaseExceptionGroup):
+            return first_cause(failure)
+        return failure
+    raise AssertionError("an exception group is never empty")
