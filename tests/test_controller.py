@@ -45,7 +45,9 @@ class World:
         steps = np.array([v.step for v in stamps], np.int32)
         reward = 0.0 if self.rng.random() < self.drop_share else 1.0
         sources = tuple(sorted(set(stamps)))
-        row = Trajectory(np.zeros(n, np.int32), np.ones(n, bool), np.zeros(n, np.float32), steps, Finish.STOP, Score(reward), sources)
+        row = Trajectory(
+            np.zeros(n, np.int32), np.ones(n, bool), np.zeros(n, np.float32), steps, Finish.STOP, Score(reward), sources
+        )
         return Group(group_id, task, [row])
 
     # trainer and publisher
@@ -93,6 +95,8 @@ class World:
         pass
 
     # algorithm
+    recomputes = False
+
     def drop_reason(self, group: Group) -> str | None:
         return "zero-variance" if group.trajectories[0].reward == 0 else None
 
@@ -113,12 +117,14 @@ class PublisherOf:
 class Silent:
     def admitted(self, group_id: int) -> None: ...
     def rolled_out(self, group: Group, dropped: str | None) -> None: ...
-    def trained(self, step, groups, result, metrics) -> None: ...
+    async def trained(self, step, groups, samples, result, metrics) -> None: ...
     def published(self, version: Version) -> None: ...
     def evaluated(self, step: int, results) -> None: ...
 
 
-def controller(world: World, *, steps: int, batch: int, max_lag: int, window: int = 1, roller=None, **schedule) -> Controller:
+def controller(
+    world: World, *, steps: int, batch: int, max_lag: int, window: int = 1, roller=None, **schedule
+) -> Controller:
     async def evaluate(version: Version) -> dict[str, float]:
         before = world.serving
         await asyncio.sleep(30)
@@ -269,3 +275,20 @@ def test_tokens_of_a_policy_that_was_never_published_are_refused():
 def test_a_verifier_that_always_fails_stops_the_run_with_its_reason():
     with pytest.raises(RunFailed, match="division by zero"):
         run_virtually(controller(Unscorable(), steps=3, batch=2, max_lag=1, patience=5).run())
+
+
+def test_a_run_that_goes_on_uses_what_had_finished_and_samples_the_rest_again():
+    world = World()
+    old = Version(4, fingerprint="f4")
+    row = Trajectory(np.zeros(2, np.int32), np.ones(2, bool), np.zeros(2, np.float32), np.full(2, 4, np.int32), Finish.STOP)
+    row.outcome, row.sources = Score(1.0), (old,)
+    task = Task("t", "?")
+    run = controller(world, steps=8, batch=2, max_lag=1, first=5, incarnation=1)
+    run.buffer = Buffer(batch=2, max_lag=1, total=6, next_id=12, live=[10, 11])
+    run.versions[0, 4] = old
+    run.restored = [Group(10, task, [row]), (11, task)]
+    world.weights, world.fates = 5, {10: [], 11: []}
+    assert run_virtually(run.run()) == 8
+    assert sorted(world.fates) == list(range(10, 16))
+    assert all(fate == ["trained"] for fate in world.fates.values())
+    assert world.lags[0] == 1 and max(world.lags) <= 1

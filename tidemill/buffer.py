@@ -15,16 +15,27 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from tidemill.types import Group
 
 
 class Buffer:
-    def __init__(self, *, batch: int, max_lag: int, window: int = 1, next_id: int = 0, total: int | None = None) -> None:
-        """batch: groups a step (P). window: look-ahead (W). next_id: the first admission id, when a run goes on.
+    def __init__(
+        self,
+        *,
+        batch: int,
+        max_lag: int,
+        window: int = 1,
+        total: int | None = None,
+        next_id: int = 0,
+        live: Sequence[int] = (),
+    ) -> None:
+        """batch: groups a step (P). window: look-ahead (W).
 
-        total: how many groups will be trained on in all, or None. No more than that are admitted, dropped ones not
-        counted, so that nothing is sampled for a step that will not come.
+        total: how many groups are still to be trained on, or None. No more than that are admitted, dropped ones not
+        counted, so that nothing is sampled for a step that will not come. When a run goes on, `live` are the ids that
+        were admitted and have no fate yet, in order (they hold slots), and `next_id` is the first new one.
         """
         if batch < 1 or max_lag < 0:
             raise ValueError(f"batch={batch}, max_lag={max_lag}: expected batch >= 1 and max_lag >= 0")
@@ -32,10 +43,10 @@ class Buffer:
             raise ValueError(f"window={window}: expected 1..{max_lag * batch + 1} (max_lag * batch + 1)")
         self.batch, self.window, self.max_lag = batch, window, max_lag
         self.slots = (max_lag + 1) * batch - window + 1
-        self._live: OrderedDict[int, Group | None] = OrderedDict()  # admitted and not yet taken, oldest first
-        self._used = 0
+        self._live: OrderedDict[int, Group | None] = OrderedDict.fromkeys(live)  # admitted, not yet taken; oldest first
+        self._used = len(self._live)
         self._next_id = next_id
-        self._quota = total  # groups that may still be admitted
+        self._quota = None if total is None else total - len(self._live)  # groups that may still be admitted
         self._changed = asyncio.Condition()
 
     @property
@@ -54,7 +65,7 @@ class Buffer:
     async def admit(self) -> int:
         """Wait for a slot and return the id of the group that may now be rolled out."""
         async with self._changed:
-            await self._changed.wait_for(lambda: self._used < self.slots and self._quota != 0)
+            await self._changed.wait_for(lambda: self._used < self.slots and (self._quota is None or self._quota > 0))
             self._used += 1
             if self._quota is not None:
                 self._quota -= 1

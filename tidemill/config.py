@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, get_args
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 
 class Config(BaseModel):
@@ -21,12 +21,30 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _default_kind(cls, given: Any) -> Any:
+        """A table that names no `kind` means the default one."""
+        if not isinstance(given, dict):
+            return given
+        kinds = {
+            name: default.__dict__["kind"] for name, default in _config_defaults(cls) if "kind" in type(default).model_fields
+        }
+        return {
+            key: {"kind": kinds[key], **value} if key in kinds and isinstance(value, dict) and "kind" not in value else value
+            for key, value in given.items()
+        }
+
 
 class ConfigError(ValueError):
     """The configuration, or something it names, is not usable. The message is for the user as it is."""
 
 
 C = TypeVar("C", bound=Config)
+
+
+def _config_defaults(kind: type[Config]) -> Iterable[tuple[str, Config]]:
+    return ((name, f.default) for name, f in kind.model_fields.items() if isinstance(f.default, Config))
 
 
 def load(kind: type[C], files: Iterable[str | Path] = (), overrides: Iterable[str] = (), base: Mapping | None = None) -> C:
@@ -88,28 +106,35 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
 
 
 def _sentence(kind: type[Config], error: Any) -> str:
-    where = [str(p) for p in error["loc"]]
+    where, known = _locate(kind, [str(p) for p in error["loc"]])
     key = ".".join(where) or kind.__name__
-    given = error.get("input")
     if error["type"] == "extra_forbidden":
-        known = _known_keys(kind, where[:-1])
         near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
-        hint = f"did you mean {'.'.join([*where[:-1], near[0]])!r}?" if near else f"known here: {', '.join(sorted(known))}"
+        hint = f"did you mean {'.'.join([*where[:-1], near[0]])!r}?" if near else f"known here: {', '.join(known)}"
         return f"unknown key {key!r}; {hint}"
     if error["type"] == "missing":
         return f"{key!r} is required and was not given"
+    if error["type"] == "union_tag_invalid":
+        return f"{key}.kind = {error['ctx']['tag']!r}: should be one of {error['ctx']['expected_tags']}"
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return message if error["type"] == "value_error" and not where else f"{key} = {given!r}: {message}"
+    if error["type"] == "value_error":
+        return f"{key}: {message}" if where else message
+    return f"{key} = {error.get('input')!r}: {message}"
 
 
-def _known_keys(kind: type[Config], path: list[str]) -> list[str]:
-    """The keys allowed at `path`, walking through nested settings and through unions (whose tag is part of the path)."""
-    candidates: list[type[Config]] = [kind]
+def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
+    """The keys of an error's path, without the tags of unions that pydantic puts in, and the keys known beside the last."""
+    candidates, keys = [kind], []
+    known: list[str] = []
     for part in path:
-        nested = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
         tagged = [c for c in candidates if "kind" in c.model_fields and c.model_fields["kind"].default == part]
-        candidates = nested or tagged or candidates
-    return sorted({name for c in candidates for name in c.model_fields})
+        if tagged and len(candidates) > 1:
+            candidates = tagged
+            continue
+        keys.append(part)
+        known = sorted({name for c in candidates for name in c.model_fields})
+        candidates = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+    return keys, known
 
 
 def _models(annotation: Any) -> list[type[Config]]:

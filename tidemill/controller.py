@@ -43,13 +43,20 @@ class Algorithm(Protocol):
 
     def prepare(self, groups: Sequence[Group]) -> Prepared: ...
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether a step needs the trainer's own logprobs at its start (p_hat), rather than the engine's."""
+        ...
+
 
 class Observer(Protocol):
     """Is told what happened, in order. It cannot change it."""
 
     def admitted(self, group_id: int) -> None: ...
     def rolled_out(self, group: Group, dropped: str | None) -> None: ...
-    def trained(self, step: int, groups: Sequence[Group], result: TrainResult, metrics: Metrics) -> None: ...
+    async def trained(
+        self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
+    ) -> None: ...
     def published(self, version: Version) -> None: ...
     def evaluated(self, step: int, results: Metrics) -> None: ...
 
@@ -92,6 +99,7 @@ class Controller:
     algorithm: Algorithm
     observer: Observer
     hooks: Hooks = field(default_factory=Hooks)
+    restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # a run that goes on: finished, or in flight
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _unscored: int = 0
@@ -109,6 +117,7 @@ class Controller:
                 publishing = group.create_task(self._publish(self.schedule.first, 0))
                 await asyncio.wait({publishing})
                 workers = [group.create_task(self._rollout_forever(), name=f"rollout-{i}") for i in range(self.buffer.slots)]
+                workers += [group.create_task(self._restore(each)) for each in self.restored]
                 done = await self._train(group, publishing)
                 for worker in workers:
                     worker.cancel()
@@ -122,11 +131,21 @@ class Controller:
             task = self.task_at(group_id)
             self.ledger.admit(group_id, task)
             self.observer.admitted(group_id)
-            group = await self.roller.rollout(group_id, task)
-            self.ledger.finish(group)
-            await self.offer(group)
+            await self._roll_out(group_id, task)
 
-    async def offer(self, group: Group) -> None:
+    async def _restore(self, left: Group | tuple[int, Task]) -> None:
+        """What an earlier process admitted: used as it is when it had finished, else sampled again with its own seeds."""
+        if isinstance(left, Group):
+            await self._offer(left)
+        else:
+            await self._roll_out(*left)
+
+    async def _roll_out(self, group_id: int, task: Task) -> None:
+        group = await self.roller.rollout(group_id, task)
+        self.ledger.finish(group)
+        await self._offer(group)
+
+    async def _offer(self, group: Group) -> None:
         """Hand a finished group to the trainer, or drop it for its reason."""
         reason = self.algorithm.drop_reason(group)
         self.observer.rolled_out(group, reason)
@@ -145,15 +164,14 @@ class Controller:
                 break
             self._check(step, groups)
             self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
-            prepared = self.algorithm.prepare(groups)
-            result = await self.trainer.forward_backward(prepared.samples, prepared.losses)
+            prepared, result = await accumulate(self.trainer, self.algorithm, groups)
             served = await publishing  # the update may not touch weights that are still being read
             if self.hooks.probe and self._due(step, self.schedule.probe_every):
                 await self.hooks.probe(served, prepared.samples, result.logprobs)
             metrics = await self.trainer.apply(prepared.scale)
             step += 1
             self.ledger.end_step(step - 1, self.schedule.incarnation, prepared.metrics | metrics)
-            self.observer.trained(step - 1, groups, result, prepared.metrics | metrics)
+            await self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
             if step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every):
                 await self._checkpoint(step)
             publishing = tasks.create_task(self._publish(step, len(groups)))
@@ -164,6 +182,7 @@ class Controller:
 
     async def _take_batch(self) -> list[Group] | None:
         """A step's groups, or None when the run was asked to stop before they were complete."""
+
         async def take() -> list[Group]:
             return [await self.buffer.take() for _ in range(self.buffer.batch)]
 
@@ -217,6 +236,15 @@ class Controller:
         self._unscored = self._unscored + 1 if len(failures) == len(group.trajectories) else 0
         if self._unscored >= self.schedule.patience:
             raise RunFailed(f"{self._unscored} groups in a row could not be scored; the latest reason: {failures[0]}")
+
+
+async def accumulate(trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Prepared, TrainResult]:
+    """The gradient of one step's groups, as sums in the trainer: all of a step but its update."""
+    prepared = algorithm.prepare(groups)
+    if algorithm.recomputes:
+        for sample, old in zip(prepared.samples, await trainer.forward(prepared.samples), strict=True):
+            sample.old_logprobs = old
+    return prepared, await trainer.forward_backward(prepared.samples, prepared.losses)
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:

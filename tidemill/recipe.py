@@ -18,6 +18,7 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.envs.settings import EnvSettings
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
+from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
 
 
@@ -28,7 +29,7 @@ class PlacementSettings(Config):
     engines: int = Field(1, ge=1)
     engine_threads: int = Field(1, ge=1)  # of each engine
     trainer_threads: int = Field(1, ge=1)
-    carrier: Literal["shared_memory", "checkpoint"] = "shared_memory"
+    sync: SyncSettings = SyncSettings()
 
 
 class RolloutSettings(Config):
@@ -78,7 +79,7 @@ class RunConfig(Config):
     run_dir: Path
     model: str  # a Hugging Face folder, or "new:SIZE" for a random one made here
     env: EnvSettings
-    algorithm: AlgorithmSettings = AlgorithmSettings()
+    algorithm: AlgorithmSettings = AlgorithmSettings.preset("grpo")
     steps: int = Field(100, ge=1)
     max_lag: int = Field(1, ge=0)
     seed: int = Field(0, ge=0)
@@ -96,7 +97,9 @@ class RunConfig(Config):
         self.algorithm.check(self.rollout.group_size)
         widest = self.max_lag * self.rollout.groups + 1
         if self.rollout.window > widest:
-            raise ValueError(f"rollout.window = {self.rollout.window}: at most max_lag * rollout.groups + 1 = {widest} keeps the lag bound")
+            raise ValueError(
+                f"rollout.window = {self.rollout.window}: at most max_lag * rollout.groups + 1 = {widest} keeps the bound"
+            )
         return self
 
 

@@ -1,6 +1,8 @@
 """Attention inside packed sequences, for the trainer: each sequence sees itself, causally, within its layer's window.
 
-The rest of the decoder works on the packed row, so padding exists here only, and only up to the longest sequence.
+The rest of the decoder works on the packed row, so padding exists here only. Sequences of similar length share a bucket
+that is padded to its own longest: 128 sequences of 30 to 90 tokens take two thirds of the time of one padded batch.
+Rows are padded on the right, so causality alone keeps padding out of every real position.
 """
 
 from __future__ import annotations
@@ -13,6 +15,8 @@ from torch import Tensor
 
 from tidemill.models.decoder import Attend
 
+_RATIO, _SLACK = 0.85, 8  # a bucket holds lengths >= RATIO * its longest - SLACK: few buckets when sequences are tiny
+
 
 def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu") -> Tensor:
     """[sum(lengths)] int64: 0..length-1 of each sequence, one after another."""
@@ -20,33 +24,64 @@ def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu")
 
 
 def packed_attention(lengths: Sequence[int], windows: Sequence[int | None], device: torch.device | str = "cpu") -> Attend:
-    """An `attend` for sequences of these lengths packed one after another."""
-    longest = max(lengths)
-    rows = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(list(lengths))).to(device)
-    columns = packed_positions(lengths, device)
-    same = len(set(lengths)) == 1
-    masks: dict[int | None, Tensor] = {
-        w: window_mask(longest, w, device) for w in set(windows) if w is not None and w < longest
+    """An `attend` for sequences of these lengths packed one after another.
+
+    On CPU it computes in float32 (float64 stays): there the bfloat16 kernel's backward is three times slower.
+    """
+    buckets = length_buckets(lengths)
+    shapes = [(len(bucket), lengths[bucket[0]]) for bucket in buckets]  # (rows, padded length)
+    sizes = [rows * longest for rows, longest in shapes]
+    slots = None if len(set(lengths)) == 1 else _slots(lengths, buckets).to(device)
+    masks: dict[tuple[int, int], Tensor] = {
+        (n, w): window_mask(n, w, device) for _, n in shapes for w in set(windows) if w is not None and w < n
     }
 
-    def unpack(x: Tensor) -> Tensor:  # [N, heads, E] -> [rows, heads, longest, E]
-        if same:
-            return x.view(len(lengths), longest, *x.shape[1:]).transpose(1, 2)
-        padded = x.new_zeros(len(lengths), longest, *x.shape[1:])
-        return padded.index_put((rows, columns), x).transpose(1, 2)
+    def unpack(x: Tensor) -> list[Tensor]:  # [N, heads, E] -> of each bucket [rows, heads, longest, E]
+        if slots is not None:
+            x = x.new_zeros(sum(sizes), *x.shape[1:]).index_copy(0, slots, x)
+        return [part.view(*shape, *x.shape[1:]).transpose(1, 2) for part, shape in zip(x.split(sizes), shapes, strict=True)]
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = masks.get(windows[layer])
-        # Rows are padded on the right, so causality alone keeps padding out of every real position.
-        out = F.scaled_dot_product_attention(
-            unpack(q), unpack(k), unpack(v), attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
-        ).transpose(1, 2)
-        return out.reshape(q.shape) if same else out[rows, columns]
+        dtype, window = v.dtype, windows[layer]
+        if q.device.type == "cpu" and dtype != torch.float64:
+            q, k, v = q.float(), k.float(), v.float()
+        with torch.autocast(q.device.type, enabled=False):
+            q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the rotary embedding leaves them in float32
+            parts = []
+            for query, key, value, (_, n) in zip(unpack(q), unpack(k), unpack(v), shapes, strict=True):
+                mask = None if window is None else masks.get((n, window))
+                out = F.scaled_dot_product_attention(
+                    query, key, value, attn_mask=mask, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+                )
+                parts.append(out.transpose(1, 2).reshape(-1, *q.shape[1:]))
+            padded = parts[0] if len(parts) == 1 else torch.cat(parts)
+            return (padded if slots is None else padded.index_select(0, slots)).to(dtype)
 
     return attend
+
+
+def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
+    """Indices of `lengths` in groups of similar length, each group's longest first."""
+    buckets: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        if not buckets or lengths[index] < _RATIO * lengths[buckets[-1][0]] - _SLACK:
+            buckets.append([])
+        buckets[-1].append(index)
+    return buckets
 
 
 def window_mask(length: int, window: int, device: torch.device | str = "cpu") -> Tensor:
     """[length, length] bool: position i sees j for i - window < j <= i."""
     distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
     return (distance >= 0) & (distance < window)
+
+
+def _slots(lengths: Sequence[int], buckets: list[list[int]]) -> Tensor:
+    """[N] int64: where each packed token lies in the padded buckets, laid one after another."""
+    starts, at = [0] * len(lengths), 0
+    for bucket in buckets:
+        longest = lengths[bucket[0]]
+        for index in bucket:
+            starts[index] = at
+            at += longest
+    return torch.cat([torch.arange(start, start + n) for start, n in zip(starts, lengths, strict=True)])

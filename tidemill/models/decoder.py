@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.dtype == self.weight.dtype == torch.float32:
+        if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = F.rms_norm(x.float(), self.weight.shape, None, self.eps)  # statistics in float32 whatever the activations are
         return wide.to(x.dtype) * self.weight.to(x.dtype)
@@ -74,6 +74,12 @@ class Decoder(nn.Module):
         self.head = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
         self.register_buffer("inverse_frequencies", rope_frequencies(arch), persistent=False)
 
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
+        """Behind `to`, `cuda`, `bfloat16`, `to_empty`: the frequencies stay float32, else far positions would blur."""
+        super()._apply(fn, recurse)
+        self.inverse_frequencies = rope_frequencies(self.arch).to(self.embed.weight.device)
+        return self
+
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, checkpointing: bool = False) -> Tensor:
         """Hidden states after the last norm [N, D] for `tokens` [N] at `positions` [N]."""
         x = self.embed(tokens)
@@ -88,9 +94,10 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] in float32 whatever the weights are: the head is where low precision costs the most."""
+        """[N, V] in float32 (float64 for float64 weights): the head is where low precision costs the most."""
+        wide = torch.promote_types(self.head_weight.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
-            return F.linear(hidden.float(), self.head_weight.float())
+            return F.linear(hidden.to(wide), self.head_weight.to(wide))
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """cos and sin [N, 1, E / 2] of each position."""

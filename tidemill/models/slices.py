@@ -6,10 +6,12 @@ its index in the whole tensor, so slices of any cut add up to the same number.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from tidemill.types import Published, Version
@@ -23,6 +25,10 @@ class Slice:
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]  # where this block begins, one number per dimension
     tensor: Tensor  # the block, in the dtype that is served
+
+    @classmethod
+    def whole(cls, name: str, tensor: Tensor) -> Slice:
+        return cls(name, tuple(tensor.shape), (0,) * tensor.ndim, tensor)
 
 
 class Sender(Protocol):
@@ -46,3 +52,51 @@ class Receiver(Protocol):
         ...
 
     def close(self) -> None: ...
+
+
+Box = tuple[tuple[int, int], ...]  # (begin, end) of each dimension
+
+
+@dataclass(slots=True)
+class _Tensor:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    boxes: list[Box] = field(default_factory=list)
+    elements: int = 0
+
+
+class Coverage:
+    """Which elements of which tensors were seen: each must be seen exactly once."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, _Tensor] = {}
+
+    def add(self, piece: Slice) -> None:
+        """Raises ValueError when the slice lies outside its tensor, contradicts an earlier one, or repeats elements."""
+        name, shape = piece.name, piece.shape
+        seen = self.tensors.setdefault(name, _Tensor(shape, piece.tensor.dtype))
+        if (seen.shape, seen.dtype) != (shape, piece.tensor.dtype):
+            given, first = f"{_text(shape)} {piece.tensor.dtype}", f"{_text(seen.shape)} {seen.dtype}"
+            raise ValueError(f"{name}: a slice says {given}, an earlier one said {first}")
+        if not len(shape) == len(piece.offset) == piece.tensor.ndim:
+            raise ValueError(f"{name}: shape, offset and block of a slice differ in their number of dimensions")
+        box = tuple((begin, begin + size) for begin, size in zip(piece.offset, piece.tensor.shape, strict=True))
+        if any(begin < 0 or end > size for (begin, end), size in zip(box, shape, strict=True)):
+            raise ValueError(f"{name}: a block of {_text(piece.tensor.shape)} at {piece.offset} lies outside {_text(shape)}")
+        if not piece.tensor.numel():
+            return
+        for other in seen.boxes:
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
+                raise ValueError(f"{name}: elements at {piece.offset} were given twice")
+        seen.boxes.append(box)
+        seen.elements += piece.tensor.numel()
+
+    def complete(self) -> None:
+        """Raises ValueError when a tensor that was begun lacks elements."""
+        for name, seen in self.tensors.items():
+            if (total := math.prod(seen.shape)) != seen.elements:
+                raise ValueError(f"{name}: {seen.elements} of its {total} elements were given")
+
+
+def _text(shape: Iterable[int]) -> str:
+    return f"[{', '.join(map(str, shape))}]"

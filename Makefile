@@ -1,0 +1,53 @@
+# `make demo` and `make test` do all the set-up themselves; a second call installs nothing.
+#
+#   PYTHON=python3.12     the interpreter to build the environment with (3.11 or newer)
+#   TORCH=cpu             take PyTorch's CPU build (hundreds of megabytes instead of gigabytes); for machines without a GPU
+#   VENV=.venv            where the environment lives
+#   ARGS="steps=20"       more overrides for `make demo`
+
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= default
+ARGS ?=
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--index-url https://download.pytorch.org/whl/cpu,)
+
+.PHONY: demo test lint types unit format clean
+
+demo: $(VENV)/.installed
+	$(BIN)/tidemill demo $(ARGS)
+
+test: lint types unit
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(VENV)/.installed-dev
+	$(BIN)/basedpyright
+
+unit: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest
+
+format: $(VENV)/.installed-dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+$(VENV)/.created:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Tidemill needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv $(VENV)
+	@touch $@
+
+$(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	$(PIP) $(TORCH_INDEX) torch
+	$(PIP) --editable '.[gym,serve]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(PIP) --editable '.[gym,serve,tensorboard,dev]'
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info

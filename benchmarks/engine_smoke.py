@@ -1,0 +1,108 @@
+"""Tokens per second of the native engine on a small random model, and where the time goes.
+
+    python benchmarks/engine_smoke.py [--threads 1 2] [--dtypes float32 bfloat16] [--profile]
+
+16 prompts x 8 samples, 64 + 128 tokens, temperature 1, ignoring the end of sequence. Prints a table and writes JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.models.architecture import Architecture
+from tidemill.models.decoder import Decoder
+from tidemill.types import SamplingParams, Version
+
+SIZES = {
+    "S": {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 768, "vocab": 512},
+    "M": {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536, "vocab": 512},
+}
+
+
+def model(size: str) -> Decoder:
+    arch = Architecture(family="qwen3", context=1024, qk_norm=True, tied=True, **SIZES[size])
+    decoder = Decoder(arch)
+    decoder.initialise(torch.Generator().manual_seed(0))
+    return decoder
+
+
+async def generate(engine: NativeEngine, prompts: list[np.ndarray], samples: int, tokens: int, seed: int) -> float:
+    start = time.perf_counter()
+    await asyncio.gather(
+        *(
+            engine.generate(
+                p,
+                SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed + i * samples + j),
+                "policy",
+                f"{seed}/{i}/{j}",
+            )
+            for i, p in enumerate(prompts)
+            for j in range(samples)
+        )
+    )
+    return len(prompts) * samples * tokens / (time.perf_counter() - start)
+
+
+async def measure(args: argparse.Namespace, size: str, dtype: str, threads: int) -> dict:
+    torch.set_num_threads(threads)
+    settings = EngineSettings(dtype=dtype, device=args.device, page_size=args.page_size)
+    engine = NativeEngine(model(size), settings, receiver=None, version=Version(0), name="smoke", eos_ids=())
+    rng = np.random.default_rng(0)
+    speeds = []
+    for repeat in range(args.repeats + 1):  # the first warms up; prompts are new each time
+        prompts = [rng.integers(0, 512, args.prompt).astype(np.int32) for _ in range(args.prompts)]
+        if args.profile and repeat == args.repeats:
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+                await generate(engine, prompts, args.samples, args.tokens, repeat * 1000)
+            print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=22, max_name_column_width=40))
+        else:
+            speeds.append(await generate(engine, prompts, args.samples, args.tokens, repeat * 1000))
+    stats, telemetry = await engine.stats(), await engine.telemetry()
+    await engine.close()
+    counters = telemetry.counters
+    return {
+        "model": size,
+        "dtype": dtype,
+        "threads": threads,
+        "tokens_per_second": round(max(speeds[1:])),
+        "median": round(float(np.median(speeds[1:]))),
+        "ms_per_step": round(1000 * counters["busy_s"] / counters["steps"], 2),
+        "cached_share": round(stats.cached_tokens / stats.prompt_tokens, 2),
+        "memory_mb": telemetry.memory_bytes >> 20,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sizes", nargs="+", default=["S"], choices=SIZES)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--threads", nargs="+", type=int, default=[1, 2])
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--page-size", type=int, default=EngineSettings().page_size)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--samples", type=int, default=8)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path, help="write the table there")
+    args = parser.parse_args()
+    rows = [asyncio.run(measure(args, s, d, t)) for s in args.sizes for d in args.dtypes for t in args.threads]
+    print("  ".join(f"{name:>17}" for name in rows[0]))
+    for row in rows:
+        print("  ".join(f"{value!s:>17}" for value in row.values()))
+    if args.json:
+        args.json.write_text(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,166 @@
+"""The engine's tokens and logprobs against a plain full forward of the same decoder, through every path there is."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import BASE, FAMILIES, decoder, engine, kept, prompts, reference, reference_logprobs, with_pages
+
+from tidemill.types import Finish, SamplingParams
+
+PATHS = {
+    "plain": {"prefix_cache": False},
+    "chunked": {"prefix_cache": False, "prefill_chunk": 3},
+    "cached": {"prefix_cache": True},
+    "cached and chunked": {"prefix_cache": True, "prefill_chunk": 5, "page_size": 2},
+    "one at a time": {"max_sequences": 1},
+    "preempted": {"prefix_cache": True, "max_sequences": 6},
+    "preempted without a cache": {"prefix_cache": False, "max_sequences": 6, "prefill_chunk": 7},
+}
+
+
+async def run(under_test, texts, params):
+    keys = [f"k{i}" for i in range(len(texts))]
+    return await asyncio.gather(
+        *(under_test.generate(t, p, "policy", k) for t, p, k in zip(texts, params, keys, strict=True))
+    )
+
+
+def siblings() -> list[np.ndarray]:
+    """Prompts that share prefixes in every way: twins, aligned to pages and not, longer and shorter ones."""
+    first, second = prompts(2, 16, 17, seed=5)
+    return [first, first, first[:12], first[:13], np.concatenate([first[:8], second]), second, *prompts(4)]
+
+
+@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_logprobs_equal_a_full_forward(family, path, monkeypatch):
+    arch = FAMILIES[family]
+    if path.startswith("preempted"):
+        with_pages(monkeypatch, 26)
+    under_test = engine(arch, **PATHS[path])
+    texts = siblings()
+    params = [SamplingParams(max_tokens=20, seed=i) for i in range(len(texts))]
+    completions = await run(under_test, texts, params)
+    model = decoder(arch)
+    for text, completion in zip(texts, completions, strict=True):
+        expected = reference_logprobs(model, text, completion.tokens)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=1e-5)
+        np.testing.assert_array_equal(completion.logprobs, completion.model_logprobs)
+        assert len(completion.tokens) == 20 and completion.finish is Finish.LENGTH
+        assert completion.support is None and completion.prompt_tokens == len(text)
+    stats = await under_test.stats()
+    assert (stats.preemptions > 0) == path.startswith("preempted")
+    assert (stats.cached_tokens > 0) == (path not in ("plain", "chunked", "preempted without a cache"))
+    assert stats.generated == 20 * len(texts) and stats.running == stats.waiting == 0
+    await under_test.close()
+
+
+async def test_noise_does_not_depend_on_company(monkeypatch):
+    texts = prompts(32)
+    params = [SamplingParams(max_tokens=12, seed=1000 + i) for i in range(32)]
+    alone = engine()
+    expected = [(await alone.generate(t, p, "policy", "")).tokens for t, p in zip(texts, params, strict=True)]
+    await alone.close()
+    together = engine(max_sequences=32)
+    with_pages(monkeypatch, 40)
+    cramped = engine(max_sequences=32, prefill_chunk=10)
+    for under_test, order in ((together, range(32)), (together, range(31, -1, -1)), (cramped, range(0, 32))):
+        got = await run(under_test, [texts[i] for i in order], [params[i] for i in order])
+        for i, completion in zip(order, got, strict=True):
+            np.testing.assert_array_equal(completion.tokens, expected[i])
+    assert (await cramped.stats()).preemptions > 0
+    other = await run(together, texts, [SamplingParams(max_tokens=12, seed=5000 + i) for i in range(32)])
+    assert any((c.tokens != e).any() for c, e in zip(other, expected, strict=True))
+    await together.close()
+    await cramped.close()
+
+
+async def test_mixed_sampling_against_numpy():
+    asked = [
+        SamplingParams(temperature=0.7, max_tokens=12, seed=1),
+        SamplingParams(temperature=0.7, top_p=0.8, max_tokens=12, seed=2),
+        SamplingParams(temperature=1.3, top_k=5, max_tokens=12, seed=3),
+        SamplingParams(min_p=0.1, max_tokens=12, seed=4),
+        SamplingParams(temperature=1.5, top_k=9, top_p=0.7, min_p=0.05, max_tokens=12, seed=5),
+        SamplingParams(temperature=0, max_tokens=12, top_logprobs=3),
+        SamplingParams(max_tokens=12, seed=6, top_logprobs=5),
+    ]
+    texts = prompts(len(asked))
+    under_test = engine()
+    model = decoder()
+    for text, params, completion in zip(texts, asked, await run(under_test, texts, asked), strict=True):
+        whole = np.concatenate([text, completion.tokens])
+        logits = reference(model, whole[:-1])[len(text) - 1 :]
+        unmodified = reference_logprobs(model, text, completion.tokens)
+        np.testing.assert_allclose(completion.model_logprobs, unmodified, atol=1e-5)
+        if params.temperature == 0:
+            np.testing.assert_array_equal(completion.tokens, logits.argmax(-1))
+            assert not completion.logprobs.any() and completion.support is None
+            np.testing.assert_allclose(completion.top_logprobs[:, 0], unmodified, atol=1e-5)
+            np.testing.assert_array_equal(completion.top_ids, np.argsort(-logits, -1, kind="stable")[:, :3])
+            continue
+        expected = np.stack([kept(row, params) for row in logits])
+        np.testing.assert_allclose(completion.logprobs, expected[np.arange(12), completion.tokens], atol=1e-5)
+        truncated = params.top_p < 1 or params.top_k or params.min_p
+        assert (completion.support is not None) == bool(truncated)
+        if truncated:
+            rows = np.split(completion.support.ids, completion.support.offsets[1:-1])
+            assert [set(r.tolist()) for r in rows] == [set(np.flatnonzero(np.isfinite(e)).tolist()) for e in expected]
+        assert (completion.top_ids is not None) == (params.top_logprobs > 0)
+    await under_test.close()
+
+
+@pytest.mark.parametrize("chunk", [5, 2048])
+async def test_score(chunk):
+    arch = FAMILIES["qwen3"]
+    under_test = engine(arch, prefill_chunk=chunk)
+    model = decoder(arch)
+    busy = asyncio.gather(*(under_test.generate(t, SamplingParams(max_tokens=30), "policy", "") for t in prompts(4)))
+    texts = [*prompts(6, 2, 90, seed=9), *prompts(2, 17, 18)]
+    for text, got in zip(texts, await asyncio.gather(*(under_test.score(t, "policy", 0.8, 3) for t in texts)), strict=True):
+        rows = reference(model, text) / 0.8
+        rows = (
+            rows - np.log(np.exp(rows - rows.max(-1, keepdims=True)).sum(-1, keepdims=True)) - rows.max(-1, keepdims=True)
+        )[:-1]
+        np.testing.assert_allclose(got.logprobs[1:], rows[np.arange(len(text) - 1), text[1:]], atol=1e-5)
+        np.testing.assert_array_equal(got.top_ids[1:], np.argsort(-rows, -1, kind="stable")[:, :3])
+        assert got.logprobs[0] == 0 and (got.top_ids[0] == -1).all() and got.version.step == 0
+    single = await under_test.score(np.array([3], np.int32), "policy", 1.0, 0)
+    assert single.logprobs.tolist() == [0.0] and single.top_ids is None
+    await busy
+    before = (await under_test.stats()).cached_tokens
+    await under_test.generate(texts[0], SamplingParams(max_tokens=2), "policy", "")
+    assert (await under_test.stats()).cached_tokens == before, "a score must not feed the prefix cache"
+    await under_test.close()
+
+
+async def test_next_turn_finds_its_history():
+    under_test = engine()
+    text = prompts(1, 20, 21)[0]
+    first = await under_test.generate(text, SamplingParams(max_tokens=14, seed=3), "policy", "episode")
+    history = np.concatenate([text, first.tokens, prompts(1, 5, 6)[0]])
+    second = await under_test.generate(history, SamplingParams(max_tokens=10, seed=4), "policy", "episode")
+    assert second.cached_tokens == (20 + 14 - 1) // 4 * 4  # all but the last token were computed, in full pages
+    np.testing.assert_allclose(second.logprobs, reference_logprobs(decoder(), history, second.tokens), atol=1e-5)
+    await under_test.close()
+
+
+async def test_bfloat16_stays_close_to_its_own_full_forward():
+    arch = FAMILIES["qwen3"]
+    under_test = engine(arch, dtype="bfloat16")
+    texts = prompts(8)
+    model = decoder(arch, dtype=torch.bfloat16)
+    params = [SamplingParams(max_tokens=20, seed=i) for i in range(8)]
+    for text, completion in zip(texts, await run(under_test, texts, params), strict=True):
+        gap = np.abs(completion.logprobs - reference_logprobs(model, text, completion.tokens))
+        assert gap.mean() < 0.05  # bfloat16 has eight bits; weights are large here
+    await under_test.close()
+
+
+def test_context_is_the_page_budget_when_that_is_smaller(monkeypatch):
+    with_pages(monkeypatch, 5)
+    assert engine(BASE)._scheduler.context == 20

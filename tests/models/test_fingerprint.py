@@ -1,0 +1,165 @@
+"""Fingerprints: the same for every cut, different for every change."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.models import fingerprint as module
+from tidemill.models.fingerprint import Fingerprint, fingerprint, tensor_sums
+from tidemill.models.slices import Slice
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def tensor_of(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def python_sum(tensor: torch.Tensor) -> int:
+    """The formula in Python integers."""
+    size = tensor.element_size()
+    integers = tensor.contiguous().view({2: torch.int16, 4: torch.int32}[size]).flatten().tolist()
+    total = 0
+    for index, bits in enumerate(integers):
+        x = (index * 0xBF58476D1CE4E5B9 + bits * 0x9E3779B97F4A7C15) % 2**64
+        x ^= x >> 32
+        x = x * 0x94D049BB133111EB % 2**64
+        total += x ^ (x >> 29)
+    return total % 2**64
+
+
+def blocks(whole: Slice, draw: st.DataObject) -> list[Slice]:
+    """A random guillotine cut."""
+    sizes = whole.tensor.shape
+    dims = [d for d, n in enumerate(sizes) if n > 1]
+    if not dims or draw.draw(st.integers(0, 3)) == 0:
+        return [whole]
+    dim = draw.draw(st.sampled_from(dims))
+    at = draw.draw(st.integers(1, sizes[dim] - 1))
+    right = tuple(o + (at if d == dim else 0) for d, o in enumerate(whole.offset))
+    left = Slice(whole.name, whole.shape, whole.offset, whole.tensor.narrow(dim, 0, at))
+    rest = Slice(whole.name, whole.shape, right, whole.tensor.narrow(dim, at, sizes[dim] - at))
+    return blocks(left, draw) + blocks(rest, draw)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(1, 7), min_size=0, max_size=3),
+    st.sampled_from(DTYPES),
+    st.integers(0, 9),
+    st.integers(1, 64),
+    st.data(),
+)
+def test_any_cut_in_any_order_gives_the_formula(
+    shape: list[int], dtype: torch.dtype, seed: int, chunk: int, data: st.DataObject
+) -> None:
+    tensor = tensor_of(tuple(shape), dtype, seed)
+    whole = Slice.whole("w", tensor)
+    assert tensor_sums([whole]) == {"w": python_sum(tensor)}
+    pieces = data.draw(st.permutations(blocks(whole, data)))
+    before = module._CHUNK["cpu"]
+    module._CHUNK["cpu"] = chunk
+    try:
+        assert tensor_sums(pieces) == {"w": python_sum(tensor)}
+        assert fingerprint(pieces) == fingerprint([whole])
+    finally:
+        module._CHUNK["cpu"] = before
+
+
+def test_non_contiguous_slices_are_read_as_they_look() -> None:
+    tensor = tensor_of((9, 5), torch.bfloat16, 0)
+    assert fingerprint([Slice.whole("w", tensor.T)]) == fingerprint([Slice.whole("w", tensor.T.contiguous())])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(DTYPES), st.integers(0, 99), st.data())
+def test_every_change_shows(dtype: torch.dtype, seed: int, data: st.DataObject) -> None:
+    n = data.draw(st.integers(2, 8))
+    tensor = tensor_of((n, n), dtype, seed)
+    original = fingerprint([Slice.whole("w", tensor)])
+    flat = tensor.flatten()
+    i, j = data.draw(st.permutations(range(n * n)))[:2]
+    swapped = flat.clone()
+    swapped[[i, j]] = flat[[j, i]]
+    bit = flat.clone().view(torch.int32 if dtype == torch.float32 else torch.int16)
+    width = bit.element_size() * 8
+    at = data.draw(st.integers(0, width - 1))
+    bit[i] ^= -(2 ** (width - 1)) if at == width - 1 else 2**at
+    changes = {
+        "swap": swapped.view(n, n),
+        "transpose": tensor.T,
+        "shift": flat.roll(1).view(n, n),
+        "rows": tensor.flip(0),
+        "bit": bit.view(dtype).view(n, n),
+    }
+    for name, changed in changes.items():
+        same = torch.equal(changed.contiguous().view(torch.uint8), tensor.view(torch.uint8))
+        assert (fingerprint([Slice.whole("w", changed)]) == original) == same, name
+
+
+def test_structured_swaps_do_not_cancel() -> None:
+    """Values of opposite sign, powers of two apart: what a linear mixer modulo 2^64 would let through."""
+    seen = set()
+    for i in range(64):
+        row = torch.zeros(4096)
+        row[[i * 64, (i * 64 + 32) % 4096]] = torch.tensor([1.0, -1.0])
+        seen |= {python_total(row), python_total(-row)}
+    assert len(seen) == 128
+
+
+def python_total(row: torch.Tensor) -> int:
+    return tensor_sums([Slice.whole("w", row)])["w"]
+
+
+def test_name_dtype_and_shape_count() -> None:
+    zero = torch.zeros(4, 2)
+    variants = [
+        Slice.whole("a", zero),
+        Slice.whole("b", zero),
+        Slice.whole("a", zero.half()),
+        Slice.whole("a", zero.bfloat16()),
+        Slice.whole("a", zero.view(2, 4)),
+        Slice.whole("a", -zero),
+    ]
+    digests = [fingerprint([v]) for v in variants]
+    assert len(set(digests)) == len(variants)
+    assert all(len(d) == 32 and int(d, 16) >= 0 for d in digests)
+    a, b = Slice.whole("a", zero), Slice.whole("b", zero + 1)
+    assert fingerprint([a, b]) == fingerprint([b, a]) != fingerprint([Slice.whole("b", zero), Slice.whole("a", zero + 1)])
+
+
+def test_tensor_sums_tell_which_tensor_differs() -> None:
+    good = [Slice.whole(name, tensor_of((5, 3), torch.bfloat16, i)) for i, name in enumerate("abc")]
+    bad = [*good[:1], Slice.whole("b", good[1].tensor + 1), good[2]]
+    one, two = tensor_sums(good), tensor_sums(bad)
+    assert [name for name in one if one[name] != two[name]] == ["b"]
+
+
+def test_incomplete_and_repeated_coverage_is_refused() -> None:
+    tensor = torch.randn(4, 2)
+    total = Fingerprint()
+    total.add(Slice("a", (4, 2), (0, 0), tensor[:3]))
+    with pytest.raises(ValueError, match="a: 6 of its 8 elements"):
+        total.hexdigest()
+    with pytest.raises(ValueError, match="twice"):
+        total.add(Slice("a", (4, 2), (2, 0), tensor[2:]))
+    with pytest.raises(ValueError, match="earlier one"):
+        total.add(Slice("a", (4, 2), (3, 0), tensor[3:].half()))
+    total.add(Slice("a", (4, 2), (3, 0), tensor[3:]))
+    assert total.hexdigest() == fingerprint([Slice.whole("a", tensor)])
+
+
+def test_it_is_pinned() -> None:
+    """Manifests on disk carry it: a change of the formula must be noticed."""
+    tensor = torch.arange(12, dtype=torch.float32).view(3, 4)
+    assert fingerprint([Slice.whole("w", tensor)]) == "eb0915265c5a5d6e675d49cc823118db"
+
+
+@pytest.mark.gpu
+def test_a_gpu_gives_the_same_integers() -> None:
+    for dtype in DTYPES:
+        whole = Slice.whole("w", tensor_of((300, 1000), dtype, 0))
+        assert tensor_sums([whole]) == tensor_sums([Slice.whole("w", whole.tensor.cuda())])

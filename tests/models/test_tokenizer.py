@@ -1,0 +1,125 @@
+"""Character tokenizers, loading, end ids, and models that start from nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_zoo import CONFIGS, logits, transformers_logits
+
+from tidemill.models.architecture import Architecture
+from tidemill.models.fingerprint import fingerprint
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.tokenizer import character_tokenizer, generation_config, load_tokenizer, stop_ids
+from tidemill.models.weights import load_folder, serving_slices
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789 \n.,:?!'-+=*/()é€"
+TINY = SIZES["0.1m"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("fresh") / "m"
+    fresh_model(path, alphabet=ALPHABET, **TINY, context=64, seed=3)
+    return path
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text(alphabet=ALPHABET, max_size=40))
+def test_characters_round_trip(folder: Path, text: str) -> None:
+    global _LOADED
+    _LOADED = _LOADED or load_tokenizer(folder)
+    for tokenizer in (character_tokenizer(ALPHABET), _LOADED):
+        ids = tokenizer(text).input_ids
+        assert ids == [3 + ALPHABET.index(c) for c in text]
+        assert tokenizer.decode(ids) == text == tokenizer.decode(ids, skip_special_tokens=True)
+
+
+_LOADED = None
+
+
+def test_special_tokens(folder: Path) -> None:
+    tokenizer = load_tokenizer(folder)
+    assert (tokenizer.pad_token_id, tokenizer.eos_token_id, tokenizer.unk_token_id) == (0, 1, 2)
+    assert len(tokenizer) == 3 + len(ALPHABET)
+    assert tokenizer("a~~b<eos>").input_ids == [3, 2, 2, 4, 1]
+    assert tokenizer.decode([3, 1], skip_special_tokens=True) == "a"
+
+
+def test_an_older_transformers_knows_the_class_too(folder: Path) -> None:
+    assert json.loads((folder / "tokenizer_config.json").read_text())["tokenizer_class"] == "PreTrainedTokenizerFast"
+
+
+@pytest.mark.parametrize("alphabet", ["", "abca"])
+def test_a_bad_alphabet_is_refused(alphabet: str) -> None:
+    with pytest.raises(ValueError, match="each character once"):
+        character_tokenizer(alphabet)
+
+
+def test_loading_says_what_is_missing(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no tokenizer there"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    with pytest.raises(ValueError, match="no tokenizer there"):
+        load_tokenizer(tmp_path)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["eos_token"]
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "tokenizer.json").write_text((folder / "tokenizer.json").read_text())
+    with pytest.raises(ValueError, match="no eos_token"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
+    with pytest.raises(ValueError, match="cannot be loaded"):
+        load_tokenizer(tmp_path)
+
+
+def test_stop_ids_are_all_of_them(folder: Path, tmp_path: Path) -> None:
+    arch = Architecture.from_dict(CONFIGS["qwen3"] | {"eos_token_id": [7, 5]})
+    tokenizer = load_tokenizer(folder)
+    assert stop_ids(tokenizer, arch, {"eos_token_id": [9, 5]}) == (1, 5, 7, 9)
+    assert stop_ids(None, arch, {"eos_token_id": 2}) == (2, 5, 7)
+    assert stop_ids(tokenizer, Architecture.from_dict(CONFIGS["qwen3"] | {"eos_token_id": None})) == (1,)
+    assert generation_config(tmp_path) == {}
+    assert generation_config(folder)["eos_token_id"] == 1
+    (tmp_path / "generation_config.json").write_text("[1")
+    with pytest.raises(ValueError, match="not valid JSON"):
+        generation_config(tmp_path)
+
+
+def test_a_fresh_model_is_a_hugging_face_folder(folder: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    decoder = load_folder(folder)
+    assert decoder.arch.tied and decoder.arch.qk_norm and decoder.arch.context == 64 and decoder.arch.eos_ids == (1,)
+    tokens = torch.arange(20)
+    reference = AutoModelForCausalLM.from_pretrained(folder)
+    assert reference.generation_config.eos_token_id == 1
+    with torch.no_grad():
+        assert (logits(decoder, tokens, [20]) - transformers_logits(reference, tokens)).abs().max() < 1e-5
+
+
+def test_the_seed_decides_the_weights(folder: Path, tmp_path: Path) -> None:
+    prints = []
+    for i, seed in enumerate((3, 3, 4)):
+        fresh_model(tmp_path / str(i), alphabet=ALPHABET, **TINY, context=64, seed=seed)
+        prints.append(fingerprint(serving_slices(load_folder(tmp_path / str(i)), torch.float32)))
+    assert prints[0] == prints[1] == fingerprint(serving_slices(load_folder(folder), torch.float32)) != prints[2]
+
+
+def test_sizes_have_the_parameters_they_are_named_for() -> None:
+    for name, size in SIZES.items():
+        q, kv = size["hidden"], size["hidden"] // size["heads"] * size["kv_heads"]
+        norms = 2 * size["hidden"] + 2 * size["hidden"] // size["heads"]
+        layer = size["hidden"] * (2 * q + 2 * kv + 3 * size["intermediate"]) + norms
+        total = size["layers"] * layer + size["hidden"] * (64 + 1)
+        assert 0.8 < total / (float(name.removesuffix("m")) * 1e6) < 1.2, (name, total)
+
+
+def test_bad_sizes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="hidden=60, heads=8"):
+        fresh_model(tmp_path / "m", alphabet="ab", layers=1, hidden=60, heads=8, kv_heads=2, intermediate=8)
+    assert not (tmp_path / "m").exists()

@@ -1,0 +1,194 @@
+"""Processes: death is noticed at once and by name, and nothing is ever left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from echo_worker import WORKER, Echo
+
+from tidemill.config import ConfigError
+from tidemill.orchestration.local import LocalProcess, Log, spawn
+from tidemill.orchestration.placement import StartFailed
+from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
+
+
+async def start(tmp_path: Path, spec: dict | None = None, **options) -> LocalProcess[Echo]:
+    return await spawn(Echo, "engine", "engine-0", spec or {}, tmp_path / "logs", command=WORKER, **options)
+
+
+def running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def gone_within(pid: int, seconds: float) -> bool:
+    end = time.monotonic() + seconds
+    while running(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not running(pid)
+
+
+async def test_killed_child_fails_pending_calls_at_once(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path)
+    calls = [asyncio.create_task(child.proxy.hold(str(i))) for i in range(3)]
+    while len(await child.proxy.held()) < 3:
+        pass
+    os.kill(child.pid, signal.SIGKILL)
+    began = time.monotonic()
+    for call in calls:
+        with pytest.raises(
+            PeerDied, match=r"engine-0 died: killed by SIGKILL; the end of .*engine-0.log:\n.*printed to stdout"
+        ):
+            await call
+    assert time.monotonic() - began < 2
+    with pytest.raises(PeerDied, match="SIGKILL"):
+        await child.proxy.pid()
+    assert not child.alive
+    assert (await child.wait()).startswith("died: killed by SIGKILL")
+    assert "SIGKILL" in await child.stop()
+
+
+async def test_child_that_exits_by_itself_is_noticed(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path)
+    call = asyncio.create_task(child.proxy.hold("x"))
+    while not await child.proxy.held():
+        pass
+    os.kill(child.pid, signal.SIGTERM)
+    with pytest.raises((PeerDied, RemoteError)):
+        await call
+    assert "exit status 0" in await child.wait()
+    await child.stop()
+
+
+@pytest.mark.parametrize("when", ["idle", "blocked", "stopped", "polled"])
+async def test_children_die_with_a_killed_parent(tmp_path: Path, temporary: Path, when: str) -> None:
+    parent = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "parent.py"), str(tmp_path), when], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert parent.stdout is not None
+        pid = int(parent.stdout.readline())
+        assert running(pid)
+        parent.kill()
+        parent.wait(10)
+        assert gone_within(pid, 5)
+    finally:
+        parent.kill()
+        parent.wait(10)
+        parent.stdout.close()  # type: ignore[union-attr]
+        with contextlib.suppress(ProcessLookupError, UnboundLocalError):
+            os.kill(pid, signal.SIGKILL)
+
+
+async def test_sigstopped_child_times_out_and_is_killed(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, deadlines={"pid": 0.2})
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(PeerTimeout, match=r"^engine-0 did not answer pid\(\) within 0.2 s$"):
+        await child.proxy.pid()
+    assert "killed" in await child.stop(deadline=0.4)
+    assert gone_within(child.pid, 1)
+
+
+async def test_a_deadline_cancels_the_remote_task(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, deadlines={"hold": 0.1})
+    with pytest.raises(PeerTimeout) as caught:
+        await child.proxy.hold("x")
+    assert (caught.value.peer, caught.value.method, caught.value.seconds) == ("engine-0", "hold", 0.1)
+    async with asyncio.timeout(10):
+        while await child.proxy.cancelled() != ["x"]:
+            pass
+    await child.stop()
+
+
+async def test_a_remote_timeout_is_not_taken_for_our_own(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path)
+    with pytest.raises(TimeoutError, match="verifier") as caught:
+        await child.proxy.fail("timeout")
+    assert not isinstance(caught.value, PeerTimeout)
+    assert "echo_worker.py" in caught.value.__notes__[0]
+    with pytest.raises(RemoteError, match=r"engine-0 raised ZeroDivisionError: by zero\n(.|\n)*echo_worker.py"):
+        await child.proxy.fail("other")
+    with pytest.raises(ValueError, match="expected"):
+        await child.proxy.wrong()
+    await child.stop()
+
+
+async def test_stop_says_when_close_failed_and_still_ends_it(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, {"close": "fails"})
+    assert "cannot close" in await child.stop(deadline=1.0)
+    assert gone_within(child.pid, 1)
+
+
+async def test_stop_cancelled_half_way_still_reaps(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, {"close": "hangs"})
+    stopping = asyncio.create_task(child.stop(deadline=60))
+    await child.proxy.pid()
+    stopping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await stopping
+    assert gone_within(child.pid, 1)
+
+
+async def test_stop_takes_what_the_child_started_along(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, {"start": "grandchild", "mark": str(tmp_path), "close": "hangs"})
+    grandchild = psutil.Process(child.pid).children()[0].pid
+    await child.stop(deadline=0.4)
+    assert gone_within(grandchild, 2)
+
+
+async def test_start_failures(tmp_path: Path, temporary: Path) -> None:
+    with pytest.raises(StartFailed, match=r"engine-0 did not start: killed by SIGKILL(.|\n)*about to go"):
+        await start(tmp_path, {"start": "killed"})
+    with pytest.raises(PeerTimeout, match=r"engine-0 did not answer start\(\) within 0.5 s"):
+        await start(tmp_path, {"start": "hangs"}, start_deadline=0.5)
+    with pytest.raises(ConfigError, match=r"^engine-0 did not start: model='nope'"):
+        await start(tmp_path, {"start": "value"})
+    with pytest.raises(ValueError, match="name a file"):
+        await spawn(Echo, "engine", "../x", {}, tmp_path, command=WORKER)
+    with pytest.raises(FileNotFoundError):
+        await spawn(Echo, "engine", "x", {}, tmp_path, command=["/no/such/program"])
+    assert psutil.Process().children() == []
+
+
+async def test_the_launch_is_private(tmp_path: Path, temporary: Path) -> None:
+    before = len(os.listdir("/dev/fd"))
+    child = await start(tmp_path, {"secret": "s3cret"}, threads=3)
+    assert list(temporary.iterdir()) == []  # connected, and the socket's folder is gone already
+    process = psutil.Process(child.pid)
+    assert "s3cret" not in " ".join([*process.cmdline(), *process.environ().values()])
+    assert os.getsid(child.pid) == child.pid  # Ctrl-C does not reach it
+    assert await child.proxy.environment("OMP_NUM_THREADS") == "3"
+    assert await child.proxy.pid() == child.pid
+    await child.stop()
+    assert len(os.listdir("/dev/fd")) <= before + 1  # asyncio keeps one of its own
+
+
+async def test_large_arrays_travel(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path)
+    array = np.random.default_rng(0).random(2_000_000)
+    assert np.array_equal(await child.proxy.echo(array), array)
+    await child.stop()
+
+
+def test_tail_is_bounded(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    log = Log.at(path)
+    path.write_text("\n".join(f"line {i} {'x' * 50}" for i in range(10_000)))
+    assert len(log.tail()) < 6000
+    assert "line 9999" in log.tail()
+    assert Log.at(path).tail() == f"{path} is empty"  # what an earlier process wrote is not this one's
+    with open(path, "a") as file:
+        file.write("\nthe last words")
+    assert Log(path, path.stat().st_size - 14).tail() == f"the end of {path}:\n  | the last words"

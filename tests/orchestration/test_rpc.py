@@ -1,0 +1,228 @@
+"""The wire: hostile bytes, sizes, tokens, protocols that cannot be served."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+import msgspec
+import numpy as np
+import pytest
+import zmq
+import zmq.asyncio
+from echo_worker import Echo, Echoing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill import codec
+from tidemill.orchestration.rpc import Connection, Server, connect
+from tidemill.orchestration.wire import (
+    Call,
+    Cancel,
+    Failed,
+    Hello,
+    PeerDied,
+    PeerTimeout,
+    RemoteError,
+    Reply,
+    methods_of,
+    rebuild,
+)
+from tidemill.types import SamplingParams
+
+TOKEN = "t" * 64
+
+
+@asynccontextmanager
+async def hosted(**options) -> AsyncIterator[tuple[Server, Connection[Echo], str]]:
+    with tempfile.TemporaryDirectory(prefix="tm") as folder:
+        server = Server(Echoing({"role": "", "name": ""}), Echo, TOKEN, **options)
+        address = server.bind(f"ipc://{folder}/rpc")
+        serving = asyncio.create_task(server.run())
+        connection = connect(Echo, address, TOKEN, "echo", deadline=10, **options)
+        try:
+            yield server, connection, address
+        finally:
+            await connection.close()
+            server.stop()
+            await asyncio.wait_for(serving, 10)
+
+
+def requests() -> st.SearchStrategy[bytes]:
+    real = st.builds(Call, st.integers(0, 50), st.sampled_from(["echo", "describe", "hold", "pid", "__init__", "nope", ""]))
+    known = real | st.builds(Cancel, st.integers(0, 50)) | st.builds(Hello, st.integers(0, 50))
+    return st.binary(max_size=60) | known.map(codec.encode)
+
+
+frames = st.lists(
+    st.tuples(st.sampled_from([TOKEN.encode(), b"", b"wrong"]), requests(), st.binary(max_size=60))
+    | st.lists(st.just(TOKEN.encode()) | requests(), min_size=1, max_size=6).map(tuple)
+    | st.lists(requests(), max_size=5).map(lambda rest: (TOKEN.encode(), *rest)),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=40, deadline=None)
+@given(frames)
+def test_hostile_frames_never_stop_the_server(messages: list[tuple[bytes, ...]]) -> None:
+    async def attack() -> None:
+        async with hosted() as (_, connection, address):
+            context = zmq.asyncio.Context()
+            socket = context.socket(zmq.DEALER)
+            socket.connect(address)
+            for message in messages:
+                await socket.send_multipart(list(message))
+            assert (await connection.proxy.echo(np.arange(3))).tolist() == [0, 1, 2]
+            socket.close(linger=0)
+            context.term()
+
+    asyncio.run(attack())
+
+
+async def ask(address: str, *frames: bytes) -> Reply | None:
+    """The reply to raw frames, None when there is none."""
+    context = zmq.asyncio.Context()
+    socket = context.socket(zmq.DEALER)
+    socket.connect(address)
+    try:
+        await socket.send_multipart(list(frames))
+        if await socket.poll(300):
+            return codec.decode((await socket.recv_multipart())[0], Reply)
+        return None
+    finally:
+        socket.close(linger=0)
+        context.term()
+
+
+async def test_only_the_token_opens() -> None:
+    async with hosted() as (server, connection, address):
+        call = codec.encode(Call(1, "pid")), codec.encode(())
+        assert await ask(address, b"wrong", *call) is None
+        assert await ask(address, b"", *call) is None
+        assert await ask(address, *call) is None
+        assert server.refused == 3
+        assert await ask(address, TOKEN.encode(), *call) is not None
+        stranger = connect(Echo, address, "other", "echo", deadline=0.3)
+        with pytest.raises(PeerTimeout):
+            await stranger.proxy.pid()
+        await stranger.close()
+        await connection.proxy.pid()
+
+
+@pytest.mark.parametrize(
+    ("method", "payload"),
+    [
+        ("nope", b""),
+        ("__init__", b""),
+        ("spec", b""),
+        ("echo", b"\xc1"),
+        ("echo", b""),
+        ("describe", codec.encode((1, 2, 3))),
+    ],
+)
+async def test_bad_calls_are_answered_with_an_error(method: str, payload: bytes) -> None:
+    async with hosted() as (_, _, address):
+        reply = await ask(address, TOKEN.encode(), codec.encode(Call(1, method)), payload)
+        assert isinstance(reply, Failed)
+        assert "ValueError" in reply.kinds
+
+
+async def test_frames_are_bounded_both_ways() -> None:
+    async with hosted(max_frame=10_000) as (server, connection, address):
+        with pytest.raises(ValueError, match="at most 10000 travel"):
+            await connection.proxy.echo(np.zeros(10_000))
+        with pytest.raises(ValueError, match=r"returned .* bytes"):
+            await connection.proxy.describe("ab", SamplingParams(), 20_000)
+        assert await ask(address, TOKEN.encode(), codec.encode(Call(1, "echo")), bytes(20_000)) is None
+        assert (await connection.proxy.echo(np.arange(3))).tolist() == [0, 1, 2]
+        assert server.refused == 0  # it never got here
+
+
+async def test_death_fails_everything_once() -> None:
+    async with hosted() as (_, connection, _):
+        call = asyncio.create_task(connection.proxy.hold("x"))
+        while not await connection.proxy.held():
+            pass
+        connection.died("was struck by lightning")
+        connection.died("was bored")
+        for pending in (call, connection.proxy.pid()):
+            with pytest.raises(PeerDied, match=r"^echo was struck by lightning$"):
+                await pending
+
+
+async def test_a_peer_that_talks_nonsense_counts_as_dead() -> None:
+    with tempfile.TemporaryDirectory(prefix="tm") as folder:
+        context = zmq.asyncio.Context()
+        router = context.socket(zmq.ROUTER)
+        router.bind(f"ipc://{folder}/rpc")
+        connection = connect(Echo, f"ipc://{folder}/rpc", TOKEN, "echo", deadline=10)
+        call = asyncio.create_task(connection.proxy.pid())
+        identity = (await router.recv_multipart())[0]
+        await router.send_multipart([identity, b"\xc1"])
+        with pytest.raises(PeerDied, match="not readable"):
+            await call
+        await connection.close()
+        router.close(linger=0)
+        context.term()
+
+
+async def test_hello_compares_the_methods() -> None:
+    class More(Echo, Protocol):
+        async def more(self) -> None: ...
+
+    async with hosted() as (_, connection, address):
+        await connection.hello(5)
+        other = connect(More, address, TOKEN, "echo")
+        with pytest.raises(ValueError, match="echo does not serve more"):
+            await other.hello(5)
+        await other.close()
+
+
+async def test_pending_calls_are_answered_when_the_server_closes() -> None:
+    async with hosted() as (_, connection, _):
+        call = asyncio.create_task(connection.proxy.hold("x"))
+        while not await connection.proxy.held():
+            pass
+        await connection.proxy.close()
+        with pytest.raises(RemoteError, match="CancelledError"):
+            await call
+
+
+def test_protocols_that_cannot_be_served_are_refused() -> None:
+    class Sync(Protocol):
+        def now(self) -> int: ...
+
+    class Untyped(Protocol):
+        async def put(self, x) -> int: ...
+
+    class Loose(Protocol):
+        async def put(self, *x: int) -> int: ...
+
+    class Silent(Protocol):
+        async def put(self, x: int): ...
+
+    for protocol, why in ((Sync, "async"), (Untyped, "type"), (Loose, "plain"), (Silent, "returns")):
+        with pytest.raises(TypeError, match=why):
+            methods_of(protocol)
+
+
+def test_every_protocol_of_ours_can_be_served() -> None:
+    from tidemill.protocols import Engine, Trainer
+
+    assert "generate" in methods_of(Engine)
+    for protocol in (Engine, Trainer):
+        for method in methods_of(protocol).values():
+            for kind in (method.arguments, method.result):
+                with pytest.raises(codec.CodecError):
+                    codec.decode(b"\xc1", kind)
+
+
+def test_unknown_failures_are_rebuilt_without_running_anything() -> None:
+    error = rebuild(Failed(0, ["SystemExit", "BaseException"], "x", "trace"), "peer")
+    assert isinstance(error, RemoteError)
+    assert isinstance(rebuild(Failed(0, [], "x", ""), "peer"), RemoteError)
+    assert msgspec.structs.asdict(Failed(1, ["A"], "m", "t"))["id"] == 1

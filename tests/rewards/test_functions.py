@@ -1,0 +1,118 @@
+from __future__ import annotations
+
+import inspect
+import time
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tidemill.config import ConfigError
+from tidemill.rewards import functions as f
+from tidemill.rewards.loading import load_object
+from tidemill.rewards.named import NAMED, named_reward
+
+
+def test_exact():
+    assert f.exact(" Paris\n", "Paris") == 1.0
+    assert f.exact("paris.", "Paris") == 0.0
+    assert f.exact("the  answer:\tPARIS.", "The answer: Paris", normalise=True) == 1.0
+    assert f.exact("Lyon", "Paris", normalise=True) == 0.0
+
+
+def test_regex():
+    assert f.regex("Answer: 3\nAnswer: 4", "4", pattern=r"Answer: (\d)") == 1.0
+    assert f.regex("Answer: 3\nAnswer: 4", "3", pattern=r"Answer: (\d)") == 0.0
+    assert f.regex("nothing", "", pattern=r"Answer: (\d)") == 0.0
+    assert f.regex("x=YES", "yes", pattern="YES|NO", normalise=True) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("so it is 42.", 42),
+        ("$1,234.50", Fraction("1234.5")),
+        ("1,234,567 people", 1234567),
+        ("1, 2, 3", 3),
+        ("12,3", 3),
+        ("-3/4", Fraction(-3, 4)),
+        ("= −7", -7),
+        ("5-3", 3),
+        ("x-3", 3),
+        ("(-3)", -3),
+        (".5", Fraction(1, 2)),
+        ("6.02e23", Fraction("6.02e23")),
+        (r"\frac{3}{4}", Fraction(3, 4)),
+        (r"-\dfrac{3}{ 4}", Fraction(-3, 4)),
+        ("3/0", None),
+        ("none", None),
+        ("1e999999999", None),
+        ("9" * 5000, None),
+    ],
+)
+def test_last_number(text, number):
+    assert f.last_number(text) == number
+
+
+def test_numeric():
+    assert f.numeric("The total is 1,000.", "1000.0") == 1.0
+    assert f.numeric("1000001", "1000000") == 0.0
+    assert f.numeric("0.333", "1/3") == 0.0
+    assert f.numeric("0.333", "1/3", tolerance=1e-3) == 1.0
+    assert f.numeric("3", 3) == 1.0
+    assert f.numeric("I do not know", "3") == 0.0
+    assert f.numeric("3", "three") is None
+    assert f.numeric("18", "16 - 3 - 4 = 9; 9 * 2 = 18\n#### 18") == 1.0
+
+
+@given(st.integers(-(10**12), 10**12), st.integers(1, 999))
+def test_numbers_are_read_as_they_are_written(top, bottom):
+    assert f.last_number(f"it is {top:,}") == top
+    assert f.last_number(f"it is {top}/{bottom} or so") == Fraction(top, bottom)
+    assert f.last_number(rf"= \frac{{{top}}}{{{bottom}}}$") == Fraction(top, bottom)
+
+
+@given(st.text(alphabet="0123456789,./-e \\frac{}", max_size=60))
+def test_numbers_never_raise(text):
+    f.last_number(text)
+
+
+def test_a_long_completion_is_read_quickly():
+    begun = time.perf_counter()
+    for text in ("1," * 50_000, "9" * 100_000, "\\boxed{" * 20_000, "-" * 100_000, "1/" * 50_000):
+        f.last_number(text)
+        f.boxed(text)
+    assert time.perf_counter() - begun < 2.0
+
+
+def test_last_boxed():
+    assert f.last_boxed(r"\boxed{1} then \boxed{\frac{1}{2}}", r"\frac{1}{2}") == 1.0
+    assert f.last_boxed(r"\boxed{x + 1}", r"so \boxed{x+1}") == 1.0
+    assert f.last_boxed(r"\boxed{2}", "1") == 0.0
+    assert f.last_boxed("1", "1") == 0.0
+    assert f.boxed(r"\boxed{1} \boxed{2") == "1"
+
+
+def test_math():
+    from tidemill.rewards.math import score
+
+    assert score(r"so the answer is $\boxed{\frac{2}{4}}$", "1/2") == 1.0
+    assert score(r"$x = 0.5$", r"\frac{1}{2}") == 1.0
+    assert score(r"\boxed{(x+1)^2}", "$x^2+2x+1$") == 1.0
+    assert score(r"\boxed{7}", "8") == 0.0
+    assert score("I give up", "8") == 0.0
+    assert score(r"\boxed{7}", "") is None
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_what_a_recipe_may_name_is_there_with_the_options_it_claims(name):
+    reference, signature = named_reward(name)
+    parameters = inspect.signature(load_object(reference)).parameters
+    assert tuple(p for p in parameters if parameters[p].default is inspect.Parameter.empty) == signature.required
+    assert tuple(p for p in parameters if parameters[p].default is not inspect.Parameter.empty) == signature.optional
+
+
+def test_an_unknown_name_is_one_sentence():
+    with pytest.raises(ConfigError, match="unknown reward 'numerc'; did you mean 'numeric'"):
+        named_reward("numerc")

@@ -1,0 +1,256 @@
+"""One contract for every carrier: what is received is what was sent, or nothing is."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from tidemill.models.architecture import Architecture
+from tidemill.models.decoder import Decoder
+from tidemill.models.fingerprint import Fingerprint, fingerprint
+from tidemill.models.slices import Receiver, Sender, Slice
+from tidemill.models.weights import load_slices, serving_slices
+from tidemill.protocols import PolicyMismatch
+from tidemill.sync.carriers import make_receiver, make_sender
+from tidemill.sync.checkpoint import CheckpointSender
+from tidemill.sync.settings import SyncSettings
+from tidemill.sync.shared_memory import SharedMemorySender
+from tidemill.types import Published, Version
+
+CARRIERS: dict[str, Callable[[Path], Sender]] = {
+    "anonymous": SharedMemorySender,
+    "named": lambda folder: SharedMemorySender(folder, anonymous=False),
+    "checkpoint": CheckpointSender,
+    "parts": lambda folder: CheckpointSender(folder, part_bytes=256),  # several files
+}
+
+
+@pytest.fixture(params=CARRIERS)
+def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
+    made = CARRIERS[request.param](tmp_path / "weights")
+    yield made
+    made.close()
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    fused = torch.randn(12, 8, generator=g)
+    return {
+        "a.weight": torch.randn(7, 5, generator=g),
+        "b.weight": torch.randn(16, 3, generator=g).to(torch.bfloat16),
+        "c.weight": torch.randn(9, generator=g).to(torch.float16),
+        "d.twin": torch.randn(7, 5, generator=g),
+        "q": fused[:4],  # views of one storage, as a fused projection gives them
+        "k": fused[4:],
+        "transposed": torch.randn(6, 4, generator=g).t(),
+        "scalar": torch.tensor(1.5 + seed),
+        "empty": torch.empty(0, 3),
+        "odd": torch.randint(0, 255, (13,), dtype=torch.uint8, generator=g),
+    }
+
+
+def whole(tensors: dict[str, torch.Tensor]) -> list[Slice]:
+    return [Slice.whole(name, tensor) for name, tensor in tensors.items()]
+
+
+def cut(tensors: dict[str, torch.Tensor]) -> list[Slice]:
+    """Rows in two or three blocks, the last one first."""
+    pieces = []
+    for name, tensor in tensors.items():
+        if tensor.ndim == 0 or len(tensor) < 4:
+            pieces.append(Slice.whole(name, tensor))
+            continue
+        for rows in reversed(torch.arange(len(tensor)).split(3)):
+            at = (int(rows[0]), *(0,) * (tensor.ndim - 1))
+            pieces.append(Slice(name, tuple(tensor.shape), at, tensor[rows]))
+    return pieces
+
+
+def receive(published: Published, receiver: Receiver | None = None) -> tuple[dict[str, torch.Tensor], str]:
+    """The tensors put together, and the fingerprint of what came."""
+    receiver = receiver or make_receiver(published.carrier)
+    total, tensors = Fingerprint(), {}
+    for piece in receiver.receive(published):
+        total.add(piece)
+        into = tensors.setdefault(piece.name, torch.full(piece.shape, 77).to(piece.tensor.dtype))
+        block = tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))
+        into[block] = piece.tensor
+    return tensors, total.hexdigest()
+
+
+def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return set(a) == set(b) and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("shape_of", [whole, cut])
+def test_round_trip(sender: Sender, shape_of: Callable[..., list[Slice]]) -> None:
+    published = sender.send(Version(3, incarnation=1), shape_of(weights()))
+    got, digest = receive(published)
+    assert same(got, weights())
+    assert digest == published.version.fingerprint == fingerprint(whole(weights()))
+    assert (published.version.step, published.version.incarnation) == (3, 1)
+    assert published.bytes == sum(t.nbytes for t in weights().values())
+
+
+def test_two_receivers_and_many_versions(sender: Sender) -> None:
+    receivers = None
+    digests = set()
+    for step in range(5):
+        published = sender.send(Version(step), (s for s in cut(weights(step))))
+        receivers = receivers or [make_receiver(published.carrier) for _ in range(2)]
+        for receiver in receivers:
+            got, digest = receive(published, receiver)
+            assert same(got, weights(step))
+            assert digest == published.version.fingerprint
+        digests.add(digest)
+    assert len(digests) == 5
+    for receiver in receivers or ():
+        receiver.close()
+
+
+def test_sizes_may_change_between_versions(sender: Sender) -> None:
+    receiver = None  # one for all, so that what it keeps of a slot meets the slot's next size
+    for step, rows in enumerate((3, 40, 4000, 2, 9000, 20, 7)):
+        tensors = {"w": torch.arange(rows * 3.0).view(rows, 3) + step, "v": torch.ones(step + 1)}
+        published = sender.send(Version(step), whole(tensors))
+        receiver = receiver or make_receiver(published.carrier)
+        assert same(receive(published, receiver)[0], tensors)
+
+
+def test_the_version_before_stays_readable(sender: Sender) -> None:
+    first = sender.send(Version(0), whole(weights(0)))
+    second = sender.send(Version(1), whole(weights(1)))
+    assert same(receive(first)[0], weights(0))
+    assert same(receive(second)[0], weights(1))
+
+
+def test_an_old_version_is_not_taken_for_a_new_one(sender: Sender) -> None:
+    published = [sender.send(Version(step), whole(weights(step))) for step in range(3)]
+    with pytest.raises(PolicyMismatch):
+        receive(published[0])  # its place has been taken, or it is gone
+    for wrong in (
+        replace(published[2].version, step=1),
+        replace(published[2].version, incarnation=1),
+        replace(published[2].version, policy="teacher"),
+        replace(published[2].version, fingerprint="0" * 32),
+        replace(published[2].version, fingerprint=""),
+    ):
+        with pytest.raises(PolicyMismatch, match="announced"):
+            receive(replace(published[2], version=wrong))
+    with pytest.raises(PolicyMismatch):
+        receive(replace(published[2], location=published[1].location))
+
+
+def test_the_same_version_may_be_sent_again(sender: Sender) -> None:
+    sender.send(Version(4), whole(weights(0)))
+    again = sender.send(Version(4), whole(weights(1)))
+    assert same(receive(again)[0], weights(1))
+
+
+def test_failed_send_is_never_visible(sender: Sender) -> None:
+    good = sender.send(Version(0), whole(weights(0)))
+    sender.send(Version(1), whole(weights(1)))
+    kept = sender.send(Version(2), whole(weights(2)))
+
+    def failing() -> Iterable[Slice]:
+        yield from whole(weights(3))[:3]
+        raise MemoryError("half-way")
+
+    for _ in range(3):
+        with pytest.raises(MemoryError):
+            sender.send(Version(3), failing())
+        assert same(receive(kept)[0], weights(2))
+        for location in (good.location, kept.location):
+            with pytest.raises(PolicyMismatch):
+                receive(replace(kept, version=replace(kept.version, step=3), location=location))
+    assert same(receive(sender.send(Version(3), whole(weights(3))))[0], weights(3))
+
+
+@pytest.mark.parametrize("case", ["gap", "twice", "nothing", "outside", "complex"])
+def test_only_whole_tensors_can_be_sent(sender: Sender, case: str) -> None:
+    w = torch.arange(12.0).view(4, 3)
+    slices = {
+        "gap": [Slice("w", (4, 3), (0, 0), w[:2])],
+        "twice": [Slice("w", (4, 3), (0, 0), w[:3]), Slice("w", (4, 3), (2, 0), w[2:3])],
+        "nothing": [],
+        "outside": [Slice("w", (4, 3), (2, 0), w)],
+        "complex": [Slice.whole("w", w.to(torch.complex64))],
+    }[case]
+    with pytest.raises(ValueError):
+        sender.send(Version(0), slices)
+
+
+def test_receiver_in_another_process(sender: Sender) -> None:
+    script = (
+        "import sys, msgspec; from tidemill.types import Published; from tidemill.sync.carriers import make_receiver\n"
+        "from tidemill.models.fingerprint import fingerprint\n"
+        "p = msgspec.json.decode(sys.argv[1], type=Published)\n"
+        "print(fingerprint(make_receiver(p.carrier).receive(p)))"
+    )
+    published = sender.send(Version(1), cut(weights()))
+    argument = msgspec.json.encode(published).decode()
+    done = subprocess.run([sys.executable, "-c", script, argument], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == published.version.fingerprint, done.stderr
+    assert done.stderr == ""  # no warning of read-only memory, no tracker complaining
+
+
+def test_close_leaves_nothing(sender: Sender, tmp_path: Path) -> None:
+    published = sender.send(Version(0), whole(weights()))
+    receive(published)
+    sender.close()
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
+    assert not os.path.exists(published.location)
+    with pytest.raises(PolicyMismatch):
+        receive(published)
+
+
+def test_an_abandoned_receive_leaves_no_descriptor(sender: Sender) -> None:
+    published = sender.send(Version(0), whole(weights()))
+    receiver = make_receiver(published.carrier)
+    list(receiver.receive(published))
+    before = len(os.listdir("/dev/fd"))
+    for _ in range(5):
+        iterator = iter(receiver.receive(published))
+        next(iterator)
+        del iterator
+    assert len(os.listdir("/dev/fd")) <= before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_decoder_arrives_as_it_was_served(sender: Sender, dtype: torch.dtype) -> None:
+    raw = {"model_type": "qwen3", "vocab_size": 11, "hidden_size": 8, "num_hidden_layers": 2, "intermediate_size": 12}
+    arch = Architecture.from_dict(raw | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4})
+    trained, serving = Decoder(arch), Decoder(arch).to(dtype)
+    trained.initialise(torch.Generator().manual_seed(1))
+    published = sender.send(Version(1), serving_slices(trained, dtype))
+    load_slices(serving, make_receiver(published.carrier).receive(published))
+    assert fingerprint(serving_slices(serving, dtype)) == published.version.fingerprint
+    assert same(serving.state_dict(), trained.to(dtype).state_dict())
+
+
+def test_factories_follow_the_settings(tmp_path: Path) -> None:
+    for carrier in ("shared_memory", "checkpoint"):
+        made = make_sender(SyncSettings(carrier=carrier), tmp_path / carrier)
+        published = made.send(Version(0), whole(weights()))
+        assert published.carrier == carrier
+        assert same(receive(published)[0], weights())
+        made.close()
+    with pytest.raises(ValueError, match="carrier"):
+        make_receiver("pigeon")
+    with pytest.raises(ValueError):
+        SyncSettings(carrier="pigeon")
+
+
+def test_settings_load_without_torch() -> None:
+    code = "import sys, tidemill.sync.settings; print(json.dumps('torch' in sys.modules))"
+    done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, timeout=60)
+    assert json.loads(done.stdout) is False

@@ -1,0 +1,90 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from trainer_cases import batch, sample
+
+from tidemill.trainer.batch import pack, rows_of, split
+
+CPU = torch.device("cpu")
+shapes = st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 12)), min_size=1, max_size=20)
+
+
+def samples_of(shapes):
+    rng = np.random.default_rng(0)
+    prompts = {g: rng.integers(0, 23, 4 + g) for g in range(-1, 4)}
+    return [sample(rng, prompts[group], n, group=group) for group, n in shapes]
+
+
+@given(shapes=shapes, budget=st.integers(1, 80))
+def test_every_row_is_packed_once_within_the_budget(shapes, budget):
+    samples = samples_of(shapes)
+    batches = split(rows_of(samples), budget)
+    assert sorted(row.index for rows in batches for row in rows) == list(range(len(samples)))
+    for rows in batches:
+        packed = pack(rows, CPU)
+        assert len(packed.tokens) <= budget or len(rows) == 1
+        spread = np.arange(len(packed.tokens)) if packed.spread is None else packed.spread.numpy()
+        tokens, positions = packed.tokens.numpy(), packed.positions.numpy()
+        offset = 0
+        for row in rows:
+            own = spread[offset : offset + row.length]
+            np.testing.assert_array_equal(tokens[own], row.sample.tokens[: row.length])
+            np.testing.assert_array_equal(positions[own], np.arange(row.length))
+            offset += row.length
+        assert offset == len(spread)
+        if packed.collect is not None:
+            np.testing.assert_array_equal(spread[packed.collect.numpy()], np.arange(len(tokens)))
+
+
+@given(shapes=shapes, budget=st.integers(1, 80))
+def test_predictors_stand_right_before_their_targets(shapes, budget):
+    for rows in split(rows_of(samples_of(shapes)), budget):
+        packed = pack(rows, CPU)
+        where = np.concatenate([row.where for row in rows])
+        np.testing.assert_array_equal(packed.positions[packed.predictors].numpy(), where - 1)
+        np.testing.assert_array_equal(packed.targets.numpy(), np.concatenate([r.sample.tokens[r.where] for r in rows]))
+        np.testing.assert_array_equal(packed.sequence.numpy(), np.repeat(np.arange(len(rows)), [len(r.where) for r in rows]))
+
+
+def test_a_prompt_is_run_once_for_its_siblings():
+    samples = samples_of([(2, 5), (2, 3), (2, 4)])  # a prompt of 6; the last sampled token is a target only
+    [rows] = split(rows_of(samples), 100)
+    assert len(pack(rows, CPU).tokens) == 6 + 4 + 2 + 3
+
+
+def test_a_family_is_not_cut_where_it_fits_elsewhere():
+    samples = samples_of([(3, 12), (0, 5), (0, 5), (0, 5)])  # 18 tokens alone; a family of 4 + 3 * 4
+    assert [[r.index for r in rows] for rows in split(rows_of(samples), 30)] == [[0], [1, 2, 3]]
+
+
+def test_the_longest_row_comes_first():
+    rows = rows_of(batch())
+    assert split(rows, 20)[0][0].length == max(row.length for row in rows)
+
+
+def test_rows_are_cut_after_the_last_predicted_token():
+    one = sample(np.random.default_rng(0), np.arange(3), 6)
+    one.mask[5:] = False
+    one.weights[5:] = 0
+    [[row]] = split(rows_of([one]), 100)
+    assert row.length == 4
+
+
+def test_reference_logprobs_that_some_rows_lack_are_loud():
+    a, b = samples_of([(0, 2), (0, 2)])
+    assert "reference" not in pack(split(rows_of([a, b]), 99)[0], CPU).inputs
+    a.ref_logprobs = a.logprobs
+    reference = pack(split(rows_of([a, b]), 99)[0], CPU).inputs["reference"]
+    assert torch.isnan(reference).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize("loss", ["policy", "other"])
+def test_tokens_are_told_apart_by_loss(loss):
+    a, b = samples_of([(-1, 2), (-1, 3)])
+    b.loss = loss
+    packed = pack(split(rows_of([a, b]), 99)[0], CPU)
+    owned = {name: None if own is None else own.tolist() for name, own in packed.losses.items()}
+    other = [True, True, True, False, False]
+    assert owned == ({"policy": None} if loss == "policy" else {"policy": [not o for o in other], "other": other})

@@ -1,0 +1,290 @@
+import asyncio
+import json
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from trainer_cases import LOSSES, batch, decoder
+
+from tidemill.models.weights import hf_views, load_folder
+from tidemill.protocols import Trainer
+from tidemill.trainer.checkpoint import CheckpointError
+from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer.optimizer import TrainingDiverged
+from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import Published, Version
+
+SETTINGS = TrainerSettings(lr=0.01, warmup_steps=2, schedule="cosine", weight_decay=0.1, micro_batch_tokens=60, device="cpu")
+
+
+def trainer(settings=SETTINGS, model=None, **more):
+    return NativeTrainer(model or decoder(), settings, steps=4, **more)
+
+
+async def one_step(t, seed):
+    result = await t.forward_backward(batch(seed), LOSSES)
+    return result, await t.apply(1 / 50)
+
+
+def weights(t):
+    return {name: view.clone() for name, view in hf_views(t.decoder)}
+
+
+def equal(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+async def test_it_is_a_trainer_and_learns():
+    t = trainer()
+    assert isinstance(t, Trainer)
+    first, _ = await one_step(t, 0)
+    for _ in range(3):
+        last, metrics = await one_step(t, 0)
+    assert last.metrics["loss"] < first.metrics["loss"] and metrics["grad_norm"] > 0
+
+
+async def test_a_resumed_run_is_bit_for_bit_the_same(tmp_path):
+    straight = trainer()
+    for seed in range(2):
+        await one_step(straight, seed)
+    torch.manual_seed(5)
+    torch.rand(3)
+    await straight.save(str(tmp_path / "step-2"))
+    draws = torch.rand(4)
+    resumed = trainer(model=decoder(seed=9))
+    await resumed.load(str(tmp_path / "step-2"))
+    assert torch.equal(torch.rand(4), draws)
+    for seed in (2, 3):
+        a, b = await one_step(straight, seed), await one_step(resumed, seed)
+        assert a[0].metrics == b[0].metrics and a[1] == b[1]
+        assert all((x == y).all() for x, y in zip(a[0].logprobs, b[0].logprobs, strict=True))
+    assert equal(weights(straight), weights(resumed)) and resumed.updates == 4
+
+
+async def test_a_gradient_in_the_making_is_no_part_of_what_is_loaded(tmp_path):
+    t = trainer()
+    await one_step(t, 0)
+    await t.save(str(tmp_path / "c"))
+    await one_step(t, 1)
+    expected = weights(t)
+    await t.forward_backward(batch(7), LOSSES)
+    await t.load(str(tmp_path / "c"))
+    await one_step(t, 1)
+    assert equal(weights(t), expected)
+
+
+async def test_before_the_first_update_there_is_no_optimizer_state(tmp_path):
+    t = trainer()
+    await t.save(str(tmp_path / "c"))
+    other = trainer(model=decoder(seed=9))
+    await one_step(other, 3)
+    await other.load(str(tmp_path / "c"))
+    await one_step(t, 0), await one_step(other, 0)
+    assert equal(weights(t), weights(other))
+
+
+def rewrite(file, change):
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+
+
+DAMAGE = {
+    "no such folder": (lambda f: [p.unlink() for p in f.iterdir()], "not readable"),
+    "state": (lambda f: (f / "trainer.json").write_text("{"), "trainer.json: not readable"),
+    "format": (lambda f: (f / "trainer.json").write_text(json.dumps({"format": 99})), "format 99, expected 1"),
+    "updates": (lambda f: (f / "trainer.json").write_text(json.dumps({"format": 1, "updates": -3})), "updates = -3"),
+    "truncated": (lambda f: os.truncate(f / "optimizer.safetensors", 200), "optimizer.safetensors: not readable"),
+    "weights": (lambda f: os.truncate(f / "model.safetensors", 200), "model.safetensors"),
+    "missing": (
+        lambda f: rewrite(f / "optimizer.safetensors", lambda t: t.pop("exp_avg.norm.weight")),
+        "1 tensors are missing, among them exp_avg.norm.weight",
+    ),
+    "surplus": (
+        lambda f: rewrite(f / "optimizer.safetensors", lambda t: t.update(x=torch.zeros(1))),
+        "do not belong here, among them x",
+    ),
+    "shape": (
+        lambda f: rewrite(f / "optimizer.safetensors", lambda t: t.update({"exp_avg.norm.weight": torch.zeros(3)})),
+        r"\(3,\) torch.float32, this trainer has \(16,\)",
+    ),
+    "random": (lambda f: rewrite(f / "optimizer.safetensors", lambda t: t.pop("random.cpu")), "random state is missing"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+async def test_a_checkpoint_that_does_not_fit_leaves_the_trainer_as_it_was(tmp_path, damage):
+    change, message = DAMAGE[damage]
+    t = trainer()
+    await one_step(t, 0)
+    await t.save(str(tmp_path / "c"))
+    await one_step(t, 1)
+    before = weights(t)
+    change(tmp_path / "c")
+    with pytest.raises(CheckpointError, match=message):
+        await t.load(str(tmp_path / "c"))
+    assert equal(weights(t), before) and t.updates == 2
+
+
+async def test_another_models_checkpoint_is_refused(tmp_path):
+    other = trainer(model=decoder(intermediate_size=32))
+    await other.save(str(tmp_path / "c"))
+    with pytest.raises(CheckpointError, match="another model than the one being trained: intermediate differ"):
+        await trainer().load(str(tmp_path / "c"))
+
+
+async def test_saving_replaces_checkpoints_and_nothing_else(tmp_path):
+    t = trainer()
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "thesis.txt").write_text("years of work")
+    with pytest.raises(CheckpointError, match="is no checkpoint: it is not overwritten"):
+        await t.save(str(tmp_path / "notes"))
+    await t.save(str(tmp_path / "c"))
+    await one_step(t, 0)
+    await t.save(str(tmp_path / "c"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "notes"]
+    again = trainer(model=decoder(seed=9))
+    await again.load(str(tmp_path / "c"))
+    assert equal(weights(again), weights(t)) and again.updates == 1
+
+
+async def test_a_checkpoint_is_also_a_model_folder(tmp_path):
+    t = trainer()
+    await t.save(str(tmp_path / "c"))
+    await t.export(str(tmp_path / "final"))
+    for folder in ("c", "final"):
+        assert equal(dict(hf_views(load_folder(tmp_path / folder))), weights(t))
+    assert not list(tmp_path.rglob("*.p*t")) and not list(tmp_path.rglob("*.bin"))
+
+
+async def test_export_is_in_the_serving_dtype_with_the_tokenizer(tmp_path):
+    source = tmp_path / "source"
+    source.mkdir()
+    (source / "tokenizer.json").write_text("{}")
+    t = trainer(SETTINGS.model_copy(update={"serving_dtype": "bfloat16"}), source=source)
+    await t.export(str(tmp_path / "final"))
+    assert {v.dtype for v in load_file(tmp_path / "final" / "model.safetensors").values()} == {torch.bfloat16}
+    assert (tmp_path / "final" / "tokenizer.json").read_text() == "{}"
+
+
+class Recording:
+    """A carrier that keeps what it was sent."""
+
+    def __init__(self):
+        self.sent, self.closed = {}, False
+
+    def send(self, version, slices):
+        self.sent[version.step] = {s.name: s.tensor.clone() for s in slices}
+        return Published(version, "recording", "nowhere", 7)
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+async def test_publish_sends_the_weights_of_now(dtype):
+    sender = Recording()
+    t = trainer(SETTINGS.model_copy(update={"serving_dtype": str(dtype).removeprefix("torch.")}), sender=sender)
+    await t.publish(Version(0))
+    await one_step(t, 0)
+    published = await t.publish(Version(1))
+    assert published.version == Version(1)
+    assert equal(sender.sent[1], {n: w.to(dtype) for n, w in weights(t).items()})
+    assert not equal(sender.sent[0], sender.sent[1])
+    await t.close()
+    assert sender.closed
+    with pytest.raises(ValueError, match="without a sender"):
+        await trainer().publish(Version(0))
+
+
+async def test_forward_has_no_gradient_and_matches_training():
+    t = trainer()
+    seen = await t.forward(batch())
+    assert all(p.grad is None for p in t.decoder.parameters())
+    result = await t.forward_backward(batch(), LOSSES)
+    for a, b in zip(seen, result.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+async def test_divergence_is_an_error_and_no_step():
+    t = trainer()
+    before = weights(t)
+    samples = batch()
+    policy = next(s for s in samples if s.loss == "policy" and s.advantages.any() and s.weights.any())
+    policy.advantages = np.where(policy.mask, np.nan, 0).astype(np.float32)
+    await t.forward_backward(samples, LOSSES)
+    with pytest.raises(TrainingDiverged):
+        await t.apply(1.0)
+    assert equal(weights(t), before) and t.updates == 0
+
+
+async def test_an_executor_keeps_the_event_loop_free():
+    threads = set()
+    with ThreadPoolExecutor(1) as pool:
+
+        async def offload(function):
+            def traced():
+                threads.add(threading.current_thread())
+                return function()
+
+            return await asyncio.get_running_loop().run_in_executor(pool, traced)
+
+        t = trainer(offload=offload)
+        await one_step(t, 0)
+    assert len(threads) == 1 and threading.main_thread() not in threads
+
+
+async def test_telemetry_tells_what_happened_since_it_was_last_asked(tmp_path):
+    t = trainer(sender=Recording(), process="trainer-0")
+    result, _ = await one_step(t, 0)
+    await t.publish(Version(1))
+    await t.save(str(tmp_path / "c"))
+    first, second = await t.telemetry(), await t.telemetry()
+    assert [s.name for s in first.spans] == ["train", "apply", "publish", "save"] and second.spans == []
+    assert all(s.start <= s.end for s in first.spans) and first.spans[0].end <= first.spans[1].start
+    assert first.counters == second.counters and first.counters["trained_tokens"] == result.metrics["tokens"]
+    assert first.counters["updates"] == 1 and first.counters["published_bytes"] == 7
+    assert (first.process, first.pid) == (
+        "trainer-0",
+        os.getpid(),
+    ) and second.memory_bytes >= first.memory_bytes > 10_000_000
+
+
+def test_weights_must_be_float32():
+    with pytest.raises(ValueError, match="keeps float32 weights; load the model in float32"):
+        trainer(model=decoder(torch.bfloat16))
+
+
+@pytest.mark.parametrize(
+    ("device", "message"), [("tpu-ish", "expected 'auto'"), ("cuda:99", "device 'cuda:99': (no CUDA device|there are)")]
+)
+def test_devices_that_are_not_there(device, message):
+    with pytest.raises(ValueError, match=message):
+        trainer(SETTINGS.model_copy(update={"device": device}))
+
+
+async def test_a_supervised_warm_up_has_an_optimizer_of_its_own():
+    model = decoder()
+    rows = [s for s in batch() if s.loss == "supervised"]
+    warm = NativeTrainer(model, TrainerSettings(lr=0.01, device="cpu"), steps=20)
+    losses = [((await warm.forward_backward(rows, LOSSES)).metrics["loss"], await warm.apply(1 / 9))[0] for _ in range(20)]
+    assert losses[-1] < 0.5 * losses[0]
+    t = trainer(model=model)
+    assert t.decoder is model and t.updates == 0
+
+
+@pytest.mark.gpu
+async def test_train_save_and_resume_on_cuda(tmp_path):
+    cuda = SETTINGS.model_copy(update={"device": "cuda", "dtype": "bfloat16"})
+    t = trainer(cuda)
+    await one_step(t, 0)
+    await t.save(str(tmp_path / "c"))
+    other = trainer(cuda, model=decoder(seed=9))
+    await other.load(str(tmp_path / "c"))
+    assert equal(weights(t), weights(other))
+    a, b = await one_step(t, 1), await one_step(other, 1)
+    assert a[1]["grad_norm"] == pytest.approx(b[1]["grad_norm"], rel=1e-2)

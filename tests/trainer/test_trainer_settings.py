@@ -1,0 +1,30 @@
+import subprocess
+import sys
+
+import pytest
+
+from tidemill.config import ConfigError, build
+from tidemill.trainer.settings import TrainerSettings
+
+
+@pytest.mark.parametrize(
+    ("tree", "message"),
+    [
+        ({"lr": 0}, "lr = 0"),
+        ({"betas": [0.9, 1.0]}, "betas = "),
+        ({"schedule": "step"}, "schedule = 'step'"),
+        ({"min_lr_ratio": 0.1}, "does not apply to schedule 'constant'"),
+        ({"microbatch_tokens": 5}, "did you mean 'micro_batch_tokens'"),
+        ({"dtype": "float16"}, "dtype = 'float16'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(tree, message):
+    with pytest.raises(ConfigError, match=message):
+        build(TrainerSettings, tree)
+
+
+def test_few_options_and_no_torch():
+    assert len(TrainerSettings.model_fields) <= 14
+    code = "import sys, tidemill.trainer.settings; print('torch' in sys.modules)"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert result.stdout.strip() == "False"

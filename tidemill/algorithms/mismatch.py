@@ -1,0 +1,100 @@
+"""How far the trainer's logprobs lie from the engine's, on the tokens the engine sampled.
+
+Two causes that users confuse are kept apart. Lag 0: every sampled token of the trajectory is of the weights the trainer
+holds, so a difference is numerical (kernels, precision, a mixed KV). Lag > 0: the weights themselves have moved on.
+Accumulators merge, and their memory does not grow: quantiles come from a log-spaced histogram, exact to `BIN_RATIO`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.types import Array, Metrics
+
+_LOW, _DECADES, _PER_DECADE = 1e-9, 11, 100  # |delta| from 1e-9 to 100 nats; smaller ones count as 0
+BIN_RATIO = 10 ** (1 / _PER_DECADE)
+_EDGES = _LOW * BIN_RATIO ** np.arange(_DECADES * _PER_DECADE + 1)
+_CLAMP = 20.0  # of the log ratio before exp()
+
+
+@dataclass(slots=True)
+class LogprobGap:
+    """Statistics of delta = trainer - behaviour logprob (nats) over tokens drawn from the behaviour policy."""
+
+    tokens: int = 0
+    not_finite: int = 0  # tokens left out because one of the two was NaN or infinite: never expected
+    maximum: float = 0.0  # of |delta|
+    _sums: Array = field(default_factory=lambda: np.zeros(5))  # |delta|, -delta, exp(delta) - 1 - delta, w, w^2
+    _bins: Array = field(default_factory=lambda: np.zeros(len(_EDGES) + 1, np.int64))
+
+    def add(self, behaviour: Array, trainer: Array) -> None:
+        """Logprobs [n] of the same sampled tokens."""
+        delta = np.asarray(trainer, np.float64) - np.asarray(behaviour, np.float64)
+        finite = np.isfinite(delta)
+        self.not_finite += int((~finite).sum())
+        delta = delta[finite]
+        if not delta.size:
+            return
+        size, bounded = np.abs(delta), delta.clip(-_CLAMP, _CLAMP)
+        weight = np.exp(bounded)
+        self.tokens += delta.size
+        self.maximum = max(self.maximum, float(size.max()))
+        terms = (size, -delta, np.expm1(bounded) - bounded, weight, weight**2)
+        self._sums += np.array([term.sum() for term in terms])
+        self._bins += np.bincount(np.searchsorted(_EDGES, size, side="right"), minlength=len(self._bins))
+
+    def merge(self, other: LogprobGap) -> None:
+        self.tokens += other.tokens
+        self.not_finite += other.not_finite
+        self.maximum = max(self.maximum, other.maximum)
+        self._sums += other._sums
+        self._bins += other._bins
+
+    def quantile(self, q: float) -> float:
+        """|delta| such that a share q of the tokens is at or below it, too large by a factor of at most BIN_RATIO."""
+        if not self.tokens:
+            return 0.0
+        rank = max(int(np.ceil(q * self.tokens)), 1)
+        index = int(np.searchsorted(np.cumsum(self._bins), rank))
+        return min(float(_EDGES[index]), self.maximum) if 0 < index < len(_EDGES) else (self.maximum if index else 0.0)
+
+    def metrics(self) -> Metrics:
+        """Means over tokens. k1 and k3 estimate KL(behaviour || trainer); ess is the effective share of the tokens, 0..1."""
+        n = max(self.tokens, 1)
+        absolute, k1, k3, w, w2 = self._sums.tolist()
+        return {
+            "tokens": float(self.tokens),
+            "not_finite": float(self.not_finite),
+            "logprob_gap": absolute / n,
+            "logprob_gap_p99": self.quantile(0.99),
+            "logprob_gap_max": self.maximum,
+            "kl_k1": k1 / n,
+            "kl_k3": k3 / n,
+            "ess": w * w / (n * w2) if w2 else 1.0,
+        }
+
+
+@dataclass(slots=True)
+class Mismatch:
+    """The two kinds, fed one trajectory at a time."""
+
+    matched: LogprobGap = field(default_factory=LogprobGap)
+    lagged: LogprobGap = field(default_factory=LogprobGap)
+
+    def add(self, behaviour: Array, trainer: Array, mask: Array, versions: Array, step: int) -> None:
+        """Logprobs, mask and versions [T] of one trajectory; `step` is the step of the weights the trainer holds."""
+        if not mask.any():
+            return
+        same = bool((versions[mask] == step).all())
+        (self.matched if same else self.lagged).add(behaviour[mask], trainer[mask])
+
+    def merge(self, other: Mismatch) -> None:
+        self.matched.merge(other.matched)
+        self.lagged.merge(other.lagged)
+
+    def metrics(self) -> Metrics:
+        """`LogprobGap.metrics` of both, under "lag0/" and "lagged/"; a kind without a token is left out."""
+        kinds = {"lag0/": self.matched, "lagged/": self.lagged}
+        return {p + k: v for p, gap in kinds.items() if gap.tokens or gap.not_finite for k, v in gap.metrics().items()}

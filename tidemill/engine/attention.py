@@ -1,0 +1,220 @@
+"""The paged KV cache, and attention over it for a step that mixes decoding rows with chunks of prompts.
+
+Layout: [layers, pages, K, page_size, 2E], a token's key and value side by side. One `index_select` of pages by block table
+then yields [rows * K, T, 2E], whose halves are the operands of two batched matrix products without another copy.
+Decoding rows come sorted by length and are gathered a block at a time: a block is padded to its longest row only and small
+enough to be still in the processor's cache when it is read. Decode attention is computed in float32 whatever the pages hold.
+
+Every layer writes the step's keys and values before it reads any, so rows may share pages that this very step fills.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.engine.blocks import NULL_PAGE
+from tidemill.engine.scheduler import Chunk, Plan
+from tidemill.models.architecture import Architecture
+from tidemill.models.decoder import Attend
+
+GATHER_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # of one block of decoding rows
+QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
+PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
+
+
+@dataclass(slots=True)
+class DecodeBlock:
+    """Rows [first, last) of the step, one query each, padded to T tokens."""
+
+    first: int
+    last: int
+    length: int  # T
+    index: Tensor  # [rows * K * T / page_size] int64 into [pages * K]
+    mask: Tensor  # [rows, 1, T] float32, added to the scores
+
+
+@dataclass(slots=True)
+class ChunkBlock:
+    """Several chunks (or pieces of them), padded to C queries and T keys."""
+
+    queries: Tensor  # [rows, C] int64 into the step's flat row; padding repeats the last query
+    flat: Tensor  # [tokens] int64: which of the rows * C are not padding
+    targets: Tensor  # [tokens] int64: where those go in the step's flat row
+    index: Tensor  # [rows * K * T / page_size] int64 into [pages * K]
+    mask: Tensor  # [rows, 1, C, T] bool: may be seen
+
+
+@dataclass(slots=True)
+class Piece:
+    """Queries [start, start + count) of one sequence, which may see the keys before `start + count`."""
+
+    slot: int
+    start: int
+    count: int
+    row: int
+
+
+class PagedCache:
+    def __init__(self, arch: Architecture, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.arch, self.pages, self.page_size, self.device = arch, pages, page_size, device
+        self.windows = arch.windows or (None,) * arch.layers
+        shape = (arch.layers, pages, arch.kv_heads, page_size, 2 * arch.head_dim)
+        self.kv = _zeros(shape, dtype, device)
+        width = 2 * arch.head_dim
+        self._by_page = self.kv.view(arch.layers, pages * arch.kv_heads, page_size * width)
+        self._by_token = self.kv.view(arch.layers, pages * arch.kv_heads * page_size, width)
+        self._row_bytes = arch.kv_heads * width * 4
+        self._gathered = torch.empty(0, dtype=dtype, device=device)
+        self._wide = torch.empty(0, dtype=torch.float32, device=device)
+
+    def attend(self, plan: Plan, table: np.ndarray) -> Attend:
+        """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""
+        heads = np.arange(self.arch.kv_heads)
+        pages, offsets = np.divmod(plan.writes, self.page_size)
+        writes = self._tensor(((pages[:, None] * len(heads) + heads) * self.page_size + offsets[:, None]).reshape(-1))
+        decode = {w: self._decode_blocks(plan, table, w) for w in set(self.windows)}
+        chunks = {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
+        width = 2 * self.arch.head_dim
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            self._by_token[layer].index_copy_(0, writes, torch.cat((k, v), dim=-1).view(-1, width))
+            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+            window = self.windows[layer]
+            if decode[window]:
+                scaled = q[: len(plan.singles)].float() * self.arch.head_dim**-0.5
+                for block in decode[window]:
+                    out[block.first : block.last] = self._decode(layer, scaled[block.first : block.last], block)
+            for block in chunks[window]:
+                self._attend_chunks(layer, q, block, out)
+            return out
+
+        return attend
+
+    def _decode(self, layer: int, q: Tensor, block: DecodeBlock) -> Tensor:
+        """q [n, H, E] float32, scaled -> [n, H, E] float32."""
+        n, size, heads = block.last - block.first, self.arch.head_dim, self.arch.kv_heads
+        kv = self._gather(layer, block.index).view(n * heads, block.length, 2 * size)
+        scores = torch.bmm(q.reshape(n * heads, -1, size), kv[..., :size].transpose(1, 2))  # [n * K, G, T]
+        scores.view(n, -1, block.length).add_(block.mask)
+        return torch.bmm(torch.softmax(scores, dim=-1), kv[..., size:]).view(q.shape)
+
+    def _gather(self, layer: int, index: Tensor) -> Tensor:
+        """Pages by index, in float32, in scratch memory that the next call overwrites."""
+        shape = (len(index), self._by_page.shape[-1])
+        size = shape[0] * shape[1]
+        if self._gathered.numel() < size:
+            self._gathered = torch.empty(size, dtype=self.kv.dtype, device=self.device)
+            self._wide = torch.empty(size if self.kv.dtype != torch.float32 else 0, device=self.device)
+        gathered = torch.index_select(self._by_page[layer], 0, index, out=self._gathered[:size].view(shape))
+        return gathered if self.kv.dtype == torch.float32 else self._wide[:size].view(shape).copy_(gathered)
+
+    def _attend_chunks(self, layer: int, q: Tensor, block: ChunkBlock, out: Tensor) -> None:
+        n, queries = block.queries.shape
+        size, heads = self.arch.head_dim, self.arch.kv_heads
+        kv = self._by_page[layer].index_select(0, block.index).view(n, heads, -1, 2 * size)
+        padded = q[block.queries.view(-1)].view(n, queries, -1, size).transpose(1, 2)
+        seen = F.scaled_dot_product_attention(
+            padded, kv[..., :size], kv[..., size:], attn_mask=block.mask, enable_gqa=q.shape[1] != heads
+        )
+        out[block.targets] = seen.transpose(1, 2).reshape(n * queries, -1, size)[block.flat]
+
+    def _decode_blocks(self, plan: Plan, table: np.ndarray, window: int | None) -> list[DecodeBlock]:
+        blocks = []
+        first, total, size = 0, len(plan.singles), self.page_size
+        begins = _first_page(plan.lengths, window, size)
+        counts = -(-plan.lengths // size) - begins  # pages each row reads; descending, but for windows
+        while first < total:
+            length = int(counts[first]) * size
+            last = min(total, first + max(1, GATHER_BYTES[self.device.type] // (length * self._row_bytes)))
+            pages = int(counts[first:last].max())
+            slots, begin = plan.singles[first:last], begins[first:last]
+            position = begin[:, None] * size + np.arange(pages * size)
+            low = np.maximum(plan.lengths[first:last] - (window or math.inf), 0)[:, None]
+            seen = (position < plan.lengths[first:last, None]) & (position >= low)
+            mask = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
+            index = self._index(table, slots, begin, pages)
+            blocks.append(DecodeBlock(first, last, pages * size, index, self._tensor(mask)))
+            first = last
+        return blocks
+
+    def _chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray, window: int | None) -> list[ChunkBlock]:
+        pieces = [
+            Piece(c.slot, c.start + at, min(QUERY_BLOCK, c.count - at), c.row + at)
+            for c in chunks
+            for at in range(0, c.count, QUERY_BLOCK)
+        ]
+        return [self._chunk_block(group, table, window) for group in _group(pieces)]
+
+    def _chunk_block(self, group: list[Piece], table: np.ndarray, window: int | None) -> ChunkBlock:
+        slots, starts, counts, rows = (
+            np.array([getattr(p, name) for p in group]) for name in ("slot", "start", "count", "row")
+        )
+        begins = _first_page(starts + 1, window, self.page_size)
+        pages = int((-(-(starts + counts) // self.page_size) - begins).max())
+        at = np.arange(counts.max())
+        real = at < counts[:, None]  # [n, C]
+        queries = rows[:, None] + np.minimum(at, counts[:, None] - 1)
+        position = (starts[:, None] + np.minimum(at, counts[:, None] - 1))[:, :, None]  # [n, C, 1]
+        key = (begins[:, None] * self.page_size + np.arange(pages * self.page_size))[:, None]  # [n, 1, T]
+        mask = (key <= position) & (key > position - (window or math.inf))
+        return ChunkBlock(
+            queries=self._tensor(queries),
+            flat=self._tensor(np.flatnonzero(real)),
+            targets=self._tensor(queries[real]),
+            index=self._index(table, slots, begins, pages),
+            mask=self._tensor(mask[:, None]),
+        )
+
+    def _index(self, table: np.ndarray, slots: np.ndarray, begins: np.ndarray, pages: int) -> Tensor:
+        """[rows * K * pages] into the pages of all heads, row by row and head by head."""
+        columns = begins[:, None] + np.arange(pages)
+        inside = columns < table.shape[1]
+        page = np.where(inside, table[slots[:, None], np.minimum(columns, table.shape[1] - 1)], NULL_PAGE).astype(np.int64)
+        heads = np.arange(self.arch.kv_heads)
+        return self._tensor((page[:, None, :] * len(heads) + heads[:, None]).reshape(-1))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def page_bytes(arch: Architecture, page_size: int, dtype: torch.dtype) -> int:
+    return arch.layers * arch.kv_heads * page_size * 2 * arch.head_dim * dtype.itemsize
+
+
+def _first_page(lengths: np.ndarray, window: int | None, page_size: int) -> np.ndarray:
+    """The first page that the last of `lengths` tokens sees."""
+    return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size
+
+
+def _group(pieces: list[Piece]) -> list[list[Piece]]:
+    """Pieces of like size together, as long as padding stays small."""
+    groups: list[list[Piece]] = []
+    work = padded = queries = keys = 0
+    for piece in sorted(pieces, key=lambda p: (-p.count, -(p.start + p.count))):
+        end = piece.start + piece.count
+        if groups:
+            work += piece.count * end
+            padded = (len(groups[-1]) + 1) * max(queries, piece.count) * max(keys, end)
+        if not groups or padded > PADDING * work or padded > QUERY_BLOCK * QUERY_BLOCK * 16:
+            groups.append([])
+            work, queries, keys = piece.count * end, 0, 0
+        groups[-1].append(piece)
+        queries, keys = max(queries, piece.count), max(keys, end)
+    return groups
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """On the CPU from the system's lazily zeroed memory: only pages that are used become resident.
+
+    Zeros, because a masked position has weight 0 and 0 times an uninitialised NaN would not be 0.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    return torch.from_numpy(np.zeros(shape, np.dtype(f"u{dtype.itemsize}"))).view(dtype)

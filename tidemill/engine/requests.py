@@ -1,0 +1,156 @@
+"""What callers asked of the engine and what has come of it: one `Request` a call, and per-slot arrays for what is sampled.
+
+The arrays are indexed by [slot, position], so that a step records its whole batch in a few NumPy assignments.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.engine.runner import Probed
+from tidemill.engine.sampler import RowParams, uniforms
+from tidemill.engine.scheduler import Sequence
+from tidemill.types import Completion, Finish, SamplingParams, Scored, Support, Version
+
+Token = tuple[int, float, float, list[tuple[int, float]]]
+"""(token, logprob, model logprob, [(alternative, its model logprob)])"""
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """One call. `params` is None for a score."""
+
+    sequence: Sequence
+    arrived: float  # monotonic seconds
+    params: SamplingParams | None = None
+    key: str = ""
+    stops: tuple[int, ...] = ()
+    future: asyncio.Future[Completion] | asyncio.Future[Scored] | None = None
+    stream: asyncio.Queue[Token | None] | None = None  # None in it: the future is done
+    queued_s: float = 0.0
+    supports: list[np.ndarray] = field(default_factory=list)
+    tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
+    temperature: float = 1.0  # of a score
+    top_k: int = 0
+    probed: Probed | None = None  # rows by position
+
+    @property
+    def truncated(self) -> bool:
+        p = self.params
+        return p is not None and p.temperature > 0 and (p.top_p < 1 or p.top_k > 0 or p.min_p > 0)
+
+    @property
+    def detailed(self) -> bool:
+        """Its tokens need more than the per-slot arrays."""
+        return self.stream is not None or self.truncated or (self.params is not None and self.params.top_logprobs > 0)
+
+    def support(self) -> Support | None:
+        if not self.truncated:
+            return None
+        offsets = np.zeros(len(self.supports) + 1, np.int32)
+        np.cumsum([len(s) for s in self.supports], out=offsets[1:])
+        return Support(np.concatenate(self.supports) if self.supports else np.zeros(0, np.int32), offsets)
+
+
+class Slots:
+    """What each running row asks for, and what was sampled in it."""
+
+    def __init__(self, slots: int, context: int) -> None:
+        self.requests: list[Request | None] = [None] * slots
+        self.limit = np.zeros(slots, np.int64)
+        self.temperature, self.top_p, self.min_p = np.ones(slots), np.ones(slots), np.zeros(slots)
+        self.top_k, self.top = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
+        self.seed = np.zeros(slots, np.uint64)
+        self.detailed = np.zeros(slots, bool)
+        self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1, which no token is
+        # Zeroed lazily by the system: only what is used takes memory.
+        self.logprobs = np.zeros((slots, context), np.float32)
+        self.model_logprobs = np.zeros((slots, context), np.float32)
+        self.epochs = np.zeros((slots, context), np.int32)  # which of the engine's versions sampled it
+
+    def enter(self, slot: int, request: Request) -> None:
+        self.requests[slot] = request
+        self.limit[slot] = request.sequence.limit
+        if (params := request.params) is None:
+            return
+        self.temperature[slot], self.top_p[slot], self.min_p[slot] = params.temperature, params.top_p, params.min_p
+        self.top_k[slot], self.top[slot] = params.top_k, params.top_logprobs
+        self.seed[slot] = params.seed % 2**64
+        self.detailed[slot] = request.detailed
+        if len(request.stops) > self.stops.shape[1]:
+            wider = np.full((len(self.stops), len(request.stops)), -1, np.int64)
+            wider[:, : self.stops.shape[1]] = self.stops
+            self.stops = wider
+        self.stops[slot] = -1
+        self.stops[slot, : len(request.stops)] = request.stops
+
+    def params(self, slots: np.ndarray, positions: np.ndarray) -> RowParams:
+        return RowParams(
+            temperature=self.temperature[slots],
+            top_p=self.top_p[slots],
+            top_k=self.top_k[slots],
+            min_p=self.min_p[slots],
+            uniform=uniforms(self.seed[slots], positions),
+        )
+
+
+class Stream(AsyncIterator[Token]):
+    """The tokens of one call as they are sampled. When it is exhausted `completion` holds the whole; closing it aborts."""
+
+    def __init__(self, request: Request, end: Callable[[Request], None]) -> None:
+        self._request, self._end = request, end
+        self.completion: Completion | None = None
+
+    async def __anext__(self) -> Token:
+        assert self._request.stream is not None and self._request.future is not None
+        if self.completion is not None:
+            raise StopAsyncIteration
+        try:
+            token = await self._request.stream.get()
+        except asyncio.CancelledError:
+            self._end(self._request)
+            raise
+        if token is not None:
+            return token
+        result = await self._request.future  # done: this returns or raises at once
+        assert isinstance(result, Completion)
+        self.completion = result
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        self._end(self._request)
+
+
+def completion(
+    request: Request, finish: Finish, tokens: np.ndarray, slots: Slots, versions: list[Version], engine: str
+) -> Completion:
+    """The record of what was sampled for `request`: `tokens` [n], and what the slots hold beside them."""
+    slot, first = request.sequence.slot, len(request.sequence.prompt)
+    row = slice(first, first + len(tokens))
+    epochs, distinct = np.unique(slots.epochs[slot, row], return_inverse=True)
+    sources = tuple(versions[e] for e in epochs)
+    tops = request.tops
+    return Completion(
+        tokens=tokens.copy(),
+        logprobs=slots.logprobs[slot, row].copy(),
+        model_logprobs=slots.model_logprobs[slot, row].copy(),
+        versions=np.array([v.step for v in sources], np.int32)[distinct],
+        sources=sources,
+        finish=finish,
+        prompt_tokens=first,
+        cached_tokens=request.sequence.cached,
+        support=request.support(),
+        top_ids=np.stack([ids for ids, _ in tops]) if tops else None,
+        top_logprobs=np.stack([logprobs for _, logprobs in tops]) if tops else None,
+        queued_s=request.queued_s,
+        engine=engine,
+    )
+
+
+def scored(probed: Probed, version: Version) -> Scored:
+    wanted = probed.top_ids.shape[1] > 0
+    return Scored(probed.logprobs, version, probed.top_ids if wanted else None, probed.top_logprobs if wanted else None)

@@ -1,0 +1,73 @@
+"""Runs a plan on the model: hidden states through the paged cache, then tokens for the rows that sample and logprobs for
+the rows that are scored. The head is float32 on every path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.engine.attention import PagedCache
+from tidemill.engine.sampler import RowParams, Sampled, alternatives, sample
+from tidemill.engine.scheduler import Plan
+from tidemill.engine.weights import Weights
+
+LOGITS_BYTES = 64 << 20  # of scored positions that are looked at together
+
+
+@dataclass(slots=True)
+class Probe:
+    """What is asked of scored rows [first, last) of a step."""
+
+    first: int
+    last: int
+    targets: np.ndarray  # [last - first] int64: the tokens that follow
+    temperature: float
+    top_k: int
+
+
+@dataclass(slots=True)
+class Probed:
+    logprobs: np.ndarray  # [n] float32
+    top_ids: np.ndarray  # [n, k] int32, k may be 0
+    top_logprobs: np.ndarray  # [n, k] float32
+
+
+@dataclass(slots=True)
+class Output:
+    sampled: Sampled
+    top_ids: np.ndarray | None  # [S, k] int32, of the unmodified model
+    top_logprobs: np.ndarray | None  # [S, k] float32
+    probed: list[Probed]
+
+
+@torch.inference_mode()
+def run(
+    weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, ask: RowParams, top: int, probes: list[Probe]
+) -> Output:
+    """One step. `top`: how many alternatives to report for the sampled rows."""
+    tokens = torch.from_numpy(plan.tokens).to(cache.device)
+    positions = torch.from_numpy(plan.positions).to(cache.device)
+    hidden = weights.decoder(tokens, positions, cache.attend(plan, table))
+    rows = plan.sample_rows
+    everything = len(rows) == len(hidden)  # decode steps: the rows are all there is, in order
+    logits = F.linear((hidden if everything else hidden[torch.from_numpy(rows).to(cache.device)]).float(), weights.head)
+    top_ids = top_logprobs = None
+    if top:
+        top_ids, top_logprobs = alternatives(torch.log_softmax(logits, dim=-1), top)
+    probed = [_probe(hidden[p.first : p.last], weights.head, p) for p in probes]
+    return Output(sample(logits, ask), top_ids, top_logprobs, probed)
+
+
+def _probe(hidden: Tensor, head: Tensor, probe: Probe) -> Probed:
+    targets = torch.from_numpy(probe.targets).to(hidden.device)[:, None]
+    rows = max(1, LOGITS_BYTES // (4 * head.shape[0]))
+    parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
+    for at in range(0, len(hidden), rows):
+        logprobs = torch.log_softmax(F.linear(hidden[at : at + rows].float(), head) / probe.temperature, dim=-1)
+        chosen = logprobs.gather(1, targets[at : at + rows]).squeeze(1).cpu().numpy()
+        parts.append((chosen, *alternatives(logprobs, probe.top_k)))
+    return Probed(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

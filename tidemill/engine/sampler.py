@@ -1,0 +1,153 @@
+"""From logits to tokens, and to the exact logprob of what was done. Rows of one batch may all ask for something else.
+
+Noise is one uniform number per (seed, position), from a counter-based hash: neither batching, preemption nor the order of
+arrival can change it. The token is where the cumulative probability first exceeds it (inverse CDF, accumulated in float64
+over blocks, then inside one block), so a token of probability zero is never chosen.
+
+`logprobs` belong to the distribution that was sampled: temperature, then top-k, then top-p on what top-k kept, and min-p,
+renormalised. `model_logprobs` belong to the unmodified model. A greedy choice is certain: its logprob is 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
+CANDIDATES = 256  # a truncated row is first looked for among this many likeliest tokens
+
+
+@dataclass(slots=True)
+class RowParams:
+    """What each of R rows asks for."""
+
+    temperature: np.ndarray  # [R] float64
+    top_p: np.ndarray  # [R] float64
+    top_k: np.ndarray  # [R] int64, 0 is off
+    min_p: np.ndarray  # [R] float64
+    uniform: np.ndarray  # [R] float64 in [0, 1), see `uniforms`
+
+
+@dataclass(slots=True)
+class Sampled:
+    tokens: np.ndarray  # [R] int64
+    logprobs: np.ndarray  # [R] float32
+    model_logprobs: np.ndarray  # [R] float32
+    supports: dict[int, np.ndarray] = field(default_factory=dict)  # truncated row -> kept ids, int32, likeliest first
+
+
+def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """[R] float64 in [0, 1) from `seeds` [R] uint64 and token `positions` [R] (splitmix64, Steele et al. 2014)."""
+    with np.errstate(over="ignore"):
+        counter = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        return (_mix(_mix(seeds.astype(np.uint64)) + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def _mix(z: np.ndarray) -> np.ndarray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+def sample(logits: Tensor, ask: RowParams) -> Sampled:
+    """One token for each row of `logits` [R, V] float32. Raises FloatingPointError when logits are not finite numbers."""
+    greedy = ask.temperature == 0
+    truncated = ~greedy & ((ask.top_p < 1) | (ask.top_k > 0) | (ask.min_p > 0))
+    uniform = _column(ask.uniform, logits.device)
+    model = logprobs = torch.log_softmax(logits, dim=-1)  # at temperature 1 without truncation this is all there is
+    if tempered := bool((ask.temperature != 1).any()):
+        temperature = _column(np.where(greedy, 1.0, ask.temperature), logits.device)
+        logprobs = torch.log_softmax(logits / temperature.float(), dim=-1)
+    tokens = draw(logprobs.exp(), uniform)
+    chosen = logprobs.gather(1, tokens)
+    supports: dict[int, np.ndarray] = {}
+    if greedy.any():
+        rows = _rows(greedy, logits.device)
+        tokens[rows] = logits[rows].argmax(dim=-1, keepdim=True)
+        chosen[rows] = 0.0
+    if truncated.any():
+        rows = _rows(truncated, logits.device)
+        ids, kept = truncate(logprobs[rows], ask.top_k[truncated], ask.top_p[truncated], ask.min_p[truncated])
+        kept = kept - kept.logsumexp(dim=-1, keepdim=True)
+        at = draw(kept.exp(), uniform[rows])
+        tokens[rows], chosen[rows] = ids.gather(1, at), kept.gather(1, at)
+        sizes = (kept > -torch.inf).sum(dim=-1).tolist()
+        lists = ids.to(torch.int32).cpu().numpy()
+        supports = {int(r): lists[i, : sizes[i]].copy() for i, r in enumerate(np.flatnonzero(truncated))}
+    of_model = model.gather(1, tokens) if tempered or truncated.any() else chosen
+    result = Sampled(_flat(tokens), _flat(chosen), _flat(of_model), supports)
+    if not (np.isfinite(result.logprobs).all() and np.isfinite(result.model_logprobs).all()):
+        raise FloatingPointError("the model's logits are not finite: the weights hold NaN or infinite values, or overflowed")
+    return result
+
+
+def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+    """[R, 1] int64: the first index whose cumulative probability exceeds `uniform` [R, 1] of the total.
+
+    `probabilities` [R, W] need not sum to one exactly.
+    """
+    rows, width = probabilities.shape
+    if width > 2 * BLOCK:
+        size = next((n for n in (BLOCK, BLOCK // 2, BLOCK // 4) if width % n == 0), BLOCK)
+        if width % size:
+            probabilities = torch.nn.functional.pad(probabilities, (0, -width % size))
+        blocks = probabilities.view(rows, -1, size)
+        block, rest = _search(blocks.sum(dim=-1).double(), uniform, scale=True)
+        inside = blocks.gather(1, block[:, :, None].expand(-1, -1, size)).squeeze(1).double()
+        return block * size + _search(inside, rest, scale=False)[0]
+    return _search(probabilities.double(), uniform, scale=True)[0]
+
+
+def _search(weights: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
+    """(index [R, 1], what of the target is left inside it). `scale`: the target is a share of the row's sum."""
+    cumulative = weights.cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    target = target * total if scale else target
+    # Rounding can push the target to the total or past it: then the last step of the cumulative sum is meant.
+    index = torch.minimum((cumulative <= target).sum(-1, keepdim=True), (cumulative < total).sum(-1, keepdim=True))
+    return index, target - (cumulative.gather(1, index) - weights.gather(1, index))
+
+
+def truncate(logprobs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> tuple[Tensor, Tensor]:
+    """(ids [R, W] likeliest first, their logprobs with -inf where not kept) of normalised `logprobs` [R, V]."""
+    vocab = logprobs.shape[1]
+    k = _column(np.where(top_k > 0, np.minimum(top_k, vocab), vocab), logprobs.device)
+    p, ratio = _column(top_p, logprobs.device), _column(min_p, logprobs.device)
+    width = CANDIDATES
+    while True:
+        width = min(width, vocab)
+        values, ids = (
+            torch.topk(logprobs, width, dim=-1) if width < vocab else logprobs.sort(dim=-1, descending=True, stable=True)
+        )
+        mass = values.double().exp()
+        ranked = torch.arange(width, device=logprobs.device) < k
+        # Without top-k the row's whole mass is 1 even when only its head is looked at here.
+        total = torch.where(k < vocab, torch.where(ranked, mass, 0.0).sum(-1, keepdim=True), torch.ones_like(p))
+        before = mass.cumsum(dim=-1) - mass
+        keep = ranked & ((p >= 1) | (before < p * total)) & (mass >= ratio * mass[:, :1])
+        keep[:, 0] = True
+        # The last candidate is kept: more may follow it. (Keeping is downward closed, every test is monotone.)
+        if width == vocab or not bool((keep[:, -1:] & (k > width)).any() or ((k > width) & (k < vocab)).any()):
+            return ids, torch.where(keep, values, -torch.inf)
+        width = vocab
+
+
+def alternatives(logprobs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
+    """(ids [R, count] int32, logprobs [R, count] float32) of the likeliest tokens, likeliest first."""
+    values, ids = torch.topk(logprobs, min(count, logprobs.shape[1]), dim=-1)
+    return ids.to(torch.int32).cpu().numpy(), values.float().cpu().numpy()
+
+
+def _column(values: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.ascontiguousarray(values))[:, None].to(device)
+
+
+def _rows(selected: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.flatnonzero(selected)).to(device)
+
+
+def _flat(column: Tensor) -> np.ndarray:
+    return column.squeeze(1).cpu().numpy()

@@ -1,0 +1,296 @@
+"""What the next step computes. Integers only.
+
+    submit -> waiting -> (admit: slot + pages) -> running -> release        preempt: running -> front of waiting
+
+A running sequence owns a slot: a row of `tokens`, `length` (known tokens), `computed` (tokens whose KV is in the cache) and
+`table` (its pages). A step computes the one pending token of every decoding row and up to `prefill_chunk` prompt tokens.
+When pages run out the latest admitted sequence is preempted: its pages go, its tokens stay, and it is prefilled again.
+Pages that a step is about to fill are findable at once: each layer writes before it reads, so siblings that arrive
+together share a prompt within the very step that computes it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.engine.blocks import NULL_PAGE, ROOT, BlockManager
+
+Salt = tuple[int, int]
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """What the scheduler knows of a request."""
+
+    prompt: np.ndarray  # [P] int32
+    limit: int  # tokens it may hold in the end
+    probe: bool = False  # scored, not continued: neither reads nor feeds the prefix cache, samples nothing
+    salt: Salt | None = None  # of the prefix cache; None until admission
+    slot: int = -1  # kept while preempted
+    pages: list[int] = field(default_factory=list)
+    registered: int = 0  # leading pages whose content has been offered to the cache
+    chain: int = ROOT  # serial of the last of them
+    cached: int = 0  # prompt tokens found in the cache at the first admission
+    waiting: bool = True
+    released: bool = False
+
+
+@dataclass(slots=True)
+class Chunk:
+    """Consecutive tokens of one sequence, computed in one step."""
+
+    slot: int
+    start: int  # position of its first token
+    count: int
+    row: int  # where it begins in the step's flat row of tokens
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step. Its flat row of N tokens is the `singles` (longest first), then the chunks."""
+
+    singles: np.ndarray  # [D] slots that compute one token
+    lengths: np.ndarray  # [D] tokens each of them attends to, its own included
+    chunks: list[Chunk]
+    tokens: np.ndarray  # [N] int64
+    positions: np.ndarray  # [N] int64
+    writes: np.ndarray  # [N] int64  where the KV goes: page * page_size + offset
+    sample_rows: np.ndarray  # [S] rows whose next token is sampled
+    sample_slots: np.ndarray  # [S]
+    probes: list[Chunk]  # rows whose next token is known and scored
+    admitted: list[Sequence]  # which compute for the first time
+
+
+class Scheduler:
+    def __init__(self, blocks: BlockManager, max_sequences: int, context: int, prefill_chunk: int) -> None:
+        self.blocks, self.prefill_chunk = blocks, prefill_chunk
+        self.context = min(context, blocks.usable * blocks.page_size)  # a lone sequence can always grow to its end
+        self.admitting = True  # False: only what has begun goes on (drain)
+        self.salt: Salt = (0, 0)  # of sequences admitted from now on
+        self.preemptions = 0
+        self.waiting: deque[Sequence] = deque()
+        self.running: dict[int, Sequence] = {}  # by slot, in order of admission
+        # Zeroed lazily by the system: only rows and columns that are used take memory.
+        self.tokens = np.zeros((max_sequences, self.context), np.int32)
+        self.table = np.zeros((max_sequences, blocks.count(self.context)), np.int32)
+        self.length = np.zeros(max_sequences, np.int64)
+        self.computed = np.zeros(max_sequences, np.int64)
+        self._owned = np.zeros(max_sequences, np.int64)  # pages in `table`
+        self._shared = np.zeros(max_sequences, np.int64)  # leading tokens in pages of others, never written
+        self._probe = np.zeros(max_sequences, bool)
+        self._free_slots = list(range(max_sequences - 1, -1, -1))
+        self._released_waiting = 0  # entries of `waiting` that are gone and will be skipped
+        self._order: np.ndarray | None = None  # `running` as an array
+        self._admitted: list[Sequence] = []  # for the first time, in the step that is being planned
+
+    @property
+    def waiting_count(self) -> int:
+        return len(self.waiting) - self._released_waiting
+
+    @property
+    def in_flight(self) -> int:
+        """Sequences that have begun: running, or preempted."""
+        return len(self.length) - len(self._free_slots)
+
+    def submit(self, sequence: Sequence) -> None:
+        """Queue it. Raises ValueError when it can never fit."""
+        size = len(sequence.prompt)
+        if size == 0:
+            raise ValueError("the prompt is empty: give at least one token")
+        room = self.context if sequence.probe else self.context - 1
+        if size > room:
+            what = "tokens to score" if sequence.probe else "a prompt of"
+            raise ValueError(
+                f"{what} {size} tokens: this engine's context of {self.context} leaves room for {room}; "
+                "shorten it, or raise engine.context or engine.kv_memory_mb"
+            )
+        sequence.limit = min(sequence.limit, self.context)
+        self.waiting.append(sequence)
+
+    def plan(self) -> Plan | None:
+        """The next step, or None when there is nothing to compute."""
+        self._admitted = []
+        self._grow()
+        chunks: list[Chunk] = []
+        budget = self._continue_prefill(chunks)
+        self._admit(chunks, budget)
+        slots = self._slots()
+        if not len(slots):
+            return None
+        single = self.length[slots] - self.computed[slots] == 1
+        if chunks:
+            single &= ~np.isin(slots, [c.slot for c in chunks])
+        singles = slots[single]
+        lengths = self.computed[singles] + 1
+        order = np.argsort(-lengths, kind="stable")  # neighbours of like length are padded least
+        return self._lay_out(singles[order], lengths[order], chunks)
+
+    def advance(self, plan: Plan, sampled: np.ndarray) -> None:
+        """The plan was computed: `sampled` [S] are the new tokens of its `sample_slots`."""
+        self.computed[plan.singles] += 1
+        for chunk in plan.chunks:
+            self.computed[chunk.slot] += chunk.count
+        self.tokens[plan.sample_slots, self.length[plan.sample_slots]] = sampled
+        self.length[plan.sample_slots] += 1
+
+    def release(self, sequence: Sequence) -> None:
+        """It is over, for whatever reason and wherever it stands: slot and pages are free again."""
+        if sequence.released:
+            return
+        sequence.released = True
+        if sequence.waiting:
+            self._released_waiting += 1  # it is skipped when its turn comes: no search through the queue
+        else:
+            self._leave(sequence)
+        if sequence.slot >= 0:
+            self._free_slots.append(sequence.slot)
+
+    def preempt(self, sequence: Sequence, *, renew: bool = False) -> None:
+        """Drop its KV and put it first in line. `renew`: it is to be prefilled under the salt of the time."""
+        self._leave(sequence)
+        self.computed[sequence.slot] = 0
+        if renew:
+            sequence.salt = None
+        sequence.waiting = True
+        self.waiting.appendleft(sequence)
+
+    def preempt_all(self, *, renew: bool) -> None:
+        for sequence in reversed(list(self.running.values())):
+            self.preempt(sequence, renew=renew)
+        if renew:
+            for sequence in self.waiting:  # what had been preempted before stands at the front of the line
+                if sequence.slot < 0 and not sequence.released:
+                    break
+                sequence.salt = None
+
+    def check_integrity(self) -> None:
+        self.blocks.check_integrity(s.pages for s in self.running.values())
+
+    def _slots(self) -> np.ndarray:
+        if self._order is None:
+            self._order = np.fromiter(self.running, np.int64, len(self.running))
+        return self._order
+
+    def _grow(self) -> None:
+        """A page for every row whose next token begins one."""
+        slots = self._slots()
+        for slot in slots[self.computed[slots] >= self._owned[slots] * self.blocks.page_size].tolist():
+            while slot in self.running and not self.blocks.can_allocate(1):
+                self.preemptions += 1
+                self.preempt(next(reversed(self.running.values())))
+            if slot in self.running:
+                self.table[slot, self._owned[slot]] = self.blocks.append(self.running[slot].pages)
+                self._owned[slot] += 1
+
+    def _continue_prefill(self, chunks: list[Chunk]) -> int:
+        budget = self.prefill_chunk
+        slots = self._slots()
+        for slot in slots[self.length[slots] - self.computed[slots] > 1].tolist():
+            if budget == 0:
+                break
+            budget -= self._compute(self.running[slot], budget, chunks)
+        return budget
+
+    def _admit(self, chunks: list[Chunk], budget: int) -> None:
+        while self.waiting and budget:
+            sequence = self.waiting[0]
+            if sequence.released:
+                self.waiting.popleft()
+                self._released_waiting -= 1
+                continue
+            begun = sequence.slot >= 0
+            if not begun and not (self.admitting and self._free_slots):
+                return
+            # A probe's last token is only predicted, never computed.
+            tokens = self.tokens[sequence.slot, : self.length[sequence.slot]] if begun else sequence.prompt
+            tokens = tokens[:-1] if sequence.probe and not begun else tokens
+            salt = sequence.salt or self.salt
+            shared, chain = ([], ROOT) if sequence.probe else self.blocks.lookup(tokens, salt)
+            needed = self.blocks.count(len(tokens)) - len(shared)
+            if not self.blocks.can_allocate(needed, shared):
+                return
+            self.waiting.popleft()
+            self._enter(sequence, tokens, needed, shared, chain)
+            budget -= self._compute(sequence, budget, chunks)
+
+    def _enter(self, sequence: Sequence, tokens: np.ndarray, needed: int, shared: list[int], chain: int) -> None:
+        # At least one token is computed, so that there is a distribution to sample from; its KV is not written again.
+        cached = min(len(shared) * self.blocks.page_size, len(tokens) - 1)
+        if sequence.slot < 0:
+            sequence.slot = slot = self._free_slots.pop()
+            sequence.cached = cached
+            self._admitted.append(sequence)
+            self.tokens[slot, : len(sequence.prompt)] = sequence.prompt
+            self.length[slot] = len(tokens)
+            self._probe[slot] = sequence.probe
+        slot = sequence.slot
+        sequence.salt = sequence.salt or self.salt
+        sequence.waiting = False
+        sequence.pages = self.blocks.allocate(needed, shared)
+        sequence.registered, sequence.chain = len(shared), chain
+        self.computed[slot] = cached
+        self.table[slot, : len(sequence.pages)] = sequence.pages
+        self._owned[slot] = len(sequence.pages)
+        self._shared[slot] = len(shared) * self.blocks.page_size
+        self.running[slot] = sequence
+        self._order = None
+
+    def _leave(self, sequence: Sequence) -> None:
+        slot = sequence.slot
+        self._register(sequence, int(self.computed[slot]))
+        self.blocks.free(sequence.pages)
+        self.table[slot, : len(sequence.pages)] = NULL_PAGE
+        self._owned[slot] = 0
+        sequence.pages = []
+        del self.running[slot]
+        self._order = None
+
+    def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
+        """Plan its next pending tokens; returns how many. A single one is left to the rows that decode."""
+        start = int(self.computed[sequence.slot])
+        pending = int(self.length[sequence.slot]) - start
+        count = min(budget, pending)
+        if pending > 1:
+            chunks.append(Chunk(sequence.slot, start, count, 0))
+        self._register(sequence, start + count)
+        return count
+
+    def _register(self, sequence: Sequence, computed: int) -> None:
+        if sequence.probe or not self.blocks.prefix_cache or sequence.salt is None:
+            return
+        size = self.blocks.page_size
+        for index in range(sequence.registered, computed // size):
+            tokens = self.tokens[sequence.slot, index * size : (index + 1) * size]
+            sequence.chain = self.blocks.register(sequence.pages[index], tokens, sequence.chain, sequence.salt)
+            sequence.registered = index + 1
+
+    def _lay_out(self, singles: np.ndarray, lengths: np.ndarray, chunks: list[Chunk]) -> Plan:
+        size = self.blocks.page_size
+        slots, positions = [singles], [lengths - 1]
+        row = len(singles)
+        for chunk in chunks:
+            chunk.row, row = row, row + chunk.count
+            slots.append(np.full(chunk.count, chunk.slot))
+            positions.append(np.arange(chunk.start, chunk.start + chunk.count))
+        slot, position = np.concatenate(slots), np.concatenate(positions)
+        pages = np.where(position < self._shared[slot], NULL_PAGE, self.table[slot, position // size])
+        last = [c for c in chunks if c.start + c.count == self.length[c.slot] and not self._probe[c.slot]]
+        decoding = np.flatnonzero(~self._probe[singles])
+        probes = [c for c in chunks if self._probe[c.slot]]
+        for i in np.flatnonzero(self._probe[singles]).tolist():
+            probes.append(Chunk(int(singles[i]), int(lengths[i]) - 1, 1, i))
+        return Plan(
+            singles=singles,
+            lengths=lengths,
+            chunks=chunks,
+            tokens=self.tokens[slot, position].astype(np.int64),
+            positions=position,
+            writes=pages.astype(np.int64) * size + position % size,
+            sample_rows=np.concatenate([decoding, np.array([c.row + c.count - 1 for c in last], np.int64)]),
+            sample_slots=np.concatenate([singles[decoding], np.array([c.slot for c in last], np.int64)]),
+            probes=probes,
+            admitted=self._admitted,
+        )

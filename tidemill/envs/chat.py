@@ -1,0 +1,204 @@
+"""One seat's conversation with the policy, and its record in tokens.
+
+    message -> tokens appended -> engine.generate(everything so far) -> sampled tokens appended -> text
+
+The record only grows, and each row of it is written when the token is made: mask, logprob, version, support (I1, I7).
+Text is derived from it, for the environment and for people; no text of the policy's is ever encoded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tidemill.envs.template import Tokenizer, as_messages, renderer, too_long
+from tidemill.protocols import Engine
+from tidemill.seeds import derive_seed
+from tidemill.types import Array, Completion, Finish, Outcome, SamplingParams, Support, Trajectory, Version
+
+
+class EpisodeOver(Exception):
+    """No further reply is to be had. An environment may let it pass: its episode ends."""
+
+    def __init__(self, finish: Finish, reason: str) -> None:
+        super().__init__(reason)
+        self.finish = finish
+
+
+class ContextFull(EpisodeOver):
+    """The conversation outgrew the model's context."""
+
+
+def rollout_seeds(run_seed: int, group: int, sample: int, seat: int = 0) -> Callable[[int], int]:
+    """The sampling seed of each turn of one seat's episode; evaluation uses another first word than "rollout"."""
+    return lambda turn: derive_seed(run_seed, "rollout", group, sample, seat, turn)
+
+
+class EpisodeChat:
+    """Implements `protocols.Chat` and keeps the record. For one episode, one reply at a time."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Tokenizer,
+        params: SamplingParams,
+        *,
+        context: int,
+        key: str,
+        seeds: Callable[[int], int],
+        policy: str = "policy",
+        sample: int = 0,
+        seat: int = 0,
+    ) -> None:
+        """params: with the stop ids; its seed is replaced. context: tokens. key: the episode's name to the engine.
+        seeds: from turn 0, 1, ... to the seed of its noise."""
+        self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
+        self._key, self._seeds, self._policy, self._sample, self._seat = key, seeds, policy, sample, seat
+        self._renderer = renderer(tokenizer)
+        self._given: list[Array] = []  # the tokens of each turn's message
+        self._replies: list[Completion] = []  # and of the policy's reply to it
+        self._text = ""
+        self._over: EpisodeOver | None = None
+        self._busy = False
+        self.failure: Exception | None = None  # of the engine: tells it from what the environment itself raises
+
+    @property
+    def turns(self) -> int:
+        return len(self._replies)
+
+    @property
+    def length(self) -> int:
+        """Tokens so far."""
+        return sum(map(len, self._given)) + sum(len(reply.tokens) for reply in self._replies)
+
+    @property
+    def text(self) -> str:
+        """The last reply."""
+        return self._text
+
+    async def reply(self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None) -> str:
+        """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
+
+        Raises ContextFull when there is no room for it; ValueError when that is so of the very first prompt.
+        """
+        assert not self._busy, "one reply at a time: await the one before"
+        if self._over is not None:
+            raise self._over
+        self._busy = True
+        try:
+            return await self._turn(self._added(message), max_tokens)
+        finally:
+            self._busy = False
+
+    def trajectory(self, outcome: Outcome | None = None, finish: Finish | None = None) -> Trajectory:
+        """The record so far. `finish` is given when the episode ended otherwise than by a reply or its environment."""
+        rows = [row for given, reply in zip(self._given, self._replies, strict=True) for row in _rows(given, reply)]
+        tokens, mask, logprobs, versions = (_join(column, kind) for column, kind in zip(_columns(rows), _KINDS, strict=True))
+        record = Trajectory(
+            tokens=tokens,
+            mask=mask,
+            logprobs=logprobs,
+            versions=versions,
+            finish=finish or self._finish(outcome),
+            outcome=outcome,
+            sources=_sources(self._replies),
+            sample=self._sample,
+            seat=self._seat,
+            turns=self.turns,
+            temperature=self._params.temperature,
+            text=self._text,
+            support=_support(self._replies),
+            info=self._info(),
+        )
+        record.check()
+        return record
+
+    def _added(self, message: str | Sequence[dict[str, str]]) -> Array:
+        """The tokens this message adds. Raises ContextFull (or ValueError) when no reply would fit after them."""
+        messages = as_messages(message)
+        if self._replies:
+            last = self._replies[-1]
+            stop = int(last.tokens[-1]) if last.finish is Finish.STOP else None
+            added = self._renderer.follow(self._text, stop, messages)
+        else:
+            added = self._renderer.begin(messages)
+        length = self.length + len(added)
+        if length >= self._context:
+            if not self._replies:
+                raise ValueError(too_long(length, self._context, "the prompt"))
+            self._over = ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation"))
+            raise self._over
+        return added
+
+    async def _turn(self, added: Array, max_tokens: int | None) -> str:
+        tokens = np.concatenate([self._tokens(), added])
+        params = replace(self._params, seed=self._seeds(self.turns), max_tokens=max_tokens or self._params.max_tokens)
+        try:
+            reply = await self._engine.generate(tokens, params, self._policy, self._key)
+        except Exception as error:
+            self.failure = error
+            raise
+        self._given.append(added)
+        self._replies.append(reply)
+        if reply.finish is Finish.CANCELLED:
+            self._over = EpisodeOver(Finish.CANCELLED, "the episode was cancelled")
+            raise self._over
+        if reply.finish is Finish.CONTEXT:
+            self._over = ContextFull(Finish.CONTEXT, too_long(self.length, self._context, "the conversation"))
+        spoken = reply.tokens[:-1] if reply.finish is Finish.STOP else reply.tokens
+        self._text = self._tokenizer.decode(spoken.tolist(), skip_special_tokens=True)
+        return self._text
+
+    def _tokens(self) -> Array:
+        pieces = [p for given, reply in zip(self._given, self._replies, strict=True) for p in (given, reply.tokens)]
+        return _join(pieces, np.int32)
+
+    def _finish(self, outcome: Outcome | None) -> Finish:
+        if self._over is not None:
+            return self._over.finish
+        last = self._replies[-1].finish if self._replies else Finish.ENV_DONE
+        return Finish.ENV_DONE if last is Finish.STOP and outcome is not None else last
+
+    def _info(self) -> dict[str, float]:
+        return {
+            "queued_s": sum(reply.queued_s for reply in self._replies),
+            "prompt_tokens": float(sum(reply.prompt_tokens for reply in self._replies)),
+            "cached_tokens": float(sum(reply.cached_tokens for reply in self._replies)),
+        }
+
+
+_KINDS = (np.int32, np.bool_, np.float32, np.int32)
+
+
+def _rows(given: Array, reply: Completion) -> list[tuple[Array, Array, Array, Array]]:
+    """The record's columns for one turn: tokens, mask, logprobs, versions, of what was given and of what was sampled."""
+    n, m = len(given), len(reply.tokens)
+    return [
+        (given, np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, -1, np.int32)),
+        (reply.tokens, np.ones(m, np.bool_), reply.logprobs, reply.versions),
+    ]
+
+
+def _columns(rows: list[tuple[Array, Array, Array, Array]]) -> list[list[Array]]:
+    return [[row[i] for row in rows] for i in range(len(_KINDS))]
+
+
+def _join(pieces: list[Array], kind: type) -> Array:
+    return np.concatenate(pieces).astype(kind, copy=False) if pieces else np.zeros(0, kind)
+
+
+def _sources(replies: list[Completion]) -> tuple[Version, ...]:
+    return tuple(sorted({version for reply in replies for version in reply.sources}))
+
+
+def _support(replies: list[Completion]) -> Support | None:
+    """The replies' supports as one: its rows align with the sampled positions, in order."""
+    parts = [reply.support for reply in replies if reply.support is not None]
+    if not parts:
+        return None
+    assert len(parts) == len(replies), "an engine gave support for some turns of an episode only"
+    shifts = np.cumsum([0, *(part.offsets[-1] for part in parts)])
+    offsets = [part.offsets[1:] + shift for part, shift in zip(parts, shifts, strict=False)]
+    return Support(_join([part.ids for part in parts], np.int32), _join([np.zeros(1, np.int32), *offsets], np.int32))

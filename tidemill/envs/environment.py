@@ -1,0 +1,127 @@
+"""The two ways to write an environment.
+
+`@environment` makes one of an async function: it talks to the policy through a `Chat` and returns the outcome.
+
+    @environment(tasks=[{"prompt": "2 + 2 =", "answer": "4"}, ...])
+    async def sums(task, chat):
+        return Score(float(await chat.reply(task.prompt) == task.data["answer"]))
+
+`SingleTurn` asks once and leaves the verdict to a judge, which sees the group's attempts together.
+Both are single-use in each episode: whatever an episode needs to remember lives in the function's variables.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, overload
+
+from tidemill.config import ConfigError
+from tidemill.envs.chat import ContextFull
+from tidemill.envs.judge import Judge
+from tidemill.envs.tasks import Splits, check_splits, split_by_hash, task_of, unique
+from tidemill.protocols import Chat
+from tidemill.rewards.outcome import outcome_of
+from tidemill.types import InfraError, Outcome, Task, Trajectory, Unscorable
+
+Episode = Callable[[Task, Chat], Awaitable[Any]]
+TaskSource = Sequence[Task | Mapping[str, Any]] | Callable[[str], Sequence[Task | Mapping[str, Any]]]
+
+
+class SingleTurn:
+    """One question, one answer, and a judge."""
+
+    def __init__(self, name: str, splits: Splits, judge: Judge) -> None:
+        check_splits(name, splits, prompts_apart=True)
+        self.name = name
+        self._splits, self._judge = splits, judge
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._splits[split]
+
+    async def run(self, task: Task, chat: Chat) -> Outcome | None:
+        await chat.reply(task.prompt)
+        return None
+
+    async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        return await self._judge(task, attempts)
+
+    async def close(self) -> None:
+        return None
+
+
+class FunctionEnvironment:
+    """An episode written as an async function; see `environment`."""
+
+    def __init__(self, function: Episode, tasks: TaskSource | None = None) -> None:
+        if not inspect.iscoroutinefunction(function) or len(inspect.signature(function).parameters) != 2:
+            raise ConfigError(f"environment {function!r}: expected `async def NAME(task, chat)`")
+        self.name = function.__name__
+        self._function, self._source = function, tasks
+        self._splits: Splits | None = None
+
+    def with_tasks(self, tasks: TaskSource) -> FunctionEnvironment:
+        """The same episode on other tasks."""
+        return FunctionEnvironment(self._function, tasks)
+
+    @property
+    def has_tasks(self) -> bool:
+        return self._source is not None
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """Raises ConfigError when there are none, or when they are not usable."""
+        if self._splits is None:
+            if self._source is None:
+                raise ConfigError(f"environment {self.name!r} has no tasks: use @environment(tasks=...) or give it data")
+            self._splits = splits_of(self._source, self.name)
+            check_splits(self.name, self._splits)
+        return self._splits[split]
+
+    async def run(self, task: Task, chat: Chat) -> Outcome | None:
+        """The episode's outcome. A conversation that outgrows the context is Unscorable, unless the function decides."""
+        try:
+            value = await self._function(task, chat)
+        except ContextFull as full:
+            return Unscorable(str(full))
+        return outcome_of(value, f"environment {self.name}")
+
+    async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        return [InfraError(f"environment {self.name} left the attempt undecided")] * len(attempts)
+
+    async def close(self) -> None:
+        return None
+
+
+@overload
+def environment(function: Episode) -> FunctionEnvironment: ...
+@overload
+def environment(*, tasks: TaskSource) -> Callable[[Episode], FunctionEnvironment]: ...
+def environment(
+    function: Episode | None = None, *, tasks: TaskSource | None = None
+) -> FunctionEnvironment | Callable[[Episode], FunctionEnvironment]:
+    """Make an environment of `async def NAME(task, chat)`, which returns a Score, Unscorable, InfraError or a number.
+
+    tasks: a list of tasks or of rows with a "prompt", a tenth of which is held out by hash; or a function from
+    "train" and "eval" to such lists. Without it the recipe has to name data.
+    """
+    if function is not None:
+        return FunctionEnvironment(function, tasks)
+    return lambda decorated: FunctionEnvironment(decorated, tasks)
+
+
+def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
+    """Both splits of a task source. A list is split by hash, a function is asked for each split."""
+    if callable(source):
+        return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
+    return split_by_hash(_tasks(source, "task", name), share)
+
+
+def _tasks(rows: Any, what: str, name: str) -> list[Task]:
+    if not isinstance(rows, Sequence) or isinstance(rows, str):
+        raise ConfigError(f"environment {name!r}: tasks are a {type(rows).__name__}: expected a list of tasks or rows")
+    found = []
+    for number, row in enumerate(rows):
+        if not isinstance(row, Task | Mapping):
+            raise ConfigError(f"environment {name!r}: {what} {number} is a {type(row).__name__}: expected a Task or a row")
+        found.append(row if isinstance(row, Task) else task_of(row, f"environment {name!r}: {what} {number}"))
+    return unique(found)

@@ -1,0 +1,60 @@
+"""A multi-turn example: find the number between two others.
+
+    guess 1-16        the policy answers with a number
+    higher            ... too low: it answers again
+    lower             ... too high
+
+The faster it is found, the higher the score: 1 at the first guess, falling in equal steps, 0 when it is not found.
+All text is lower-case letters, digits, spaces, newlines and "-", which a character tokenizer of 40 holds.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+
+from tidemill.config import ConfigError
+from tidemill.envs.environment import FunctionEnvironment
+from tidemill.envs.settings import GuessSettings
+from tidemill.protocols import Chat
+from tidemill.seeds import derive_seed
+from tidemill.types import Score, Task
+
+ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz -\n"
+
+
+async def guess(task: Task, chat: Chat) -> Score:
+    number, turns = task.data["number"], task.data["turns"]
+    message = task.prompt
+    for turn in range(turns):
+        said = re.search(r"\d{1,9}", await chat.reply(message))
+        if said is None:
+            message = "a number"
+        elif int(said[0]) == number:
+            return Score(1.0 - turn / turns, {"found": 1.0, "guesses": turn + 1.0})
+        else:
+            message = "higher" if int(said[0]) < number else "lower"
+    return Score(0.0, {"found": 0.0, "guesses": float(turns)})
+
+
+def guess_game(settings: GuessSettings) -> FunctionEnvironment:
+    """Tasks are all (range, number) within low..high, shuffled by the seed; a range has at least two numbers."""
+    low, high = settings.low, settings.high
+    if high <= low:
+        raise ConfigError(f"env.low = {low}, env.high = {high}: expected low < high")
+    if high - low > 200:
+        raise ConfigError(f"env.low = {low}, env.high = {high}: expected at most 200 apart")
+    games = [(a, b, n) for a in range(low, high) for b in range(a + 1, high + 1) for n in range(a, b + 1)]
+    draw = random.Random(derive_seed(settings.seed, "guess"))
+    keys = [draw.random() for _ in games]
+    games = [games[i] for i in sorted(range(len(games)), key=keys.__getitem__)]
+    held_out = min(settings.eval_size, max(1, len(games) // 4))
+    tasks = {
+        "eval": [_task(settings, *game) for game in games[:held_out]],
+        "train": [_task(settings, *game) for game in games[held_out : held_out + settings.size]],
+    }
+    return FunctionEnvironment(guess, tasks.__getitem__)
+
+
+def _task(settings: GuessSettings, low: int, high: int, number: int) -> Task:
+    return Task(f"guess/{low}-{high}/{number}", f"guess {low}-{high}", {"number": number, "turns": settings.turns})

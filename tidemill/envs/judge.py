@@ -1,0 +1,108 @@
+"""Judging a group's attempts with a reward function, wherever it runs.
+
+    blocking function   -> the scoring workers, by its name, under their limit
+    async def           -> this process's event loop, under the same limit
+
+The scoring stage is injected: this package knows of it what `Scorer` says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol
+
+from tidemill.config import ConfigError
+from tidemill.rewards.loading import load_object, reference_of
+from tidemill.rewards.named import named_reward
+from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
+from tidemill.rewards.signature import Signature, group_values, signature_of, single_values
+from tidemill.types import InfraError, Outcome, Task, Trajectory
+
+
+class Scorer(Protocol):
+    """The scoring stage: `scoring.pool.WorkerPool`."""
+
+    limit_s: float
+
+    async def call(self, function: str, *, kwargs: Mapping[str, Any], name: str) -> Outcome: ...
+
+    async def call_group(self, function: str, count: int, *, kwargs: Mapping[str, Any], name: str) -> list[Outcome]: ...
+
+
+class Judge(Protocol):
+    """Decides on a group's attempts: outcomes in their order."""
+
+    async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]: ...
+
+
+class RewardJudge:
+    """A reward function of either form (see `rewards.signature`) as a judge."""
+
+    def __init__(self, reward: str | Callable[..., Any], scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
+        """reward: a named one, FILE.py:FUNCTION, MODULE:FUNCTION, or a function. options: further arguments.
+
+        Raises ConfigError when it cannot be found, or has a form or an option that does not fit.
+        """
+        self._scorer, self._options = scorer, dict(options or {})
+        self._function: Callable[..., Any] | None = None  # set when it is awaited here
+        self._reference, self.signature = self._resolve(reward)
+        unknown = [key for key in self._options if key not in self.signature.names and not self.signature.rest]
+        if unknown:
+            raise ConfigError(
+                f"reward {self.signature.name!r} has no option {unknown[0]!r}: it takes {', '.join(self.signature.names)}"
+            )
+
+    def check(self, columns: set[str]) -> None:
+        """Raise ConfigError when the tasks lack a column that the reward needs."""
+        self.signature.check({*columns, *self._options})
+
+    async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        texts = [attempt.text for attempt in attempts]
+        if self.signature.group:
+            ids = [attempt.tokens[attempt.mask].tolist() for attempt in attempts]
+            return await self._group(self._arguments(group_values(task, texts, ids)), len(texts))
+        return await asyncio.gather(*(self._single(self._arguments(single_values(task, text))) for text in texts))
+
+    def _arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        return self.signature.pick(values) | self._options
+
+    async def _single(self, kwargs: dict[str, Any]) -> Outcome:
+        name = self.signature.name
+        if self._function is None:
+            return await self._scorer.call(self._reference, kwargs=kwargs, name=name)
+        value = await self._awaited(kwargs)
+        return value if isinstance(value, InfraError) else outcome_of(value, name)
+
+    async def _group(self, kwargs: dict[str, Any], count: int) -> list[Outcome]:
+        name = self.signature.name
+        if self._function is None:
+            return await self._scorer.call_group(self._reference, count, kwargs=kwargs, name=name)
+        values = await self._awaited(kwargs)
+        return [values] * count if isinstance(values, InfraError) else outcomes_of(values, name, count)
+
+    async def _awaited(self, kwargs: dict[str, Any]) -> Any:
+        assert self._function is not None
+        name = self.signature.name
+        try:
+            async with asyncio.timeout(self._scorer.limit_s) as limit:
+                return await self._function(**kwargs)
+        except Exception as error:  # the user's code may raise anything; none of it is a score
+            if isinstance(error, TimeoutError) and limit.expired():
+                return InfraError(f"{name} did not return within {self._scorer.limit_s:g} s and was cancelled")
+            return InfraError(f"{name} raised {type(error).__name__}: {clip(str(error))}")
+
+    def _resolve(self, reward: str | Callable[..., Any]) -> tuple[str, Signature]:
+        if isinstance(reward, str) and ":" not in reward:
+            return named_reward(reward)
+        function = load_object(reward) if isinstance(reward, str) else reward
+        signature = signature_of(function, reward if isinstance(reward, str) else function.__name__)
+        if signature.awaits:
+            self._function = function
+            return "", signature
+        if isinstance(reward, str):
+            return reward, signature
+        try:
+            return reference_of(function), signature
+        except ValueError as error:
+            raise ConfigError(f"reward {signature.name!r}: {error}") from None

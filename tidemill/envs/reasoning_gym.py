@@ -1,0 +1,96 @@
+"""Any dataset of reasoning-gym as an environment, judged by the dataset's own scorer in the scoring workers.
+
+The package is never imported here: its tasks are made in a process of their own (see `reasoning_gym_worker`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import subprocess
+import sys
+from typing import Any
+
+import msgspec
+
+from tidemill import codec
+from tidemill.config import ConfigError
+from tidemill.envs.environment import SingleTurn
+from tidemill.envs.judge import Scorer
+from tidemill.envs.settings import ReasoningGymSettings
+from tidemill.types import InfraError, Outcome, Task, Trajectory
+
+MAKING_LIMIT_S = 600.0
+_DRAWS = 3  # entries looked at for each task wanted, at most: small datasets repeat themselves
+_WORKER = "tidemill.envs.reasoning_gym_worker"
+
+
+def reasoning_gym(settings: ReasoningGymSettings, scorer: Scorer) -> SingleTurn:
+    """The environment. Raises ConfigError when the package is missing, or does not know the dataset or its arguments."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ConfigError("env kind 'reasoning_gym' needs a package that is not installed: pip install 'tidemill[gym]'")
+    if "{question}" not in settings.template:
+        raise ConfigError(f"env.template = {settings.template!r}: expected {{question}} in it")
+    for key in ("seed", "size"):
+        if key in settings.args:
+            raise ConfigError(f"env.args.{key}: give it as env.{key}, it is not an argument of the dataset")
+    made = _make(settings)
+    splits = {split: [_task(settings, *entry) for entry in made[split]] for split in ("train", "eval")}
+    return SingleTurn(f"reasoning_gym:{settings.dataset}", splits, GymJudge(settings, scorer))
+
+
+class GymJudge:
+    """One call a group. When that fails, each attempt is judged by itself, so that one cannot cost its siblings theirs."""
+
+    def __init__(self, settings: ReasoningGymSettings, scorer: Scorer) -> None:
+        self._scorer = scorer
+        self._fixed = settings.model_dump(include={"dataset", "args", "seed", "answer_tag"}) | {"length": _length(settings)}
+
+    async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        texts = [attempt.text for attempt in attempts]
+        outcomes = await self._score(task, texts)
+        if len(texts) > 1 and all(isinstance(outcome, InfraError) for outcome in outcomes):
+            alone = await asyncio.gather(*(self._score(task, [text]) for text in texts))
+            return [outcome for (outcome,) in alone]
+        return outcomes
+
+    async def _score(self, task: Task, texts: list[str]) -> list[Outcome]:
+        about = {"index": task.data["index"], "question": task.data["question"]}
+        kwargs = {"completions": texts, **self._fixed, **about}
+        return await self._scorer.call_group(f"{_WORKER}:score", len(texts), kwargs=kwargs, name=self._fixed["dataset"])
+
+
+def _length(settings: ReasoningGymSettings) -> int:
+    return _DRAWS * (settings.size + settings.eval_size) + 100
+
+
+def _task(settings: ReasoningGymSettings, index: int, question: str, answer: str | None) -> Task:
+    name = f"{settings.dataset}/{settings.seed}/{index}"
+    data = {"index": index, "question": question, "answer": answer}
+    return Task(name, settings.template.replace("{question}", question), data)
+
+
+def _make(settings: ReasoningGymSettings) -> dict[str, list[tuple[int, str, str | None]]]:
+    order = settings.model_dump(include={"dataset", "args", "seed", "size", "eval_size"}) | {"length": _length(settings)}
+    command = [sys.executable, "-m", _WORKER]
+    try:
+        done = subprocess.run(
+            command,
+            input=codec.encode(order),
+            capture_output=True,
+            timeout=MAKING_LIMIT_S,
+            env={**os.environ, "PYTHONHASHSEED": "0"},
+        )
+    except subprocess.TimeoutExpired:
+        raise ConfigError(
+            f"reasoning-gym's {settings.dataset} made no {settings.size} + {settings.eval_size} tasks "
+            f"within {MAKING_LIMIT_S:g} s: lower env.size"
+        ) from None
+    if done.returncode:
+        last = done.stderr.decode(errors="replace").strip().rsplit("\n", 1)[-1]
+        raise ConfigError(f"reasoning-gym's {settings.dataset} failed to make tasks with args={settings.args!r}: {last}")
+    reply: dict[str, Any] = msgspec.msgpack.decode(done.stdout)
+    if reply["error"]:
+        raise ConfigError(reply["error"])
+    return reply  # type: ignore[return-value]

@@ -1,0 +1,145 @@
+"""What touches reasoning-gym itself, in processes of their own: making tasks (once), and scoring (in scoring workers).
+
+Both run with a fixed hash seed, because some of its datasets iterate over sets: without it the same configuration gives
+other tasks in the next run. So an entry need not travel; a scoring worker makes it again from the dataset and the index,
+and says so if the question is not the one that was asked.
+
+As a program it reads one `Order` from stdin and writes one `Made` to stdout.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import os
+import sys
+from collections.abc import Set
+from dataclasses import fields
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import reasoning_gym
+from reasoning_gym.factory import DATASETS
+
+from tidemill import codec
+
+_APART = 0.9  # share of distinct answers from which on answers are kept apart as well as questions
+
+
+class Order(msgspec.Struct, frozen=True):
+    dataset: str
+    args: dict[str, Any]
+    seed: int
+    size: int
+    eval_size: int
+    length: int  # entries of the dataset, from which the tasks are drawn
+
+
+class Made(msgspec.Struct, frozen=True):
+    """Entries as (index, question, answer), or why there are none."""
+
+    error: str = ""
+    train: list[tuple[int, str, str | None]] = []
+    eval: list[tuple[int, str, str | None]] = []
+
+
+def score(
+    completions: list[str],
+    *,
+    dataset: str,
+    args: dict[str, Any],
+    seed: int,
+    length: int,
+    index: int,
+    question: str,
+    answer_tag: str,
+) -> list[float]:
+    """The dataset's own score of each completion for the entry at `index`."""
+    key = (dataset, json.dumps(args, sort_keys=True), seed, length)
+    source, entry = _dataset(*key), _entry(*key, index)
+    if entry["question"] != question:
+        raise RuntimeError(f"reasoning-gym's {dataset} made another question for index {index} than it did before")
+    if answer_tag:
+        return [source.score_answer(reasoning_gym.utils.extract_answer(text, answer_tag), entry) for text in completions]
+    return [source.score_answer(text, entry) for text in completions]
+
+
+def make(order: Order) -> Made:
+    """Distinct entries, train apart from eval by question and, where answers are as good as unique, by answer."""
+    try:
+        source = _dataset(order.dataset, json.dumps(order.args, sort_keys=True), order.seed, order.length)
+    except (TypeError, ValueError, AssertionError) as error:
+        return Made(_why(order, error))
+    stream = iter(range(order.length))
+    seen: set[str] = set()
+    held_out = _draw(source, stream, seen, order.eval_size)
+    if len(held_out) < order.eval_size:
+        return Made(
+            f"reasoning-gym's {order.dataset} has about {len(held_out)} distinct questions with these args: "
+            f"lower eval_size={order.eval_size}, or widen args"
+        )
+    answers = {_fold(answer) for _, _, answer in held_out if answer is not None}
+    apart = answers if len(answers) >= _APART * len(held_out) else frozenset()
+    train = _draw(source, stream, seen, order.size, apart)
+    if not train:
+        return Made(
+            f"reasoning-gym's {order.dataset} leaves nothing to train on: lower eval_size={order.eval_size}, or widen args"
+        )
+    return Made("", train, held_out)
+
+
+def _draw(source: Any, stream: Any, seen: set[str], count: int, answers: Set[str] = frozenset()) -> list:
+    """Up to `count` entries whose question was not seen, none with one of `answers`."""
+    found = []
+    while len(found) < count and (index := next(stream, None)) is not None:
+        try:
+            entry = source[index]
+        except IndexError:  # it ran out of puzzles before its length
+            break
+        question, answer = entry["question"], entry["answer"]
+        if _fold(question) in seen or (answer is not None and _fold(answer) in answers):
+            continue
+        seen.add(_fold(question))
+        found.append((index, question, None if answer is None else str(answer)))
+    return found
+
+
+@lru_cache(maxsize=8)
+def _dataset(name: str, args: str, seed: int, length: int) -> Any:
+    return reasoning_gym.create_dataset(name, seed=seed, size=length, **json.loads(args))
+
+
+@lru_cache(maxsize=1024)
+def _entry(name: str, args: str, seed: int, length: int, index: int) -> dict[str, Any]:
+    return _dataset(name, args, seed, length)[index]
+
+
+def _fold(text: Any) -> str:
+    return " ".join(str(text).casefold().split())
+
+
+def _why(order: Order, error: Exception) -> str:
+    if order.dataset not in DATASETS:
+        near = difflib.get_close_matches(order.dataset, DATASETS, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(DATASETS))}"
+        return f"reasoning-gym has no dataset {order.dataset!r}; {hint}"
+    known = sorted({f.name for f in fields(DATASETS[order.dataset][1])} - {"seed", "size"})
+    unknown = [key for key in order.args if key not in known]
+    if unknown:
+        near = difflib.get_close_matches(unknown[0], known, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
+        return f"reasoning-gym's {order.dataset} has no argument {unknown[0]!r}; {hint}"
+    return f"reasoning-gym's {order.dataset} does not take args={order.args!r}: {error}"
+
+
+def main() -> None:
+    replies = os.dup(1)
+    os.dup2(2, 1)  # what the library prints is not a reply
+    order: Order = codec.decode(sys.stdin.buffer.read(), Order)
+    with os.fdopen(replies, "wb") as pipe:
+        pipe.write(codec.encode(make(order)))
+
+
+if __name__ == "__main__":
+    main()

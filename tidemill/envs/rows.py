@@ -1,0 +1,107 @@
+"""Rows as tasks: a JSONL file, or a Hugging Face dataset where the `datasets` package is installed."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from tidemill.config import ConfigError
+from tidemill.envs.environment import SingleTurn
+from tidemill.envs.judge import RewardJudge, Scorer
+from tidemill.envs.settings import PythonSettings, RowsSettings
+from tidemill.envs.tasks import columns_of, split_by_hash, task_of, unique
+from tidemill.types import Task
+
+
+def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
+    """The environment. Raises ConfigError when the rows or the reward are not usable, or do not fit each other."""
+    if settings.reward in ("", "none"):
+        raise ConfigError("env.reward is empty: expected exact, regex, numeric, last_boxed, math, or FILE.py:FUNCTION")
+    if "{prompt}" not in settings.template:
+        raise ConfigError(f"env.template = {settings.template!r}: expected {{prompt}} in it")
+    splits = row_splits(settings)
+    judge = RewardJudge(settings.reward, scorer, settings.reward_options)
+    judge.check(columns_of([*splits["train"], *splits["eval"]]))
+    return SingleTurn(f"rows:{Path(settings.data).stem}", splits, judge)
+
+
+def row_splits(settings: RowsSettings | PythonSettings) -> dict[str, list[Task]]:
+    """Train and held-out tasks: of two sources, or of one that is split by its prompts' hash."""
+    tasks = _read(settings, settings.data)
+    if not settings.eval_data:
+        splits = split_by_hash(tasks, settings.eval_share)
+        if not all(splits.values()):
+            raise ConfigError(
+                f"{settings.data!r} has {len(tasks)} rows, too few to hold out {settings.eval_share:.0%}: give eval_data"
+            )
+        return splits
+    return {"train": tasks, "eval": _read(settings, settings.eval_data)}
+
+
+def _read(settings: RowsSettings | PythonSettings, data: str) -> list[Task]:
+    found = _jsonl(Path(data)) if data.endswith((".jsonl", ".ndjson")) else _dataset(settings, data)
+    prompt, answer, template = "prompt", "answer", "{prompt}"
+    if isinstance(settings, RowsSettings):
+        prompt, answer, template = settings.prompt_column, settings.answer_column, settings.template
+    tasks = []
+    for where, row in found:
+        if answer != "answer":
+            if answer not in row:
+                raise ConfigError(f"{where} has no column {answer!r}: its columns are {', '.join(row)}; set answer_column")
+            row = {**row, "answer": row[answer]}
+        tasks.append(task_of(row, where, prompt_column=prompt, template=template))
+    if not tasks:
+        raise ConfigError(f"{data!r} is empty: expected at least one row")
+    return unique(tasks)
+
+
+def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        text = path.expanduser().read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"data file {str(path)!r} does not exist") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"data file {str(path)!r} is not readable: {error}") from None
+    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also split at U+2028 inside a string
+        where = f"{str(path)!r}, line {number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{where} is not JSON: {error}") from None
+        if not isinstance(row, dict):
+            raise ConfigError(f"{where} is a {type(row).__name__}: expected one object a line")
+        yield where, row
+
+
+def _dataset(settings: RowsSettings | PythonSettings, data: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Rows of a dataset's folder, file or name, as the `datasets` package finds them."""
+    path = Path(data).expanduser()
+    if importlib.util.find_spec("datasets") is None:
+        exists = "" if path.exists() else " and is no file here"
+        raise ConfigError(f"data {data!r} is not a .jsonl file{exists}: other formats and names need `pip install datasets`")
+    import datasets
+
+    split = settings.split if isinstance(settings, RowsSettings) else "train"
+    try:
+        if (path / "dataset_info.json").is_file() or (path / "dataset_dict.json").is_file():
+            found = datasets.load_from_disk(str(path))
+            found = found[split] if isinstance(found, datasets.DatasetDict) else found
+        elif path.is_file():
+            kind = {".json": "json", ".csv": "csv", ".parquet": "parquet"}.get(path.suffix, path.suffix)
+            found = datasets.load_dataset(kind, data_files=str(path), split="train")
+        else:
+            found = datasets.load_dataset(data, split=split)
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        RuntimeError,
+    ) as error:  # what the package raises for names, splits, files, network
+        raise ConfigError(f"data {data!r} (split {split!r}) does not load: {str(error) or type(error).__name__}") from None
+    for number, row in enumerate(found):
+        yield f"{data!r}, row {number}", dict(row)

@@ -1,0 +1,95 @@
+"""From rows to tasks: stable ids, the held-out split, and the checks that every set of tasks must pass."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from tidemill import codec
+from tidemill.config import ConfigError
+from tidemill.seeds import derive_seed
+from tidemill.types import Task
+
+Splits = Mapping[str, Sequence[Task]]
+
+
+def task_of(row: Mapping[str, Any], where: str, *, prompt_column: str = "prompt", template: str = "{prompt}") -> Task:
+    """A task from a row: its prompt (text, or a list of messages), everything else as data. `where` is for messages."""
+    if prompt_column not in row:
+        columns = ", ".join(map(str, row)) or "none"
+        raise ConfigError(f"{where} has no column {prompt_column!r}: its columns are {columns}; set prompt_column")
+    prompt = row[prompt_column]
+    data = {key: value for key, value in row.items() if key != prompt_column}
+    if isinstance(prompt, str) and prompt:
+        prompt = template.replace("{prompt}", prompt)
+    elif not _is_messages(prompt):
+        raise ConfigError(f"{where}: prompt {prompt!r:.80} is neither a text nor a list of role/content messages")
+    elif template != "{prompt}":
+        raise ConfigError(f"{where}: a template applies to text prompts, and this one is a list of messages")
+    return Task(_content_id(prompt, data, where), prompt, data)
+
+
+def split_by_hash(tasks: Sequence[Task], share: float) -> dict[str, list[Task]]:
+    """Hold out about `share` of the prompts. A prompt stays on its side when rows are added or reordered."""
+    sides: dict[str, list[Task]] = {"train": [], "eval": []}
+    for task in tasks:
+        draw = derive_seed("held-out", json.dumps(task.prompt, sort_keys=True)) / 2**63
+        sides["eval" if draw < share else "train"].append(task)
+    return sides
+
+
+def check_splits(name: str, splits: Splits, *, prompts_apart: bool = False) -> None:
+    """Raise ConfigError unless both splits have tasks, ids are unique, no task is in both, and data can travel.
+
+    prompts_apart: tasks of one prompt are one task (single turn), whatever their data.
+    """
+    for split in ("train", "eval"):
+        if not splits[split]:
+            raise ConfigError(f"environment {name!r} has no {split} tasks: expected at least one")
+        ids = {task.id for task in splits[split]}
+        if len(ids) < len(splits[split]):
+            raise ConfigError(
+                f"environment {name!r}: {len(splits[split]) - len(ids)} {split} tasks share their id with another"
+            )
+    train, held_out = ({str(t.prompt) if prompts_apart else t.id for t in splits[s]} for s in ("train", "eval"))
+    both = train & held_out
+    if both:
+        raise ConfigError(
+            f"environment {name!r}: {len(both)} tasks are in train and in eval, such as {min(both):.100}; "
+            "remove them from one side"
+        )
+    for task in (*splits["train"], *splits["eval"]):
+        try:
+            codec.encode(task.data)
+        except TypeError as error:
+            raise ConfigError(f"environment {name!r}: the data of task {task.id} is not plain JSON: {error}") from None
+
+
+def unique(tasks: Sequence[Task]) -> list[Task]:
+    """Without rows that say the same as an earlier one (they have the same id)."""
+    return list({task.id: task for task in tasks}.values())
+
+
+def columns_of(tasks: Sequence[Task]) -> set[str]:
+    """The data columns that every task has."""
+    return set.intersection(*(set(task.data) for task in tasks)) if tasks else set()
+
+
+def _is_messages(prompt: Any) -> bool:
+    return (
+        isinstance(prompt, list)
+        and bool(prompt)
+        and all(
+            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
+        )
+    )
+
+
+def _content_id(prompt: Any, data: Mapping[str, Any], where: str) -> str:
+    try:
+        text = json.dumps([prompt, data], sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"{where} holds a value that is not plain JSON: {error}") from None
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()

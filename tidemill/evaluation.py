@@ -1,0 +1,63 @@
+"""Greedy evaluation on held-out tasks, pinned: every token of it comes from the one version that is evaluated."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import numpy as np
+
+from tidemill.pool import EnginePool
+from tidemill.protocols import PolicyMismatch
+from tidemill.rollout import Episodes, greedy
+from tidemill.seeds import derive_seed
+from tidemill.types import TRUNCATED, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
+
+SOLVED = 1.0 - 1e-6  # a score from here on counts as solved
+CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a queue of thousands
+
+
+class Evaluator:
+    def __init__(self, pool: EnginePool, episodes: Episodes, seed: int) -> None:
+        self._pool, self._episodes, self._seed = pool, greedy(episodes), seed
+
+    async def __call__(self, tasks: Sequence[Task], version: Version | None = None) -> Metrics:
+        """Figures over `tasks`, see `summary`. Raises PolicyMismatch when a token is not of `version`."""
+        attempts = await self.attempts(tasks)
+        for attempt in attempts:
+            if version is not None and any(source != version for source in attempt.sources):
+                raise PolicyMismatch(f"evaluation of {version} met tokens of {', '.join(map(str, attempt.sources))}")
+        return summary(attempts)
+
+    async def attempts(self, tasks: Sequence[Task]) -> list[Trajectory]:
+        places = asyncio.Semaphore(CONCURRENT)
+
+        async def attempt(index: int, task: Task) -> Trajectory:
+            async with places:
+                async with self._pool.lease() as engine:
+                    seeds = lambda turn: derive_seed(self._seed, "eval", task.id, turn)  # noqa: E731
+                    played = await self._episodes.play(task, engine, f"eval/{index}", seeds)
+                await self._episodes.judge(task, [played])
+            return played
+
+        return list(await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks))))
+
+
+def summary(attempts: Sequence[Trajectory]) -> Metrics:
+    """accuracy: share of all attempts that are solved, with its standard error; an attempt without a score is not solved.
+
+    `infra_errors` and `unscorable` say how many have no score; `reward` is the mean over those that have one.
+    """
+    n = max(len(attempts), 1)
+    rewards = np.array([t.outcome.value for t in attempts if isinstance(t.outcome, Score)] or [0.0])
+    accuracy = float((rewards >= SOLVED).sum()) / n
+    return {
+        "n": float(len(attempts)),
+        "accuracy": accuracy,
+        "accuracy_se": float(np.sqrt(accuracy * (1 - accuracy) / n)),
+        "reward": float(rewards.mean()),
+        "length": float(np.mean([t.sampled for t in attempts] or [0])),
+        "truncated": sum(t.finish in TRUNCATED for t in attempts) / n,
+        "infra_errors": float(sum(isinstance(t.outcome, InfraError) for t in attempts)),
+        "unscorable": float(sum(isinstance(t.outcome, Unscorable) for t in attempts)),
+    }

@@ -1,0 +1,326 @@
+"""The durable record of a run (I3): SQLite for what happened, segments for the tokens.
+
+    admit -> finish (payload on disk, then its rows) -> begin_step (fate 'trained', before the gradient) -> end_step
+                                                     \\-> drop (fate 'dropped', with its reason)
+
+Every call is one transaction and is durable when it returns. With durability "power" (the default: synchronous=FULL and a
+flush of the payload) it survives a power cut; with "process" (synchronous=NORMAL, no flush) it survives the death of this
+process at any instant, but the last moments before a power cut may be missing, and a row may then outlive its payload,
+which `verify` and every `load` tell. In both the database itself stays consistent.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from hashlib import blake2b
+from pathlib import Path
+from typing import Literal
+
+from tidemill import codec
+from tidemill.ledger.lock import FolderLock
+from tidemill.ledger.reads import LedgerReads
+from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
+from tidemill.ledger.retention import retain
+from tidemill.ledger.rows import as_json, trajectory_row
+from tidemill.ledger.schema import SCHEMA, VERSION
+from tidemill.ledger.segments import SegmentWriter, segment_numbers, sync_folder
+from tidemill.types import Group, Metrics, Task, Version
+
+SEGMENT_BYTES = 64 << 20
+KEEP_BYTES = 4 << 30
+_BUSY_S = 10.0  # how long a write waits for somebody's sqlite3 session
+
+
+def has_ledger(folder: str | Path) -> bool:
+    """Whether a run began in this folder: False also for what a start left that was killed before its first commit."""
+    folder = Path(folder)
+    if not (folder / "ledger.sqlite").exists():
+        return False
+    with explained(folder), contextlib.closing(_connect(folder, "read", False)) as db:
+        return _tables(db) > 0
+
+
+class SqliteLedger(LedgerReads):
+    """`protocols.Ledger`, and the reads of `LedgerReads`. Thread-safe; every call blocks for about one disk write."""
+
+    def __init__(
+        self,
+        folder: str | Path,
+        *,
+        mode: Literal["create", "open", "read"] = "create",
+        durability: Literal["power", "process"] = "power",
+        segment_bytes: int = SEGMENT_BYTES,
+    ) -> None:
+        """create: a new ledger in a folder without one. open: go on with one, as its only writer. read: look, also beside
+        a live run. Raises RunFolderError when the folder does not fit the mode, is in use, or holds another schema."""
+        folder = Path(folder)
+        self._mode = mode
+        self._guard: FolderLock | None = None
+        self._segments: SegmentWriter | None = None
+        sync = durability == "power"
+        with explained(folder):
+            if mode == "create":
+                (folder / "trajectories").mkdir(parents=True, exist_ok=True)
+            _expect(folder, mode)
+            if mode != "read":
+                self._guard = FolderLock(folder)
+            try:
+                super().__init__(folder, _connect(folder, mode, sync))
+                if mode == "create":
+                    self._create()
+                    if sync:
+                        sync_folder(folder)
+                else:
+                    self._expect_schema()
+                if mode != "read":
+                    first = max([*segment_numbers(self._trajectories), self._last_segment()]) + 1
+                    self._segments = SegmentWriter(self._trajectories, limit=segment_bytes, sync=sync, first=first)
+            except BaseException:
+                self.close()
+                raise
+
+    def admit(self, group_id: int, task: Task) -> None:
+        prompt, data = as_json(task.prompt, f"task {task.id!r}"), as_json(task.data, f"task {task.id!r}")
+        digest = blake2b("\0".join((task.env, task.id, prompt, data)).encode(errors="replace"), digest_size=16).hexdigest()
+        with self._write() as db:
+            if db.execute("SELECT 1 FROM groups WHERE id = ?", (group_id,)).fetchone():
+                raise LedgerError(f"group {group_id} was admitted before")
+            db.execute(
+                "INSERT INTO tasks (id, env, prompt, data, digest) VALUES (?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING",
+                (task.id, task.env, prompt, data, digest),
+            )
+            db.execute(
+                "INSERT INTO groups (id, task_key, admitted_at) SELECT ?, key, ? FROM tasks WHERE digest = ?",
+                (group_id, time.time(), digest),
+            )
+
+    def finish(self, group: Group) -> None:
+        """Payloads to disk, then their rows: a row never points at bytes that are not there."""
+        if not group.trajectories:
+            raise LedgerError(f"group {group.id} has no trajectory: drop it with a reason instead")
+        with self._lock:
+            self._expect_in_flight(group.id)
+            try:
+                payloads = [codec.encode(t) for t in group.trajectories]
+            except (TypeError, ValueError) as error:
+                raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
+            assert self._segments is not None
+            with explained(self.folder):
+                locations = self._segments.append(group.id, payloads)
+            rows = [
+                trajectory_row(group.id, i, t, at)
+                for i, (t, at) in enumerate(zip(group.trajectories, locations, strict=True))
+            ]
+            with self._write() as db:
+                db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(rows[0]))})", rows)
+                db.execute("UPDATE groups SET finished_at = ? WHERE id = ?", (time.time(), group.id))
+
+    def drop(self, group_id: int, reason: str) -> None:
+        """`reason` is a short, stable word: drops are counted by it."""
+        if not reason:
+            raise LedgerError(f"group {group_id} cannot be dropped without a reason")
+        with self._write() as db:
+            changed = db.execute(
+                "UPDATE groups SET fate = 'dropped', reason = ?, settled_at = ?, "
+                "dropped_after = (SELECT max(step) FROM steps) WHERE id = ? AND fate IS NULL",
+                (reason, time.time(), group_id),
+            ).rowcount
+            if changed != 1:
+                raise LedgerError(f"cannot drop group {group_id}: it {self._standing(group_id)}")
+
+    def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int]) -> None:
+        """All of the step or nothing. A step that was begun before is not begun again: see `replay_step`."""
+        now = time.time()
+        with self._write() as db:
+            last = self.last_step()
+            if last is not None and step != last + 1:
+                raise LedgerError(f"cannot begin step {step}: the last step begun is {last}" + _replay_hint(step, last))
+            if not group_ids:
+                raise LedgerError(f"cannot begin step {step} without groups")
+            db.execute("INSERT INTO steps (step, incarnation, begun_at) VALUES (?, ?, ?)", (step, incarnation, now))
+            for place, group_id in enumerate(group_ids):
+                changed = db.execute(
+                    "UPDATE groups SET fate = 'trained', settled_at = ?, step = ?, incarnation = ? "
+                    "WHERE id = ? AND fate IS NULL AND finished_at IS NOT NULL",
+                    (now, step, incarnation, group_id),
+                ).rowcount
+                if changed != 1:
+                    raise LedgerError(f"cannot train on group {group_id} at step {step}: it {self._standing(group_id)}")
+                db.execute("INSERT INTO step_groups VALUES (?, ?, ?, ?)", (step, incarnation, place, group_id))
+
+    def replay_step(self, step: int, incarnation: int) -> list[int]:
+        """Run a step again that was begun but is in no checkpoint: the same groups, in the same order, which it returns.
+
+        The same incarnation says that the replay is bit-identical; a greater one makes a new incarnation of the step.
+        """
+        with self._write() as db:
+            live = db.execute("SELECT incarnation FROM live_steps WHERE step = ?", (step,)).fetchone()
+            if live is None or incarnation < live[0]:
+                what = "it was never begun" if live is None else f"incarnation {live[0]} of it exists"
+                raise LedgerError(f"cannot replay step {step} as incarnation {incarnation}: {what}")
+            ids = self.groups_of(step, live[0])
+            if incarnation == live[0]:
+                again = "UPDATE steps SET runs = runs + 1, ended_at = NULL WHERE step = ? AND incarnation = ?"
+                db.execute(again, (step, incarnation))
+            else:
+                db.execute(
+                    "INSERT INTO steps (step, incarnation, begun_at) VALUES (?, ?, ?)", (step, incarnation, time.time())
+                )
+                db.executemany(
+                    "INSERT INTO step_groups VALUES (?, ?, ?, ?)", [(step, incarnation, i, g) for i, g in enumerate(ids)]
+                )
+            return ids
+
+    def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
+        with self._write() as db:
+            changed = db.execute(
+                "UPDATE steps SET ended_at = ?, metrics = ? WHERE step = ? AND incarnation = ? AND ended_at IS NULL",
+                (time.time(), as_json(metrics, f"step {step}"), step, incarnation),
+            ).rowcount
+            if changed != 1:
+                raise LedgerError(f"cannot end step {step}, incarnation {incarnation}: it was not begun, or has ended")
+
+    def publish(self, version: Version) -> None:
+        """The same version again, as after a resume, must carry the same fingerprint (I1)."""
+        key = (version.policy, version.step, version.incarnation)
+        with self._write() as db:
+            known = db.execute(
+                "SELECT fingerprint FROM versions WHERE policy = ? AND step = ? AND incarnation = ?", key
+            ).fetchone()
+            if known is None:
+                db.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?)", (*key, version.fingerprint, time.time()))
+            elif known[0] != version.fingerprint:
+                raise LedgerError(
+                    f"{version} was published with fingerprint {known[0]!r} and is now {version.fingerprint!r}"
+                )
+
+    def evaluation(self, step: int, results: Metrics) -> None:
+        """`step` is that of the weights; `results` holds "accuracy" and "n", with or without "eval/" before every key."""
+        plain = {key.removeprefix("eval/"): value for key, value in results.items()}
+        n = int(plain["n"]) if "n" in plain else None
+        row = (step, time.time(), n, plain.get("accuracy"), as_json(plain, f"evaluation of step {step}"))
+        with self._write() as db:
+            db.execute("INSERT INTO evals (step, at, n, accuracy, metrics) VALUES (?, ?, ?, ?, ?)", row)
+
+    def event(self, kind: str, detail: dict) -> None:
+        row = (time.time(), kind, as_json(detail, f"event {kind!r}"))
+        with self._write() as db:
+            db.execute("INSERT INTO events (at, kind, detail) VALUES (?, ?, ?)", row)
+
+    def set_meta(self, key: str, value: str) -> None:
+        """A fact about the whole run, such as the digest of its recipe."""
+        with self._write() as db:
+            db.execute("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT (key) DO UPDATE SET value = ?2", (key, value))
+
+    def retain(self, *, checkpoint: int, steps: int = 0, max_bytes: int = KEEP_BYTES) -> Retained:
+        """Remove the oldest payloads while all of them take more than `max_bytes`; rows and fates stay. See `retention`.
+
+        checkpoint: steps before this one are in a valid checkpoint, and only these can be spared by a resume.
+        steps: keep what was settled within the last so many steps.
+        """
+        assert self._segments is not None
+        bound = min(checkpoint, (self.last_step() or 0) + 1 - steps)
+        with self._lock:
+            return retain(self._db, self._write, self._trajectories, self._segments.current, bound, max_bytes)
+
+    def close(self) -> None:
+        """Close the files and give up the lock. Needed for nothing but tidiness: a killed process leaves the same record."""
+        if self._segments is not None:
+            self._segments.close()
+        if hasattr(self, "_db"):
+            self._db.close()
+        if self._guard is not None:
+            self._guard.release()
+
+    def __enter__(self) -> SqliteLedger:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextlib.contextmanager
+    def _write(self) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it, or nothing."""
+        if self._mode == "read":
+            raise LedgerError(f"the ledger in {str(self.folder)!r} was opened for reading only")
+        with self._lock, explained(self.folder):
+            self._db.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._db
+                self._db.execute("COMMIT")
+            except BaseException:
+                if self._db.in_transaction:
+                    self._db.execute("ROLLBACK")
+                raise
+
+    def _create(self) -> None:
+        if _tables(self._db):
+            raise RunFolderError(f"{str(self.folder)!r} holds a ledger already: open it to go on, or choose another run_dir")
+        facts = {"schema": str(VERSION), "created": repr(time.time())}
+        rows = "".join(f"INSERT INTO meta VALUES ('{key}', '{value}');" for key, value in facts.items())
+        self._db.executescript(f"BEGIN;{SCHEMA}{rows}COMMIT;")
+
+    def _expect_schema(self) -> None:
+        if not _tables(self._db):
+            raise RunFolderError(f"{str(self.folder)!r} holds an empty ledger: a start was interrupted; start it again")
+        schema = self.meta()["schema"]
+        if schema != str(VERSION):
+            raise RunFolderError(
+                f"{str(self.folder)!r} has a ledger of schema {schema}; this version reads {VERSION}: use its own"
+            )
+
+    def _last_segment(self) -> int:
+        return self._one("SELECT coalesce(max(segment), 0) FROM trajectories")[0]
+
+    def _expect_in_flight(self, group_id: int) -> None:
+        row = self._one("SELECT fate, finished_at FROM groups WHERE id = ?", group_id)
+        if row is None or row["fate"] is not None or row["finished_at"] is not None:
+            raise LedgerError(f"cannot finish group {group_id}: it {self._standing(group_id)}")
+
+    def _standing(self, group_id: int) -> str:
+        """Where a group stands, as the end of a sentence."""
+        row = self._one("SELECT * FROM groups WHERE id = ?", group_id)
+        if row is None:
+            return "was never admitted"
+        if row["fate"] == "trained":
+            return f"was trained at step {row['step']}"
+        if row["fate"] == "dropped":
+            return f"was dropped ({row['reason']})"
+        return "is in flight" if row["finished_at"] is None else "has finished and is pending"
+
+
+def _connect(folder: Path, mode: str, sync: bool) -> sqlite3.Connection:
+    if sqlite3.sqlite_version_info < (3, 37):
+        raise RunFolderError(f"SQLite {sqlite3.sqlite_version} is too old for the ledger: use a Python with SQLite >= 3.37")
+    access = {"create": "rwc", "open": "rw", "read": "ro"}[mode]
+    path = (folder / "ledger.sqlite").resolve()
+    uri = f"{path.as_uri()}?mode={access}"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
+    db.execute("PRAGMA foreign_keys = ON")
+    if mode != "read":
+        journal = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if journal != "wal":
+            db.close()
+            raise RunFolderError(
+                f"{str(folder)!r} cannot hold a ledger (journal mode {journal!r}): put run_dir on a local disk"
+            )
+        db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
+        db.execute(f"PRAGMA fullfsync = {int(sync)}")
+    return db
+
+
+def _expect(folder: Path, mode: str) -> None:
+    exists = (folder / "ledger.sqlite").exists()
+    if mode != "create" and not exists:
+        raise RunFolderError(f"{str(folder)!r} is not a run folder: there is no ledger.sqlite in it")
+
+
+def _tables(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]
+
+
+def _replay_hint(step: int, last: int) -> str:
+    return "; a step that was begun is replayed, not begun again" if step <= last else "; no step may be left out"

@@ -1,0 +1,50 @@
+"""One writer for each run folder: a POSIX record lock, which the system releases when its holder dies.
+
+A record lock belongs to the process: a forked child does not keep it alive, and a second open in the same process would be
+granted, and closed again would release it. So this process also keeps its own list of what it holds.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from pathlib import Path
+
+from tidemill.ledger.records import RunFolderError
+
+_held: set[tuple[int, int]] = set()  # (device, inode) of the lock files this process holds
+
+
+class FolderLock:
+    def __init__(self, folder: Path) -> None:
+        """Take the lock of a run folder. Raises RunFolderError, naming the process, when another writer has it."""
+        path = folder / "ledger.lock"
+        if path.exists() and _identity(path) in _held:
+            raise _refusal(folder, os.getpid())
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.lockf(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            holder = os.pread(self._descriptor, 32, 0).strip()
+            os.close(self._descriptor)
+            raise _refusal(folder, int(holder) if holder.isdigit() else None) from None
+        os.pwrite(self._descriptor, f"{os.getpid():<31}\n".encode(), 0)
+        self._identity = _identity(path)
+        _held.add(self._identity)
+
+    def release(self) -> None:
+        """Give the lock back. The file stays: removing it would let two writers lock two different files."""
+        if self._identity in _held:
+            _held.remove(self._identity)
+            os.close(self._descriptor)
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_dev, status.st_ino
+
+
+def _refusal(folder: Path, pid: int | None) -> RunFolderError:
+    who = "another process" if pid is None else "this process" if pid == os.getpid() else f"process {pid}"
+    end = "close the other ledger first" if pid == os.getpid() else "wait until it has ended, or stop it"
+    return RunFolderError(f"{str(folder)!r} is being written by {who}; {end}, or choose another run_dir")

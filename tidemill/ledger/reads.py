@@ -1,0 +1,173 @@
+"""Questions the ledger answers. They run on a writer's connection and, beside a live run, on a read-only one."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+import threading
+from pathlib import Path
+from typing import Any, Literal
+
+from tidemill import codec
+from tidemill.ledger.records import (
+    Counts,
+    Damage,
+    EvalRecord,
+    Event,
+    LedgerError,
+    PendingGroup,
+    SampleRow,
+    StepRecord,
+    explained,
+)
+from tidemill.ledger.segments import Location, read_record
+from tidemill.types import Group, Task, Trajectory, Version
+
+Order = Literal["worst", "best", "recent"]
+_ORDERS = {
+    "worst": "reward ASC, group_id DESC, place",
+    "best": "reward DESC, group_id DESC, place",
+    "recent": "group_id DESC, place",
+}
+_TASK = "tasks.id AS task_id, tasks.env, tasks.prompt, tasks.data"
+
+
+class LedgerReads:
+    """The reading half. A connection and the run folder are all it needs."""
+
+    def __init__(self, folder: Path, db: sqlite3.Connection) -> None:
+        db.row_factory = sqlite3.Row
+        self.folder, self._db, self._lock = folder, db, threading.RLock()
+        self._trajectories = folder / "trajectories"
+
+    def counts(self) -> Counts:
+        row = self._one("SELECT * FROM conservation")
+        reasons = self._rows(
+            "SELECT reason, count(*) AS n FROM groups WHERE fate = 'dropped' GROUP BY reason ORDER BY n DESC, reason"
+        )
+        dropped = {r["reason"]: r["n"] for r in reasons}
+        return Counts(row["admitted"], row["trained"], dropped, row["pending"], row["lost"], row["trained_twice"])
+
+    def pending(self) -> list[PendingGroup]:
+        """Groups without a fate, by admission id."""
+        rows = self._rows(
+            f"SELECT groups.id, groups.finished_at, {_TASK} FROM groups JOIN tasks ON tasks.key = task_key "
+            "WHERE fate IS NULL ORDER BY groups.id"
+        )
+        return [PendingGroup(r["id"], _task(r), r["finished_at"] is not None) for r in rows]
+
+    def next_group_id(self) -> int:
+        return self._one("SELECT coalesce(max(id) + 1, 0) FROM groups")[0]
+
+    def last_step(self) -> int | None:
+        """The latest step that was begun; None before the first."""
+        return self._one("SELECT max(step) FROM steps")[0]
+
+    def steps(self, *, since: int = 0, live: bool = True) -> list[StepRecord]:
+        """Steps from `since` on, in order; with `live`, only the incarnation of each that is in the weights."""
+        source = "live_steps JOIN steps USING (step, incarnation)" if live else "steps"
+        rows = self._rows(f"SELECT steps.* FROM {source} WHERE step >= ? ORDER BY step, incarnation", since)
+        return [
+            StepRecord(
+                r["step"], r["incarnation"], r["begun_at"], r["ended_at"], r["runs"], json.loads(r["metrics"] or "{}")
+            )
+            for r in rows
+        ]
+
+    def groups_of(self, step: int, incarnation: int | None = None) -> list[int]:
+        """The ids a step was made of, in the order it was trained in. Without an incarnation: the live one."""
+        source, more, args = "live_step_groups", "", [step]
+        if incarnation is not None:
+            source, more, args = "step_groups", "AND incarnation = ?", [step, incarnation]
+        return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {more} ORDER BY place", *args)]
+
+    def load(self, group_id: int) -> Group:
+        """A finished group, with its task and its trajectories from disk. LedgerError when a byte is not as recorded."""
+        row = self._one(
+            f"SELECT finished_at, {_TASK} FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?", group_id
+        )
+        if row is None or row["finished_at"] is None:
+            raise LedgerError(
+                f"group {group_id} " + ("was never admitted" if row is None else "has not finished: nothing to load")
+            )
+        index = self._rows("SELECT * FROM trajectories WHERE group_id = ? ORDER BY place", group_id)
+        if not index:
+            raise LedgerError(f"group {group_id} is recorded as finished, yet none of its trajectories is")
+        return Group(group_id, _task(row), [self._payload(r) for r in index])
+
+    def load_trajectory(self, group_id: int, place: int) -> Trajectory:
+        row = self._one("SELECT * FROM trajectories WHERE group_id = ? AND place = ?", group_id, place)
+        if row is None:
+            raise LedgerError(f"group {group_id} has no trajectory {place}")
+        return self._payload(row)
+
+    def samples(self, step: int | None = None, order: Order = "worst", limit: int = 10) -> list[SampleRow]:
+        """Lines of the index: of the groups trained at `step`, or of all. "worst" and "best" rank those with a score."""
+        if order not in _ORDERS:
+            raise ValueError(f"order={order!r}: expected one of {', '.join(_ORDERS)}")
+        wheres = [*(["groups.step = ?"] if step is not None else []), *(["reward IS NOT NULL"] if order != "recent" else [])]
+        rows = self._rows(
+            f"SELECT trajectories.*, fate, groups.reason, groups.step, {_TASK} FROM trajectories "
+            f"JOIN groups ON groups.id = group_id JOIN tasks ON tasks.key = task_key WHERE {' AND '.join(wheres) or 1} "
+            f"ORDER BY {_ORDERS[order]} LIMIT ?",
+            *([step] if step is not None else []),
+            limit,
+        )
+        return [_sample(r) for r in rows]
+
+    def versions(self) -> list[Version]:
+        """What was published, in order of publication."""
+        rows = self._rows("SELECT * FROM versions ORDER BY published_at, step, incarnation")
+        return [Version(r["step"], r["incarnation"], r["policy"], r["fingerprint"]) for r in rows]
+
+    def evaluations(self) -> list[EvalRecord]:
+        """By step; of a step that was evaluated again after a resume, the latest."""
+        rows = self._rows("SELECT * FROM evals WHERE id IN (SELECT max(id) FROM evals GROUP BY step) ORDER BY step")
+        return [EvalRecord(r["step"], r["at"], r["n"], r["accuracy"], json.loads(r["metrics"])) for r in rows]
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        rows = self._rows("SELECT * FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id", kind)
+        return [Event(r["id"], r["at"], r["kind"], json.loads(r["detail"])) for r in rows]
+
+    def meta(self) -> dict[str, str]:
+        return {r["key"]: r["value"] for r in self._rows("SELECT key, value FROM meta ORDER BY key")}
+
+    def verify(self) -> list[Damage]:
+        """Read and check every payload that the index says is there. Empty: all is as it was recorded."""
+        damages = []
+        for row in self._rows("SELECT * FROM trajectories WHERE gone_at IS NULL ORDER BY segment, offset"):
+            try:
+                self._payload(row)
+            except LedgerError as error:
+                damages.append(Damage(row["group_id"], row["place"], str(error)))
+        return damages
+
+    def _payload(self, row: sqlite3.Row) -> Trajectory:
+        group_id, place = row["group_id"], row["place"]
+        if row["gone_at"] is not None:
+            raise LedgerError(f"trajectory {place} of group {group_id} was removed by retention; its row remains")
+        location = Location(row["segment"], row["offset"], row["length"], row["crc"])
+        with explained(self.folder):
+            raw = read_record(self._trajectories, group_id, place, location)
+        try:
+            return codec.decode(raw, Trajectory)
+        except codec.CodecError as error:
+            raise LedgerError(f"trajectory {place} of group {group_id} does not decode: {error}") from None
+
+    def _rows(self, sql: str, *args: Any) -> list[sqlite3.Row]:
+        with self._lock, explained(self.folder):
+            return self._db.execute(sql, args).fetchall()
+
+    def _one(self, sql: str, *args: Any) -> Any:
+        with self._lock, explained(self.folder):
+            return self._db.execute(sql, args).fetchone()
+
+
+def _task(row: sqlite3.Row) -> Task:
+    return Task(row["task_id"], json.loads(row["prompt"]), json.loads(row["data"]), row["env"])
+
+
+def _sample(row: sqlite3.Row) -> SampleRow:
+    same = ("group_id", "place", "fate", "reason", "step", "sample", "seat", "reward", "outcome", "outcome_reason", "finish")
+    more = ("tokens", "sampled", "oldest", "newest", "mean_logprob", "text")
+    return SampleRow(task=_task(row), gone=row["gone_at"] is not None, **{k: row[k] for k in (*same, *more)})

@@ -1,0 +1,144 @@
+"""What the ledger answers with, and how it fails."""
+
+from __future__ import annotations
+
+import errno
+import sqlite3
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tidemill.config import ConfigError
+from tidemill.types import Metrics, Task
+
+
+class LedgerError(RuntimeError):
+    """The record could not be written or read, or what was asked contradicts it. Nothing was changed."""
+
+
+class RunFolderError(LedgerError, ConfigError):
+    """The run folder itself is not usable. The message is for the user as it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """Conservation (I3), computed by the view `conservation`; docs/ledger.md defines each figure."""
+
+    admitted: int
+    trained: int
+    dropped: dict[str, int]  # by reason
+    pending: int
+    lost: int
+    trained_twice: int
+
+    @property
+    def conserved(self) -> bool:
+        fates = self.trained + sum(self.dropped.values()) + self.pending
+        return self.admitted == fates and self.lost == 0 and self.trained_twice == 0
+
+
+@dataclass(frozen=True, slots=True)
+class PendingGroup:
+    """A group without a fate. When `finished`, its trajectories are on disk (`load`); else it was in flight."""
+
+    id: int
+    task: Task
+    finished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class StepRecord:
+    step: int
+    incarnation: int
+    begun_at: float
+    ended_at: float | None
+    runs: int
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class EvalRecord:
+    step: int
+    at: float
+    n: int | None
+    accuracy: float | None
+    metrics: Metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    id: int
+    at: float
+    kind: str
+    detail: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class SampleRow:
+    """A line of the trajectory index with its group's fate; the payload is `load_trajectory(group_id, place)`."""
+
+    group_id: int
+    place: int
+    task: Task
+    fate: str | None
+    reason: str | None
+    step: int | None
+    sample: int
+    seat: int
+    reward: float | None
+    outcome: str | None
+    outcome_reason: str | None
+    finish: str
+    tokens: int
+    sampled: int
+    oldest: int | None
+    newest: int | None
+    mean_logprob: float | None
+    text: str
+    gone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Damage:
+    """A trajectory that the index names and that cannot be read."""
+
+    group_id: int
+    place: int
+    problem: str
+
+
+@dataclass(slots=True)
+class Retained:
+    """What `retain` did."""
+
+    removed: list[int] = field(default_factory=list)  # segments
+    freed_bytes: int = 0
+    kept_bytes: int = 0
+
+
+@contextmanager
+def explained(folder: Path) -> Iterator[None]:
+    """Turn an error of the disk or of SQLite into a LedgerError that says what to do."""
+    try:
+        yield
+    except (sqlite3.Error, OSError) as error:
+        raise LedgerError(f"the ledger in {str(folder)!r}: {_advice(error)}") from error
+
+
+def _advice(error: sqlite3.Error | OSError) -> str:
+    name = error.sqlite_errorname if isinstance(error, sqlite3.Error) and hasattr(error, "sqlite_errorname") else ""
+    number = error.errno if isinstance(error, OSError) else None
+    kept = "what was recorded before is safe"
+    if name == "SQLITE_FULL" or number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return f"the disk is full ({error}); {kept}: free some space and start the same command again"
+    if name.startswith("SQLITE_BUSY"):
+        return f"another program holds it ({error}); end the sqlite3 session that has a transaction open, then start again"
+    if name.startswith("SQLITE_READONLY") or number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"no permission to write ({error}); {kept}: check the owner and the mount of the folder"
+    if name.startswith("SQLITE_CORRUPT") or name == "SQLITE_NOTADB":
+        return f"the file is damaged ({error}); keep a copy of the folder and try `sqlite3 ledger.sqlite .recover`"
+    if name.startswith("SQLITE_IOERR") or number == errno.EIO:
+        return f"the disk failed ({error}); {kept}: check the disk, then start the same command again"
+    return f"{type(error).__name__}: {error}; {kept}"

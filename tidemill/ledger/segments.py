@@ -1,0 +1,154 @@
+"""Trajectory payloads: append-only files `seg-000001.bin`, one checksummed record a trajectory.
+
+    record = magic | payload length | crc32 | group id | place | payload        (24 bytes of header, little-endian)
+
+The checksum covers group id, place and payload, so a row that points at another trajectory's record is refused as surely
+as a flipped bit. A record is on disk before the row that points at it; what no row points at (a tail torn by a kill or a
+full disk) is never read. Each writer begins a file of its own and never touches one that an earlier writer left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import struct
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidemill.ledger.records import LedgerError
+
+MAGIC = b"TMTR"
+_HEADER = struct.Struct("<4sIIqi")
+HEADER_BYTES = _HEADER.size
+_NAME = re.compile(r"seg-(\d{6,})\.bin")
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """Where a record begins, how long its payload is, and its checksum."""
+
+    segment: int
+    offset: int
+    length: int
+    crc: int
+
+
+def segment_path(folder: Path, number: int) -> Path:
+    return folder / f"seg-{number:06d}.bin"
+
+
+def segment_numbers(folder: Path) -> list[int]:
+    """The segments that lie in `folder`, oldest first."""
+    return sorted(int(m[1]) for entry in os.scandir(folder) if (m := _NAME.fullmatch(entry.name)))
+
+
+def sync_file(descriptor: int) -> None:
+    """Put the file's contents on the medium (macOS needs its own call for that; plain fsync stops at the drive's cache)."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    else:
+        os.fdatasync(descriptor)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the folder's entries (created, renamed, removed files) durable."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+class SegmentWriter:
+    """Appends records, in files that no other writer has touched. Not thread-safe."""
+
+    def __init__(self, folder: Path, *, limit: int, sync: bool, first: int) -> None:
+        """limit: bytes after which a new file is begun. sync: flush to the medium. first: number of the first file."""
+        self._folder, self._limit, self._sync = folder, limit, sync
+        self._next = first
+        self._descriptor: int | None = None
+        self._end = 0
+
+    @property
+    def current(self) -> int | None:
+        """The segment now written to."""
+        return None if self._descriptor is None else self._next - 1
+
+    def append(self, group_id: int, payloads: Sequence[bytes]) -> list[Location]:
+        """Write the payloads as places 0, 1, ... of a group and put them on disk. All lie in one file.
+
+        After an OSError nothing that was written here will be pointed at; the next append begins a new file, because a
+        kernel that failed to write a page once may report the next flush of it as a success.
+        """
+        if self._descriptor is None or self._end >= self._limit:
+            self._begin()
+        assert self._descriptor is not None
+        locations, parts, offset = [], [], self._end
+        for place, payload in enumerate(payloads):
+            crc = checksum(group_id, place, payload)
+            parts += (_HEADER.pack(MAGIC, len(payload), crc, group_id, place), payload)
+            locations.append(Location(self._next - 1, offset, len(payload), crc))
+            offset += HEADER_BYTES + len(payload)
+        try:
+            _write_all(self._descriptor, b"".join(parts))
+            if self._sync:
+                sync_file(self._descriptor)
+        except OSError:
+            self._abandon()
+            raise
+        self._end = offset
+        return locations
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _begin(self) -> None:
+        self.close()
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
+        self._descriptor = os.open(segment_path(self._folder, self._next), flags, 0o600)
+        self._next += 1
+        self._end = 0
+        if self._sync:
+            sync_folder(self._folder)
+
+    def _abandon(self) -> None:
+        """Give the torn tail's space back if the disk lets us, and never write to this file again."""
+        if self._descriptor is not None:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, self._end)
+        self.close()
+
+
+def checksum(group_id: int, place: int, payload: bytes | memoryview) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<qi", group_id, place)))
+
+
+def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
+    """The payload at a location. Raises LedgerError when what lies there is not exactly what was recorded."""
+    name = f"trajectory {place} of group {group_id} (segment {at.segment}, offset {at.offset})"
+    try:
+        with open(segment_path(folder, at.segment), "rb") as file:
+            file.seek(at.offset)
+            record = file.read(HEADER_BYTES + at.length)
+    except FileNotFoundError:
+        raise LedgerError(f"{name} is gone: {segment_path(folder, at.segment).name} does not exist") from None
+    if len(record) != HEADER_BYTES + at.length:
+        raise LedgerError(f"{name} is cut short: {len(record)} of {HEADER_BYTES + at.length} bytes are there")
+    payload = record[HEADER_BYTES:]
+    if _HEADER.unpack(record[:HEADER_BYTES]) != (MAGIC, at.length, at.crc, group_id, place):
+        raise LedgerError(f"{name} is damaged: its header is not the one that was recorded")
+    if checksum(group_id, place, payload) != at.crc:
+        raise LedgerError(f"{name} is damaged: its checksum does not match")
+    return payload
+
+
+def _write_all(descriptor: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(descriptor, view) :]

@@ -1,0 +1,47 @@
+"""A Hugging Face folder as a run sees it: architecture, tokenizer, stop ids. A random model is made on demand."""
+
+from __future__ import annotations
+
+import string
+from dataclasses import dataclass
+from pathlib import Path
+
+from tidemill.config import ConfigError
+from tidemill.envs.template import Tokenizer
+from tidemill.models.architecture import Architecture
+from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
+
+ALPHABET = string.ascii_letters + string.digits + string.punctuation + " \n"
+NEW = "new:"
+NEW_CONTEXT = 512
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFolder:
+    path: Path
+    architecture: Architecture
+    tokenizer: Tokenizer
+    stop_ids: tuple[int, ...]
+
+    @classmethod
+    def open(cls, path: Path) -> ModelFolder:
+        """Raises ValueError, in one sentence, when the folder is missing or is not one that can be trained."""
+        if not path.is_dir():
+            raise ConfigError(f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, or 'new:2m'")
+        architecture = Architecture.from_folder(path)
+        tokenizer = load_tokenizer(path)
+        return cls(path, architecture, tokenizer, stop_ids(tokenizer, architecture, generation_config(path)))
+
+
+def resolve_model(model: str, beside: Path, seed: int) -> Path:
+    """The folder that `model` names; for `new:SIZE` it is made in `beside` unless it is there."""
+    if not model.startswith(NEW):
+        return Path(model).expanduser()
+    from tidemill.models.fresh import SIZES, fresh_model
+
+    size = model.removeprefix(NEW)
+    if size not in SIZES:
+        raise ConfigError(f"model {model!r}: expected {', '.join(NEW + name for name in SIZES)} or a folder")
+    if not beside.is_dir():
+        fresh_model(beside, alphabet=ALPHABET, context=NEW_CONTEXT, seed=seed, **SIZES[size])
+    return beside

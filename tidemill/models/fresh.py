@@ -1,0 +1,89 @@
+"""A new model that knows nothing: a Qwen3-style folder with random weights and a character tokenizer.
+
+Small enough to learn a task of seconds on a laptop, and a folder like any other for everything that reads models.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+from tidemill.models.architecture import Architecture
+from tidemill.models.tokenizer import character_tokenizer
+from tidemill.models.weights import empty_decoder, save_folder
+from tidemill.seeds import derive_seed
+
+
+class Size(TypedDict):
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+
+
+SIZES: dict[str, Size] = {  # parameters with an alphabet of 61 characters (64 tokens)
+    "0.1m": {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "intermediate": 192},  # 102,848
+    "2m": {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 512},  # 2,378,496
+    "25m": {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},  # 25,208,320
+}
+
+
+def fresh_model(
+    folder: str | Path,
+    *,
+    alphabet: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    kv_heads: int,
+    intermediate: int,
+    context: int = 512,
+    seed: int = 0,
+) -> Architecture:
+    """Write the folder and return its architecture: `fresh_model(folder, alphabet=letters, **SIZES["2m"])`.
+
+    The head is tied to the embedding, the weights are a function of `seed`. Raises ValueError when the sizes do not
+    divide, the alphabet repeats a character, or `folder` holds something else.
+    """
+    if hidden % heads or heads % kv_heads or (hidden // heads) % 2:
+        raise ValueError(
+            f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}: expected hidden = heads * an even number, "
+            "and heads a multiple of kv_heads"
+        )
+    tokenizer = character_tokenizer(alphabet)
+    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    raw = {
+        "model_type": "qwen3",
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": hidden // heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": context,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": True,
+        "use_sliding_window": False,
+        **ends,
+    }
+    arch = Architecture.from_dict(raw)
+    decoder = empty_decoder(arch)
+    decoder.initialise(torch.Generator().manual_seed(derive_seed(seed, "fresh model")))
+    with tempfile.TemporaryDirectory() as companions:
+        tokenizer.save_pretrained(companions)
+        settings = Path(companions) / "tokenizer_config.json"  # by the name that every version of transformers knows
+        known = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+        settings.write_text(json.dumps(known, indent=2) + "\n")
+        (Path(companions) / "generation_config.json").write_text(json.dumps(ends | {"do_sample": True}) + "\n")
+        save_folder(decoder, folder, tokenizer_from=companions, dtype=torch.float32)
+    return arch

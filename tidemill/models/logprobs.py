@@ -1,0 +1,118 @@
+"""Logprobs of given tokens from hidden states, without ever holding the logits of all of them.
+
+With N tokens and a vocabulary of V, the logits alone are 4 N V bytes (32k tokens of a 150k vocabulary: 20 GB), and their
+gradient as much again. Here a chunk of rows is projected, reduced and dropped; the backward pass projects it again.
+Small problems take the plain path, which keeps the logits and projects once.
+
+The head is computed in float32 (float64 for float64 weights) whatever autocast says, as `Decoder.logits` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tidemill.models.decoder import Decoder
+
+_PLAIN = 1 << 20  # logits up to which the plain path is taken: 4 MiB in float32
+_CHUNK = {"cpu": 1 << 20}  # logits held at a time, about what the caches hold
+_CHUNK_ELSEWHERE = 1 << 26
+_ROWS = 256  # but at least so many rows: with fewer, reading the head's weights takes longer than multiplying by them
+
+
+def token_logprobs(
+    decoder: Decoder,
+    hidden: Tensor,
+    targets: Tensor,
+    temperature: Tensor | float = 1.0,
+    *,
+    entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """(log p(target) [N], entropy [N] or None), in nats, of softmax(logits / temperature); both can be differentiated.
+
+    hidden [N, D], targets [N] int64, temperature > 0: [N] or one for all (no gradient flows to it). `chunk` rows are
+    projected at a time; None chooses by memory, and takes the plain path for small problems. float32, float64 for float64.
+    Raises ValueError for a temperature that is not positive (greedy tokens have no logprob to train on).
+    """
+    if isinstance(temperature, Tensor):
+        scale = temperature.detach()
+    else:
+        if not temperature > 0:
+            raise ValueError(
+                f"temperature={temperature!r}: expected a value > 0, greedy sampling has no distribution to train on"
+            )
+        scale = torch.tensor(temperature, dtype=torch.float64)
+    weight = decoder.head_weight
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    rows, vocab = hidden.shape[0], weight.shape[0]
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden, weight = hidden.to(wide), weight.to(wide)
+        scale = scale.to(hidden.device, wide).expand(rows)
+        if chunk is None and rows * vocab <= _PLAIN:
+            return _plain(hidden, weight, targets, scale, entropy)
+        chunk = chunk or max(_ROWS, _CHUNK.get(hidden.device.type, _CHUNK_ELSEWHERE) // vocab)
+        logprobs, entropies = _Chunked.apply(hidden, weight, targets, scale, entropy, chunk)
+        return logprobs, entropies if entropy else None
+
+
+def _plain(
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor | None]:
+    every = torch.log_softmax(F.linear(hidden, weight) / temperature[:, None], dim=-1)  # [N, V]
+    logprobs = every.gather(1, targets[:, None]).squeeze(1)
+    return logprobs, -(every.exp() * every).sum(-1) if entropy else None
+
+
+class _Chunked(torch.autograd.Function):
+    """d logp_t / d z = onehot - p and d H / d z = -p (log p + H), with z = logits / temperature."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool, chunk: int
+    ) -> tuple[Tensor, Tensor]:
+        logprobs, totals = hidden.new_empty(hidden.shape[0]), hidden.new_empty(hidden.shape[0])
+        entropies = hidden.new_empty(hidden.shape[0] if entropy else 0)
+        for begin in range(0, hidden.shape[0], chunk):
+            part = slice(begin, begin + chunk)
+            scaled = (hidden[part] @ weight.T).div_(temperature[part, None])
+            total = scaled.logsumexp(-1)
+            totals[part] = total
+            logprobs[part] = scaled.gather(1, targets[part, None]).squeeze(1) - total
+            if entropy:
+                scaled.sub_(total[:, None])  # log p
+                entropies[part] = -torch.linalg.vecdot(scaled.exp(), scaled)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(hidden, weight, targets, temperature, totals, entropies)
+        ctx.chunk = chunk
+        return logprobs, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        hidden, weight, targets, temperature, totals, entropies = ctx.saved_tensors
+        d_logprobs, d_entropies = grads
+        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        with torch.autocast(hidden.device.type, enabled=False):
+            for begin in range(0, hidden.shape[0], ctx.chunk):
+                part = slice(begin, begin + ctx.chunk)
+                log_p = (hidden[part] @ weight.T).div_(temperature[part, None]).sub_(totals[part, None])
+                p = log_p.exp()
+                factor = 0.0 if d_logprobs is None else d_logprobs[part, None]
+                if d_entropies is not None:
+                    d_logits = log_p.add_(entropies[part, None]).mul_(d_entropies[part, None]).add_(factor).mul_(p).neg_()
+                else:
+                    d_logits = p.mul_(factor).neg_()
+                if d_logprobs is not None:
+                    d_logits.scatter_add_(1, targets[part, None], d_logprobs[part, None])
+                d_logits.div_(temperature[part, None])
+                if d_hidden is not None:
+                    torch.mm(d_logits, weight, out=d_hidden[part])
+                if d_weight is not None:
+                    d_weight.addmm_(d_logits.T, hidden[part])
+        return d_hidden, d_weight, None, None, None, None

@@ -1,0 +1,81 @@
+"""Tokenizers: loaded from a folder, or made of characters for models that start from nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tidemill.models.architecture import Architecture
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"  # the ids 0, 1 and 2 of a character tokenizer
+_NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. Raises ValueError when it has none, or one without an end token."""
+    folder = Path(folder)
+    if not any((folder / name).is_file() for name in _NEEDED):
+        raise ValueError(f"{folder}: no tokenizer there; expected a folder with one of {', '.join(_NEEDED)}")
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+    except (OSError, KeyError, TypeError, ValueError, ImportError) as error:
+        raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"{folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
+    return tokenizer
+
+
+def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+    """One token per character of `alphabet`, after <pad> = 0, <eos> = 1 and <unk> = 2.
+
+    Encoding adds nothing and text over the alphabet decodes to itself, spaces and line breaks included.
+    Raises ValueError when the alphabet is empty or repeats a character.
+    """
+    if not alphabet or len(set(alphabet)) != len(alphabet):
+        repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
+        raise ValueError(f"alphabet {alphabet!r}: expected each character once, repeated are {repeated}")
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocabulary = {token: i for i, token in enumerate((PAD, EOS, UNK, *alphabet))}
+    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+    core.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False
+    )
+
+
+def generation_config(folder: str | Path) -> dict[str, Any]:
+    """`generation_config.json` of a model folder; empty when there is none."""
+    path = Path(folder) / "generation_config.json"
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text())
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: not valid JSON ({error})") from None
+    if not isinstance(data, dict):
+        raise ValueError(f"{path}: expected a JSON object")
+    return data
+
+
+def stop_ids(
+    tokenizer: PreTrainedTokenizerBase | None, arch: Architecture, generation: Mapping[str, Any] | None = None
+) -> tuple[int, ...]:
+    """Every id that ends a completion: of config.json, of generation_config.json and of the tokenizer, ascending.
+
+    Chat models have several, and one that is overlooked is counted as a truncated completion.
+    """
+    given = (generation or {}).get("eos_token_id")
+    ids = {*arch.eos_ids, *(given if isinstance(given, list) else [] if given is None else [given])}
+    if tokenizer is not None and tokenizer.eos_token_id is not None:
+        ids.add(tokenizer.eos_token_id)
+    return tuple(sorted(ids))

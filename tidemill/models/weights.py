@@ -1,0 +1,284 @@
+"""The decoder's fused parameters under their Hugging Face names, and Hugging Face folders read and written.
+
+`hf_views` is the one place that knows the mapping: every named tensor is a view of rows of a parameter, so that reading,
+writing and publishing need no second copy of the weights. A folder appears under its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.models.decoder import Decoder, Layer
+from tidemill.models.slices import Coverage, Slice
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+_TEMPLATES = "additional_chat_templates"
+_INDEX = "model.safetensors.index.json"
+_OTHER_FILES = ("config.json", "generation_config.json", _INDEX)
+_CLASSES = {family: f"{family.capitalize()}ForCausalLM" for family in ("llama", "mistral", "qwen2", "qwen3")}
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+
+def hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
+    """(Hugging Face name, view of a parameter) of every tensor; a write to the view changes the decoder.
+
+    The views are detached. A tied head is no tensor of its own.
+    """
+    yield "model.embed_tokens.weight", decoder.embed.weight.detach()
+    for layer in decoder.layers:
+        assert isinstance(layer, Layer)
+        yield from ((f"model.layers.{layer.index}.{name}", view) for name, view in _layer_views(layer))
+    yield "model.norm.weight", decoder.norm.weight.detach()
+    if decoder.head is not None:
+        yield "lm_head.weight", decoder.head.weight.detach()
+
+
+def _layer_views(layer: Layer) -> Iterator[tuple[str, Tensor]]:
+    q, kv = layer.heads * layer.head_dim, layer.kv_heads * layer.head_dim
+    intermediate = layer.down.in_features
+    yield "input_layernorm.weight", layer.input_norm.weight.detach()
+    yield from _rows(layer.qkv, {"self_attn.q_proj": q, "self_attn.k_proj": kv, "self_attn.v_proj": kv})
+    if layer.q_norm is not None and layer.k_norm is not None:
+        yield "self_attn.q_norm.weight", layer.q_norm.weight.detach()
+        yield "self_attn.k_norm.weight", layer.k_norm.weight.detach()
+    yield from _rows(layer.o, {"self_attn.o_proj": layer.o.out_features})
+    yield "post_attention_layernorm.weight", layer.post_norm.weight.detach()
+    yield from _rows(layer.gate_up, {"mlp.gate_proj": intermediate, "mlp.up_proj": intermediate})
+    yield from _rows(layer.down, {"mlp.down_proj": layer.down.out_features})
+
+
+def _rows(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
+    """The projections that are stacked in `linear`, in order."""
+    for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
+        if parameter is not None:
+            for name, view in zip(sizes, parameter.detach().split(list(sizes.values())), strict=True):
+                yield f"{name}.{kind}", view
+
+
+def serving_slices(decoder: Decoder, dtype: torch.dtype) -> Iterator[Slice]:
+    """Every tensor whole, in the dtype that is served, cast one at a time; without a cast it is the live parameter."""
+    for name, view in hf_views(decoder):
+        yield Slice.whole(name, view.to(dtype))
+
+
+@torch.no_grad()
+def load_slices(decoder: Decoder, slices: Iterable[Slice]) -> None:
+    """Copy slices into the decoder, casting to its dtype. Every element of every tensor must come exactly once.
+
+    Raises ValueError that names what is unexpected, of the wrong shape, repeated or missing; the decoder then holds
+    some of the new weights and must not be used.
+    """
+    views, coverage = dict(hf_views(decoder)), Coverage()
+    for piece in slices:
+        if piece.name not in views:
+            raise ValueError(f"unexpected tensor {piece.name!r}: this {decoder.arch.family} model has no such weight")
+        view = views[piece.name]
+        if piece.shape != tuple(view.shape):
+            raise ValueError(f"{piece.name}: shape {list(piece.shape)} where {list(view.shape)} is expected")
+        coverage.add(piece)
+        target = view[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))]
+        target.copy_(piece.tensor)
+    coverage.complete()
+    if missing := [name for name in views if name not in coverage.tensors]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise ValueError(f"missing {', '.join(missing[:3])}{more}")
+
+
+def empty_decoder(arch: Architecture, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+    """A decoder whose weights are not initialised, to be filled by `load_slices`."""
+    with torch.device("meta"):
+        decoder = Decoder(arch).to(dtype)
+    return decoder.to_empty(device=torch.device(device))
+
+
+def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
+    """The model of a Hugging Face folder (`config.json` and safetensors, whole or sharded).
+
+    Files are memory-mapped and copied tensor by tensor. Raises UnsupportedModel, a ValueError, when the folder is not such a
+    model, is incomplete, or asks for something this decoder does not compute.
+    """
+    folder = Path(folder)
+    arch = Architecture.from_folder(folder)
+    decoder, heads = empty_decoder(arch, dtype, device), list[Tensor]()
+
+    def wanted() -> Iterator[Slice]:
+        for piece in _folder_slices(folder):
+            if arch.tied and piece.name == "lm_head.weight":
+                heads.append(piece.tensor)
+            elif not piece.name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
+                yield piece
+
+    try:
+        load_slices(decoder, wanted())
+    except ValueError as error:
+        raise UnsupportedModel(str(error) if isinstance(error, UnsupportedModel) else f"{folder}: {error}") from None
+    if any(not torch.equal(head.to(device, dtype), decoder.embed.weight) for head in heads):
+        raise UnsupportedModel(
+            f"{folder}: config.json ties the head to the embedding, but its lm_head.weight differs from it; "
+            "set tie_word_embeddings to false"
+        )
+    return decoder
+
+
+def _folder_slices(folder: Path) -> Iterator[Slice]:
+    for file in _weight_files(folder):
+        try:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():  # noqa: SIM118  (not a dict)
+                    piece = Slice.whole(name, tensors.get_tensor(name))
+                    if piece.tensor.dtype not in _DTYPES:
+                        raise UnsupportedModel(
+                            f"{file}: {name} is {piece.tensor.dtype}; quantised weights are not supported"
+                        )
+                    yield piece
+        except FileNotFoundError:
+            raise UnsupportedModel(f"{file} does not exist, but {folder / _INDEX} names it") from None
+        except SafetensorError as error:
+            raise UnsupportedModel(
+                f"{file} is not a readable safetensors file ({error}); download or save it again"
+            ) from None
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    index = folder / _INDEX
+    if index.exists():
+        try:
+            names = set(json.loads(index.read_text())["weight_map"].values())
+        except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
+            raise UnsupportedModel(f"{index}: expected JSON with a 'weight_map' from tensor to file") from None
+        return [folder / name for name in sorted(names)]
+    if (single := folder / "model.safetensors").exists():
+        return [single]
+    pickled = any(folder.glob("*.bin"))
+    hint = "convert its .bin files with save_pretrained of transformers" if pickled else "expected model.safetensors"
+    raise UnsupportedModel(f"{folder}: no safetensors weights there; {hint}")
+
+
+def save_folder(
+    decoder: Decoder,
+    folder: str | Path,
+    *,
+    tokenizer_from: str | Path | None,
+    dtype: torch.dtype,
+    max_shard_bytes: int = 4 << 30,
+) -> None:
+    """Write a Hugging Face folder: weights in `dtype`, configuration, and tokenizer and generation configuration as they
+    are in the folder `tokenizer_from`.
+
+    Everything is written beside `folder`, flushed to disk, and moved there by rename. A model folder that is there already
+    is replaced. Raises ValueError when `folder` holds anything else, or `tokenizer_from` holds no tokenizer.
+    """
+    assert decoder.arch.raw, "an Architecture made by from_dict or from_folder knows its config.json"
+    folder = Path(folder).resolve()
+    _check_replaceable(folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
+    partial.mkdir()
+    try:
+        _write_json(partial / "config.json", _config(decoder.arch, dtype))
+        if tokenizer_from is not None:
+            _copy_tokenizer(Path(tokenizer_from), partial)
+        _write_weights(decoder, partial, dtype, max_shard_bytes)
+        for path in [*partial.rglob("*"), partial]:
+            _flush(path)
+        _move_into_place(partial, folder)
+        _flush(folder.parent)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
+
+
+def _config(arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+    """config.json as it was read, with the class and dtype of what is saved (under the key the original used)."""
+    key = "torch_dtype" if "torch_dtype" in arch.raw and "dtype" not in arch.raw else "dtype"
+    kept = {name: value for name, value in arch.raw.items() if name not in ("torch_dtype", "dtype")}
+    return kept | {"architectures": [_CLASSES[arch.family]], key: str(dtype).removeprefix("torch.")}
+
+
+def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+    shards, room, total = [], 0, 0
+    for name, view in hf_views(decoder):
+        size = view.numel() * dtype.itemsize
+        if not shards or size > room:
+            shards.append({})
+            room = max_shard_bytes
+        shards[-1][name] = view
+        room, total = room - size, total + size
+    where: dict[str, str] = {}
+    for i, shard in enumerate(shards):
+        file = f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors" if len(shards) > 1 else "model.safetensors"
+        cast = {name: view.to("cpu", dtype).contiguous() for name, view in shard.items()}
+        save_file(cast, folder / file, metadata={"format": "pt"})
+        where |= dict.fromkeys(shard, file)
+    if len(shards) > 1:
+        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+
+def _copy_tokenizer(source: Path, target: Path) -> None:
+    found = [name for name in TOKENIZER_FILES if (source / name).is_file()]
+    if not found:
+        raise ValueError(f"{source}: no tokenizer files there; give the folder of the model's tokenizer")
+    for name in [*found, "generation_config.json"]:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+    if (source / _TEMPLATES).is_dir():
+        shutil.copytree(source / _TEMPLATES, target / _TEMPLATES)
+
+
+def _check_replaceable(folder: Path) -> None:
+    """Only what `save_folder` itself writes may be overwritten: never somebody's files."""
+    if not folder.exists():
+        return
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is a file: give a folder to save the model to")
+    ours = {*TOKENIZER_FILES, *_OTHER_FILES, _TEMPLATES}
+    others = sorted(p.name for p in folder.iterdir() if p.name not in ours and p.suffix != ".safetensors")
+    if others:
+        raise ValueError(f"{folder} holds {others[0]!r}, which is no part of a saved model: choose another folder")
+
+
+def _move_into_place(partial: Path, folder: Path) -> None:
+    if not folder.exists() or not any(folder.iterdir()):
+        os.replace(partial, folder)
+        return
+    old = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
+    os.replace(folder, old)
+    try:
+        os.replace(partial, folder)
+    except OSError:
+        os.replace(old, folder)
+        raise
+    shutil.rmtree(old)
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

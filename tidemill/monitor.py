@@ -1,0 +1,209 @@
+"""What a run tells about itself: the controller's observer.
+
+    rollouts, steps, versions, evaluations -> totals and step metrics -> sinks, display, trace, report
+
+It keeps engine mismatch (lag 0) and staleness (lag > 0) apart, and changes nothing of what it watches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from tidemill.algorithms.mismatch import LogprobGap, Mismatch
+from tidemill.observability.display import Display
+from tidemill.observability.shares import shares
+from tidemill.observability.sinks import Fanout
+from tidemill.observability.trace import Trace
+from tidemill.protocols import Engine, Trainer
+from tidemill.seeds import derive_seed
+from tidemill.types import (
+    TRUNCATED,
+    Array,
+    Group,
+    InfraError,
+    Metrics,
+    Sample,
+    Span,
+    Telemetry,
+    TrainResult,
+    Unscorable,
+    Version,
+)
+
+KINDS = {  # of the two pools' time; what is left is waiting
+    "train": ("train", "apply", "forward", "save"),
+    "generate": ("generate",),
+    "sync": ("publish", "stage", "commit"),
+}
+CONTROLLER = "controller"
+PROBED_ROWS = 4  # of a batch, at each probe
+
+
+@dataclass(slots=True)
+class Window:
+    """What was rolled out since the last step."""
+
+    rewards: list[float] = field(default_factory=list)
+    lengths: list[int] = field(default_factory=list)
+    truncated: int = 0
+    failures: Counter[str] = field(default_factory=Counter)
+    dropped: Counter[str] = field(default_factory=Counter)
+    reward_s: float = 0.0
+
+    def add(self, group: Group, dropped: str | None) -> None:
+        if dropped:
+            self.dropped[dropped] += 1
+        for t in group.trajectories:
+            self.lengths.append(t.sampled)
+            self.truncated += t.finish in TRUNCATED
+            if np.isfinite(t.reward):
+                self.rewards.append(t.reward)
+            elif isinstance(t.outcome, InfraError | Unscorable):
+                self.failures[type(t.outcome).__name__] += 1
+
+    def metrics(self) -> Metrics:
+        n = max(len(self.lengths), 1)
+        found = {
+            "length/mean": float(np.mean(self.lengths or [0])),
+            "length/max": float(max(self.lengths, default=0)),
+            "truncated": self.truncated / n,
+            "infra_errors": float(self.failures["InfraError"]),
+            "unscorable": float(self.failures["Unscorable"]),
+        }
+        if self.rewards:
+            found |= {"reward/mean": float(np.mean(self.rewards)), "reward/std": float(np.std(self.rewards))}
+        return found | {f"dropped/{reason}": float(n) for reason, n in self.dropped.items()}
+
+
+@dataclass(slots=True)
+class Totals:
+    """Since this process began; the ledger knows the whole run."""
+
+    tokens: int = 0
+    trained_tokens: int = 0
+    max_lag: int = 0
+    lags: Counter[int] = field(default_factory=Counter)  # of groups, by their oldest token
+    mismatch: Mismatch = field(default_factory=Mismatch)
+    probe: LogprobGap = field(default_factory=LogprobGap)  # matched version, by score()
+    probe_off: int = 0  # probes that met another version: not counted as matched
+    versions: int = 0
+    memory: dict[str, int] = field(default_factory=dict)  # process -> peak bytes
+
+    @property
+    def matched(self) -> LogprobGap:
+        """Engine against trainer on the same weights: lag-0 trajectories and probes together."""
+        both = LogprobGap()
+        both.merge(self.mismatch.matched)
+        both.merge(self.probe)
+        return both
+
+
+class Monitor:
+    def __init__(self, sinks: Fanout, display: Display, trace: Trace) -> None:
+        self._sinks, self._display, self.trace = sinks, display, trace
+        self._parts: list[Engine | Trainer] = []
+        self._window, self.totals = Window(), Totals()
+        self._accuracy: float | None = None
+        self._version: Version | None = None
+        self._last = time.monotonic()
+        self._judging: list[Span] = []
+
+    def attach(self, trainer: Trainer, engines: Sequence[Engine], judging: list[Span]) -> None:
+        """The parts to ask for telemetry. judging: the rollouts' own spans, which this takes from the list."""
+        self._parts, self._judging, self._last = [trainer, *engines], judging, time.monotonic()
+
+    def admitted(self, group_id: int) -> None:
+        pass
+
+    def rolled_out(self, group: Group, dropped: str | None) -> None:
+        self._window.add(group, dropped)
+        self.totals.tokens += sum(t.sampled for t in group.trajectories)
+
+    def published(self, version: Version) -> None:
+        self._version = version
+        self.totals.versions += 1
+
+    def evaluated(self, step: int, results: Metrics) -> None:
+        self._accuracy = results["accuracy"]
+        self._sinks.log(step, {f"eval/{name}": value for name, value in results.items()})
+        self._display.evaluated(step, results)
+
+    async def probe(self, served: Version, samples: Sequence[Sample], logprobs: Sequence[Array], engine: Engine) -> None:
+        """Score rows of the batch on an engine whose weights are those the trainer has just used (I1)."""
+        if not samples:
+            return
+        first = derive_seed("probe", served.step)
+        for i in range(min(PROBED_ROWS, len(samples))):
+            index = (first + i * 7919) % len(samples)
+            sample = samples[index]
+            scored = await engine.score(sample.tokens, served.policy, sample.temperature, 0)
+            if scored.version != served:
+                self.totals.probe_off += 1
+            elif sample.mask.any():
+                self.totals.probe.add(scored.logprobs[sample.mask], logprobs[index][sample.mask])
+
+    async def trained(
+        self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
+    ) -> None:
+        gap = Mismatch()
+        for sample, logprobs in zip(samples, result.logprobs, strict=True):
+            gap.add(sample.logprobs, logprobs, sample.mask, sample.versions, step)
+        self.totals.mismatch.merge(gap)
+        lags = [step - group.oldest for group in groups]
+        self.totals.lags.update(lags)
+        self.totals.max_lag = max(self.totals.max_lag, *lags)
+        self.totals.trained_tokens += int(result.metrics["tokens"])
+        matched = self.totals.matched
+        record = {
+            "step": float(step + 1),
+            **self._window.metrics(),
+            **{f"train/{name}": value for name, value in metrics.items()},
+            **_means(result.metrics),
+            **{f"mismatch/{name}": value for name, value in gap.metrics().items()},
+            "lag/mean": float(np.mean(lags)),
+            "lag/max": float(max(lags)),
+            "version": float(step + 1),
+        }
+        if matched.tokens:
+            found = matched.metrics()
+            record |= {"mismatch/lag0_mean": found["logprob_gap"], "mismatch/lag0_p99": found["logprob_gap_p99"]}
+        if self._accuracy is not None:
+            record["eval/accuracy"] = self._accuracy
+        record |= await self._times()
+        self._window = Window()
+        self._sinks.log(step + 1, record)
+        self._display.step(record)
+
+    async def _times(self) -> Metrics:
+        """Rates and shares since the last step, over all processes of the two pools."""
+        telemetry = [await part.telemetry() for part in self._parts]
+        begin, now = self._last, time.monotonic()
+        self._last = now
+        for each in telemetry:
+            self._collect(each)
+        self.trace.add(CONTROLLER, self._judging)
+        self._judging.clear()
+        spent = shares({each.process: each.spans for each in telemetry}, begin, now, KINDS)["overall"]
+        rate = sum(self._window.lengths) / (now - begin)
+        return {"throughput/tokens_per_s": rate, "time/step_s": now - begin} | {f"time/{k}": v for k, v in spent.items()}
+
+    def _collect(self, telemetry: Telemetry) -> None:
+        name = telemetry.process
+        self.totals.memory[name] = max(self.totals.memory.get(name, 0), telemetry.memory_bytes)
+        self.trace.collect(telemetry)
+
+    def close(self) -> None:
+        self._display.close()
+        self._sinks.close()
+
+
+def _means(sums: Metrics) -> Metrics:
+    """A trainer's sums over tokens, as means under their names."""
+    tokens = max(sums["tokens"], 1.0)
+    means = {f"train/{name}": value / tokens for name, value in sums.items() if name != "tokens"}
+    return means | {"train/tokens": sums["tokens"]}

@@ -1,0 +1,43 @@
+"""How much memory a process needs: its proportional set size (shared pages divided among their users) where the system
+tells it, as Linux does, else its greatest resident size so far."""
+
+from __future__ import annotations
+
+import resource
+import sys
+from pathlib import Path
+
+
+def memory_bytes() -> int:
+    """Of this process, now. Costs about 0.1 ms a GB on Linux."""
+    size = pss_bytes()
+    return max_resident_bytes() if size is None else size
+
+
+def pss_bytes() -> int | None:
+    """Proportional set size of this process; None where the system does not tell it."""
+    try:
+        text = Path("/proc/self/smaps_rollup").read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        if line.startswith("Pss:"):
+            return int(line.split()[1]) * 1024
+    return None
+
+
+def max_resident_bytes() -> int:
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
+
+
+class PeakMemory:
+    """The greatest `memory_bytes` seen at any `update`: call it where memory is expected to be highest."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+
+    def update(self) -> int:
+        """Look now, and return the peak so far in bytes."""
+        self.peak = max(self.peak, memory_bytes())
+        return self.peak

@@ -1,0 +1,23 @@
+"""Where metrics go besides metrics.jsonl, and whether the run is traced."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, field_validator
+
+from tidemill.config import Config
+
+
+class LogSettings(Config):
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()  # besides metrics.jsonl, which is always written
+    project: str = Field("tidemill", min_length=1)  # the W&B project
+    trace: bool = True  # write trace.json
+    trace_events: int = Field(100_000, ge=1_000)  # at most so many spans in it; a longer run is drawn more coarsely
+
+    @field_validator("sinks")
+    @classmethod
+    def _once(cls, sinks: tuple[str, ...]) -> tuple[str, ...]:
+        if len(set(sinks)) != len(sinks):
+            raise ValueError("names a sink twice: give each once")
+        return sinks

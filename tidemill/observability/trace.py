@@ -1,0 +1,188 @@
+"""What every process did and when, on one clock: trace.json for https://ui.perfetto.dev, and the shares of the report.
+
+Spans are stamped with `time.monotonic()`, or `time.perf_counter()`, which on Linux and macOS read the same clock, one for
+the whole machine: spans of different processes need no alignment. Across machines they would.
+
+The file is bounded and still covers the whole run: when there are too many spans, neighbours of one name that lie within a
+gap become one span (its `args` tell how many, and how long they were busy), and the gap is doubled until they fit.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tempfile
+import time
+from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.types import Span, Telemetry
+
+_FIRST_GAP_S = 0.001
+
+
+class Trace:
+    """Collects spans and writes them. One track for each process."""
+
+    def __init__(self, limit: int = 100_000) -> None:
+        """limit: greatest number of spans kept."""
+        if limit < 2:
+            raise ValueError(f"limit={limit}: expected at least 2 spans")
+        self._limit, self._gap = limit, _FIRST_GAP_S
+        self._tracks: dict[tuple[str, int], list[Span]] = {}
+        self._offset = time.time() - time.monotonic()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._tracks.values()))
+
+    def add(self, process: str, pid: int, spans: Sequence[Span]) -> None:
+        """pid tells a restarted process from the one before it; 0 where there is only ever one."""
+        self._tracks.setdefault((process, pid), []).extend(spans)
+        if len(self) > self._limit:
+            self._coarsen()
+
+    def collect(self, telemetry: Telemetry) -> None:
+        self.add(telemetry.process, telemetry.pid, telemetry.spans)
+
+    def spans(self, process: str) -> list[Span]:
+        """Everything a process did, under all its pids, by start."""
+        return sorted(
+            (s for (name, _), track in self._tracks.items() if name == process for s in track), key=lambda s: s.start
+        )
+
+    @property
+    def processes(self) -> list[str]:
+        return list(dict.fromkeys(name for name, _ in self._tracks))
+
+    def write(self, path: str | Path) -> None:
+        """Chrome's trace format. The file appears whole or not at all."""
+        path = Path(path)
+        origin = min((s.start for track in self._tracks.values() for s in track), default=0.0)
+        events = [e for i, (key, track) in enumerate(self._tracks.items(), 1) for e in _track_events(i, key, track, origin)]
+        other = {
+            "clock": "time.monotonic",
+            "origin_s": origin,
+            "origin_unix_s": self._offset + origin,
+            "coarsened_s": self.coarse,
+        }
+        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".trace-", suffix=".json")
+        try:
+            with open(descriptor, "w", encoding="utf-8") as file:
+                json.dump(document, file, separators=(",", ":"))
+            os.replace(temporary, path)
+        except BaseException:
+            os.unlink(temporary)
+            raise
+
+    @property
+    def coarse(self) -> float:
+        """Neighbouring spans of one name closer than this many seconds were drawn as one; 0 when all are drawn."""
+        return 0.0 if self._gap == _FIRST_GAP_S else self._gap / 2
+
+    def _coarsen(self) -> None:
+        """To at most half the limit, so that this happens rarely. Ends with one span for each name of each process."""
+        while len(self) > self._limit // 2:
+            before = len(self)
+            for key, track in self._tracks.items():
+                self._tracks[key] = _join(track, self._gap)
+            longest = max(s.end for t in self._tracks.values() for s in t) - min(
+                s.start for t in self._tracks.values() for s in t
+            )
+            if len(self) == before and self._gap > longest:
+                for track in self._tracks.values():  # more names than the limit holds: the oldest spans go
+                    del track[: max(0, len(track) - self._limit // (2 * len(self._tracks)))]
+                return
+            self._gap *= 2
+
+
+def _join(spans: list[Span], gap: float) -> list[Span]:
+    """Neighbours of one name with at most `gap` seconds between them as one span."""
+    joined: list[Span] = []
+    latest: dict[str, int] = {}  # name -> where its latest span is in `joined`
+    for span in sorted(spans, key=lambda s: s.start):
+        at = latest.get(span.name)
+        if at is None or span.start - joined[at].end > gap:
+            latest[span.name] = len(joined)
+            joined.append(span)
+            continue
+        into = joined[at]
+        fresh = max(0.0, min(_busy(span), span.end - max(into.end, span.start)))  # of an overlap, only what is new
+        args = {"spans": into.args.get("spans", 1) + span.args.get("spans", 1), "busy_s": round(_busy(into) + fresh, 6)}
+        joined[at] = Span(span.name, into.start, max(into.end, span.end), args)
+    return joined
+
+
+def _busy(span: Span) -> float:
+    return float(span.args.get("busy_s", span.end - span.start))
+
+
+def _track_events(track: int, key: tuple[str, int], spans: list[Span], origin: float) -> Iterable[dict[str, Any]]:
+    name, pid = key
+    title = f"{name} (pid {pid})" if pid else name
+    yield {"ph": "M", "name": "process_name", "pid": track, "tid": 1, "args": {"name": title}}
+    yield {"ph": "M", "name": "process_sort_index", "pid": track, "tid": 1, "args": {"sort_index": track}}
+    lanes: list[list[float]] = []  # of each lane, the ends of the spans that are open
+    for span in sorted(spans, key=lambda s: (s.start, -s.end)):
+        lane = _lane(lanes, span)
+        event = {"ph": "X", "name": span.name, "pid": track, "tid": lane + 1, "ts": round((span.start - origin) * 1e6, 1)}
+        event["dur"] = round((span.end - span.start) * 1e6, 1)
+        yield {**event, "args": span.args} if span.args else event
+
+
+def _lane(lanes: list[list[float]], span: Span) -> int:
+    """The first lane where the span follows or lies within what is there: viewers cannot draw a partial overlap."""
+    for i, ends in enumerate(lanes):
+        while ends and ends[-1] <= span.start:
+            ends.pop()
+        if not ends or span.end <= ends[-1]:
+            ends.append(span.end)
+            return i
+    lanes.append([span.end])
+    return len(lanes) - 1
+
+
+Intervals = list[tuple[float, float]]
+
+
+def merged(spans: Iterable[Span], names: Collection[str] | None = None) -> Intervals:
+    """The stretches of time in which at least one span (of these names) was open: disjoint, in order."""
+    result: Intervals = []
+    for start, end in sorted((s.start, s.end) for s in spans if names is None or s.name in names):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(result[-1][1], end))
+        else:
+            result.append((start, end))
+    return result
+
+
+def busy_seconds(
+    spans: Iterable[Span], names: Collection[str] | None = None, start: float = -math.inf, end: float = math.inf
+) -> float:
+    """Seconds of [start, end] in which at least one span (of these names) was open. What overlaps counts once."""
+    return length(common(merged(spans, names), [(start, end)]))
+
+
+def overlap(a: Iterable[Span], b: Iterable[Span], start: float, end: float) -> float:
+    """Seconds of [start, end] in which both were busy."""
+    return length(common(common(merged(a), merged(b)), [(start, end)]))
+
+
+def common(a: Intervals, b: Intervals) -> Intervals:
+    """The intersection of two lists of disjoint, ordered intervals."""
+    result, i, j = [], 0, 0
+    while i < len(a) and j < len(b):
+        low, high = max(a[i][0], b[j][0]), min(a[i][1], b[j][1])
+        if low < high:
+            result.append((low, high))
+        if a[i][1] <= b[j][1]:
+            i += 1
+        else:
+            j += 1
+    return result
+
+
+def length(intervals: Intervals) -> float:
+    return sum(end - start for start, end in intervals)

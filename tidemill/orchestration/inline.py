@@ -1,0 +1,65 @@
+"""Everything in one process: the proxy is the object itself, so that `breakpoint()` works everywhere.
+
+There is no wire, hence no deadline on calls: a peer in one's own process cannot die alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar, cast
+
+from tidemill.orchestration.placement import Factory, StartFailed
+from tidemill.orchestration.rpc import check_deadlines
+from tidemill.orchestration.wire import keeps_its_type, methods_of
+
+T = TypeVar("T")
+
+
+class InlineHandle(Generic[T]):
+    def __init__(self, name: str, proxy: T) -> None:
+        self.name, self.proxy = name, proxy
+        self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._ended)
+
+    async def stop(self, deadline: float = 10.0) -> str:
+        if not self._ended.done():
+            how = "was stopped"
+            if "close" in methods_of(type(self.proxy)):
+                try:
+                    async with asyncio.timeout(deadline):
+                        await cast(Any, self.proxy).close()
+                except TimeoutError:
+                    how = f"did not close within {deadline:g} s"
+            if not self._ended.done():
+                self._ended.set_result(how)
+        return self._ended.result()
+
+
+class Inline:
+    def __init__(self, build: Factory) -> None:
+        self._build = build
+
+    async def start(
+        self,
+        protocol: type[T],
+        role: str,
+        name: str,
+        spec: dict[str, Any],
+        threads: int | None = None,  # the threads of this process are its own affair
+        deadlines: Mapping[str, float] | None = None,  # checked, then not needed
+    ) -> InlineHandle[T]:
+        check_deadlines(protocol, deadlines)
+        try:
+            built = self._build(spec | {"role": role, "name": name})
+            target, served = await built if inspect.isawaitable(built) else built
+        except Exception as error:  # the same as from a process of its own
+            if keeps_its_type(error):
+                raise
+            raise StartFailed(f"{name} did not start: {type(error).__name__}: {error}") from error
+        if missing := set(methods_of(protocol)) - set(methods_of(served)):
+            raise ValueError(f"{name} does not serve {', '.join(sorted(missing))}")
+        return InlineHandle(name, cast(T, target))

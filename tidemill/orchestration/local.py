@@ -1,0 +1,270 @@
+"""Roles as processes of this machine: started, watched, and always reaped.
+
+    spawn -> child reads its launch from stdin, builds, reports on a pipe -> connect -> proxy
+    watcher: the process ended -> every pending call fails with PeerDied, naming the signal and the end of the log
+    stop:    close() -> SIGTERM -> SIGKILL
+
+A child is the leader of its own session, so that Ctrl-C reaches the controller alone. It dies with the thread that spawned
+it: spawn from a thread that lives as long as the run. Once connected, the socket's folder is removed, so nothing is left
+behind however the run ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import shutil
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import msgspec
+
+from tidemill import codec
+from tidemill.orchestration.hosting import Launch, Ready, Report
+from tidemill.orchestration.placement import StartFailed
+from tidemill.orchestration.rpc import DEADLINE_S, Connection, check_deadlines, connect
+from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
+
+T = TypeVar("T")
+MODULE = "tidemill.remote_worker"
+START_S = 120.0  # a cold import of torch from a network disk takes its time
+_KILL_S = 10.0  # for the kernel to end a process that was sent SIGKILL
+_TAIL_BYTES = 4096
+_TAIL_LINES = 15
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Log:
+    path: Path
+    since: int  # bytes that earlier processes of this name wrote
+
+    @classmethod
+    def at(cls, path: Path) -> Log:
+        return cls(path, path.stat().st_size if path.exists() else 0)
+
+    def tail(self) -> str:
+        """Its last lines, indented, under a heading; at most `_TAIL_BYTES` are read."""
+        with open(self.path, "rb") as file:
+            file.seek(max(self.since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        if not lines:
+            return f"{self.path} is empty"
+        return "\n".join([f"the end of {self.path}:", *(f"  | {line}" for line in lines)])
+
+
+class LocalProcess(Generic[T]):
+    """A running child. Made by `spawn`."""
+
+    def __init__(self, connection: Connection[T], process: asyncio.subprocess.Process, log: Log, closable: bool) -> None:
+        self.name, self.pid, self._log = connection.name, process.pid, log
+        self._connection, self._process, self._closable = connection, process, closable
+        self._stopping = ""
+        self._watching = asyncio.get_running_loop().create_task(self._watch())
+
+    @property
+    def proxy(self) -> T:
+        return self._connection.proxy
+
+    @property
+    def alive(self) -> bool:
+        return self._process.returncode is None
+
+    async def wait(self) -> str:
+        return await asyncio.shield(self._watching)
+
+    async def stop(self, deadline: float = 10.0) -> str:
+        """Half of `deadline` (seconds) is for the object's close(), a quarter for leaving after SIGTERM; then SIGKILL."""
+        self._stopping = self._stopping or "was stopped"
+        try:
+            if self._closable and self.alive:
+                await self._ask_to_close(deadline / 2)
+                await self._ended(deadline / 4)
+            self._signal(signal.SIGTERM)  # to nobody, if it has left by now
+            if not await self._ended(deadline / 4):
+                self._stopping = f"did not stop within {deadline:g} s and was killed"
+                self._signal(signal.SIGKILL)
+        finally:  # also when we are cancelled: nothing of ours keeps running
+            if not await self._ended(0):
+                self._signal(signal.SIGKILL)
+            if not await self._ended(_KILL_S):
+                raise PeerTimeout(self.name, "SIGKILL", _KILL_S)
+            await self._connection.close()
+        return self._watching.result()
+
+    async def _ask_to_close(self, seconds: float) -> None:
+        try:
+            async with asyncio.timeout(seconds):
+                await self.proxy.close()  # type: ignore[attr-defined]
+        except (PeerDied, TimeoutError):
+            pass
+        except (RemoteError, ValueError) as error:  # it goes down all the same, but say so
+            self._stopping = f"was stopped; its close() failed: {str(error).splitlines()[0]}"
+
+    async def _ended(self, seconds: float) -> bool:
+        done, _ = await asyncio.wait({self._watching}, timeout=seconds)
+        return bool(done)
+
+    def _signal(self, number: int) -> None:
+        _signal_group(self._process, number)
+
+    async def _watch(self) -> str:
+        code = await self._process.wait()
+        how = self._stopping or f"died: {_describe(code)}; {self._log.tail()}"
+        self._connection.died(how)
+        return how
+
+
+async def spawn(
+    protocol: type[T],
+    role: str,
+    name: str,
+    spec: dict[str, Any],
+    logs: Path,
+    module: str = MODULE,
+    command: Sequence[str] | None = None,
+    threads: int | None = None,
+    deadline: float = DEADLINE_S,
+    deadlines: Mapping[str, float] | None = None,
+    start_deadline: float = START_S,
+) -> LocalProcess[T]:
+    """Start `python -m module` (or `command`), which calls `hosting.host`, and wait until it serves `protocol`.
+
+    `spec` is plain JSON data. `threads` bounds the child's numerical libraries. What it prints goes to `logs/name.log`.
+    Deadlines are in seconds. Raises what building the object raised when that is of the ValueError family, else
+    StartFailed; PeerTimeout when it takes longer than `start_deadline`. The child is then gone.
+    """
+    if not name or "/" in name:
+        raise ValueError(f"process name {name!r}: expected one that can name a file")
+    check_deadlines(protocol, deadlines)
+    logs.mkdir(parents=True, exist_ok=True)
+    log, token = Log.at(logs / f"{name}.log"), secrets.token_hex(32)
+    reading, writing = os.pipe()
+    try:
+        launch = Launch(os.getpid(), writing, token, role, name, spec)
+        process = await _start(command or [sys.executable, "-m", module], launch, log.path, threads)
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    limit = asyncio.timeout(start_deadline)
+    try:
+        async with limit:
+            ready = await _reported(reading, process, name, log)
+            connection = connect(protocol, ready.address, token, name, deadline, deadlines)
+            await _greet(connection, ready.folder, start_deadline)
+    except BaseException as error:
+        await _end(process)
+        if isinstance(error, TimeoutError) and limit.expired():
+            raise PeerTimeout(name, "start", start_deadline) from None
+        raise
+    return LocalProcess(connection, process, log, "close" in methods_of(protocol))
+
+
+class Local:
+    """Each role a process of this machine, its log in `logs`."""
+
+    def __init__(
+        self, logs: Path, command: Sequence[str] | None = None, deadline: float = DEADLINE_S, start_deadline: float = START_S
+    ) -> None:
+        self._logs, self._command, self._deadline, self._start_deadline = logs, command, deadline, start_deadline
+
+    async def start(
+        self,
+        protocol: type[T],
+        role: str,
+        name: str,
+        spec: dict[str, Any],
+        threads: int | None = None,
+        deadlines: Mapping[str, float] | None = None,
+    ) -> LocalProcess[T]:
+        return await spawn(
+            protocol,
+            role,
+            name,
+            spec,
+            self._logs,
+            command=self._command,
+            threads=threads,
+            deadline=self._deadline,
+            deadlines=deadlines,
+            start_deadline=self._start_deadline,
+        )
+
+
+async def _start(command: Sequence[str], launch: Launch, log: Path, threads: int | None) -> asyncio.subprocess.Process:
+    environment = os.environ | ({key: str(threads) for key in _THREADS} if threads else {})
+    with open(log, "ab") as output:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            pass_fds=(launch.report,),
+            start_new_session=True,
+            env=environment,
+        )
+    assert process.stdin is not None
+    process.stdin.write(msgspec.json.encode(launch))
+    process.stdin.close()  # flushes first; a child that is gone already is noticed by its report
+    return process
+
+
+async def _reported(fd: int, process: asyncio.subprocess.Process, name: str, log: Log) -> Ready:
+    """What the child says of its start."""
+    reader = asyncio.StreamReader()
+    loop = asyncio.get_running_loop()
+    pipe = os.fdopen(fd, "rb", buffering=0)  # the transport's from here on
+    transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    try:
+        raw = await reader.read()  # until the child closes its end
+    finally:
+        transport.close()
+    if not raw:
+        how = _describe(await process.wait())
+        raise StartFailed(f"{name} did not start: {how}; {log.tail()}")
+    report = codec.decode(raw, Report)
+    if isinstance(report, Ready):
+        return report
+    error = rebuild(msgspec.structs.replace(report, message=f"{name} did not start: {report.message}"), name)
+    if isinstance(error, RemoteError):
+        failed = StartFailed(f"{name} did not start: {error.kind}: {report.message} (traceback in {log.path})")
+        failed.add_note(report.trace)
+        raise failed
+    raise error
+
+
+async def _greet(connection: Connection[Any], folder: str, seconds: float) -> None:
+    """Once the peer has answered, its socket needs no name any more."""
+    try:
+        await connection.hello(seconds)
+    except BaseException:
+        await connection.close()
+        raise
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    if process.returncode is None:
+        _signal_group(process, signal.SIGKILL)
+    async with asyncio.timeout(_KILL_S):
+        await process.wait()
+
+
+def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
+    """To the child and whatever it started in its session. Only while it is not reaped, for then its id is its own."""
+    if process.returncode is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+
+
+def _describe(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"

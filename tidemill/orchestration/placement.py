@@ -1,0 +1,50 @@
+"""Where a role runs. `Inline` and `Local` start the same objects behind the same handle; callers cannot tell them apart."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, Protocol, TypeVar
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+Built = tuple[object, type]
+"""An object, and the protocol whose methods of it may be called."""
+
+Factory = Callable[[dict[str, Any]], Built | Awaitable[Built]]
+"""Makes the object that a spec describes (plain JSON data, `role` and `name` among its keys), in a running event loop."""
+
+
+class Handle(Protocol[T_co]):
+    """A started role."""
+
+    name: str
+
+    @property
+    def proxy(self) -> T_co: ...
+
+    async def wait(self) -> str:
+        """How it ended, once it has."""
+        ...
+
+    async def stop(self, deadline: float = 10.0) -> str:
+        """End it, by force when it does not within `deadline` seconds; returns how it ended. Safe to call again."""
+        ...
+
+
+class Placement(Protocol):
+    async def start(
+        self,
+        protocol: type[T],
+        role: str,
+        name: str,
+        spec: dict[str, Any],
+        threads: int | None = None,
+        deadlines: Mapping[str, float] | None = None,
+    ) -> Handle[T]:
+        """Start `name` in `role`. Raises what building it raised: ValueError family as it is, else StartFailed."""
+        ...
+
+
+class StartFailed(RuntimeError):
+    """A role could not be started, for a reason that is not the configuration's."""

@@ -1,0 +1,290 @@
+"""Calls to an object in another process, over ZeroMQ: many in flight, answered in any order.
+
+    Server(target, protocol, token).bind(address) ; await run()        connection = connect(protocol, address, token, name)
+                                                                        await connection.proxy.method(...)
+
+Every call has a deadline (I4). A local cancellation, or a deadline that passed, cancels the remote task. Whoever watches the
+process says `died(how)`, and all pending calls fail at once. A server accepts frames with this run's token and of bounded
+size only; bytes it cannot read are counted and dropped, or answered with an error when they name a call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import itertools
+from collections.abc import Mapping
+from typing import Any, Generic, TypeVar, cast
+
+import zmq
+import zmq.asyncio
+
+from tidemill import codec
+from tidemill.codec import CodecError
+from tidemill.orchestration.wire import (
+    MAX_FRAME,
+    Call,
+    Cancel,
+    Done,
+    Failed,
+    Hello,
+    Method,
+    PeerDied,
+    PeerTimeout,
+    Reply,
+    Request,
+    failure,
+    methods_of,
+    rebuild,
+)
+
+T = TypeVar("T")
+DEADLINE_S = 60.0
+_NO_COPY = 1 << 16  # bytes from which handing a frame over is cheaper than copying it
+_LINGER_MS = 2000  # how long a closing server may take to hand over its last replies
+
+
+class Server:
+    """Serves `target`'s methods that `protocol` declares, until its `close` was called or `stop`."""
+
+    def __init__(self, target: object, protocol: type, token: str, max_frame: int = MAX_FRAME) -> None:
+        self._target, self._methods, self._token = target, methods_of(protocol), token.encode()
+        self._max_frame = max_frame
+        self._context = zmq.asyncio.Context()
+        self._socket = _socket(self._context, zmq.ROUTER, max_frame)
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
+        self._stopping = asyncio.Event()
+        self.closed = False  # the target's own `close` was called, and returned
+        self.refused = 0  # messages that were not ours or not readable
+
+    def bind(self, address: str) -> str:
+        """Returns the address with its port filled in, when it ended in `:0` or `:*`."""
+        self._socket.bind(address)
+        return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def stop(self) -> None:
+        self._stopping.set()
+
+    async def run(self) -> None:
+        reading = asyncio.create_task(self._read())
+        stopping = asyncio.create_task(self._stopping.wait())
+        try:
+            await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done():
+                reading.result()
+        finally:
+            tasks = [reading, stopping, *self._tasks.values()]
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._socket.close(linger=_LINGER_MS)
+            self._context.term()
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            identity = frames[0].bytes
+            if len(frames) != 4 or not hmac.compare_digest(frames[1].bytes, self._token):
+                self.refused += 1
+                continue
+            try:
+                request = codec.decode(frames[2].buffer, Request)
+            except CodecError:
+                self.refused += 1
+                continue
+            self._accept(identity, request, frames[3].buffer)
+
+    def _accept(self, identity: bytes, request: Request, payload: memoryview) -> None:
+        key = identity, request.id
+        if isinstance(request, Cancel):
+            if task := self._tasks.get(key):
+                task.cancel()
+        elif key in self._tasks:
+            self.refused += 1
+        else:
+            task = asyncio.create_task(self._answer(identity, request, payload))
+            self._tasks[key] = task
+            task.add_done_callback(lambda _: self._tasks.pop(key, None))
+
+    async def _answer(self, identity: bytes, request: Call | Hello, payload: memoryview) -> None:
+        reply: Reply = Done(request.id)
+        result = b""
+        try:
+            result = await self._perform(request, payload)
+        except asyncio.CancelledError as error:
+            reply = failure(request.id, error)
+        except Exception as error:  # whatever it is, it is the caller's to handle
+            reply = failure(request.id, error)
+        await self._reply(identity, reply, result)
+        if isinstance(request, Call) and request.method == "close" and isinstance(reply, Done):
+            self.closed = True
+            self.stop()
+
+    async def _perform(self, request: Call | Hello, payload: memoryview) -> bytes:
+        if isinstance(request, Hello):
+            return codec.encode(sorted(self._methods))
+        method = self._methods.get(request.method)
+        if method is None:
+            raise ValueError(f"no method {request.method[:80]!r} here; there are {', '.join(sorted(self._methods))}")
+        arguments = codec.decode(payload, method.arguments)
+        result = codec.encode(await getattr(self._target, method.name)(*arguments))
+        if len(result) > self._max_frame:
+            raise ValueError(f"{method.name}() returned {len(result)} bytes: at most {self._max_frame} travel")
+        return result
+
+    async def _reply(self, identity: bytes, reply: Reply, result: bytes) -> None:
+        try:
+            await self._socket.send_multipart([identity, codec.encode(reply), result], copy=len(result) < _NO_COPY)
+        except zmq.ZMQError as error:
+            if error.errno != zmq.EHOSTUNREACH:  # the caller has gone; nobody waits for this
+                raise
+
+
+async def serve(target: object, protocol: type, address: str, token: str, max_frame: int = MAX_FRAME) -> None:
+    """Host `target` at `address` until its `close` was called."""
+    server = Server(target, protocol, token, max_frame)
+    server.bind(address)
+    await server.run()
+
+
+class Connection(Generic[T]):
+    """A client's end. `proxy` has the protocol's methods; everything else about the peer is here."""
+
+    def __init__(
+        self,
+        protocol: type[T],
+        address: str,
+        token: str,
+        name: str,
+        deadline: float = DEADLINE_S,
+        deadlines: Mapping[str, float] | None = None,
+        max_frame: int = MAX_FRAME,
+    ) -> None:
+        self.name = name
+        self._methods, self._token = methods_of(protocol), token.encode()
+        self._deadline, self._deadlines, self._max_frame = deadline, check_deadlines(protocol, deadlines), max_frame
+        self._context = zmq.asyncio.Context()
+        self._socket = _socket(self._context, zmq.DEALER, max_frame)
+        self._socket.connect(address)
+        self._ids = itertools.count()
+        self._pending: dict[int, asyncio.Future[memoryview]] = {}
+        self._gone: str | None = None
+        self._reading = asyncio.get_running_loop().create_task(self._read())
+        self.proxy: T = cast(T, _proxy(protocol, self))
+
+    async def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        bound = method.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        payload = codec.encode(tuple(bound.arguments.values()))
+        seconds = self._deadlines.get(method.name, self._deadline)
+        raw = await self._request(Call(next(self._ids), method.name), payload, method.name, seconds)
+        return codec.decode(raw, method.result)
+
+    async def hello(self, seconds: float) -> None:
+        """Raises ValueError when the peer serves other methods than this side calls."""
+        raw = await self._request(Hello(next(self._ids)), b"", "hello", seconds)
+        if missing := set(self._methods) - set(codec.decode(raw, list[str])):
+            raise ValueError(f"{self.name} does not serve {', '.join(sorted(missing))}")
+
+    def died(self, how: str) -> None:
+        """Fail every pending call, and every later one, with PeerDied. The first reason stands."""
+        if self._gone is not None:
+            return
+        self._gone = how
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(PeerDied(self.name, how))
+
+    async def close(self) -> None:
+        self.died("was disconnected")
+        self._reading.cancel()
+        await asyncio.gather(self._reading, return_exceptions=True)
+        self._socket.close(linger=0)
+        self._context.term()
+
+    async def _request(self, request: Call | Hello, payload: bytes, what: str, seconds: float) -> memoryview:
+        if self._gone is not None:
+            raise PeerDied(self.name, self._gone)
+        if len(payload) > self._max_frame:
+            raise ValueError(f"{what}(): arguments of {len(payload)} bytes; at most {self._max_frame} travel to {self.name}")
+        future = self._pending[request.id] = asyncio.get_running_loop().create_future()
+        try:
+            await self._send(request, payload)
+            await asyncio.wait({future}, timeout=seconds)
+            if future.done():
+                return future.result()
+            await self._send(Cancel(request.id), b"")
+            raise PeerTimeout(self.name, what, seconds)
+        except asyncio.CancelledError:
+            if self._gone is None:
+                await self._send(Cancel(request.id), b"")
+            raise
+        finally:
+            del self._pending[request.id]
+
+    async def _send(self, request: Request, payload: bytes) -> None:
+        await self._socket.send_multipart([self._token, codec.encode(request), payload], copy=len(payload) < _NO_COPY)
+
+    async def _read(self) -> None:
+        while True:
+            frames = await self._socket.recv_multipart(copy=False)
+            try:
+                reply = codec.decode(frames[0].buffer, Reply)
+            except CodecError:
+                reply = None
+            if reply is None or len(frames) != 2:
+                self.died("sent a reply that is not readable")
+                continue
+            future = self._pending.get(reply.id)
+            if future is None or future.done():
+                continue  # of a call that was cancelled here
+            if isinstance(reply, Failed):
+                future.set_exception(rebuild(reply, self.name))
+            else:
+                future.set_result(frames[1].buffer)
+
+
+def check_deadlines(protocol: type, deadlines: Mapping[str, float] | None) -> dict[str, float]:
+    """Raises ValueError when one is for a method that the protocol does not have."""
+    if unknown := set(deadlines or {}) - set(methods_of(protocol)):
+        raise ValueError(f"deadlines for {sorted(unknown)}: {protocol.__name__} has {sorted(methods_of(protocol))}")
+    return dict(deadlines or {})
+
+
+def connect(
+    protocol: type[T],
+    address: str,
+    token: str,
+    name: str,
+    deadline: float = DEADLINE_S,
+    deadlines: Mapping[str, float] | None = None,
+    max_frame: int = MAX_FRAME,
+) -> Connection[T]:
+    """A connection to the object served at `address`; `.proxy` has its methods.
+
+    `deadline` is a call's, in seconds; `deadlines` overrides it by method. Calls raise what the remote method raised
+    (see `wire`), PeerTimeout or PeerDied. Needs a running event loop, and belongs to it.
+    """
+    return Connection(protocol, address, token, name, deadline, deadlines, max_frame)
+
+
+def _proxy(protocol: type, connection: Connection[Any]) -> object:
+    def make(method: Method) -> Any:
+        async def call(self: object, *args: Any, **kwargs: Any) -> Any:
+            return await connection.call(method, args, kwargs)
+
+        call.__name__ = method.name
+        return call
+
+    body: dict[str, Any] = {name: make(method) for name, method in methods_of(protocol).items()}
+    body["__repr__"] = lambda self: f"<{protocol.__name__} in {connection.name}>"
+    return type(f"{protocol.__name__}Proxy", (), body)()
+
+
+def _socket(context: zmq.asyncio.Context, kind: int, max_frame: int) -> zmq.asyncio.Socket:
+    socket = context.socket(kind)
+    socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
+    for option in (zmq.SNDHWM, zmq.RCVHWM):
+        socket.setsockopt(option, 0)  # a full queue would drop replies silently; what is in flight is bounded by admission
+    return socket

@@ -1,0 +1,142 @@
+"""What travels between two processes: calls, replies and failures, decoded by declared types. Never pickle.
+
+    call    [token, Call | Cancel | Hello, arguments]        reply    [Done | Failed, result]
+
+A failure is (type names, message, traceback). Errors that mean something to the caller, the ValueError family first of all,
+become the same type again; every other one is a `RemoteError` that shows the traceback of the other side.
+"""
+
+from __future__ import annotations
+
+import inspect
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, get_type_hints
+
+import msgspec
+
+from tidemill.codec import CodecError
+from tidemill.config import ConfigError
+from tidemill.models.architecture import UnsupportedModel
+from tidemill.protocols import PolicyMismatch
+
+MAX_FRAME = 1 << 30  # bytes; a step of 512 rows of 32k tokens is about 400 MB
+_MAX_TRACE = 20_000  # characters of a traceback that travel; its end is what matters
+
+
+class Call(msgspec.Struct, frozen=True, tag="call"):
+    id: int
+    method: str
+
+
+class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    id: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """Asks for the names of the methods that are served."""
+
+    id: int
+
+
+class Done(msgspec.Struct, frozen=True, tag="done"):
+    id: int
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    id: int
+    kinds: list[str]  # class names, from the exception's own up to Exception
+    message: str
+    trace: str
+
+
+Request = Call | Cancel | Hello
+Reply = Done | Failed
+
+
+class PeerTimeout(TimeoutError):
+    """A call's deadline passed."""
+
+    def __init__(self, peer: str, method: str, seconds: float) -> None:
+        super().__init__(f"{peer} did not answer {method}() within {seconds:g} s")
+        self.peer, self.method, self.seconds = peer, method, seconds
+
+
+class PeerDied(ConnectionError):
+    """The process behind a proxy is gone."""
+
+    def __init__(self, peer: str, how: str) -> None:
+        super().__init__(f"{peer} {how}")
+        self.peer, self.how = peer, how
+
+
+class RemoteError(RuntimeError):
+    """The other side raised something that has no meaning here; `trace` is its traceback."""
+
+    def __init__(self, peer: str, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{peer} raised {kind}: {message}\n--- traceback in {peer} ---\n{trace}")
+        self.peer, self.kind, self.trace = peer, kind, trace
+
+
+_REBUILT: dict[str, type[Exception]] = {
+    e.__name__: e
+    for e in (
+        *(ValueError, CodecError, ConfigError, UnsupportedModel, PolicyMismatch),
+        *(TimeoutError, NotImplementedError, FileNotFoundError, FileExistsError, PermissionError),
+    )
+}
+
+
+def failure(call: int, error: BaseException) -> Failed:
+    kinds = [k.__name__ for k in type(error).__mro__ if issubclass(k, BaseException)]
+    trace = "".join(traceback.format_exception(error))
+    return Failed(call, kinds, str(error), trace[-_MAX_TRACE:])
+
+
+def keeps_its_type(error: Exception) -> bool:
+    """Whether `rebuild` makes it the same type, or an ancestor that means as much, and not a RemoteError."""
+    return any(kind.__name__ in _REBUILT for kind in type(error).__mro__)
+
+
+def rebuild(failed: Failed, peer: str) -> Exception:
+    """The exception to raise here: the nearest known ancestor of the one raised there."""
+    for kind in failed.kinds:
+        if kind in _REBUILT:
+            error = _REBUILT[kind](failed.message)
+            error.add_note(f"--- traceback in {peer} ---\n{failed.trace}")
+            return error
+    return RemoteError(peer, failed.kinds[0] if failed.kinds else "Exception", failed.message, failed.trace)
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    signature: inspect.Signature  # without self
+    arguments: Any  # tuple type of the parameters
+    result: Any
+
+
+@cache
+def methods_of(protocol: type) -> dict[str, Method]:
+    """The public async methods a protocol declares. Raises TypeError for one that cannot be called from another process."""
+    return {
+        name: _method(protocol, name, function)
+        for name, function in inspect.getmembers(protocol, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+def _method(protocol: type, name: str, function: Any) -> Method:
+    where = f"{protocol.__name__}.{name}"
+    if not inspect.iscoroutinefunction(function):
+        raise TypeError(f"{where} is not async: only async methods can be called from another process")
+    signature = inspect.signature(function)
+    parameters = list(signature.parameters.values())[1:]
+    hints = get_type_hints(function)
+    if any(p.kind is not p.POSITIONAL_OR_KEYWORD for p in parameters) or {p.name for p in parameters} - set(hints):
+        raise TypeError(f"{where}: expected plain parameters, each with a type")
+    if "return" not in hints:
+        raise TypeError(f"{where} does not say what it returns")
+    arguments = tuple[tuple(hints[p.name] for p in parameters)]  # type: ignore[misc]
+    return Method(name, signature.replace(parameters=parameters), arguments, hints["return"])

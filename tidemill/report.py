@@ -1,0 +1,85 @@
+"""`report.json`: a run in figures, every one of them measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.monitor import CONTROLLER, KINDS, Totals
+from tidemill.observability.shares import shares
+from tidemill.observability.trace import Trace, overlap
+from tidemill.recipe import RunConfig
+from tidemill.warm_start import WarmStart
+
+
+def make_report(
+    totals: Totals,
+    trace: Trace,
+    ledger: SqliteLedger,
+    start: WarmStart,
+    config: RunConfig,
+    wall_s: float,
+) -> dict[str, Any]:
+    """wall_s: of this process, warm-up and start of the parts included. Counts of groups are the whole run's, by its ledger."""
+    counts, evaluations = ledger.counts(), ledger.evaluations()
+    begin, end = _extent(trace)
+    matched, lagged = totals.matched.metrics(), totals.mismatch.lagged.metrics()
+    return {
+        "accuracy_before": evaluations[0].accuracy if evaluations else None,
+        "accuracy_after": evaluations[-1].accuracy if evaluations else None,
+        "held_out": evaluations[-1].n if evaluations else None,
+        "steps": (ledger.last_step() or -1) + 1,
+        "wall_s": round(wall_s, 2),
+        "train_s": round(end - begin, 2),
+        "warmup_s": round(start.warmed.seconds, 2) if start.warmed else 0.0,
+        "warmup_cached": start.cached,
+        "tokens_sampled": totals.tokens,
+        "tokens_per_s": round(totals.tokens / (end - begin), 1) if end > begin else 0.0,
+        "max_lag_allowed": config.max_lag,
+        "max_lag_seen": totals.max_lag,
+        "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
+        "groups": {
+            "admitted": counts.admitted,
+            "trained": counts.trained,
+            "dropped": counts.dropped,
+            "pending": counts.pending,
+            "lost": counts.lost,
+            "trained_twice": counts.trained_twice,
+        },
+        "mismatch_lag0": {
+            "mean": matched["logprob_gap"],
+            "p99": matched["logprob_gap_p99"],
+            "max": matched["logprob_gap_max"],
+            "tokens": int(matched["tokens"]),
+            "of_which_probed": totals.probe.tokens,
+        },
+        "staleness": {"mean": lagged["logprob_gap"], "p99": lagged["logprob_gap_p99"], "tokens": int(lagged["tokens"])},
+        "versions_published": totals.versions,
+        "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
+        "time": time_shares(trace, begin, end),
+        "overlap": engine_and_trainer(trace, begin, end),
+    }
+
+
+def time_shares(trace: Trace, begin: float, end: float) -> dict[str, float]:
+    """Shares of the two pools' process time between `begin` and `end`; `reward` is the controller's, of the wall time."""
+    if end <= begin:
+        return {}
+    pools = {name: trace.spans(name) for name in trace.processes if name != CONTROLLER}
+    spent = shares(pools, begin, end, KINDS)["overall"]
+    spent["reward"] = shares({CONTROLLER: trace.spans(CONTROLLER)}, begin, end)[CONTROLLER]["reward"]
+    return {kind: round(share, 4) for kind, share in spent.items()}
+
+
+def engine_and_trainer(trace: Trace, begin: float, end: float) -> float:
+    """Share of the time in which the trainer trains while an engine generates: asynchrony, measured."""
+    training = [s for s in trace.spans("trainer") if s.name in KINDS["train"]]
+    others = [name for name in trace.processes if name not in ("trainer", CONTROLLER)]
+    generating = [s for name in others for s in trace.spans(name) if s.name in KINDS["generate"]]
+    return round(overlap(training, generating, begin, end) / max(end - begin, 1e-9), 4)
+
+
+def _extent(trace: Trace) -> tuple[float, float]:
+    """From the first to the last thing that any pool did."""
+    every = [span for name in trace.processes if name != CONTROLLER for span in trace.spans(name)]
+    return (min(s.start for s in every), max(s.end for s in every)) if every else (0.0, 0.0)

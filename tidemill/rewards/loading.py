@@ -1,0 +1,87 @@
+"""Finding a user's object from `path/to/file.py:name` or `package.module:name`.
+
+A file is loaded once a process, under a name of its own, with its folder on `sys.path` as when it is run as a script.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from tidemill.config import ConfigError
+
+
+def load_object(reference: str) -> Any:
+    """The object that `reference` names. Raises ConfigError when there is none, or when its file does not import."""
+    place, separator, name = reference.rpartition(":")
+    if not separator or not place or not name:
+        raise ConfigError(f"{reference!r}: expected FILE.py:NAME or MODULE:NAME")
+    module = _load_file(Path(place)) if place.endswith(".py") else _load_module(place)
+    found: Any = module
+    for part in name.split("."):
+        if not hasattr(found, part):
+            raise ConfigError(f"{reference!r}: {place} has no {part!r}{_near(part, vars(module))}")
+        found = getattr(found, part)
+    return found
+
+
+def reference_of(function: Callable[..., Any]) -> str:
+    """How another process finds `function`. Raises ValueError for what only this process knows (lambdas, closures)."""
+    name, module = function.__qualname__, function.__module__
+    if "<" in name:
+        raise ValueError(
+            f"{name} is a lambda or is defined inside a function, so a scoring worker cannot import it: "
+            "define it at the top of a file, or make it `async def` to have it run here"
+        )
+    source = inspect.getsourcefile(function)
+    if module == "__main__" or module.startswith(_PREFIX):
+        if source is None or not Path(source).is_file():
+            raise ValueError(f"{name} comes from no file, so a scoring worker cannot import it: put it into one")
+        return f"{Path(source).resolve()}:{name}"
+    return f"{module}:{name}"
+
+
+_PREFIX = "_user_"
+
+
+def _load_file(path: Path) -> ModuleType:
+    path = path.expanduser().resolve()
+    if not path.is_file():
+        raise ConfigError(f"file {str(path)!r} does not exist")
+    name = f"{_PREFIX}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    sys.modules[name] = module  # before it runs: dataclasses and self-references look there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # the user's code: whatever it raises is about their file
+        del sys.modules[name]
+        raise ConfigError(f"file {str(path)!r} does not import: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _load_module(name: str) -> ModuleType:
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))  # a console script starts without the working folder
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # the user's code, as above
+        raise ConfigError(f"module {name!r} does not import: {type(error).__name__}: {error}") from error
+
+
+def _near(name: str, known: dict[str, Any]) -> str:
+    near = difflib.get_close_matches(name, [k for k in known if not k.startswith("__")], n=1, cutoff=0.5)
+    return f"; did you mean {near[0]!r}?" if near else ""

@@ -1,0 +1,41 @@
+"""The rewards that a recipe can name without a file: `reward = "numeric"`."""
+
+from __future__ import annotations
+
+import difflib
+import importlib.util
+from dataclasses import dataclass
+
+from tidemill.config import ConfigError
+from tidemill.rewards.signature import Signature
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    reference: str
+    options: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # options without a default
+    package: str = ""  # an extra it imports, in the worker
+
+
+# Stated here rather than read off the functions: inspecting `math` would import its package into the controller.
+NAMED = {
+    "exact": Named("tidemill.rewards.functions:exact", options=("normalise",)),
+    "regex": Named("tidemill.rewards.functions:regex", options=("pattern", "normalise"), needs=("pattern",)),
+    "numeric": Named("tidemill.rewards.functions:numeric", options=("tolerance",)),
+    "last_boxed": Named("tidemill.rewards.functions:last_boxed"),
+    "math": Named("tidemill.rewards.math:score", package="math_verify"),
+}
+
+
+def named_reward(name: str) -> tuple[str, Signature]:
+    """Reference and signature of a named reward. Raises ConfigError when there is none, or its package is missing."""
+    if name not in NAMED:
+        near = difflib.get_close_matches(name, NAMED, n=1, cutoff=0.5)
+        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(NAMED)}; or FILE.py:FUNCTION"
+        raise ConfigError(f"unknown reward {name!r}; {hint}")
+    reward = NAMED[name]
+    if reward.package and importlib.util.find_spec(reward.package) is None:
+        raise ConfigError(f"reward {name!r} needs a package that is not installed: pip install 'tidemill[gym]'")
+    optional = tuple(option for option in reward.options if option not in reward.needs)
+    return reward.reference, Signature(name, False, ("completion", "answer", *reward.needs), optional)

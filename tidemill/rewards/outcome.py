@@ -1,0 +1,54 @@
+"""What a reward function returned, as an outcome (I5): only a finite number is a score."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from tidemill.types import InfraError, Outcome, Score, Unscorable
+
+SHOWN = 300  # characters of a user's value or exception in a reason
+
+
+def outcome_of(value: Any, name: str) -> Outcome:
+    """The outcome that `value`, returned by the reward `name`, stands for. Never raises, never guesses.
+
+    A finite number (bool, NumPy or torch scalar) is a Score, None is Unscorable, outcomes stand for themselves;
+    anything else is an InfraError that says what came.
+    """
+    if isinstance(value, Outcome):
+        return value
+    if value is None:
+        return Unscorable(f"{name} returned None")
+    number = _number(value)
+    if number is None:
+        return InfraError(f"{name} returned {clip(repr(value))} ({type(value).__name__}): expected a number or None")
+    if not math.isfinite(number):
+        return InfraError(f"{name} returned {number}: expected a finite number or None")
+    return Score(number)
+
+
+def outcomes_of(values: Any, name: str, count: int) -> list[Outcome]:
+    """The same for a function that judges a group: `count` values in one sequence."""
+    if hasattr(values, "tolist"):
+        values = values.tolist()  # an array, or a torch tensor
+    if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != count:
+        given = f"{len(values)} values" if hasattr(values, "__len__") else clip(repr(values))
+        return [InfraError(f"{name} returned {given}: expected a list of {count} numbers")] * count
+    return [outcome_of(value, name) for value in values]
+
+
+def clip(text: str, length: int = SHOWN) -> str:
+    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+
+
+def _number(value: Any) -> float | None:
+    if isinstance(value, str | bytes | bytearray | complex) or not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # an array or a tensor of more than one element
+        return None
+    except OverflowError:  # an integer beyond every float
+        return math.inf

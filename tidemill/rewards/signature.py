@@ -1,0 +1,94 @@
+"""How a reward function is called: its parameters are filled by name.
+
+Two forms, told apart by their parameters:
+
+    (completion, ...)    once an attempt.  Names: completion, prompt, task, and every column of the task's data.
+    (completions, ...)   once a group, TRL's form.  Names: completions, prompts, completion_ids, and every column as a
+                         list. Conversational prompts give conversational completions, as they do there.
+
+`**kwargs` receives every column and name not listed; a parameter with a default is left alone when nothing has its name.
+A parameter that nothing can fill is an error before anything runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.config import ConfigError
+from tidemill.types import Task
+
+_SINGLE = ("completion", "prompt", "task")
+_GROUP = ("completions", "prompts", "completion_ids")
+
+
+@dataclass(frozen=True, slots=True)
+class Signature:
+    name: str  # the reward as the user named it
+    group: bool  # called once for the whole group
+    required: tuple[str, ...]
+    optional: tuple[str, ...] = ()
+    rest: bool = False  # has **kwargs
+    awaits: bool = False  # async def
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.required + self.optional
+
+    def check(self, columns: Collection[str]) -> None:
+        """Raise ConfigError when a parameter can be filled neither from the call nor from the task's columns."""
+        given = (*(_GROUP if self.group else _SINGLE), *columns)
+        missing = [name for name in self.required if name not in given]
+        if missing:
+            have = ", ".join(sorted(columns)) or "none"
+            raise ConfigError(
+                f"reward {self.name!r} needs {', '.join(map(repr, missing))}, which no task has (columns: {have}); "
+                "rename the parameter or the column, or give it a default"
+            )
+
+    def pick(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """The arguments of the call, out of everything there is."""
+        return {k: v for k, v in values.items() if k in self.names or (self.rest and k != "task")}
+
+
+def signature_of(function: Callable[..., Any], name: str) -> Signature:
+    """Read a function's form. Raises ConfigError when it has neither."""
+    if not callable(function):
+        raise ConfigError(f"reward {name!r} is a {type(function).__name__}: expected a function")
+    required, optional, rest = [], [], False
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            rest = True
+        elif parameter.kind is parameter.POSITIONAL_ONLY:
+            raise ConfigError(
+                f"reward {name!r}: parameter {parameter.name!r} is positional-only, but they are filled by name"
+            )
+        elif parameter.kind is not parameter.VAR_POSITIONAL:
+            (required if parameter.default is parameter.empty else optional).append(parameter.name)
+    group = "completions" in required + optional
+    if not group and "completion" not in required + optional:
+        raise ConfigError(
+            f"reward {name!r} takes ({', '.join(required + optional)}): expected a parameter `completion` (called once an "
+            "attempt) or `completions` (called once a group, TRL's form)"
+        )
+    awaits = inspect.iscoroutinefunction(function) or (
+        not inspect.isfunction(function) and inspect.iscoroutinefunction(type(function).__call__)
+    )
+    return Signature(name, group, tuple(required), tuple(optional), rest, awaits)
+
+
+def single_values(task: Task, completion: str) -> dict[str, Any]:
+    """Everything a reward that judges one attempt may ask for."""
+    row = {"id": task.id, "prompt": task.prompt, "data": task.data}
+    return {**task.data, "completion": completion, "prompt": task.prompt, "task": row}
+
+
+def group_values(task: Task, completions: Sequence[str], ids: Sequence[list[int]]) -> dict[str, Any]:
+    """Everything a reward that judges a group may ask for, in TRL's shapes."""
+    count = len(completions)
+    chat = not isinstance(task.prompt, str)
+    texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)
+    columns = {key: [value] * count for key, value in task.data.items()}
+    return {**columns, "completions": texts, "prompts": [task.prompt] * count, "completion_ids": list(ids)}

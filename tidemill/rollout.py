@@ -1,0 +1,96 @@
+"""Tasks to groups: each sibling is an episode of the environment against the policy, then the group is judged.
+
+    task -> group_size episodes (environment x engine, side by side) -> judge -> Group
+
+What an environment raises is an `InfraError` of that attempt, never a score (I5). An attempt without a sampled token
+cannot be trained on and cannot be stamped; it stays in the group as evidence.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from tidemill.envs.chat import EpisodeChat, EpisodeOver
+from tidemill.envs.template import Tokenizer
+from tidemill.pool import EnginePool
+from tidemill.protocols import Engine, Environment
+from tidemill.seeds import derive_seed
+from tidemill.types import Finish, Group, InfraError, Outcome, SamplingParams, Span, Task, Trajectory, Unscorable
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """How an episode is run: what does not change from one to the next."""
+
+    environment: Environment
+    tokenizer: Tokenizer
+    params: SamplingParams
+    context: int  # tokens
+    limit_s: float  # an episode that takes longer ends as an InfraError
+
+    async def play(self, task: Task, engine: Engine, key: str, seeds: Callable[[int], int], sample: int = 0) -> Trajectory:
+        """One attempt. Its outcome is None when the environment leaves it to `judge`."""
+        chat = EpisodeChat(engine, self.tokenizer, self.params, context=self.context, key=key, seeds=seeds, sample=sample)
+        finish: Finish | None = None
+        outcome: Outcome | None
+        try:
+            async with asyncio.timeout(self.limit_s):
+                outcome = await self.environment.run(task, chat)
+        except TimeoutError:
+            await engine.abort(key)
+            outcome, finish = InfraError(f"the episode took longer than {self.limit_s:g} s"), Finish.ENV_ERROR
+        except EpisodeOver as over:
+            outcome, finish = Unscorable(str(over)), over.finish
+        except Exception as error:  # the environment is the user's code: whatever it raises is that attempt's affair
+            if chat.failure is not None:
+                raise chat.failure from None
+            logger.warning("environment %s raised on task %s", self.environment.name, task.id, exc_info=error)
+            outcome, finish = InfraError(f"{type(error).__name__}: {error}"), Finish.ENV_ERROR
+        return chat.trajectory(outcome, finish)
+
+    async def judge(self, task: Task, attempts: list[Trajectory]) -> None:
+        """Decide, together, what `run` left undecided. Writes the outcomes."""
+        open_ones = [t for t in attempts if t.outcome is None]
+        if not open_ones:
+            return
+        start = time.monotonic()
+        outcomes = await self.environment.judge(task, open_ones)
+        for attempt, outcome in zip(open_ones, outcomes, strict=True):
+            attempt.outcome = outcome
+            attempt.info["reward_s"] = time.monotonic() - start
+
+
+class Rollout:
+    """`protocols.Roller` over a pool of engines."""
+
+    def __init__(self, pool: EnginePool, episodes: Episodes, group_size: int, run_seed: int) -> None:
+        self._pool, self._episodes, self._size, self._seed = pool, episodes, group_size, run_seed
+        self.spans: list[Span] = []  # judging, for the trace; taken by whoever asks
+
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        async with self._pool.lease() as engine:
+            attempts = await asyncio.gather(*(self._attempt(engine, group_id, task, i) for i in range(self._size)))
+        start = time.monotonic()
+        await self._episodes.judge(task, attempts)
+        self.spans.append(Span("reward", start, time.monotonic(), {"group": group_id}))
+        return Group(group_id, task, attempts)
+
+    async def _attempt(self, engine: Engine, group_id: int, task: Task, sample: int) -> Trajectory:
+        return await self._episodes.play(
+            task,
+            engine,
+            key=f"g{group_id}/{sample}",
+            seeds=lambda turn: derive_seed(self._seed, "rollout", group_id, sample, 0, turn),
+            sample=sample,
+        )
+
+
+def greedy(episodes: Episodes) -> Episodes:
+    """The same, decoded without noise: what evaluation uses."""
+    return replace(episodes, params=replace(episodes.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))

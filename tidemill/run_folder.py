@@ -1,0 +1,91 @@
+"""`runs/NAME/`: what a run leaves behind, and where.
+
+    config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/
+    initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/
+
+The folder is private to its owner. It belongs to one recipe: `open` refuses to go on under another one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from tidemill.config import ConfigError, dump
+from tidemill.recipe import RunConfig, check_same_run
+
+
+class RunFolder:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.config = path / "config.json"
+        self.metrics = path / "metrics.jsonl"
+        self.trace = path / "trace.json"
+        self.report = path / "report.json"
+        self.initial = path / "initial"
+        self.final = path / "final"
+        self.checkpoints = path / "checkpoints"
+        self.logs = path / "logs"
+        self.weights = path / "weights"  # of the checkpoint carrier
+
+    @classmethod
+    def open(cls, config: RunConfig) -> RunFolder:
+        """Create the folder, or take up the one that is there when it belongs to this recipe."""
+        folder = cls(config.run_dir)
+        if folder.config.exists():
+            check_same_run(folder.recipe(), dump(config), folder.path)
+        elif folder.path.exists() and any(folder.path.iterdir()):
+            raise ConfigError(f"run_dir {folder.path} is not empty and holds no run: give another run_dir, or empty it")
+        folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.logs.mkdir(exist_ok=True)
+        folder.checkpoints.mkdir(exist_ok=True)
+        write_json(folder.config, dump(config))
+        return folder
+
+    @classmethod
+    def existing(cls, path: Path) -> RunFolder:
+        folder = cls(path)
+        if not folder.config.is_file():
+            raise ConfigError(f"{path} is not a run: it has no config.json; give the run_dir of a recipe that was trained")
+        return folder
+
+    def recipe(self) -> dict[str, Any]:
+        return read_json(self.config)
+
+    def summary(self) -> dict[str, Any] | None:
+        """The report of a run that came to its end; None before that."""
+        return read_json(self.report) if self.report.is_file() and self.final.is_dir() else None
+
+    def link_initial(self, start: Path) -> None:
+        """`initial` names the folder that reinforcement learning began with."""
+        if not self.initial.is_symlink() and not self.initial.exists():
+            self.initial.symlink_to(os.path.relpath(start.resolve(), self.path.resolve()), target_is_directory=True)
+
+    async def write_final(self, export: Callable[[str], Awaitable[None]]) -> None:
+        """`final` as `export` writes it, in place of an earlier one."""
+        beside = self.path / "final.partial"
+        shutil.rmtree(beside, ignore_errors=True)
+        await export(str(beside))
+        shutil.rmtree(self.final, ignore_errors=True)
+        os.rename(beside, self.final)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ConfigError(f"{path} is not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds {type(value).__name__}, expected an object")
+    return value
+
+
+def write_json(path: Path, value: dict[str, Any]) -> None:
+    """Whole or not at all: written beside, then renamed."""
+    beside = path.with_name(path.name + ".partial")
+    beside.write_text(json.dumps(value, indent=2, sort_keys=False) + "\n")
+    os.replace(beside, path)

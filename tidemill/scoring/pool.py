@@ -1,0 +1,165 @@
+"""The scoring stage: reward functions in worker processes that are killed at their limit.
+
+    call -> idle worker (started when first needed) -> Request -> Started (the limit begins) -> Done -> outcome
+
+A call always ends, with an outcome, within its start-up and its limit: a function that sleeps for ever, exits, crashes,
+raises or returns something else than a number is an InfraError (I5), and its worker is replaced. Workers are kept warm
+otherwise: what a function imported or cached is there for the next call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.scoring import guard
+from tidemill.scoring.frames import Request
+from tidemill.scoring.invoke import failed, invoke
+from tidemill.scoring.process import REAP_LIMIT_S, WorkerFailed, WorkerProcess
+from tidemill.types import InfraError, Outcome, Score
+
+_COUNTERS = ("calls", "scores", "unscorable", "errors", "timeouts", "deaths", "starts", "seconds")
+
+
+class WorkerPool:
+    def __init__(self, workers: int = 2, limit_s: float = 10.0, memory_mb: int = 0) -> None:
+        """workers: calls at a time (0 runs them in this process, without a limit). memory_mb: 0 is unlimited."""
+        if workers < 0 or limit_s <= 0 or memory_mb < 0:
+            raise ValueError(f"{workers=}, {limit_s=}, {memory_mb=}: expected workers >= 0, limit_s > 0, memory_mb >= 0")
+        self.workers, self.limit_s, self.memory_mb = workers, limit_s, memory_mb
+        self._free = asyncio.Semaphore(max(1, workers))
+        self._idle: list[WorkerProcess] = []  # the most recently used last, and taken first: its caches are warm
+        self._all: dict[int, WorkerProcess] = {}
+        self._killed: set[asyncio.Task[None]] = set()
+        self._guard: asyncio.subprocess.Process | None = None
+        self._guard_lock = asyncio.Lock()
+        self._ids = itertools.count()
+        self._counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
+        self._closed = False
+
+    async def call(
+        self,
+        function: str,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        limit_s: float | None = None,
+        name: str = "",
+    ) -> Outcome:
+        """What `function` (FILE.py:NAME or MODULE:NAME) says of one attempt. Arguments are plain JSON data."""
+        return (await self._call(function, args, kwargs, 0, limit_s, name))[0]
+
+    async def call_group(
+        self,
+        function: str,
+        count: int,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+        *,
+        limit_s: float | None = None,
+        name: str = "",
+    ) -> list[Outcome]:
+        """The same for a function that returns a list of `count` values. When the call itself fails, all are InfraError."""
+        return await self._call(function, args, kwargs, count, limit_s, name)
+
+    def counters(self) -> dict[str, float]:
+        """Totals so far: calls, scores, unscorable, errors (timeouts and deaths among them), starts, seconds."""
+        return {f"scoring/{name}": value for name, value in self._counters.items()}
+
+    async def start(self) -> None:
+        """Start every worker now instead of at the first calls."""
+        self._idle += await asyncio.gather(*(self._start_worker() for _ in range(self.workers - len(self._all))))
+
+    async def close(self) -> None:
+        """Kill what is left, also in the middle of calls, and wait until it is gone."""
+        self._closed = True
+        self._idle.clear()
+        for worker in list(self._all.values()):
+            self._retire(worker)
+        if self._killed:
+            await asyncio.wait(self._killed, timeout=2 * REAP_LIMIT_S)
+        if self._guard is not None and self._guard.stdin is not None:
+            self._guard.stdin.close()
+            await asyncio.wait_for(self._guard.wait(), REAP_LIMIT_S)
+            self._guard = None
+
+    async def _call(
+        self,
+        function: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any] | None,
+        count: int,
+        limit_s: float | None,
+        name: str,
+    ) -> list[Outcome]:
+        request = Request(next(self._ids), function, name or function, list(args), dict(kwargs or {}), count)
+        begun = time.monotonic()
+        async with self._free:
+            if self.workers:
+                outcomes = await self._in_worker(request, limit_s or self.limit_s)
+            else:
+                outcomes = invoke(request)
+        self._counters["calls"] += 1
+        self._counters["seconds"] += time.monotonic() - begun
+        for outcome in outcomes:
+            kind = "scores" if isinstance(outcome, Score) else "errors" if isinstance(outcome, InfraError) else "unscorable"
+            self._counters[kind] += 1
+        return outcomes
+
+    async def _in_worker(self, request: Request, limit_s: float) -> list[Outcome]:
+        assert not self._closed, "the pool is closed"
+        worker = self._idle.pop() if self._idle else await self._start_worker()
+        keep = False
+        try:
+            done = await worker.exchange(request, limit_s)
+            keep = not done.children  # what a call left running goes with its worker
+            return list(done.outcomes)
+        except WorkerFailed as failure:
+            self._counters["timeouts"] += failure.kind == "timeout"
+            self._counters["deaths"] += failure.kind == "died"
+            return failed(request, str(failure))
+        finally:  # cancelled calls too: nobody would read their reply
+            if keep and not self._closed:
+                self._idle.append(worker)
+            else:
+                self._retire(worker)
+
+    async def _start_worker(self) -> WorkerProcess:
+        await self._start_guard()
+        worker = await WorkerProcess.start(self.memory_mb)
+        self._all[worker.pid] = worker
+        self._tell_guard("+", worker)
+        self._counters["starts"] += 1
+        return worker
+
+    def _retire(self, worker: WorkerProcess) -> None:
+        if self._all.pop(worker.pid, None) is None:
+            return
+        worker.kill()
+        task = asyncio.ensure_future(self._reap(worker))
+        self._killed.add(task)
+        task.add_done_callback(self._killed.discard)
+
+    async def _reap(self, worker: WorkerProcess) -> None:
+        await worker.reap()
+        worker.kill()  # once more: what was forked while the first signal was under way
+        self._tell_guard("-", worker)
+
+    async def _start_guard(self) -> None:
+        async with self._guard_lock:
+            if self._guard is None:
+                self._guard = await asyncio.create_subprocess_exec(
+                    *(sys.executable, "-I", "-S", str(Path(guard.__file__))),
+                    stdin=asyncio.subprocess.PIPE,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+
+    def _tell_guard(self, sign: str, worker: WorkerProcess) -> None:
+        assert self._guard is not None and self._guard.stdin is not None
+        self._guard.stdin.write(f"{sign}{worker.pid}\n".encode())

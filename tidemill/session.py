@@ -1,0 +1,227 @@
+"""One training run, from a recipe to a folder: what `tidemill train` and `tidemill.train()` do.
+
+    folder -> environment -> model (made, or given) -> warm-up -> parts -> controller -> final/ and report.json
+
+A run that was interrupted goes on where its ledger says it was, see `resume`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from tidemill.algorithms.prepare import Algorithm
+from tidemill.buffer import Buffer
+from tidemill.build import Parts, TrainerSpec, start_parts
+from tidemill.checkpoints import Checkpoints, Position
+from tidemill.controller import Controller, Hooks, Schedule, first_cause
+from tidemill.envs.make import make_environment
+from tidemill.envs.order import task_order
+from tidemill.envs.template import check_prompts
+from tidemill.evaluation import Evaluator
+from tidemill.ledger.ledger import SqliteLedger, has_ledger
+from tidemill.model_folder import ModelFolder, resolve_model
+from tidemill.monitor import Monitor
+from tidemill.pool import EnginePool, PoolPublisher
+from tidemill.protocols import Environment
+from tidemill.recipe import RunConfig
+from tidemill.report import make_report
+from tidemill.resume import Standing, take_up
+from tidemill.rollout import Episodes, Rollout
+from tidemill.run_folder import RunFolder, write_json
+from tidemill.scoring.pool import WorkerPool
+from tidemill.types import Metrics, SamplingParams, Task, Version
+from tidemill.warm_start import warm_start
+
+
+@dataclass(slots=True)
+class Session:
+    """A run's parts that need no process of their own."""
+
+    config: RunConfig
+    folder: RunFolder
+    environment: Environment
+    model: ModelFolder
+    monitor: Monitor
+    note: Callable[[str], None]
+
+    def task_at(self, group_id: int) -> Task:
+        tasks = self.environment.tasks("train")
+        return tasks[task_order(len(tasks), self.config.seed, group_id)]
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        return self.environment.tasks("eval")[:count]
+
+    def episodes(self) -> Episodes:
+        r = self.config.rollout
+        params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, self.model.stop_ids)
+        return Episodes(self.environment, self.model.tokenizer, params, self.context, r.episode_s)
+
+    @property
+    def context(self) -> int:
+        return min(self.config.engine.context or self.model.architecture.context, self.model.architecture.context)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a run ended."""
+
+    steps: int
+    complete: bool
+    report: dict[str, Any]
+
+
+async def run(config: RunConfig, monitor: Monitor, note: Callable[[str], None]) -> Ended:
+    """Train. Raises ConfigError for what the user can mend, and the first cause of anything else."""
+    folder = RunFolder.open(config)
+    if (report := folder.summary()) is not None and report["steps"] >= config.steps:
+        note(f"{folder.path} is complete: {report['steps']} steps were done; give another run_dir, or more steps")
+        return Ended(report["steps"], True, report)
+    scorer = WorkerPool(**config.scoring.model_dump())
+    try:
+        environment = make_environment(config.env, scorer)
+        try:
+            model = ModelFolder.open(resolve_model(config.model, folder.path / "base", config.seed))
+            session = Session(config, folder, environment, model, monitor, note)
+            check_prompts(
+                [*environment.tasks("train"), *session.held_out(config.eval.final_tasks)], model.tokenizer, session.context
+            )
+            return await _run(session)
+        finally:
+            await environment.close()
+    except BaseExceptionGroup as failures:
+        raise first_cause(failures) from failures
+    finally:
+        await scorer.close()
+        monitor.close()
+
+
+async def _run(session: Session) -> Ended:
+    config, folder = session.config, session.folder
+    begin = time.monotonic()
+    start = await warm_start(
+        config, folder, session.model, session.environment.tasks("train"), session.episodes(), session.note
+    )
+    folder.link_initial(start.path)
+    with _ledger(folder) as ledger:
+        spec = TrainerSpec(
+            model=start.path,
+            trainer=config.trainer,
+            steps=config.steps,
+            sync=config.placement.sync,
+            folder=folder.weights,
+            seed=config.seed,
+        )
+        async with start_parts(config.placement, config.engine, spec, folder.logs) as parts:
+            done = await _train(session, ledger, parts)
+            if done == config.steps:
+                await folder.write_final(parts.trainer.export)
+        report = make_report(session.monitor.totals, session.monitor.trace, ledger, start, config, time.monotonic() - begin)
+    if config.record.trace:
+        session.monitor.trace.write(folder.trace)
+    write_json(folder.report if done == config.steps else folder.path / "interrupted.json", report)
+    return Ended(done, done == config.steps, report)
+
+
+async def _train(session: Session, ledger: SqliteLedger, parts: Parts) -> int:
+    config = session.config
+    pool = EnginePool(parts.engines)
+    algorithm = Algorithm(config.algorithm.with_fixed_length(config.rollout.max_tokens))
+    checkpoints = Checkpoints(session.folder.checkpoints, config.record.checkpoints)
+    standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
+    episodes = session.episodes()
+    roller = Rollout(pool, episodes, config.rollout.group_size, config.seed)
+    session.monitor.attach(parts.trainer, parts.engines, roller.spans)
+    controller = Controller(
+        _schedule(config, standing),
+        _buffer(config, standing),
+        session.task_at,
+        roller,
+        parts.trainer,
+        PoolPublisher(parts.trainer, pool),
+        ledger,
+        algorithm,
+        session.monitor,
+        _hooks(session, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
+        restored=standing.left,
+        versions=standing.versions,
+    )
+    async with _stop_on_signals(controller.stop, session.note):
+        return await controller.run()
+
+
+def _schedule(config: RunConfig, standing: Standing) -> Schedule:
+    return Schedule(
+        steps=config.steps,
+        first=standing.step,
+        incarnation=standing.incarnation,
+        eval_every=config.eval.every or config.steps,
+        checkpoint_every=config.record.checkpoint_every,
+        probe_every=config.record.probe_every,
+        patience=2 * config.rollout.groups,
+    )
+
+
+def _buffer(config: RunConfig, standing: Standing) -> Buffer:
+    return Buffer(
+        batch=config.rollout.groups,
+        max_lag=config.max_lag,
+        window=config.rollout.window,
+        total=(config.steps - standing.step) * config.rollout.groups,
+        next_id=standing.next_id,
+        live=standing.live,
+    )
+
+
+def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: Evaluator, standing: Standing) -> Hooks:
+    config = session.config
+
+    async def evaluate(version: Version) -> Metrics:
+        ends = version.step in (0, config.steps)
+        return await evaluator(session.held_out(config.eval.final_tasks if ends else config.eval.tasks), version)
+
+    async def checkpoint(step: int, next_id: int) -> None:
+        await checkpoints.save(parts.trainer, Position(step, standing.incarnation, next_id))
+
+    return Hooks(evaluate, checkpoint, partial(session.monitor.probe, engine=parts.engines[0]))
+
+
+@contextmanager
+def _ledger(folder: RunFolder) -> Iterator[SqliteLedger]:
+    ledger = SqliteLedger(folder.path, mode="open" if has_ledger(folder.path) else "create")
+    try:
+        yield ledger
+    finally:
+        ledger.close()
+
+
+@asynccontextmanager
+async def _stop_on_signals(stop: Callable[[], None], note: Callable[[str], None]) -> AsyncIterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second one ends it now."""
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    asked = False
+
+    def handle(name: str) -> None:
+        nonlocal asked
+        if asked:
+            task.cancel(f"{name} again")
+            return
+        asked = True
+        note(f"{name}: the run ends after this step; once more stops it now (the same command goes on later)")
+        stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, handle, number.name)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)

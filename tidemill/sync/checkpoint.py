@@ -1,0 +1,181 @@
+"""Weights through files, for engines that share nothing with the trainer but a disk.
+
+    folder/v000012.0/    manifest.json    part-0000.safetensors ...        (step 12, incarnation 0)
+
+A version is written under a temporary name, synced to the disk and then renamed, so that it is complete wherever it is seen.
+The last `keep` versions stay. Only folders that hold our marker are ever removed.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from tidemill.models.fingerprint import Fingerprint
+from tidemill.models.slices import Slice
+from tidemill.protocols import PolicyMismatch
+from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
+from tidemill.types import Published, Version
+
+_MARKER = ".tidemill-weights"
+_UNFINISHED = ".sending-"
+_NAME = re.compile(r"v(\d{6,})\.(\d+)")
+PART_BYTES = 1 << 30  # bounds the copies held in memory while a part is put together
+
+
+class CheckpointSender:
+    """The only writer of `folder`, for one policy."""
+
+    def __init__(self, folder: Path, keep: int = 2, part_bytes: int = PART_BYTES) -> None:
+        if keep < 1:
+            raise ValueError(f"keep={keep}: expected at least 1 version to stay on disk")
+        self._folder, self._keep, self._part_bytes = folder, keep, part_bytes
+        self._policy: str | None = None
+        folder.mkdir(parents=True, exist_ok=True)
+        for left in folder.glob(f"{_UNFINISHED}*"):  # of a sender that was killed
+            _remove(left)
+
+    def send(self, version: Version, slices: Iterable[Slice]) -> Published:
+        """Raises ValueError when the slices do not make whole tensors; then nothing has become visible."""
+        if version.policy != (self._policy or version.policy):
+            raise ValueError(f"{self._folder} holds {self._policy!r}: send {version.policy!r} to a folder of its own")
+        self._policy = version.policy
+        target = self._folder / f"v{version.step:06d}.{version.incarnation}"
+        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+        unfinished.mkdir()
+        (unfinished / _MARKER).touch()
+        try:
+            manifest = _write_parts(unfinished, version, slices, self._part_bytes)
+            manifest.check()
+            (unfinished / "manifest.json").write_bytes(manifest.encode())
+            for path in (*unfinished.iterdir(), unfinished):
+                _sync(path)
+            _publish(unfinished, target)
+        finally:
+            _remove(unfinished)
+        self._retain(target)
+        return Published(manifest.version, "checkpoint", str(target), sum(b.length for b in manifest.blocks))
+
+    def close(self) -> None:
+        """Removes every version: they were on their way to engines, not kept for anyone."""
+        for path in self._versions():
+            _remove(path)
+
+    def _versions(self) -> list[Path]:
+        """Ours, oldest first: by incarnation, then step."""
+        found = [(int(m[2]), int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name)) and _is_ours(p)]
+        return [path for _, _, path in sorted(found)]
+
+    def _retain(self, newest: Path) -> None:
+        for old in [p for p in self._versions() if p != newest][: -(self._keep - 1) or None]:
+            _remove(old)
+
+
+class CheckpointReceiver:
+    def receive(self, published: Published) -> Iterator[Slice]:
+        folder = Path(published.location)
+        manifest = _read_manifest(folder)
+        manifest.expect(published)
+        parts: dict[int, dict[str, Block]] = {}
+        for block in manifest.blocks:
+            if parts.setdefault(block.part, {}).setdefault(block.key, block) is not block:
+                raise PolicyMismatch(f"{folder}: the manifest names {block.key} twice")
+        for part, blocks in parts.items():
+            for key, tensor in _read_part(folder / _part_name(part), set(blocks)):
+                yield blocks[key].slice(tensor)
+
+    def close(self) -> None:
+        pass
+
+
+def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_bytes: int) -> Manifest:
+    fingerprint, blocks = Fingerprint(), []
+    pending: dict[str, Tensor] = {}
+    part = held = 0
+    for item in slices:
+        host = replace(item, tensor=_own(item.tensor))
+        block = Block.of(host, part=part)
+        if block.key in pending:
+            raise ValueError(f"{block.key} was given twice")
+        if pending and held + block.length > part_bytes:
+            save_file(pending, folder / _part_name(part))
+            pending, held, part = {}, 0, part + 1
+            block = Block.of(host, part=part)
+        pending[block.key] = host.tensor
+        held += block.length
+        fingerprint.add(host)
+        blocks.append(block)
+    if pending:
+        save_file(pending, folder / _part_name(part))
+    return Manifest(replace(version, fingerprint=fingerprint.hexdigest()), blocks)
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """On the CPU, contiguous, and with a storage of its own: safetensors refuses tensors that share one."""
+    host = tensor.detach().cpu().contiguous()
+    return host.clone() if host.data_ptr() == tensor.data_ptr() else host
+
+
+def _part_name(part: int) -> str:
+    return f"part-{part:04d}.safetensors"
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _publish(unfinished: Path, target: Path) -> None:
+    """Rename into place. A version sent before (after a resume) gives way; who has it open keeps what it has."""
+    if target.exists():
+        if not _is_ours(target):
+            raise FileExistsError(f"{target} exists and is not a version of ours: choose another folder for weights")
+        aside = unfinished.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
+        target.rename(aside)
+        unfinished.rename(target)
+        _remove(aside)
+    else:
+        unfinished.rename(target)
+    _sync(target.parent)
+
+
+def _is_ours(path: Path) -> bool:
+    return not path.is_symlink() and (path / _MARKER).is_file()
+
+
+def _remove(path: Path) -> None:
+    if _is_ours(path):
+        shutil.rmtree(path)
+
+
+def _read_manifest(folder: Path) -> Manifest:
+    try:
+        with open(folder / "manifest.json", "rb") as file:
+            return Manifest.decode(file.read(MAX_BYTES + 1))
+    except OSError as error:
+        raise PolicyMismatch(f"{folder}: no version there ({error}); was it removed? `keep` says how many stay") from None
+
+
+def _read_part(path: Path, expected: set[str]) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of one file, which must be exactly those `expected`."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            if (found := set(file.keys())) != expected:
+                differing = ", ".join(sorted(found ^ expected)[:3])
+                raise PolicyMismatch(f"{path}: the manifest and the file differ in {differing}")
+            for key in sorted(expected):
+                yield key, file.get_tensor(key)
+    except (OSError, SafetensorError) as error:
+        raise PolicyMismatch(f"{path}: not readable as safetensors ({error})") from None

@@ -1,0 +1,154 @@
+"""What a version consists of: every block's name, place, dtype and sum. Written by the sender, held against the bytes.
+
+    sender:    blocks while streaming -> Manifest -> encode          receiver: decode -> check -> each block's check
+
+A manifest from elsewhere is only data: decoding is strict and bounded, and `check` refuses one whose blocks do not tile
+their tensors exactly. The sum of a block (its 64-bit words, modulo 2**64) runs at memory speed; it names the tensor that is
+damaged. That the whole is right, positions included, is proved by the fingerprint in `version`, which the engine computes
+from what it received.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from math import prod
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.models.slices import Coverage, Slice
+from tidemill.protocols import PolicyMismatch
+from tidemill.types import Published, Version
+
+FORMAT = "tidemill-weights-1"
+MAX_BYTES = 64 << 20  # of an encoded manifest; a 400-layer model cut into 16 needs about 10 MB
+MAX_CUTS = 1024  # blocks of one tensor
+MAX_ELEMENTS = 1 << 56  # of one tensor
+
+DTYPES = {
+    str(d).removeprefix("torch."): d
+    for d in (
+        *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2),
+        *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+    )
+}
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+_Dims = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=16)]
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One slice as it lies in its carrier."""
+
+    name: _Name
+    shape: _Dims  # of the whole tensor
+    offset: _Dims  # where the block begins in it
+    size: _Dims  # of the block
+    dtype: str
+    sum: int  # of its 64-bit words, see `word_sum`
+    part: _Count = 0  # which file of the carrier holds it
+    start: _Count = 0  # its first byte there; a safetensors file has an index of its own
+
+    @classmethod
+    def of(cls, item: Slice, part: int = 0, start: int = 0) -> Block:
+        """Raises ValueError when the slice's dtype cannot travel."""
+        dtype = str(item.tensor.dtype).removeprefix("torch.")
+        if dtype not in DTYPES:
+            raise ValueError(f"{item.name}: weights of dtype {dtype} cannot be sent; known: {', '.join(DTYPES)}")
+        size, total = tuple(item.tensor.shape), word_sum(item.tensor)
+        return cls(item.name, tuple(item.shape), tuple(item.offset), size, dtype, total, part, start)
+
+    @property
+    def length(self) -> int:
+        """In bytes."""
+        return prod(self.size) * DTYPES[self.dtype].itemsize
+
+    @property
+    def key(self) -> str:
+        """Its name among blocks: the Hugging Face name, and the offset when it is not the whole tensor."""
+        return self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
+
+    def outline(self) -> Slice:
+        """This block without its elements. Raises ValueError when there can be no such tensor."""
+        if self.dtype not in DTYPES:
+            raise ValueError(f"{self.name}: unknown dtype {self.dtype[:40]!r}")
+        if max(prod(self.size), prod(self.shape)) > MAX_ELEMENTS:
+            raise ValueError(f"{self.name}: more than {MAX_ELEMENTS} elements")
+        return Slice(self.name, self.shape, self.offset, torch.empty(self.size, dtype=DTYPES[self.dtype], device="meta"))
+
+    def slice(self, tensor: Tensor) -> Slice:
+        """`tensor` as this block. Raises PolicyMismatch when it is another one."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tuple(tensor.shape) != self.size or dtype != self.dtype:
+            raise PolicyMismatch(
+                f"{self.key}: the manifest says {self.dtype} {self.size}, found {dtype} {tuple(tensor.shape)}"
+            )
+        if word_sum(tensor) != self.sum:
+            raise PolicyMismatch(f"{self.key}: its bytes are not those that were sent (the sum differs)")
+        return Slice(self.name, self.shape, self.offset, tensor)
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    version: Version  # with the fingerprint of all blocks
+    blocks: list[Block]
+    format: str = FORMAT
+
+    def encode(self) -> bytes:
+        raw = msgspec.json.encode(self)
+        if len(raw) > MAX_BYTES:
+            raise ValueError(f"manifest of {len(raw)} bytes: at most {MAX_BYTES} travel; send fewer, larger slices")
+        return raw
+
+    @classmethod
+    def decode(cls, raw: bytes) -> Manifest:
+        """Raises PolicyMismatch when `raw` is not a sound manifest."""
+        if len(raw) > MAX_BYTES:
+            raise PolicyMismatch(f"manifest of {len(raw)} bytes: at most {MAX_BYTES} are read")
+        try:
+            manifest = _decoder.decode(raw)
+            manifest.check()
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise PolicyMismatch(f"not a manifest of weights: {error}") from None
+        return manifest
+
+    def check(self) -> None:
+        """Raise ValueError unless every tensor is tiled by its blocks, without gap or overlap."""
+        if self.format != FORMAT:
+            raise ValueError(f"format {self.format[:40]!r}: expected {FORMAT!r}")
+        if not self.blocks:
+            raise ValueError("no weights in it")
+        most = max(Counter(block.name for block in self.blocks).values())
+        if most > MAX_CUTS:
+            raise ValueError(f"a tensor is cut into {most} blocks; at most {MAX_CUTS} are allowed")
+        coverage = Coverage()
+        for block in self.blocks:
+            coverage.add(block.outline())
+        coverage.complete()
+
+    def expect(self, published: Published) -> None:
+        """Raise PolicyMismatch unless this is the manifest of exactly that version, fingerprint included."""
+        if self.version != published.version or not self.version.fingerprint:
+            raise PolicyMismatch(
+                f"{published.location} holds {self.version} (fingerprint {self.version.fingerprint[:16] or 'none'}), "
+                f"announced was {published.version} (fingerprint {published.version.fingerprint[:16] or 'none'})"
+            )
+
+
+_decoder = msgspec.json.Decoder(Manifest)
+
+
+def raw_bytes(tensor: Tensor) -> np.ndarray:
+    """[bytes] uint8 view of a contiguous CPU tensor."""
+    return tensor.detach().reshape(-1).view(torch.uint8).numpy()
+
+
+def word_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's bytes, taken as little-endian 64-bit words, modulo 2**64; the last may be short."""
+    raw = raw_bytes(tensor.detach().cpu().contiguous())
+    whole = raw.size // 8 * 8
+    words = int(raw[:whole].view("<u8").sum(dtype=np.uint64))
+    return (words + int.from_bytes(raw[whole:].tobytes(), "little")) % (1 << 64)

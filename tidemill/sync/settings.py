@@ -1,0 +1,14 @@
+"""How weights travel from the trainer to the engines. No torch here: the command line reads it."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from tidemill.config import Config
+
+
+class SyncSettings(Config):
+    carrier: Literal["shared_memory", "checkpoint"] = "shared_memory"  # checkpoint: files, for engines sharing only a disk
+    keep: int = Field(2, ge=2)  # versions the checkpoint carrier keeps on disk: engines may still read the one before

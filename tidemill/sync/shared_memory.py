@@ -1,0 +1,250 @@
+"""Weights through the memory of one machine: written once by the trainer, read in place by every engine.
+
+    slot = [header | blocks, 64-byte aligned | manifest]        two slots, written in turn
+
+While version v is written to one slot, engines may still read v - 1 from the other. The header goes in last and is wiped
+first, so that a send that failed half-way is never visible and a slot that was overwritten under a reader is noticed: the
+receiver compares the header before and after each block is used. Blocks are read in place, through a read-only mapping.
+
+A slot is an anonymous memory file (Linux: reached by way of /proc, and gone with the last process that has it open, however
+that ended) or else a file in the folder given. Python's own `SharedMemory` is not used: its resource tracker unlinks
+segments that another process still uses, and leaks them when the tracker is killed too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import mmap
+import os
+import secrets
+import struct
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tidemill.models.fingerprint import Fingerprint
+from tidemill.models.slices import Slice
+from tidemill.protocols import PolicyMismatch
+from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, raw_bytes
+from tidemill.types import Published, Version
+
+_HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
+_MAGIC = b"TIDEMILL"
+_FIRST = 4096  # where the blocks begin
+_ALIGN = 64
+_FILE = "tidemill-{}.slot"
+
+with warnings.catch_warnings():  # torch warns once a process that it cannot protect read-only memory; here the mapping does
+    warnings.simplefilter("ignore")
+    torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+class SharedMemorySender:
+    """Files, where anonymous memory is not to be had or not wanted, are made in `folder`."""
+
+    def __init__(self, folder: Path, anonymous: bool = True) -> None:
+        self._slots = [_Slot(folder, anonymous), _Slot(folder, anonymous)]
+        self._next = 0
+
+    def send(self, version: Version, slices: Iterable[Slice]) -> Published:
+        """Raises ValueError when the slices do not make whole tensors; then nothing has become visible."""
+        assert self._slots, "send() after close()"
+        slot = self._slots[self._next]
+        slot.wipe()
+        fingerprint, blocks, end = Fingerprint(), [], _FIRST
+        for item in slices:
+            host = replace(item, tensor=item.tensor.detach().cpu().contiguous())
+            block = Block.of(host, start=end)
+            slot.put(end, host.tensor)
+            fingerprint.add(host)
+            blocks.append(block)
+            end = _aligned(end + block.length)
+        version = replace(version, fingerprint=fingerprint.hexdigest())
+        manifest = Manifest(version, blocks)
+        manifest.check()
+        slot.commit(manifest.encode(), end)
+        self._next = 1 - self._next  # only now: after a failure the other slot still holds the last good version
+        return Published(version, "shared_memory", slot.location, sum(b.length for b in blocks))
+
+    def close(self) -> None:
+        for slot in self._slots:
+            slot.close()
+        self._slots = []
+
+
+class SharedMemoryReceiver:
+    def __init__(self) -> None:
+        self._mappings: dict[tuple[int, int], mmap.mmap] = {}  # by device and inode; mapping anew costs page faults
+
+    def receive(self, published: Published) -> Iterator[Slice]:
+        """Tensors are read-only views (writing to one is a segmentation fault), valid until the iterator moves on."""
+        location = published.location
+        with _opened(location) as fd:
+            header = _read_header(fd, location)
+            manifest = _read_manifest(fd, header, location)
+            manifest.expect(published)
+            mapping = self._mapping(fd)
+            for block in manifest.blocks:
+                view = _view(mapping, block, location)
+                try:
+                    item = block.slice(view)
+                except PolicyMismatch:
+                    _unchanged(fd, header, location)  # an overwritten slot is the likelier reason: name that one
+                    raise
+                yield item
+                _unchanged(fd, header, location)
+
+    def close(self) -> None:
+        self._mappings.clear()  # unmapped with the last view of it
+
+    def _mapping(self, fd: int) -> mmap.mmap:
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino
+        known = self._mappings.pop(key, None)
+        if known is None or len(known) != status.st_size:
+            known = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
+        self._mappings[key] = known
+        while len(self._mappings) > 2:  # a sender has two slots; older ones are of a sender that is gone
+            del self._mappings[next(iter(self._mappings))]
+        return known
+
+
+class _Header(NamedTuple):
+    magic: bytes
+    nonce: bytes
+    start: int
+    length: int
+    digest: bytes
+
+
+class _Slot:
+    """The sender's end of one slot. It only ever grows, so that no reader's mapping loses its memory."""
+
+    def __init__(self, folder: Path, anonymous: bool) -> None:
+        made = _anonymous() if anonymous else None
+        self.fd, self.location = made or _named(folder)
+        self._named = made is None
+        self._map: mmap.mmap | None = None
+
+    def wipe(self) -> None:
+        os.pwrite(self.fd, bytes(_HEADER.size), 0)
+
+    def put(self, start: int, tensor: Tensor) -> None:
+        """Copy a contiguous CPU tensor to byte `start`."""
+        raw = torch.from_numpy(raw_bytes(tensor))
+        end = start + raw.numel()
+        if raw.numel() == 0:
+            return
+        if self._map is not None and end <= len(self._map):
+            torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=raw.numel()).copy_(raw)
+        else:  # a write reports a full memory as OSError, a store to the mapping would kill the process
+            _write(self.fd, raw.numpy().data, start)
+
+    def commit(self, manifest: bytes, start: int) -> None:
+        _write(self.fd, memoryview(manifest), start)
+        if self._map is None or start > len(self._map):
+            self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
+        digest = hashlib.blake2b(manifest, digest_size=32).digest()
+        os.pwrite(self.fd, _HEADER.pack(_MAGIC, secrets.token_bytes(16), start, len(manifest), digest), 0)
+
+    def close(self) -> None:
+        self._map = None
+        os.close(self.fd)
+        if self._named:
+            Path(self.location).unlink(missing_ok=True)
+
+
+def _anonymous() -> tuple[int, str] | None:
+    """(descriptor, location) of a new anonymous memory file; None where this system has none that others can open."""
+    if not hasattr(os, "memfd_create"):
+        return None
+    fd = os.memfd_create("tidemill-weights")
+    location = f"/proc/{os.getpid()}/fd/{fd}"
+    try:
+        os.close(os.open(location, os.O_RDONLY))
+    except OSError:  # no /proc, or one that hides it
+        os.close(fd)
+        return None
+    return fd, location
+
+
+def _named(folder: Path) -> tuple[int, str]:
+    """(descriptor, location) of a new file of ours in `folder`, locked while we live; those whose maker died are removed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for old in folder.glob(_FILE.format("*")):
+        with open(old, "rb") as file:
+            if _lock(file.fileno()):
+                old.unlink(missing_ok=True)
+    path = folder / _FILE.format(secrets.token_hex(8))
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    assert _lock(fd)
+    return fd, str(path)
+
+
+def _lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _write(fd: int, data: memoryview, start: int) -> None:
+    while data:
+        done = os.pwrite(fd, data[: 1 << 30], start)  # Linux writes at most 2 GiB at once
+        data, start = data[done:], start + done
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGN) * _ALIGN
+
+
+@contextmanager
+def _opened(location: str) -> Iterator[int]:
+    try:
+        fd = os.open(location, os.O_RDONLY | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise PolicyMismatch(f"{location}: the weights are gone ({error}); did the process that sent them end?") from None
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _read_header(fd: int, location: str) -> _Header:
+    raw = os.pread(fd, _HEADER.size, 0)
+    if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
+        raise PolicyMismatch(f"{location}: no complete version in it (being written, or its sending failed)")
+    return _Header(*_HEADER.unpack(raw))
+
+
+def _unchanged(fd: int, header: _Header, location: str) -> None:
+    if os.pread(fd, _HEADER.size, 0) != _HEADER.pack(*header):
+        raise PolicyMismatch(f"{location}: was overwritten with another version while it was read")
+
+
+def _read_manifest(fd: int, header: _Header, location: str) -> Manifest:
+    size = os.fstat(fd).st_size
+    if not 0 < header.length <= MAX_BYTES or header.start + header.length > size:
+        raise PolicyMismatch(f"{location}: truncated ({size} bytes, the manifest lies at {header.start})")
+    raw = os.pread(fd, header.length, header.start)
+    if hashlib.blake2b(raw, digest_size=32).digest() != header.digest:
+        raise PolicyMismatch(f"{location}: the manifest is not the one its header names")
+    return Manifest.decode(raw)
+
+
+def _view(mapping: mmap.mmap, block: Block, location: str) -> Tensor:
+    dtype = DTYPES[block.dtype]
+    if block.length == 0:
+        return torch.empty(block.size, dtype=dtype)
+    if block.start % _ALIGN or block.start + block.length > len(mapping):
+        raise PolicyMismatch(f"{location}: {block.key} lies outside of it")
+    count = block.length // dtype.itemsize
+    return torch.frombuffer(mapping, dtype=dtype, offset=block.start, count=count).view(block.size)

@@ -1,0 +1,179 @@
+"""Samples to packed micro-batches: siblings together, their common prompt once, within a budget of tokens.
+
+    Sample -> Row (what is predicted) -> split (which rows run together) -> pack -> Batch (tensors)
+
+Which rows share a micro-batch, and which of their tokens are run once for all of them, is a matter of speed and memory only
+(I6): a token before which everything is equal has the same hidden states in every sibling, and what flows back into it is
+the sum over them. With 8 samples of a prompt longer than its answers this is most of the work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.algorithms.losses import LossInput
+from tidemill.types import Array, Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    index: int  # of the sample among those given
+    sample: Sample
+    where: Array  # [m] int64, m >= 1: the positions that are predicted, those sampled or with a weight
+    family: int = -1  # rows of one family in a micro-batch share their first `prefix` tokens
+    prefix: int = 0
+
+    @property
+    def length(self) -> int:
+        """Tokens that are run: up to the last predicted one, which is a target only."""
+        return int(self.where[-1])
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """B rows, N packed tokens (shared ones once), M predicted tokens."""
+
+    rows: list[Row]  # [B]
+    tokens: Tensor  # [N] int64
+    positions: Tensor  # [N] int64
+    spread: Tensor | None  # [F] int64: the packed token of each row's each position, row after row; None: F = N, in order
+    collect: Tensor | None  # [N] int64: one of the F places of each packed token
+    predictors: Tensor  # [M] int64: the packed token whose hidden state predicts the target
+    targets: Tensor  # [M] int64
+    temperature: Tensor  # [M] float64
+    weights: Tensor  # [M]
+    inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages, reference where there is one
+    sequence: Tensor  # [M] int64: 0 .. B - 1
+    losses: dict[str, Tensor | None]  # loss id -> [M] bool, which tokens are its own; None: all of them
+
+    def loss_input(self, name: str, logprobs: Tensor, entropy: Tensor) -> tuple[LossInput, Tensor]:
+        """What the loss `name` sees of these logprobs and entropies [M], and its weights."""
+        given = {key: value.to(logprobs.dtype) for key, value in self.inputs.items()}
+        x = LossInput(logprobs, **given, sequence=self.sequence, sequences=len(self.rows), entropy=entropy)
+        own, weights = self.losses[name], self.weights.to(logprobs.dtype)
+        return (x, weights) if own is None else (x.select(own), weights[own])
+
+
+def rows_of(samples: Sequence[Sample]) -> list[Row]:
+    """The rows with something to predict. ValueError when that is a sample's first token."""
+    rows = [Row(i, s, np.flatnonzero(s.mask | (s.weights != 0))) for i, s in enumerate(samples)]
+    rows = [row for row in rows if row.where.size]
+    if any(row.where[0] == 0 for row in rows):
+        raise ValueError("a sample's first token is sampled or has a weight: nothing predicts it, put a prompt before it")
+    return rows
+
+
+def split(rows: Iterable[Row], budget: int) -> list[list[Row]]:
+    """Micro-batches of at most `budget` tokens, shared ones counted once; a longer row goes alone. The longest is first."""
+    batches: list[list[Row]] = []
+    used = budget
+    for family in sorted(_families(rows), key=lambda family: -family[0].length):
+        prefix, whole = family[0].prefix, _tokens(family)
+        fresh = whole > budget - used  # a family that would be cut here, but fits elsewhere or needs several anyway
+        for row in family:
+            own = row.length - prefix
+            if fresh or used + own > budget:
+                batches.append([])
+                used, fresh = 0, False
+            if not batches[-1] or batches[-1][-1].family != row.family or not prefix:
+                used += prefix
+            batches[-1].append(row)
+            used += own
+    return batches
+
+
+def _families(rows: Iterable[Row]) -> list[list[Row]]:
+    """Rows by group, each group's longest first; a row without a group is a family of its own."""
+    found: dict[object, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row.sample.group if row.sample.group >= 0 else ("row", row.index), []).append(row)
+    families = []
+    for number, family in enumerate(found.values()):
+        prefix = _common([row.sample.tokens[: row.length] for row in family]) if len(family) > 1 else 0
+        members = [replace(row, family=number, prefix=prefix) for row in family]
+        families.append(sorted(members, key=lambda row: -row.length))
+    return families
+
+
+def _common(arrays: list[Array]) -> int:
+    """How many leading elements all arrays have in common."""
+    first, n = arrays[0], min(map(len, arrays))
+    for other in arrays[1:]:
+        differing = first[:n] != other[:n]
+        n = int(differing.argmax()) if differing.any() else n
+    return n
+
+
+def _tokens(family: list[Row]) -> int:
+    return family[0].prefix + sum(row.length - row.prefix for row in family)
+
+
+def pack(rows: list[Row], device: torch.device) -> Batch:
+    """The micro-batch of these rows; those of a family stand together."""
+    places, starts, count = _places(rows)  # of each row, [length] the packed index of its positions
+    pieces = [
+        (row.sample.tokens[start : row.length], np.arange(start, row.length))
+        for row, start in zip(rows, starts, strict=True)
+    ]
+    counts = [len(row.where) for row in rows]
+
+    def send(array: Array) -> Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    def gather(field: Callable[[Sample], Array]) -> Tensor:
+        return send(np.concatenate([field(row.sample)[row.where] for row in rows]))
+
+    def old(sample: Sample) -> Array:
+        return sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
+
+    inputs = {"behaviour": gather(lambda s: s.logprobs), "old": gather(old), "advantages": gather(lambda s: s.advantages)}
+    if any(row.sample.ref_logprobs is not None for row in rows):
+        inputs["reference"] = gather(_reference)
+    spread = np.concatenate(places)
+    shared = len(spread) > count
+    return Batch(
+        rows=rows,
+        tokens=send(np.concatenate([tokens for tokens, _ in pieces]).astype(np.int64)),
+        positions=send(np.concatenate([positions for _, positions in pieces])),
+        spread=send(spread) if shared else None,
+        collect=send(np.unique(spread, return_index=True)[1]) if shared else None,
+        predictors=send(np.concatenate([place[row.where - 1] for row, place in zip(rows, places, strict=True)])),
+        targets=gather(lambda s: s.tokens).long(),
+        temperature=send(np.repeat(np.array([row.sample.temperature for row in rows]), counts)),
+        weights=gather(lambda s: s.weights),
+        inputs=inputs,
+        sequence=send(np.repeat(np.arange(len(rows)), counts)),
+        losses=_by_loss([row.sample.loss for row in rows], counts, send),
+    )
+
+
+def _places(rows: list[Row]) -> tuple[list[Array], list[int], int]:
+    """Where each row's positions lie in the packed tokens, from which position on the row adds its own, and N."""
+    places, starts, count, prefix = [], [], 0, np.zeros(0, np.int64)
+    for before, row in zip([None, *rows], rows, strict=False):
+        start = row.prefix if before is not None and row.prefix and before.family == row.family else 0
+        own = np.arange(count, count + row.length - start)
+        count += len(own)
+        prefix = prefix if start else own[: row.prefix]
+        places.append(np.concatenate((prefix, own)) if start else own)
+        starts.append(start)
+    return places, starts, count
+
+
+def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor]) -> dict[str, Tensor | None]:
+    distinct = sorted(set(names))
+    if len(distinct) == 1:
+        return {distinct[0]: None}
+    own = np.repeat(np.array([distinct.index(n) for n in names]), counts)
+    return {name: send(own == i) for i, name in enumerate(distinct)}
+
+
+def _reference(sample: Sample) -> Array:
+    """A row without reference logprobs beside rows that have them: a loss that reads these anyway gets NaN, loudly."""
+    unknown = np.full(sample.tokens.shape, np.nan, np.float32)
+    return unknown if sample.ref_logprobs is None else sample.ref_logprobs

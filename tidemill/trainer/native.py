@@ -1,0 +1,164 @@
+"""`NativeTrainer`: the Trainer protocol over the project's own decoder, on one device.
+
+Every call is one blocking function handed to `offload`. By default that calls it where it stands, so that a breakpoint
+works; a process host passes a one-thread executor, so that its event loop stays free. The learning rate's schedule counts
+optimizer updates. A supervised warm-up is another NativeTrainer over the same decoder, with an optimizer of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from tidemill.models.decoder import Decoder
+from tidemill.models.slices import Sender
+from tidemill.models.weights import save_folder, serving_slices
+from tidemill.trainer import step
+from tidemill.trainer.checkpoint import load_checkpoint, save_checkpoint
+from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.telemetry import Recorder
+from tidemill.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
+
+T = TypeVar("T")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Offload(Protocol):
+    """Runs a blocking function and awaits its result. Calls must not overlap: they share the decoder."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
+
+
+async def inline(function: Callable[[], T], /) -> T:
+    return function()
+
+
+class NativeTrainer:
+    def __init__(
+        self,
+        decoder: Decoder,
+        settings: TrainerSettings,
+        *,
+        steps: int,
+        sender: Sender | None = None,
+        source: str | Path | None = None,
+        offload: Offload = inline,
+        process: str = "trainer",
+    ) -> None:
+        """steps: optimizer updates in all, for the schedule. sender: the carrier of published weights. source: the model
+        folder whose tokenizer and configuration go into exports and checkpoints. The decoder is moved to the device."""
+        for name, parameter in decoder.named_parameters():
+            if parameter.dtype in (torch.float16, torch.bfloat16):
+                raise ValueError(
+                    f"{name} is {parameter.dtype}: the trainer keeps float32 weights; load the model in float32"
+                )
+        self.settings = settings
+        self.device = resolve_device(settings.device)
+        self.decoder = decoder.to(self.device)
+        self._optimizer = Optimizer(self.decoder, settings, steps)
+        self._compute = step.Compute(
+            device=self.device,
+            budget=settings.micro_batch_tokens,
+            autocast=torch.bfloat16 if settings.dtype == "bfloat16" else None,
+            checkpointing=settings.checkpointing,
+        )
+        self._sender, self._source = sender, None if source is None else Path(source)
+        self._offload, self._recorder = offload, Recorder(process)
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates done."""
+        return self._optimizer.done
+
+    async def forward(self, samples: list[Sample]) -> list[Array]:
+        def run() -> list[Array]:
+            with self._recorder.span("forward", samples=len(samples)):
+                return step.forward(self.decoder, samples, self._compute)
+
+        return await self._offload(run)
+
+    async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
+        def run() -> TrainResult:
+            recorder = self._recorder
+            with recorder.span("train", samples=len(samples)):
+                result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.sample_memory)
+            recorder.count("trained_tokens", result.metrics["tokens"])
+            recorder.count("trained_samples", len(samples))
+            return result
+
+        return await self._offload(run)
+
+    async def apply(self, scale: float) -> Metrics:
+        """Raises TrainingDiverged, and takes no step, when the gradient is not finite."""
+
+        def run() -> Metrics:
+            with self._recorder.span("apply"):
+                metrics = self._optimizer.apply(scale)
+            self._recorder.count("updates", 1)
+            return metrics
+
+        return await self._offload(run)
+
+    async def publish(self, version: Version) -> Published:
+        sender = self._sender
+        if sender is None:
+            raise ValueError("this trainer was built without a sender: it cannot publish weights")
+
+        def run() -> Published:
+            with self._recorder.span("publish", step=version.step):
+                published = sender.send(version, serving_slices(self.decoder, DTYPES[self.settings.serving_dtype]))
+            self._recorder.count("published_bytes", published.bytes)
+            return published
+
+        return await self._offload(run)
+
+    async def save(self, folder: str) -> None:
+        def run() -> None:
+            with self._recorder.span("save"):
+                save_checkpoint(Path(folder), self.decoder, self._optimizer, self._source)
+
+        await self._offload(run)
+
+    async def load(self, folder: str) -> None:
+        """Go on from `folder`. A checkpoint that does not fit is a CheckpointError, and leaves the trainer as it was."""
+
+        def run() -> None:
+            with self._recorder.span("load"):
+                load_checkpoint(Path(folder), self.decoder, self._optimizer)
+
+        await self._offload(run)
+
+    async def export(self, folder: str) -> None:
+        def run() -> None:
+            with self._recorder.span("export"):
+                dtype = DTYPES[self.settings.serving_dtype]
+                save_folder(self.decoder, Path(folder), tokenizer_from=self._source, dtype=dtype)
+
+        await self._offload(run)
+
+    async def telemetry(self) -> Telemetry:
+        return self._recorder.drain()
+
+    async def close(self) -> None:
+        """Give back the carrier and the gradients' memory."""
+        self._optimizer.forget()
+        if self._sender is not None:
+            self._sender.close()
+
+
+def resolve_device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise ValueError(f"device {name!r}: expected 'auto', 'cpu', 'cuda' or 'cuda:N'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device {name!r}: no CUDA device is visible here; use 'auto' or 'cpu'")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ValueError(f"device {name!r}: there are {torch.cuda.device_count()} CUDA devices here, counted from 0")
+    return device

@@ -1,0 +1,35 @@
+"""How the policy is trained on one device. No torch here."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tidemill.config import Config
+
+
+class TrainerSettings(Config):
+    lr: float = Field(default=1e-6, gt=0)
+    warmup_steps: int = Field(default=0, ge=0)  # optimizer updates over which lr rises from 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr after the warm-up, to the last update
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)  # where linear and cosine end, as a share of lr
+    weight_decay: float = Field(default=0.0, ge=0)  # of matrices; norms and biases have none
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = Field(default=1e-8, gt=0)
+    max_grad_norm: float = Field(default=1.0, ge=0)  # 0: gradients are not clipped
+    micro_batch_tokens: int = Field(default=8192, ge=1)  # tokens run at a time: the memory bound, never the mathematics
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and optimizer stay in float32
+    serving_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that engines get
+    checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more time
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+
+    @model_validator(mode="after")
+    def _consistent(self) -> TrainerSettings:
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"betas = {list(self.betas)}: expected two numbers in [0, 1)")
+        if self.min_lr_ratio and self.schedule == "constant":
+            raise ValueError(
+                "min_lr_ratio does not apply to schedule 'constant': choose 'linear' or 'cosine', or leave it out"
+            )
+        return self

@@ -1,0 +1,141 @@
+"""One pass over samples: micro-batches through the decoder, losses, gradients added up as sums.
+
+    samples -> split -> pack -> decoder -> logprobs of the predicted tokens only -> weights * terms -> backward
+
+Nothing is divided here (I6): the reduction's weights came with the samples, the step's scale comes with `apply`. Rows whose
+gradient is known to be zero (no weight; or no advantage, under a loss proportional to it) are run forward only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, loss_by_name
+from tidemill.models.attention import packed_attention
+from tidemill.models.decoder import Attend, Decoder
+from tidemill.models.logprobs import token_logprobs
+from tidemill.trainer.batch import Batch, pack, rows_of, split
+from tidemill.types import Array, LossSpec, Sample, TrainResult
+
+
+@dataclass(frozen=True, slots=True)
+class Compute:
+    """How the decoder is run."""
+
+    device: torch.device
+    budget: int  # tokens of a micro-batch
+    autocast: torch.dtype | None = None  # None: in the weights' own dtype
+    checkpointing: bool = False
+
+    def logprobs(self, decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [M] of the batch's predicted tokens."""
+        attend = _attention(batch, decoder.arch.windows)
+        with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
+            checkpointing = self.checkpointing and torch.is_grad_enabled()
+            hidden = decoder(batch.tokens, batch.positions, attend, checkpointing=checkpointing)
+        picked = hidden.index_select(0, batch.predictors)
+        logprobs, entropy = token_logprobs(decoder, picked, batch.targets, batch.temperature, entropy=True)
+        assert entropy is not None
+        return logprobs, entropy
+
+
+@dataclass(slots=True)
+class _Sums:
+    """Metrics of all micro-batches, on the device until they are asked for."""
+
+    metrics: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, Tensor]) -> None:
+        for name, value in metrics.items():
+            old = self.metrics.get(name)
+            self.metrics[name] = value if old is None else old + value
+
+    def floats(self) -> dict[str, float]:
+        values = torch.stack([v.double() for v in self.metrics.values()]).tolist() if self.metrics else []
+        return dict(zip(self.metrics, values, strict=True))
+
+
+def forward(decoder: Decoder, samples: Sequence[Sample], compute: Compute) -> list[Array]:
+    """[T] float32 logprobs of each sample at its temperature: where it was sampled or has a weight, 0 elsewhere."""
+    logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
+    with torch.no_grad():
+        for rows in split(rows_of(samples), compute.budget):
+            batch = pack(rows, compute.device)
+            _scatter(logprobs, batch, compute.logprobs(decoder, batch)[0])
+    return logprobs
+
+
+def forward_backward(
+    decoder: Decoder,
+    samples: Sequence[Sample],
+    losses: Mapping[str, LossSpec],
+    compute: Compute,
+    at_peak: Callable[[], None] | None = None,
+) -> TrainResult:
+    """Add the gradient of the sum over tokens of weight * loss to the parameters' `.grad`.
+
+    `at_peak` is called once, when the activations of the first micro-batch, that of the longest rows, are alive.
+    """
+    if unknown := sorted({s.loss for s in samples} - set(losses)):
+        raise ValueError(f"samples ask for the loss {', '.join(unknown)}; given were {', '.join(losses) or 'none'}")
+    functions = {name: loss_by_name(spec) for name, spec in losses.items()}
+    proportional = {name for name, spec in losses.items() if spec.name in PROPORTIONAL}
+    rows = rows_of(samples)
+    moving = [_has_gradient(row.sample, proportional) for row in rows]
+    logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
+    sums = _Sums({"loss": torch.zeros((), device=compute.device), "tokens": torch.zeros((), device=compute.device)})
+    for with_gradient in (True, False):
+        chosen = [row for row, moves in zip(rows, moving, strict=True) if moves is with_gradient]
+        for number, part in enumerate(split(chosen, compute.budget)):
+            batch = pack(part, compute.device)
+            with torch.set_grad_enabled(with_gradient):
+                live, entropy = compute.logprobs(decoder, batch)
+                total = _losses(batch, functions, live, entropy, sums)
+            if with_gradient:
+                if number == 0 and at_peak is not None:
+                    at_peak()
+                total.backward()
+            _scatter(logprobs, batch, live.detach())
+    return TrainResult(sums.floats(), logprobs)
+
+
+def _attention(batch: Batch, windows: Sequence[int | None]) -> Attend:
+    """Attention over whole rows: shared tokens are spread to every row that has them, and collected from one."""
+    inner = packed_attention([row.length for row in batch.rows], windows, batch.tokens.device)
+    spread, collect = batch.spread, batch.collect
+    if spread is None or collect is None:
+        return inner
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return inner(layer, *(x.index_select(0, spread) for x in (q, k, v))).index_select(0, collect)
+
+    return attend
+
+
+def _losses(batch: Batch, functions: Mapping[str, LossFunction], live: Tensor, entropy: Tensor, sums: _Sums) -> Tensor:
+    total = live.new_zeros(())
+    for name in batch.losses:
+        value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy))
+        sums.add(metrics)
+        total = total + value
+    return total
+
+
+def _has_gradient(sample: Sample, proportional: set[str]) -> bool:
+    trained = sample.weights != 0
+    if sample.loss in proportional:
+        trained &= sample.advantages != 0
+    return bool(trained.any())
+
+
+def _scatter(into: list[Array], batch: Batch, logprobs: Tensor) -> None:
+    values = logprobs.float().cpu().numpy()
+    end = 0
+    for row in batch.rows:
+        start, end = end, end + len(row.where)
+        into[row.index][row.where] = values[start:end]

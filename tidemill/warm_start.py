@@ -1,0 +1,93 @@
+"""The folder that reinforcement learning starts from: the model itself, or the result of a warm-up, which is kept.
+
+A warm-up is identified by everything that decides its result, so that the second run of a recipe finds it done.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import secrets
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tidemill.build import TrainerSpec, start_parts
+from tidemill.config import dump
+from tidemill.evaluation import Evaluator
+from tidemill.model_folder import ModelFolder
+from tidemill.pool import EnginePool, PoolPublisher
+from tidemill.recipe import RunConfig
+from tidemill.rollout import Episodes
+from tidemill.run_folder import RunFolder, read_json, write_json
+from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import Task
+from tidemill.warmup import WarmedUp, warm_up
+
+RECORD = "warm_start.json"
+RAMP_UPDATES = 20  # over which the warm-up's learning rate rises
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStart:
+    path: Path
+    warmed: WarmedUp | None  # None: there was no warm-up
+    cached: bool = False
+
+
+async def warm_start(
+    config: RunConfig,
+    folder: RunFolder,
+    model: ModelFolder,
+    tasks: Sequence[Task],
+    episodes: Episodes,
+    note: Callable[[str], None],
+) -> WarmStart:
+    if config.warmup.seconds == 0:
+        return WarmStart(model.path, None)
+    kept = config.run_dir.parent / "warm-starts" / _digest(config)
+    if (kept / RECORD).is_file():
+        return WarmStart(kept, WarmedUp(**read_json(kept / RECORD)), cached=True)
+    warmed = await _train(config, folder, model, tasks, episodes, note, kept)
+    return WarmStart(kept, warmed)
+
+
+async def _train(
+    config: RunConfig,
+    folder: RunFolder,
+    model: ModelFolder,
+    tasks: Sequence[Task],
+    episodes: Episodes,
+    note: Callable[[str], None],
+    kept: Path,
+) -> WarmedUp:
+    cores = os.cpu_count() or 1
+    placement = config.placement.model_copy(update={"engines": 1, "trainer_threads": cores, "engine_threads": cores})
+    settings = config.trainer.model_copy(
+        update={"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
+    )
+    spec = TrainerSpec(
+        model=model.path,
+        trainer=TrainerSettings.model_validate(settings.model_dump()),
+        steps=1,  # a constant rate has no end
+        sync=config.placement.sync,
+        folder=folder.weights,
+        seed=config.seed,
+    )
+    async with start_parts(placement, config.engine, spec, folder.logs / "warmup") as parts:
+        pool = EnginePool(parts.engines)
+        publisher, evaluator = PoolPublisher(parts.trainer, pool), Evaluator(pool, episodes, config.seed)
+        warmed = await warm_up(config.warmup, tasks, model.tokenizer, parts.trainer, publisher, evaluator, config.seed, note)
+        beside = kept.with_name(f"{kept.name}.{secrets.token_hex(4)}.partial")
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        await parts.trainer.export(str(beside))
+    write_json(beside / RECORD, asdict(warmed))
+    os.rename(beside, kept)
+    return warmed
+
+
+def _digest(config: RunConfig) -> str:
+    tree = dump(config)
+    decides = {key: tree[key] for key in ("model", "env", "warmup", "seed", "trainer", "engine")}
+    return hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=8).hexdigest()
