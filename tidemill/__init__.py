@@ -1,1 +1,32 @@
 """Tidemill: asynchronous reinforcement-learning post-training for language models."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tidemill.api import Run, train
+    from tidemill.envs.environment import environment
+    from tidemill.protocols import Chat
+    from tidemill.types import InfraError, Score, Task, Unscorable
+
+__all__ = ["Chat", "InfraError", "Run", "Score", "Task", "Unscorable", "environment", "train"]
+
+_HOMES = {
+    "Run": "api",
+    "train": "api",
+    "environment": "envs.environment",
+    "Chat": "protocols",
+    "InfraError": "types",
+    "Score": "types",
+    "Task": "types",
+    "Unscorable": "types",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when they are first asked for: `import tidemill` itself loads nothing."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'tidemill' has no attribute {name!r}")
+    return getattr(import_module(f"tidemill.{_HOMES[name]}"), name)

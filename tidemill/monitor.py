@@ -7,6 +7,7 @@ It keeps engine mismatch (lag 0) and staleness (lag > 0) apart, and changes noth
 
 from __future__ import annotations
 
+import os
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -117,6 +118,9 @@ class Monitor:
         """The parts to ask for telemetry. judging: the rollouts' own spans, which this takes from the list."""
         self._parts, self._judging, self._last = [trainer, *engines], judging, time.monotonic()
 
+    def header(self, lines: Sequence[str]) -> None:
+        self._display.header(lines)
+
     def admitted(self, group_id: int) -> None:
         pass
 
@@ -167,7 +171,7 @@ class Monitor:
             **{f"mismatch/{name}": value for name, value in gap.metrics().items()},
             "lag/mean": float(np.mean(lags)),
             "lag/max": float(max(lags)),
-            "version": float(step + 1),
+            "version": float(self._version.step if self._version else -1),
         }
         if matched.tokens:
             found = matched.metrics()
@@ -186,7 +190,7 @@ class Monitor:
         self._last = now
         for each in telemetry:
             self._collect(each)
-        self.trace.add(CONTROLLER, self._judging)
+        self.trace.add(CONTROLLER, os.getpid(), self._judging)
         self._judging.clear()
         spent = shares({each.process: each.spans for each in telemetry}, begin, now, KINDS)["overall"]
         rate = sum(self._window.lengths) / (now - begin)

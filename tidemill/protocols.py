@@ -131,6 +131,7 @@ class Chat(Protocol):
         ...
 
 
+@runtime_checkable
 class Environment(Protocol):
     """Where tasks come from and how one is attempted. `run` returns None when `judge` decides on the whole group."""
 

@@ -20,7 +20,7 @@ def make_report(
     config: RunConfig,
     wall_s: float,
 ) -> dict[str, Any]:
-    """wall_s: of this process, warm-up and start of the parts included. Counts of groups are the whole run's, by its ledger."""
+    """wall_s: of this process, warm-up and start of the parts included. Counts of groups are the whole run's, by ledger."""
     counts, evaluations = ledger.counts(), ledger.evaluations()
     begin, end = _extent(trace)
     matched, lagged = totals.matched.metrics(), totals.mismatch.lagged.metrics()

@@ -20,6 +20,7 @@ from tidemill.algorithms.prepare import Algorithm
 from tidemill.buffer import Buffer
 from tidemill.build import Parts, TrainerSpec, start_parts
 from tidemill.checkpoints import Checkpoints, Position
+from tidemill.config import dump
 from tidemill.controller import Controller, Hooks, Schedule, first_cause
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
@@ -28,6 +29,9 @@ from tidemill.evaluation import Evaluator
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
 from tidemill.model_folder import ModelFolder, resolve_model
 from tidemill.monitor import Monitor
+from tidemill.observability.display import Display
+from tidemill.observability.sinks import Callback, open_sinks
+from tidemill.observability.trace import Trace
 from tidemill.pool import EnginePool, PoolPublisher
 from tidemill.protocols import Environment
 from tidemill.recipe import RunConfig
@@ -77,15 +81,26 @@ class Ended:
     report: dict[str, Any]
 
 
-async def run(config: RunConfig, monitor: Monitor, note: Callable[[str], None]) -> Ended:
-    """Train. Raises ConfigError for what the user can mend, and the first cause of anything else."""
+EnvironmentMaker = Callable[[WorkerPool], Environment]
+
+
+async def run(
+    config: RunConfig, display: Display, callbacks: Sequence[Callback] = (), make: EnvironmentMaker | None = None
+) -> Ended:
+    """Train. Raises ConfigError for what the user can mend, and the first cause of anything else.
+
+    callbacks: called with (step, metrics). make: an environment from Python objects instead of `config.env`.
+    """
     folder = RunFolder.open(config)
+    note = display.note
     if (report := folder.summary()) is not None and report["steps"] >= config.steps:
         note(f"{folder.path} is complete: {report['steps']} steps were done; give another run_dir, or more steps")
         return Ended(report["steps"], True, report)
     scorer = WorkerPool(**config.scoring.model_dump())
+    sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=note)
+    monitor = Monitor(sinks, display, Trace(config.record.trace_events))
     try:
-        environment = make_environment(config.env, scorer)
+        environment = make(scorer) if make else make_environment(config.env, scorer)
         try:
             model = ModelFolder.open(resolve_model(config.model, folder.path / "base", config.seed))
             session = Session(config, folder, environment, model, monitor, note)
@@ -100,6 +115,24 @@ async def run(config: RunConfig, monitor: Monitor, note: Callable[[str], None]) 
     finally:
         await scorer.close()
         monitor.close()
+
+
+def _describe(session: Session) -> None:
+    """Check what can be checked before anything is started, and say what is about to run."""
+    config, environment, architecture = session.config, session.environment, session.model.architecture
+    train, held_out = environment.tasks("train"), session.held_out(config.eval.final_tasks)
+    longest = check_prompts([*train, *held_out], session.model.tokenizer, session.context)
+    per_step = config.rollout.groups * config.rollout.group_size
+    synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
+    session.monitor.header(
+        [
+            f"task: {environment.name}   {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
+            f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {config.model}",
+            f"{config.algorithm.name}, {synchronous}, max_lag {config.max_lag}: {config.steps} steps of "
+            f"{config.rollout.groups} groups x {config.rollout.group_size} = {per_step} samples",
+            f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}",
+        ]
+    )
 
 
 async def _run(session: Session) -> Ended:

@@ -102,6 +102,9 @@ class Echoing:
     async def block(self, seconds: float) -> None:
         time.sleep(seconds)  # the whole process, as a long kernel would
 
+    def plain(self) -> None:
+        """Not of the protocol, and not async: nobody's business but its own."""
+
     async def close(self) -> None:
         self.closed += 1
         if self.spec.get("close") == "fails":
@@ -121,6 +124,15 @@ async def build(spec: dict[str, Any]) -> tuple[object, type]:
             os.kill(os.getpid(), signal.SIGKILL)
         case "hangs":
             await asyncio.Event().wait()
+        case "forks":
+            if os.fork() == 0:
+                time.sleep(600)
+                os._exit(0)
+        case "forks and is killed":
+            if os.fork() == 0:
+                time.sleep(5)
+                os._exit(0)
+            os.kill(os.getpid(), signal.SIGKILL)
         case "grandchild":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", spec["mark"]])
     print("printed to stdout", flush=True)

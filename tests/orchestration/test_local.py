@@ -151,6 +151,8 @@ async def test_stop_takes_what_the_child_started_along(tmp_path: Path, temporary
 async def test_start_failures(tmp_path: Path, temporary: Path) -> None:
     with pytest.raises(StartFailed, match=r"engine-0 did not start: killed by SIGKILL(.|\n)*about to go"):
         await start(tmp_path, {"start": "killed"})
+    with pytest.raises(StartFailed, match="killed by SIGKILL"):  # though its fork still holds the pipe
+        await start(tmp_path, {"start": "forks and is killed"})
     with pytest.raises(PeerTimeout, match=r"engine-0 did not answer start\(\) within 0.5 s"):
         await start(tmp_path, {"start": "hangs"}, start_deadline=0.5)
     with pytest.raises(ConfigError, match=r"^engine-0 did not start: model='nope'"):
@@ -160,6 +162,13 @@ async def test_start_failures(tmp_path: Path, temporary: Path) -> None:
     with pytest.raises(FileNotFoundError):
         await spawn(Echo, "engine", "x", {}, tmp_path, command=["/no/such/program"])
     assert psutil.Process().children() == []
+
+
+async def test_a_child_that_forks_starts_all_the_same(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, {"start": "forks", "close": "hangs"}, start_deadline=30)
+    fork = psutil.Process(child.pid).children()[0].pid
+    await child.stop(deadline=0.4)
+    assert gone_within(fork, 2)
 
 
 async def test_the_launch_is_private(tmp_path: Path, temporary: Path) -> None:

@@ -131,6 +131,22 @@ async def test_bad_calls_are_answered_with_an_error(method: str, payload: bytes)
         assert "ValueError" in reply.kinds
 
 
+async def test_an_id_in_use_is_refused() -> None:
+    async with hosted() as (server, connection, address):
+        context = zmq.asyncio.Context()
+        socket = context.socket(zmq.DEALER)
+        socket.connect(address)
+        for key in ("first", "second"):
+            await socket.send_multipart([TOKEN.encode(), codec.encode(Call(7, "hold")), codec.encode((key,))])
+        await socket.send_multipart([TOKEN.encode(), codec.encode(Call(8, "held")), codec.encode(())])
+        assert codec.decode((await socket.recv_multipart())[1], list[str]) == ["first"]
+        assert server.refused == 1
+        await socket.send_multipart([TOKEN.encode(), codec.encode(Cancel(7)), b""])
+        assert isinstance(codec.decode((await socket.recv_multipart())[0], Reply), Failed)
+        socket.close(linger=0)
+        context.term()
+
+
 async def test_frames_are_bounded_both_ways() -> None:
     async with hosted(max_frame=10_000) as (server, connection, address):
         with pytest.raises(ValueError, match="at most 10000 travel"):

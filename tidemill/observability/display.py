@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
-BAR = 20
+BAR = 18
 TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", "where time went")
-WIDTHS = (6, 5 + BAR, 8, 6, 7, 7, 9, 6, 1)
+WIDTHS = (5, 5 + BAR, 8, 5, 6, 7, 8, 6, 1)
 _WORK = {"gen": "time/generate", "train": "time/train", "sync": "time/sync", "wait": "time/wait"}
 
 
@@ -69,7 +69,7 @@ class ProgressDisplay:
             self._range = (min(self._range[0], reward), max(self._range[1], reward))
         if not self._titled:
             self._titled = True
-            self._say(line(TITLES).rstrip(), "bold")
+            self._say(line(TITLES).rstrip(), "bold", cut=True)
         text = line(cells(metrics, self._range)).rstrip()
         if self._live is None:
             self._say(text)
@@ -109,9 +109,9 @@ class ProgressDisplay:
     def _say_json(self, value: dict[str, Any]) -> None:
         self._attempt(lambda: print(json.dumps(value, allow_nan=False), file=self._stream, flush=True))
 
-    def _say(self, text: str, style: str = "") -> None:
+    def _say(self, text: str, style: str = "", *, cut: bool = False) -> None:
         if self._live is not None:
-            self._attempt(lambda: self._live and self._live.say(self._fit(text), style))
+            self._attempt(lambda: self._live and self._live.say(self._fit(text), style, cut=cut))
         else:
             self._attempt(lambda: print(self._fit(text), file=self._stream, flush=True))
 
@@ -119,7 +119,7 @@ class ProgressDisplay:
         """Text in what the stream can write: a terminal in the C locale knows ASCII only."""
         encoding = self._stream.encoding or "utf-8"  # a StringIO has none, and takes anything
         return (
-            text.replace("Δ", "d").replace("–", "-").encode(encoding, "replace").decode(encoding)
+            text.replace("Δ", "d").replace("–", "-").replace("≤", "<=").encode(encoding, "replace").decode(encoding)
             if not _can(encoding)
             else text
         )
@@ -161,12 +161,14 @@ class _Live:
             self._live.start()
         self._progress.update(self._task, completed=step)
         self._present = "" if keep else text
-        if keep:
-            self.say(text)
         self._live.update(self._render())
+        if keep:
+            self.say(text, cut=True)
 
-    def say(self, text: str, style: str = "") -> None:
-        self.console.print(text, style=style or None, markup=False, overflow="ellipsis", no_wrap=True)
+    def say(self, text: str, style: str = "", *, cut: bool = False) -> None:
+        """cut: a line of the table, which ends at the terminal's edge; anything else wraps."""
+        overflow = "ellipsis" if cut else "fold"
+        self.console.print(text, style=style or None, markup=False, overflow=overflow, no_wrap=cut)
 
     def close(self) -> None:
         self._live.stop()

@@ -74,12 +74,14 @@ class WandbSink:
 
     def log(self, step: int, metrics: Metrics) -> None:
         if self._run is None:
-            self._run = self._wandb.init(**self._options, settings=self._wandb.Settings(init_timeout=30))
-        self._run.log(dict(metrics), step=step)
+            settings = self._wandb.Settings(init_timeout=30, console="off")  # it would wrap the terminal we draw on
+            self._run = self._wandb.init(**self._options, settings=settings)
+            self._run.define_metric("*", step_metric="step")  # its own counter refuses an evaluation that comes late
+        self._run.log({**metrics, "step": step})
 
     def close(self) -> None:
         if self._run is not None:
-            self._run.finish(quiet=True)
+            self._run.finish()
 
 
 class UserSink:
@@ -160,7 +162,7 @@ def _cut_torn_line(path: Path) -> None:
 
 
 def _missing(package: str) -> str:
-    return f"the sink {package!r} needs a package that is not installed: run `pip install {package}`, or leave it out of `sinks`"
+    return f"the sink {package!r} needs a package that is not installed: `pip install {package}`, or leave it out of `sinks`"
 
 
 def _warn(sentence: str) -> None:

@@ -30,7 +30,7 @@ class Trace:
         """limit: greatest number of spans kept."""
         if limit < 2:
             raise ValueError(f"limit={limit}: expected at least 2 spans")
-        self._limit, self._gap = limit, _FIRST_GAP_S
+        self._limit, self._gap, self._coarsened = limit, _FIRST_GAP_S, False
         self._tracks: dict[tuple[str, int], list[Span]] = {}
         self._offset = time.time() - time.monotonic()
 
@@ -79,23 +79,26 @@ class Trace:
 
     @property
     def coarse(self) -> float:
-        """Neighbouring spans of one name closer than this many seconds were drawn as one; 0 when all are drawn."""
-        return 0.0 if self._gap == _FIRST_GAP_S else self._gap / 2
+        """Neighbouring spans of one name closer than this many seconds were drawn as one; 0 while all are drawn."""
+        return self._gap if self._coarsened else 0.0
 
     def _coarsen(self) -> None:
         """To at most half the limit, so that this happens rarely. Ends with one span for each name of each process."""
+        self._coarsened = True
+        self._join_all()
+        every = [s for track in self._tracks.values() for s in track]
+        extent = max(s.end for s in every) - min(s.start for s in every)
         while len(self) > self._limit // 2:
-            before = len(self)
-            for key, track in self._tracks.items():
-                self._tracks[key] = _join(track, self._gap)
-            longest = max(s.end for t in self._tracks.values() for s in t) - min(
-                s.start for t in self._tracks.values() for s in t
-            )
-            if len(self) == before and self._gap > longest:
-                for track in self._tracks.values():  # more names than the limit holds: the oldest spans go
+            if self._gap > extent:  # more names than the limit holds: of each process, the latest spans stay
+                for track in self._tracks.values():
                     del track[: max(0, len(track) - self._limit // (2 * len(self._tracks)))]
                 return
             self._gap *= 2
+            self._join_all()
+
+    def _join_all(self) -> None:
+        for key, track in self._tracks.items():
+            self._tracks[key] = _join(track, self._gap)
 
 
 def _join(spans: list[Span], gap: float) -> list[Span]:

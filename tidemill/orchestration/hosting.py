@@ -55,6 +55,7 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
 
 
 Report = Ready | Failed
+REPORT_LENGTH = 4  # bytes that say how long the report is
 
 
 def host(build: Factory) -> None:
@@ -65,7 +66,6 @@ def host(build: Factory) -> None:
         sys.exit(1)  # the parent went before the kernel was asked to tell us
     if not told:
         threading.Thread(target=_watch_parent, args=(launch.parent,), daemon=True).start()
-    os.set_inheritable(launch.report, False)
     faulthandler.enable()
     sys.exit(asyncio.run(_serve(build, launch)))
 
@@ -111,8 +111,9 @@ async def _run(server: Server, stopping: asyncio.Event) -> None:
 
 
 def _report(fd: int, report: Report) -> None:
-    with open(fd, "wb") as file:
-        file.write(codec.encode(report))
+    raw = codec.encode(report)
+    with open(fd, "wb") as file:  # with its length: a fork of ours may hold the pipe open
+        file.write(len(raw).to_bytes(REPORT_LENGTH, "big") + raw)
 
 
 def _private_folder() -> Path:

@@ -18,8 +18,8 @@ T = TypeVar("T")
 
 
 class InlineHandle(Generic[T]):
-    def __init__(self, name: str, proxy: T) -> None:
-        self.name, self.proxy = name, proxy
+    def __init__(self, name: str, proxy: T, closable: bool) -> None:
+        self.name, self.proxy, self._closable = name, proxy, closable
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> str:
@@ -28,12 +28,14 @@ class InlineHandle(Generic[T]):
     async def stop(self, deadline: float = 10.0) -> str:
         if not self._ended.done():
             how = "was stopped"
-            if "close" in methods_of(type(self.proxy)):
+            if self._closable:
                 try:
                     async with asyncio.timeout(deadline):
                         await cast(Any, self.proxy).close()
                 except TimeoutError:
                     how = f"did not close within {deadline:g} s"
+                except Exception as error:  # it has ended all the same, but say so
+                    how = f"was stopped; its close() failed: {error}"
             if not self._ended.done():
                 self._ended.set_result(how)
         return self._ended.result()
@@ -62,4 +64,4 @@ class Inline:
             raise StartFailed(f"{name} did not start: {type(error).__name__}: {error}") from error
         if missing := set(methods_of(protocol)) - set(methods_of(served)):
             raise ValueError(f"{name} does not serve {', '.join(sorted(missing))}")
-        return InlineHandle(name, cast(T, target))
+        return InlineHandle(name, cast(T, target), "close" in methods_of(protocol))

@@ -26,7 +26,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 
 from tidemill import codec
-from tidemill.orchestration.hosting import Launch, Ready, Report
+from tidemill.orchestration.hosting import REPORT_LENGTH, Launch, Ready, Report
 from tidemill.orchestration.placement import StartFailed
 from tidemill.orchestration.rpc import DEADLINE_S, Connection, check_deadlines, connect
 from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
@@ -35,6 +35,7 @@ T = TypeVar("T")
 MODULE = "tidemill.remote_worker"
 START_S = 120.0  # a cold import of torch from a network disk takes its time
 _KILL_S = 10.0  # for the kernel to end a process that was sent SIGKILL
+_PIPE_S = 1.0  # to read what a process wrote before it ended
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -104,8 +105,9 @@ class LocalProcess(Generic[T]):
                 await self.proxy.close()  # type: ignore[attr-defined]
         except (PeerDied, TimeoutError):
             pass
-        except (RemoteError, ValueError) as error:  # it goes down all the same, but say so
-            self._stopping = f"was stopped; its close() failed: {str(error).splitlines()[0]}"
+        except Exception as error:  # whatever it was, it goes down all the same, but say so
+            reason, _, _ = str(error).partition("\n")
+            self._stopping = f"was stopped; its close() failed: {reason}"
 
     async def _ended(self, seconds: float) -> bool:
         done, _ = await asyncio.wait({self._watching}, timeout=seconds)
@@ -223,14 +225,17 @@ async def _reported(fd: int, process: asyncio.subprocess.Process, name: str, log
     loop = asyncio.get_running_loop()
     pipe = os.fdopen(fd, "rb", buffering=0)  # the transport's from here on
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
+    reading, ended = asyncio.create_task(_read(reader)), asyncio.create_task(process.wait())
     try:
-        raw = await reader.read()  # until the child closes its end
+        await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading}, timeout=_PIPE_S if ended.done() else 0)
+        if not reading.done() or reading.exception() is not None:
+            raise StartFailed(f"{name} did not start: {_describe(await ended)}; {log.tail()}")
     finally:
+        reading.cancel()
+        ended.cancel()
         transport.close()
-    if not raw:
-        how = _describe(await process.wait())
-        raise StartFailed(f"{name} did not start: {how}; {log.tail()}")
-    report = codec.decode(raw, Report)
+    report = codec.decode(reading.result(), Report)
     if isinstance(report, Ready):
         return report
     error = rebuild(msgspec.structs.replace(report, message=f"{name} did not start: {report.message}"), name)
@@ -239,6 +244,10 @@ async def _reported(fd: int, process: asyncio.subprocess.Process, name: str, log
         failed.add_note(report.trace)
         raise failed
     raise error
+
+
+async def _read(reader: asyncio.StreamReader) -> bytes:
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(REPORT_LENGTH), "big"))
 
 
 async def _greet(connection: Connection[Any], folder: str, seconds: float) -> None:

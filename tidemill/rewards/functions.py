@@ -15,6 +15,8 @@ _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _SIGNED = rf"(?:(?<![\w)\]}}.])[-+−])?(?:{_DIGITS})(?:[eE][-+]?\d+)?"
 _NUMBER = re.compile(rf"(?P<latex>(?:(?<![\w)\]}}])[-+−])?\\[dt]?frac\{{\s*-?\d+\s*\}}\{{\s*-?\d+\s*\}})"
                      rf"|(?P<top>{_SIGNED})(?:\s*/\s*(?P<bottom>{_DIGITS}))?")  # fmt: skip
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+_BRACE = re.compile(r"[{}]")
 _LONGEST = 400  # digits, and size of an exponent: beyond that it is no answer, and arithmetic on it would not end
 
 
@@ -74,13 +76,15 @@ def last_number(text: str) -> Fraction | None:
 
 def boxed(text: str) -> str | None:
     """The content of the last `\\boxed{...}`, with its braces balanced; None when there is no complete one."""
-    for start in reversed([m.end() for m in re.finditer(r"\\(?:boxed|fbox)\s*\{", text)]):
-        depth = 1
-        for position in range(start, len(text)):
-            depth += {"{": 1, "}": -1}.get(text[position], 0)
-            if depth == 0:
-                return text[start:position]
-    return None
+    opens = {match.end() for match in _BOX.finditer(text)}
+    stack: list[int] = []
+    start = end = -1
+    for match in _BRACE.finditer(text):  # one pass: a completion may well be a hundred kilobytes of braces
+        if match[0] == "{":
+            stack.append(match.end())
+        elif stack and (opened := stack.pop()) in opens and opened > start:
+            start, end = opened, match.start()
+    return text[start:end] if start >= 0 else None
 
 
 def _fraction(text: str) -> Fraction | None:

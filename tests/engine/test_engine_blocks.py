@@ -1,0 +1,188 @@
+"""Block manager and scheduler against models of what they promise, without torch."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tidemill.engine.blocks import NULL_PAGE, ROOT, BlockManager, PageKey
+from tidemill.engine.scheduler import Scheduler, Sequence
+
+PAGE = 4
+texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # two tokens only: prefixes repeat all the time
+operations = st.lists(
+    st.tuples(st.sampled_from(["new", "grow", "free"]), texts, st.integers(0, 2), st.integers(0, 100)), max_size=60
+)
+
+
+@pytest.mark.parametrize("collide", [False, True])
+@given(operations)
+@settings(max_examples=120, deadline=None)
+def test_never_leaks_and_never_serves_other_tokens(collide, steps):
+    original = PageKey.__hash__
+    if collide:
+        PageKey.__hash__ = lambda self: 7  # every key collides with every other
+    try:
+        _drive_blocks(steps)
+    finally:
+        PageKey.__hash__ = original
+
+
+def _drive_blocks(steps):
+    blocks = BlockManager(12, PAGE)
+    held: list[list[int]] = []
+    content: dict[int, tuple] = {}  # page -> (salt, the whole prefix up to its end), as its owner wrote it
+    for kind, text, salt, pick in steps:
+        tokens = np.array(text, np.int32)
+        if kind == "new":
+            shared, chain = blocks.lookup(tokens, (0, salt))
+            for i, page in enumerate(shared):
+                assert content[page] == ((0, salt), tuple(text[: (i + 1) * PAGE])), "the KV of another prefix was served"
+            needed = blocks.count(len(text)) - len(shared)
+            if not blocks.can_allocate(needed, shared):
+                continue
+            pages = blocks.allocate(needed, shared)
+            assert NULL_PAGE not in pages and pages[: len(shared)] == shared
+            for i in range(len(shared), len(text) // PAGE):
+                content[pages[i]] = ((0, salt), tuple(text[: (i + 1) * PAGE]))
+                chain = blocks.register(pages[i], tokens[i * PAGE : (i + 1) * PAGE], chain, (0, salt))
+            held.append(pages)
+        elif kind == "grow" and held and blocks.can_allocate(1):
+            page = blocks.append(held[pick % len(held)])
+            content.pop(page, None)
+            assert sum(page in pages for pages in held) == 1, "a page in use was given away"
+        elif kind == "free" and held:
+            blocks.free(held.pop(pick % len(held)))
+        blocks.check_integrity(held)
+    for pages in held:
+        blocks.free(pages)
+    blocks.check_integrity([])
+    assert blocks.available == blocks.usable
+
+
+def test_eviction_takes_the_least_recently_used_leaf_first():
+    blocks = BlockManager(4, 1)
+    tokens = np.arange(3, dtype=np.int32)
+    pages, chain = blocks.allocate(3), ROOT
+    for i, page in enumerate(pages):
+        chain = blocks.register(page, tokens[i : i + 1], chain, (0, 0))
+    blocks.free(pages)
+    blocks.allocate(1)
+    assert blocks.lookup(tokens, (0, 0))[0] == pages[:2]
+    assert blocks.lookup(tokens, (0, 1))[0] == [], "another salt is another cache"
+
+
+@pytest.mark.parametrize("damage", ["leak", "double", "lost"])
+def test_integrity_check_sees_damage(damage):
+    blocks = BlockManager(6, 2)
+    pages = blocks.allocate(2)
+    if damage == "leak":
+        held = []
+    elif damage == "double":
+        held = [pages, pages]
+    else:
+        held = [pages]
+        blocks._free.pop()
+    with pytest.raises(RuntimeError, match="KV page"):
+        blocks.check_integrity(held)
+
+
+events = st.sampled_from(["", "abort", "drain", "renew"])
+requests = st.lists(
+    st.tuples(
+        texts, st.integers(1, 20), st.booleans(), st.integers(0, 30), st.sampled_from(["", "abort", "drain", "renew"])
+    ),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(requests, st.integers(1, 9), st.integers(6, 14), st.integers(1, 5), st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_scheduler_computes_every_token_once_and_ends(wanted, chunk, pages, slots, prefix_cache):
+    blocks = BlockManager(pages + 1, PAGE, prefix_cache)
+    scheduler = Scheduler(blocks, slots, 24, chunk)
+    memory: dict[int, tuple] = {}  # what lies at each write position: the prefix it was computed from
+    pending, ended = [], 0
+    for text, extra, probe, when, event in wanted:
+        probe = probe and len(text) > 1
+        sequence = Sequence(np.array(text, np.int32), limit=len(text) + (0 if probe else extra), probe=probe)
+        if len(text) > scheduler.context - (not probe):
+            with pytest.raises(ValueError, match="context"):
+                scheduler.submit(sequence)
+        else:
+            scheduler.submit(sequence)
+            pending.append((sequence, when, event))
+    for step in range(3000):
+        for entry in [e for e in pending if e[1] == step and e[2]]:
+            if entry[2] == "abort":
+                scheduler.release(entry[0])
+                scheduler.release(entry[0])  # twice is once
+                pending.remove(entry)
+                ended += 1
+            elif entry[2] == "renew":
+                scheduler.salt = (0, step)
+                scheduler.preempt_all(renew=True)
+        scheduler.admitting = not any(e[2] == "drain" and e[1] <= step < e[1] + 5 for e in pending)
+        scheduler.check_integrity()
+        plan = scheduler.plan()
+        if plan is None:
+            assert not scheduler.running
+            if not pending:
+                break
+            assert not scheduler.admitting
+            continue
+        _check_plan(scheduler, plan, memory, chunk)
+        scheduler.advance(plan, np.full(len(plan.sample_slots), step % 2, np.int64))
+        for entry in list(pending):
+            sequence = entry[0]
+            if sequence.waiting:
+                continue
+            length, computed = scheduler.length[sequence.slot], scheduler.computed[sequence.slot]
+            if computed == length if sequence.probe else length >= sequence.limit:
+                scheduler.release(sequence)
+                pending.remove(entry)
+                ended += 1
+    assert not pending, "a request starved"
+    scheduler.check_integrity()
+    assert blocks.available == blocks.usable and scheduler.waiting_count == 0 and scheduler.in_flight == 0
+
+
+def _check_plan(scheduler, plan, memory, chunk):
+    """Writes land in own pages, every needed key is where the table says, and it was computed from the same prefix."""
+    size = scheduler.blocks.page_size
+    assert sum(c.count for c in plan.chunks) <= chunk
+    assert len(set(plan.sample_slots.tolist())) == len(plan.sample_slots)
+    rows = [(int(s), int(n) - 1) for s, n in zip(plan.singles, plan.lengths, strict=True)]
+    rows += [(c.slot, c.start + i) for c in plan.chunks for i in range(c.count)]
+    assert len(rows) == len(plan.tokens)
+    salts = {slot: scheduler.running[slot].salt for slot, _ in rows}
+    for (slot, position), token, at, where in zip(rows, plan.tokens, plan.positions, plan.writes, strict=True):
+        prefix = tuple(scheduler.tokens[slot, : position + 1].tolist())
+        assert at == position and token == prefix[-1]
+        if where >= size:  # not the null page
+            holders = [s for s, seq in scheduler.running.items() if where // size in seq.pages]
+            assert slot in holders
+            memory[int(where)] = (salts[slot], prefix)
+    for slot, position in rows:
+        for i in range(position + 1):
+            where = int(scheduler.table[slot, i // size]) * size + i % size
+            salt, prefix = memory[where]
+            assert prefix == tuple(scheduler.tokens[slot, : i + 1].tolist()) and salt == salts[slot]
+
+
+def test_thousands_of_waiting_requests_cost_nothing():
+    scheduler = Scheduler(BlockManager(100, PAGE), 2, 64, 8)
+    sequences = [Sequence(np.zeros(5, np.int32), limit=50) for _ in range(5000)]
+    for sequence in sequences:
+        scheduler.submit(sequence)
+    for sequence in sequences[2:-1]:
+        scheduler.release(sequence)
+    assert scheduler.waiting_count == 3
+    scheduler.plan()
+    assert len(scheduler.running) == 2 and scheduler.waiting_count == 1
+    scheduler.release(sequences[0])
+    scheduler.plan()
+    assert sequences[-1].slot >= 0

@@ -1,0 +1,371 @@
+"""The engine as its callers see it: ends, aborts, updates, failures, sleep."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts, reference_logprobs, with_pages
+
+import tidemill.engine.core as core
+from tidemill.engine.settings import EngineSettings
+from tidemill.protocols import Engine, PolicyMismatch
+from tidemill.types import Finish, SamplingParams, Version
+
+
+@pytest.fixture
+async def started():
+    """Builds engines and closes them."""
+    engines = []
+
+    def start(**settings):
+        engines.append(engine(**settings))
+        return engines[-1]
+
+    yield start
+    for under_test in engines:
+        await under_test.close()
+
+
+async def until(condition, steps=10000):
+    for _ in range(steps):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not happen")
+
+
+def prompt(seed=0):
+    return prompts(1, 10, 11, seed)[0]
+
+
+async def test_ends(started):
+    free = started()
+    assert isinstance(free, Engine)
+    whole = await free.generate(prompt(), SamplingParams(max_tokens=200, seed=1), "policy", "")
+    assert whole.finish is Finish.CONTEXT and len(whole.tokens) == BASE.context - 10
+    assert whole.engine == "engine-0" and whole.queued_s >= 0 and whole.sources == (Version(0),)
+    assert (whole.versions == 0).all() and whole.tokens.dtype == whole.versions.dtype == np.int32
+    stop = int(whole.tokens[7])
+    first = int(np.flatnonzero(whole.tokens == stop)[0])
+    stopped = await free.generate(prompt(), SamplingParams(max_tokens=200, seed=1, stop_ids=(99, stop)), "policy", "")
+    assert stopped.finish is Finish.STOP and stopped.tokens.tolist() == whole.tokens[: first + 1].tolist()
+    last = SamplingParams(max_tokens=first + 1, seed=1, stop_ids=(stop,))
+    assert (await free.generate(prompt(), last, "policy", "")).finish is Finish.STOP, "stop comes before length"
+    with_eos = started(eos_ids=(stop,))
+    assert (await with_eos.generate(prompt(), SamplingParams(max_tokens=50, seed=1), "policy", "")).finish is Finish.STOP
+    ignoring = await with_eos.generate(prompt(), SamplingParams(max_tokens=50, seed=1, ignore_eos=True), "policy", "")
+    assert ignoring.finish is Finish.LENGTH and ignoring.tokens.tolist() == whole.tokens[:50].tolist()
+
+
+async def test_what_cannot_be_served_is_refused(started):
+    under_test = started()
+    params = SamplingParams()
+    for tokens, policy, message in (
+        (np.zeros(96, np.int32), "policy", "context of 96"),
+        (np.zeros(0, np.int32), "policy", "at least one token"),
+        (np.array([BASE.vocab], np.int32), "policy", "this model knows"),
+        (np.array([-1], np.int32), "policy", "this model knows"),
+        (np.array([0.5]), "policy", "at least one token"),
+        (prompt(), "teacher", "'teacher' is not served"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            await under_test.generate(tokens, params, policy, "")
+    with pytest.raises(ValueError, match="temperature"):
+        await under_test.score(prompt(), "policy", 0.0, 0)
+    assert len((await under_test.generate(np.zeros(95, np.int32), params, "policy", "")).tokens) == 1
+    assert (await under_test.score(np.zeros(96, np.int32), "policy", 1.0, 0)).logprobs.shape == (96,)
+    with pytest.raises(ValueError, match="kv_memory_mb"):
+        started(kv_memory_mb=1, page_size=1 << 16)
+
+
+async def test_abort_and_cancel_give_everything_back(started):
+    under_test = started(max_sequences=2)
+    params = SamplingParams(max_tokens=80, seed=2)
+    calls = [asyncio.ensure_future(under_test.generate(prompt(i), params, "policy", "ab"[i % 2])) for i in range(6)]
+    scheduler = under_test._scheduler
+    await until(lambda: scheduler.running and min(scheduler.length[s] for s in scheduler.running) > 14)
+    await under_test.abort("a")
+    done = await asyncio.gather(*calls[::2])
+    assert {c.finish for c in done} == {Finish.CANCELLED}
+    assert len(done[0].tokens) >= 4 and [len(c.tokens) for c in done[1:]] == [0, 0]
+    np.testing.assert_allclose(done[0].logprobs, reference_logprobs(decoder(), prompt(0), done[0].tokens), atol=2e-5)
+    calls[1].cancel()
+    calls[5].cancel()
+    assert (await calls[3]).finish is Finish.LENGTH
+    await under_test.abort("unknown")
+    await until(lambda: under_test._loop.done())  # its integrity check passed
+    assert scheduler.blocks.available == scheduler.blocks.usable and not under_test._by_key
+    assert not under_test._requests and scheduler.in_flight == 0
+
+
+async def test_stream(started):
+    under_test = started()
+    params = SamplingParams(max_tokens=9, seed=4, top_logprobs=2)
+    expected = await under_test.generate(prompt(), params, "policy", "")
+    stream = under_test.stream(prompt(), params, "policy", "k")
+    got = [item async for item in stream]
+    assert [g[0] for g in got] == expected.tokens.tolist() and stream.completion.finish is Finish.LENGTH
+    np.testing.assert_allclose([g[1] for g in got], expected.logprobs, atol=1e-6)
+    assert [i for i, _ in got[3][3]] == expected.top_ids[3].tolist()
+    assert [item async for item in stream] == []
+    left = under_test.stream(prompt(), SamplingParams(max_tokens=80), "policy", "k")
+    assert isinstance((await anext(left))[0], int)
+    await left.aclose()
+    assert not under_test._requests
+    ending = under_test.stream(prompt(), SamplingParams(max_tokens=80), "policy", "k")
+    await anext(ending)
+    await under_test.abort("k")
+    async for _ in ending:
+        pass
+    assert ending.completion.finish is Finish.CANCELLED
+
+
+def mixed_reference(completion, models):
+    """Logprobs of each token under the model of its stamp, all of the prefix computed by that model."""
+    rows = [reference_logprobs(m, prompt(), completion.tokens) for m in models]
+    return np.stack(rows)[completion.versions, np.arange(len(completion.tokens))]
+
+
+async def update_now(under_test, published, monkeypatch):
+    """Begin an update, and let no step run before its weights are staged: the commit finds what is in flight now."""
+    staged, stage, run = threading.Event(), under_test._staging.stage, core.run
+
+    def signalling(*args):
+        try:
+            return stage(*args)
+        finally:
+            staged.set()
+
+    def waiting(*args):
+        assert staged.wait(30)
+        return run(*args)
+
+    monkeypatch.setattr(under_test._staging, "stage", signalling)
+    update = asyncio.ensure_future(under_test.update(published))
+    for _ in range(3):  # it takes its lock, and hands the staging to its thread
+        await asyncio.sleep(0)
+    monkeypatch.setattr(core, "run", waiting)
+    return update
+
+
+async def in_the_middle(under_test, receiver, new, monkeypatch, key="episode"):
+    """A completion that is in flight while version 1 is committed."""
+    published = receiver.publish(1, new)
+    call = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=85, seed=5), "policy", key))
+    scheduler = under_test._scheduler
+    await until(lambda: scheduler.running and scheduler.length[next(iter(scheduler.running))] > 20)
+    return call, await update_now(under_test, published, monkeypatch)
+
+
+async def test_update_recompute(started, monkeypatch):
+    receiver, new = MemoryReceiver(), decoder(seed=1)
+    under_test = started(receiver=receiver, in_flight="recompute")
+    call, update = await in_the_middle(under_test, receiver, new, monkeypatch)
+    version = await update
+    assert version.step == 1 and version.fingerprint
+    completion = await call
+    assert set(completion.versions.tolist()) == {0, 1} and (np.diff(completion.versions) >= 0).all()
+    assert completion.sources == (Version(0), version)
+    # Prefilled again by the new weights: each token's logprob is that of the one model of its stamp.
+    np.testing.assert_allclose(completion.logprobs, mixed_reference(completion, [decoder(), new]), atol=2e-5)
+
+
+async def test_update_keep(started, monkeypatch):
+    receiver, new = MemoryReceiver(), decoder(seed=1)
+    under_test = started(receiver=receiver, in_flight="keep")
+    call, update = await in_the_middle(under_test, receiver, new, monkeypatch)
+    await update
+    completion = await call
+    first = int(np.flatnonzero(completion.versions == 1)[0])
+    assert first > 10 and (completion.versions[first:] == 1).all() and [v.step for v in completion.sources] == [0, 1]
+    gap = np.abs(completion.logprobs - mixed_reference(completion, [decoder(), new]))
+    assert gap[:first].max() < 1e-5 and gap[first:].max() > 1e-3, "the KV of the old weights is kept"
+    # The episode goes on with the salt of its first turn; a new one does not find KV of the old weights.
+    history = np.concatenate([prompt(), completion.tokens[:60]])
+    again = await under_test.generate(history, SamplingParams(max_tokens=4), "policy", "episode")
+    other = await under_test.generate(history, SamplingParams(max_tokens=4), "policy", "another")
+    assert again.cached_tokens == 68 and other.cached_tokens == 0
+    np.testing.assert_allclose(other.logprobs, reference_logprobs(new, history, other.tokens), atol=2e-5)
+
+
+async def test_update_finish(started, monkeypatch):
+    receiver, new = MemoryReceiver(), decoder(seed=1)
+    under_test = started(receiver=receiver, in_flight="finish", max_sequences=2)
+    call, update = await in_the_middle(under_test, receiver, new, monkeypatch)
+    await until(lambda: under_test._draining is not None)
+    late = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=5, seed=5), "policy", "episode"))
+    assert (await call).sources == (Version(0),) and not (await call).versions.any()
+    assert (await update).step == 1
+    completion = await late
+    assert (completion.versions == 1).all() and completion.cached_tokens == 0
+    np.testing.assert_allclose(completion.logprobs, reference_logprobs(new, prompt(), completion.tokens), atol=2e-5)
+
+
+async def test_finish_commits_when_what_was_in_flight_is_aborted(started, monkeypatch):
+    receiver = MemoryReceiver()
+    under_test = started(receiver=receiver, in_flight="finish", max_sequences=1)
+    call, update = await in_the_middle(under_test, receiver, decoder(seed=1), monkeypatch)
+    await until(lambda: under_test._draining is not None)
+    late = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=5), "policy", ""))
+    await asyncio.sleep(0)
+    await under_test.abort("episode")
+    assert (await call).finish is Finish.CANCELLED and (await update).step == 1
+    assert (await late).versions.tolist() == [1] * 5
+
+
+@pytest.mark.parametrize("mode", ["keep", "finish", "recompute"])
+async def test_a_score_is_of_one_version(started, mode, monkeypatch):
+    receiver, new = MemoryReceiver(), decoder(seed=1)
+    under_test = started(receiver=receiver, in_flight=mode, prefill_chunk=1)
+    text, published = prompts(1, 90, 91)[0], receiver.publish(1, new)
+    call = asyncio.ensure_future(under_test.score(text, "policy", 1.0, 2))
+    scheduler = under_test._scheduler
+    await until(lambda: scheduler.running and scheduler.computed[next(iter(scheduler.running))] > 2)
+    await (await update_now(under_test, published, monkeypatch))
+    result = await call
+    model = new if result.version.step == 1 else decoder()
+    assert result.version.step == (0 if mode == "finish" else 1)
+    np.testing.assert_allclose(result.logprobs[1:], reference_logprobs(model, text[:1], text[1:]), atol=2e-5)
+
+
+async def test_updates_one_after_another_and_only_forward(started):
+    receiver = MemoryReceiver()
+    under_test = started(receiver=receiver)
+    published = [receiver.publish(i, decoder(seed=i)) for i in (1, 2, 3)]
+    call = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=85), "policy", ""))
+    versions = await asyncio.gather(*(under_test.update(p) for p in published))
+    assert [v.step for v in versions] == [1, 2, 3]
+    await call
+    with pytest.raises(PolicyMismatch, match="only go forward"):
+        await under_test.update(published[1])
+    assert (await under_test.stats()).version == published[2].version
+    after = await under_test.generate(prompt(), SamplingParams(max_tokens=5), "policy", "")
+    np.testing.assert_allclose(after.logprobs, reference_logprobs(decoder(seed=3), prompt(), after.tokens), atol=2e-5)
+    telemetry = await under_test.telemetry()
+    names = [s.name for s in telemetry.spans]
+    assert names.count("stage") == names.count("commit") == 3 and "generate" in names
+    assert all(s.end >= s.start for s in telemetry.spans) and telemetry.counters["generated_tokens"] == 90
+    assert telemetry.memory_bytes > 1 << 20 and (await under_test.telemetry()).spans == []
+
+
+async def test_wrong_weights_are_refused_and_the_old_ones_served(started):
+    receiver = MemoryReceiver()
+    under_test = started(receiver=receiver)
+    before = await under_test.generate(prompt(), SamplingParams(max_tokens=8, seed=3), "policy", "")
+    published = receiver.publish(1, decoder(seed=1))
+    receiver.corrupt = True
+    with pytest.raises(PolicyMismatch) as error:
+        await under_test.update(published)
+    assert published.version.fingerprint in str(error.value) and "v0" in str(error.value)
+    receiver.models[1] = decoder(replace(BASE, hidden=40), seed=1)
+    with pytest.raises(PolicyMismatch, match="not this model's weights"):
+        await under_test.update(published)
+    with pytest.raises(PolicyMismatch, match="without a fingerprint"):
+        await under_test.update(core.Published(Version(1), "memory", "1"))
+    again = await under_test.generate(prompt(), SamplingParams(max_tokens=8, seed=3), "policy", "")
+    np.testing.assert_array_equal(before.tokens, again.tokens)
+    assert (again.versions == 0).all() and (await under_test.stats()).version == Version(0)
+    receiver.corrupt, receiver.models[1] = False, decoder(seed=1)
+    assert (await under_test.update(published)).step == 1
+
+
+async def test_bfloat16_serves_what_was_published_in_bfloat16(started):
+    receiver = MemoryReceiver()
+    under_test = started(receiver=receiver, dtype="bfloat16")
+    new = decoder(seed=1)
+    version = await under_test.update(receiver.publish(1, new, torch.bfloat16))
+    assert version == receiver.publish(1, new, torch.bfloat16).version
+    with pytest.raises(PolicyMismatch):  # a fingerprint is of the served dtype
+        await under_test.update(receiver.publish(2, decoder(seed=2), torch.float32))
+
+
+async def test_a_failing_step_fails_everybody(started, monkeypatch):
+    under_test = started(max_sequences=2)
+    params = SamplingParams(max_tokens=80)
+    calls = [asyncio.ensure_future(under_test.generate(prompt(i), params, "policy", "")) for i in range(4)]
+    calls.append(asyncio.ensure_future(under_test.score(prompt(), "policy", 1.0, 0)))
+    stream = under_test.stream(prompt(), params, "policy", "")
+    await until(lambda: under_test._scheduler.running)
+    monkeypatch.setattr(core, "run", lambda *a: (_ for _ in ()).throw(MemoryError("out of memory")))
+    results = await asyncio.gather(*calls, return_exceptions=True)
+    assert [type(r) for r in results] == [MemoryError] * 5
+    with pytest.raises(MemoryError):
+        async for _ in stream:
+            pass
+    for call in (under_test.generate(prompt(), params, "policy", ""), under_test.score(prompt(), "policy", 1.0, 0)):
+        with pytest.raises(RuntimeError, match=r"engine-0 has stopped.*out of memory"):
+            await call
+
+
+async def test_nan_weights_are_noticed(started):
+    under_test = started()
+    under_test._weights.decoder.norm.weight[:] = torch.nan
+    with pytest.raises(FloatingPointError):
+        await under_test.generate(prompt(), SamplingParams(), "policy", "")
+
+
+async def test_a_leak_is_noticed_when_the_engine_goes_idle(started):
+    under_test = started()
+    under_test._scheduler.blocks.allocate(1)
+    await under_test.generate(prompt(), SamplingParams(max_tokens=3), "policy", "")
+    await until(lambda: under_test._loop.done())
+    with pytest.raises(RuntimeError, match="KV pages leaked"):
+        await under_test.generate(prompt(), SamplingParams(max_tokens=3), "policy", "")
+
+
+async def test_sleep_and_wake(started):
+    receiver = MemoryReceiver()
+    under_test = started(receiver=receiver)
+    params = SamplingParams(max_tokens=60, seed=8)
+    expected = await under_test.generate(prompt(), params, "policy", "")
+    call = asyncio.ensure_future(under_test.generate(prompt(), params, "policy", ""))
+    await until(lambda: under_test._scheduler.running)
+    await under_test.sleep()
+    await under_test.sleep()
+    assert under_test._cache is None
+    with pytest.raises(RuntimeError, match="asleep"):
+        await under_test.generate(prompt(), params, "policy", "")
+    await asyncio.sleep(0)
+    assert not call.done()
+    await under_test.wake()
+    np.testing.assert_array_equal((await call).tokens, expected.tokens)
+    await under_test.sleep()
+    assert (await under_test.update(receiver.publish(1, decoder(seed=1)))).step == 1
+    await under_test.wake()
+    assert (await under_test.generate(prompt(), params, "policy", "")).versions.tolist() == [1] * 60
+
+
+async def test_close_ends_what_is_pending():
+    receiver = MemoryReceiver()
+    under_test = engine(receiver=receiver)
+    call = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=80), "policy", ""))
+    await until(lambda: under_test._scheduler.running)
+    await under_test.close()
+    await under_test.close()
+    with pytest.raises(RuntimeError, match="was closed"):
+        await call
+    with pytest.raises(RuntimeError, match="has stopped"):
+        await under_test.generate(prompt(), SamplingParams(), "policy", "")
+    assert receiver.closed and under_test._loop.done()
+
+
+async def test_a_lone_sequence_never_starves(monkeypatch, started):
+    with_pages(monkeypatch, 4)
+    under_test = started(max_sequences=3)
+    done = await asyncio.gather(
+        *(under_test.generate(prompt(i), SamplingParams(max_tokens=50, seed=i), "policy", "") for i in range(3))
+    )
+    assert [c.finish for c in done] == [Finish.CONTEXT] * 3 and [len(c.tokens) for c in done] == [6] * 3
+    assert (await under_test.capabilities()).context == 16
+
+
+def test_memory_settings_decide_the_pages():
+    each = 2 * 2 * 4 * 2 * 8 * 4  # layers, heads, page, key and value, head size, bytes
+    assert engine(kv_memory_mb=1)._pages == (1 << 20) // each
+    assert engine()._pages == 8 * 96 // 4 + 1  # every row's whole context
+    assert EngineSettings().page_size == 16

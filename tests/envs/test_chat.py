@@ -1,0 +1,247 @@
+"""Token truth (I7): the record is what was sent and what was sampled, in order, and nothing is encoded twice."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
+
+from tidemill.config import ConfigError
+from tidemill.envs.chat import ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
+from tidemill.envs.template import TemplateRewritesHistory, check_prompts, prompt_tokens
+from tidemill.models.tokenizer import character_tokenizer
+from tidemill.protocols import Chat
+from tidemill.seeds import derive_seed
+from tidemill.types import Finish, SamplingParams, Score, Task
+
+TOKENIZER = chat_tokenizer()
+END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
+LETTERS = character_tokenizer("abcdefghijklmnopqrstuvwxyz0123456789 \n")
+FIRST, SECOND = "what is the answer?", "two, what?"
+
+
+def chat_with(engine, tokenizer=TOKENIZER, *, context=10_000, **params) -> EpisodeChat:
+    params = SamplingParams(**{"stop_ids": (tokenizer.eos_token_id,), **params})
+    return EpisodeChat(engine, tokenizer, params, context=context, key="g7/0", seeds=rollout_seeds(1, 7, 0))
+
+
+def check_truth(engine: ScriptedEngine, chat: EpisodeChat) -> None:
+    """The masked positions are exactly the engine's tokens; each call was sent the record up to it."""
+    record = chat.trajectory()
+    for column in ("tokens", "logprobs", "versions"):
+        sampled = np.concatenate([getattr(c, column) for c in engine.completions])
+        np.testing.assert_array_equal(getattr(record, column)[record.mask], sampled)
+    for prompt, completion in zip(engine.prompts, engine.completions, strict=True):
+        np.testing.assert_array_equal(prompt, record.tokens[: len(prompt)])
+        assert not record.mask[len(prompt) - 1]
+        assert record.mask[len(prompt) : len(prompt) + len(completion.tokens)].all()
+    assert (record.logprobs[~record.mask] == 0).all()
+    assert (record.versions[~record.mask] == -1).all()
+    assert record.tokens.dtype == record.versions.dtype == np.int32
+    assert record.logprobs.dtype == np.float32
+
+
+async def test_one_turn():
+    engine = ScriptedEngine(says(TOKENIZER, "forty two"))
+    chat: Chat = chat_with(engine)
+    assert await chat.reply(FIRST) == "forty two"
+    record = chat.trajectory()
+    check_truth(engine, chat)
+    rendered = TOKENIZER.apply_chat_template([{"role": "user", "content": FIRST}], tokenize=True, add_generation_prompt=True)
+    np.testing.assert_array_equal(engine.prompts[0], rendered["input_ids"])
+    np.testing.assert_array_equal(engine.prompts[0], prompt_tokens(TOKENIZER, FIRST))
+    assert record.tokens[-1] == END
+    assert (record.text, record.finish, record.turns) == ("forty two", Finish.STOP, 1)
+    assert [v.step for v in record.sources] == [0, 1]
+    assert record.info == {"queued_s": 0.0, "prompt_tokens": float(len(engine.prompts[0])), "cached_tokens": 3.0}
+
+
+async def test_two_turns_are_the_rendering_of_the_conversation():
+    engine = ScriptedEngine(says(TOKENIZER, "forty two", "two"), support=True)
+    chat = chat_with(engine, top_p=0.9)
+    await chat.reply(FIRST)
+    await chat.reply([{"role": "user", "content": SECOND}])
+    check_truth(engine, chat)
+    roles = ("user", "assistant", "user", "assistant")
+    texts = (FIRST, "forty two", SECOND, "two")
+    messages = [{"role": r, "content": t} for r, t in zip(roles, texts, strict=True)]
+    whole = TOKENIZER.encode(TOKENIZER.apply_chat_template(messages, tokenize=False).rstrip("\n"), add_special_tokens=False)
+    record = chat.trajectory(Score(1.0))
+    np.testing.assert_array_equal(record.tokens, whole)
+    assert (record.turns, record.finish, record.outcome) == (2, Finish.ENV_DONE, Score(1.0))
+    assert [v.step for v in record.sources] == [0, 1, 2, 3]
+    assert record.support is not None
+    assert len(record.support.offsets) == record.sampled + 1
+    ends = record.support.offsets[1:] - 1  # the scripted support lists the sampled token last
+    np.testing.assert_array_equal(record.support.ids[ends], record.tokens[record.mask])
+
+
+async def test_what_was_sampled_is_never_encoded_again():
+    letters = [i for letter in "forty" for i in TOKENIZER.encode(letter, add_special_tokens=False)]
+    assert letters != TOKENIZER.encode("forty", add_special_tokens=False)
+    engine = ScriptedEngine(lambda tokens, params: [*letters, END])
+    chat = chat_with(engine)
+    assert await chat.reply(FIRST) == "forty"
+    await chat.reply(SECOND)
+    check_truth(engine, chat)
+
+
+@pytest.mark.parametrize("template", [CHATML, TRIMS])
+@pytest.mark.parametrize("stop", [True, False])
+async def test_a_turn_closes_the_one_before_exactly_once(template, stop):
+    tokenizer = chat_tokenizer(template)
+    engine = ScriptedEngine(says(tokenizer, " two \n", "", stop=stop))
+    chat = chat_with(engine, tokenizer)
+    assert await chat.reply(FIRST) == " two \n"
+    await chat.reply(SECOND)
+    check_truth(engine, chat)
+    text = tokenizer.decode(engine.prompts[1])
+    assert text.endswith(f" two \n<|im_end|>\n<|im_start|>user\n{SECOND}<|im_end|>\n<|im_start|>assistant\n")
+    assert text.count("<|im_end|>") == 3
+
+
+async def test_a_system_prompt_and_several_messages():
+    engine = ScriptedEngine(says(TOKENIZER, "two", "two"))
+    chat = chat_with(engine)
+    await chat.reply([{"role": "system", "content": "hello"}, {"role": "user", "content": FIRST}])
+    await chat.reply([{"role": "tool", "content": "42"}, {"role": "user", "content": SECOND}])
+    check_truth(engine, chat)
+    assert "<|im_start|>tool\n42<|im_end|>\n<|im_start|>user\n" in TOKENIZER.decode(engine.prompts[1])
+
+
+async def test_a_template_that_rewrites_history_is_refused_by_name():
+    tokenizer = chat_tokenizer(FORGETS)
+    engine = ScriptedEngine(says(tokenizer, "<think>hm</think>two", "two", "two"))
+    chat = chat_with(engine, tokenizer)
+    await chat.reply(FIRST)
+    with pytest.raises(TemplateRewritesHistory, match="template of 'tiny-chat' rewrites history"):
+        await chat.reply(SECOND)
+    assert chat.trajectory().turns == 1
+    assert len(engine.prompts) == 1
+
+
+async def test_a_template_that_refuses_a_role():
+    tokenizer = chat_tokenizer(
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML
+    )
+    chat = chat_with(ScriptedEngine(says(tokenizer, "x")), tokenizer)
+    with pytest.raises(ConfigError, match="refuses roles system: no system"):
+        await chat.reply([{"role": "system", "content": "hello"}])
+
+
+@pytest.mark.parametrize("stop", [True, False])
+async def test_plain_text_without_a_template(stop):
+    engine = ScriptedEngine(says(LETTERS, "12", "21", stop=stop))
+    chat = chat_with(engine, LETTERS)
+    assert await chat.reply("guess") == "12"
+    assert await chat.reply("lower") == "21"
+    check_truth(engine, chat)
+    end = "<eos>" if stop else ""
+    between = "" if stop else "\n"
+    assert LETTERS.decode(chat.trajectory().tokens) == f"guess\n12{end}{between}lower\n21{end}"
+
+
+async def test_plain_text_begins_with_bos_where_the_tokenizer_says_so():
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = character_tokenizer("abc\n")
+    tokenizer.bos_token = "<unk>"
+    core = tokenizer.backend_tokenizer
+    core.post_processor = TemplateProcessing(single="<unk> $A", special_tokens=[("<unk>", 2)])
+    assert prompt_tokens(tokenizer, "ab").tolist() == [2, 3, 4, 6]
+    assert prompt_tokens(character_tokenizer("abc\n"), "ab").tolist() == [3, 4, 6]
+
+
+async def test_seeds_and_limits_of_each_turn():
+    engine = ScriptedEngine(says(LETTERS, "1", "2", "3"))
+    chat = chat_with(engine, LETTERS, max_tokens=9, temperature=0.7)
+    await chat.reply("a")
+    await chat.reply("b", max_tokens=4)
+    await chat.reply("c")
+    assert [p.seed for p in engine.params] == [derive_seed(1, "rollout", 7, 0, 0, turn) for turn in range(3)]
+    assert [p.max_tokens for p in engine.params] == [9, 4, 9]
+    assert chat.trajectory().temperature == 0.7
+    assert engine.keys == {"g7/0"}
+
+
+async def test_length_is_kept_as_the_finish():
+    chat = chat_with(ScriptedEngine(says(LETTERS, "123456"), context=99), LETTERS, max_tokens=3)
+    assert await chat.reply("a") == "123"
+    assert chat.trajectory(Score(0.0)).finish is Finish.LENGTH
+
+
+async def test_a_prompt_longer_than_the_context_is_an_error_with_both_lengths():
+    chat = chat_with(ScriptedEngine(says(LETTERS, "1")), LETTERS, context=8)
+    with pytest.raises(ValueError, match="the prompt is 8 tokens, and the context holds 8"):
+        await chat.reply("abcdefg")
+    assert chat.trajectory().tokens.size == 0
+    tasks = [Task("short", "ab"), Task("long", "abcdefg")]
+    assert check_prompts(tasks, LETTERS, 9) == 8
+    with pytest.raises(ConfigError, match="prompt of task long is 8 tokens, and the context holds 8"):
+        check_prompts(tasks, LETTERS, 8)
+
+
+async def test_a_conversation_that_fills_the_context_ends():
+    engine = ScriptedEngine(says(LETTERS, "12", "34"), context=8)
+    chat = chat_with(engine, LETTERS, context=8)
+    await chat.reply("a")
+    with pytest.raises(ContextFull, match="the conversation is 8 tokens"):
+        await chat.reply("bc")
+    with pytest.raises(ContextFull):
+        await chat.reply("b")
+    record = chat.trajectory()
+    assert (record.finish, record.turns, len(record.tokens)) == (Finish.CONTEXT, 1, 5)
+    check_truth(engine, chat)
+
+
+async def test_a_reply_that_fills_the_context_is_given_and_is_the_last():
+    engine = ScriptedEngine(says(LETTERS, "123456789"), context=8)
+    chat = chat_with(engine, LETTERS, context=8)
+    assert await chat.reply("a") == "123456"
+    with pytest.raises(ContextFull):
+        await chat.reply("b")
+    assert chat.trajectory(Score(1.0)).finish is Finish.CONTEXT
+
+
+async def test_a_cancelled_episode():
+    engine = ScriptedEngine(says(LETTERS, "12", stop=False))
+    chat = chat_with(engine, LETTERS)
+    generate = engine.generate
+
+    async def cancelled(*args):
+        completion = await generate(*args)
+        completion.finish = Finish.CANCELLED
+        return completion
+
+    engine.generate = cancelled
+    with pytest.raises(EpisodeOver):
+        await chat.reply("a")
+    assert chat.trajectory().finish is Finish.CANCELLED
+
+
+async def test_one_reply_at_a_time():
+    gate = asyncio.Event()
+    engine = ScriptedEngine(says(LETTERS, "1", "2"))
+    generate = engine.generate
+
+    async def slow(*args):
+        await gate.wait()
+        return await generate(*args)
+
+    engine.generate = slow
+    chat = chat_with(engine, LETTERS)
+    first = asyncio.ensure_future(chat.reply("a"))
+    await asyncio.sleep(0)
+    with pytest.raises(AssertionError, match="one reply at a time"):
+        await chat.reply("b")
+    gate.set()
+    assert await first == "1"
+
+
+async def test_a_message_that_is_none():
+    chat = chat_with(ScriptedEngine(says(LETTERS, "1")), LETTERS)
+    for message in ([], [{"content": "x"}]):
+        with pytest.raises(ValueError, match="expected a text, or a list of messages"):
+            await chat.reply(message)

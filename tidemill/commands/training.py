@@ -1,0 +1,58 @@
+"""`tidemill train` and `tidemill demo`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tidemill.config import ConfigError
+from tidemill.observability.display import ProgressDisplay
+from tidemill.recipe import RunConfig, load_recipe
+from tidemill.session import Ended, run
+
+DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
+
+
+def train(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
+    """Run a recipe to its end, or on from where it was. The exit status: 0 done, 3 stopped before its last step."""
+    config = load_recipe([recipe], overrides)
+    ended = _run(config, as_json)
+    _tell(config, ended, as_json)
+    return 0 if ended.complete else 3
+
+
+def demo(overrides: Sequence[str], as_json: bool) -> int:
+    if not DEMO.is_file():
+        raise ConfigError(f"{DEMO} does not exist: the demo is part of the repository, run it from a clone")
+    return train(DEMO, overrides, as_json)
+
+
+def _run(config: RunConfig, as_json: bool) -> Ended:
+    display = ProgressDisplay(config.steps, mode="json" if as_json else "auto")
+    return asyncio.run(run(config, display))
+
+
+def _tell(config: RunConfig, ended: Ended, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps({"kind": "report", **ended.report}))
+        return
+    report, folder = ended.report, config.run_dir
+    groups = report["groups"]
+    dropped = " + ".join(f"{n:,} {reason}" for reason, n in groups["dropped"].items())
+    parts = [f"{groups['trained']:,} trained", *([dropped] if dropped else []), f"{groups['pending']:,} pending"]
+    before, after, n = report["accuracy_before"], report["accuracy_after"], report["held_out"]
+    if ended.complete:
+        print(f"  done: {report['steps']} steps in {_duration(report['wall_s'])}   model: {folder / 'final'} (Hugging Face)")
+    else:
+        print(f"  stopped after step {report['steps']} of {config.steps}; the same command goes on from there")
+    if before is not None and after is not None and n is not None:
+        print(f"  held-out accuracy {before:.3f} -> {after:.3f} on {n:,} tasks")
+    print(f"  ledger: {groups['admitted']:,} groups = {' + '.join(parts)} + {groups['lost']} lost")
+    print(f"  next:   tidemill samples {folder} --worst 3 --tokens  ·  tidemill eval {folder}  ·  tidemill new mytask")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}m{rest:02d}s" if minutes else f"{rest}s"

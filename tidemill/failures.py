@@ -1,0 +1,11 @@
+"""What can end a command that is neither its user's mistake nor a bug here: each says in one sentence what happened."""
+
+from __future__ import annotations
+
+from tidemill.controller import RunFailed
+from tidemill.ledger.records import LedgerError
+from tidemill.orchestration.placement import StartFailed
+from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
+from tidemill.protocols import PolicyMismatch
+
+KNOWN = (RunFailed, LedgerError, StartFailed, PeerDied, PeerTimeout, RemoteError, PolicyMismatch, ValueError, OSError)
