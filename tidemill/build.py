@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -71,9 +72,11 @@ def build_engine(spec: EngineSpec) -> Engine:
     from tidemill.sync.carriers import make_receiver
 
     decoder = load_folder(spec.model, dtype=getattr(torch, spec.engine.dtype))
-    receiver = None if spec.carrier is None else make_receiver(spec.carrier)
+    receiver, version = None, Version(0)
+    if spec.carrier is not None:
+        receiver, version = make_receiver(spec.carrier), UNPUBLISHED
     ends = stop_ids(None, decoder.arch, generation_config(spec.model))
-    return NativeEngine(decoder, spec.engine, receiver=receiver, version=UNPUBLISHED, name=spec.name, eos_ids=ends)
+    return NativeEngine(decoder, spec.engine, receiver=receiver, version=version, name=spec.name, eos_ids=ends)
 
 
 def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
@@ -118,15 +121,9 @@ async def start_parts(
 ) -> AsyncIterator[Parts]:
     """Trainer and engines, started at the same time where they are processes, and stopped at the end however it comes."""
     placement = make_placement(settings, logs)
+    served = EngineSpec(model=trainer.model, engine=engine, carrier=settings.sync.carrier)
     async with AsyncExitStack() as stack:
-
-        async def start(protocol: type[T], spec: Config, name: str, threads: int, deadlines: dict[str, float]) -> T:
-            tree = spec.model_dump(mode="json", exclude={"role", "name"})
-            handle = await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)
-            stack.push_async_callback(handle.stop)
-            return handle.proxy
-
-        served = EngineSpec(model=trainer.model, engine=engine, carrier=settings.sync.carrier)
+        start = partial(_start, placement, stack)
         async with asyncio.TaskGroup() as group:
             starting = group.create_task(start(Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES))
             engines = [
@@ -134,3 +131,29 @@ async def start_parts(
                 for i in range(settings.engines)
             ]
         yield Parts(starting.result(), [task.result() for task in engines])
+
+
+@asynccontextmanager
+async def start_engine(
+    settings: PlacementSettings, engine: EngineSettings, model: Path, logs: Path, threads: int
+) -> AsyncIterator[Engine]:
+    """One engine that serves a folder's weights as they are, as version 0, and is never updated."""
+    async with AsyncExitStack() as stack:
+        spec = EngineSpec(model=model, engine=engine)
+        yield await _start(make_placement(settings, logs), stack, Engine, spec, "engine-0", threads, ENGINE_DEADLINES)
+
+
+async def _start(
+    placement: Placement,
+    stack: AsyncExitStack,
+    protocol: type[T],
+    spec: Config,
+    name: str,
+    threads: int,
+    deadlines: dict[str, float],
+) -> T:
+    """Start a role that ends with `stack`."""
+    tree = spec.model_dump(mode="json", exclude={"role", "name"})
+    handle = await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)
+    stack.push_async_callback(handle.stop)
+    return handle.proxy

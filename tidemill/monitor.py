@@ -17,6 +17,7 @@ import numpy as np
 
 from tidemill.algorithms.mismatch import LogprobGap, Mismatch
 from tidemill.observability.display import Display
+from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.shares import shares
 from tidemill.observability.sinks import Fanout
 from tidemill.observability.trace import Trace
@@ -45,40 +46,18 @@ CONTROLLER = "controller"
 PROBED_ROWS = 4  # of a batch, at each probe
 
 
-@dataclass(slots=True)
-class Window:
-    """What was rolled out since the last step."""
-
-    rewards: list[float] = field(default_factory=list)
-    lengths: list[int] = field(default_factory=list)
-    truncated: int = 0
-    failures: Counter[str] = field(default_factory=Counter)
-    dropped: Counter[str] = field(default_factory=Counter)
-    reward_s: float = 0.0
-
-    def add(self, group: Group, dropped: str | None) -> None:
-        if dropped:
-            self.dropped[dropped] += 1
-        for t in group.trajectories:
-            self.lengths.append(t.sampled)
-            self.truncated += t.finish in TRUNCATED
-            if np.isfinite(t.reward):
-                self.rewards.append(t.reward)
-            elif isinstance(t.outcome, InfraError | Unscorable):
-                self.failures[type(t.outcome).__name__] += 1
-
-    def metrics(self) -> Metrics:
-        n = max(len(self.lengths), 1)
-        found = {
-            "length/mean": float(np.mean(self.lengths or [0])),
-            "length/max": float(max(self.lengths, default=0)),
-            "truncated": self.truncated / n,
-            "infra_errors": float(self.failures["InfraError"]),
-            "unscorable": float(self.failures["Unscorable"]),
-        }
-        if self.rewards:
-            found |= {"reward/mean": float(np.mean(self.rewards)), "reward/std": float(np.std(self.rewards))}
-        return found | {f"dropped/{reason}": float(n) for reason, n in self.dropped.items()}
+def collect(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
+    """What one group says about the rollouts of a step. A group that is dropped counts like any other."""
+    if dropped:
+        metrics.add(f"dropped/{dropped}", 1)
+    for t in group.trajectories:
+        metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
+        metrics.mean("length/mean", t.sampled)
+        metrics.max("length/max", t.sampled)
+        metrics.mean("truncated", t.finish in TRUNCATED)
+        metrics.add("sampled_tokens", t.sampled)
+        metrics.add("infra_errors", isinstance(t.outcome, InfraError))
+        metrics.add("unscorable", isinstance(t.outcome, Unscorable))
 
 
 @dataclass(slots=True)
@@ -108,7 +87,7 @@ class Monitor:
     def __init__(self, sinks: Fanout, display: Display, trace: Trace) -> None:
         self._sinks, self._display, self.trace = sinks, display, trace
         self._parts: list[Engine | Trainer] = []
-        self._window, self.totals = Window(), Totals()
+        self._window, self.totals = StepMetrics(), Totals()
         self._accuracy: float | None = None
         self._version: Version | None = None
         self._last = time.monotonic()
@@ -125,7 +104,7 @@ class Monitor:
         pass
 
     def rolled_out(self, group: Group, dropped: str | None) -> None:
-        self._window.add(group, dropped)
+        collect(self._window, group, dropped)
         self.totals.tokens += sum(t.sampled for t in group.trajectories)
 
     def published(self, version: Version) -> None:
@@ -162,10 +141,10 @@ class Monitor:
         self.totals.lags.update(lags)
         self.totals.max_lag = max(self.totals.max_lag, *lags)
         self.totals.trained_tokens += int(result.metrics["tokens"])
-        matched = self.totals.matched
+        matched, rolled_out = self.totals.matched, self._window.take()
         record = {
             "step": float(step + 1),
-            **self._window.metrics(),
+            **rolled_out,
             **{f"train/{name}": value for name, value in metrics.items()},
             **_means(result.metrics),
             **{f"mismatch/{name}": value for name, value in gap.metrics().items()},
@@ -178,12 +157,11 @@ class Monitor:
             record |= {"mismatch/lag0_mean": found["logprob_gap"], "mismatch/lag0_p99": found["logprob_gap_p99"]}
         if self._accuracy is not None:
             record["eval/accuracy"] = self._accuracy
-        record |= await self._times()
-        self._window = Window()
+        record |= await self._times(rolled_out.get("sampled_tokens", 0.0))
         self._sinks.log(step + 1, record)
         self._display.step(record)
 
-    async def _times(self) -> Metrics:
+    async def _times(self, sampled: float) -> Metrics:
         """Rates and shares since the last step, over all processes of the two pools."""
         telemetry = [await part.telemetry() for part in self._parts]
         begin, now = self._last, time.monotonic()
@@ -193,8 +171,9 @@ class Monitor:
         self.trace.add(CONTROLLER, os.getpid(), self._judging)
         self._judging.clear()
         spent = shares({each.process: each.spans for each in telemetry}, begin, now, KINDS)["overall"]
-        rate = sum(self._window.lengths) / (now - begin)
-        return {"throughput/tokens_per_s": rate, "time/step_s": now - begin} | {f"time/{k}": v for k, v in spent.items()}
+        return {"throughput/tokens_per_s": sampled / (now - begin), "time/step_s": now - begin} | {
+            f"time/{k}": v for k, v in spent.items()
+        }
 
     def _collect(self, telemetry: Telemetry) -> None:
         name = telemetry.process

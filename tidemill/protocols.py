@@ -21,7 +21,6 @@ from tidemill.types import (
     Sample,
     SamplingParams,
     Scored,
-    Span,
     Task,
     Telemetry,
     TrainResult,
@@ -188,7 +187,3 @@ class Sink(Protocol):
 
     def log(self, step: int, metrics: dict[str, float]) -> None: ...
     def close(self) -> None: ...
-
-
-class Tracer(Protocol):
-    def add(self, process: str, spans: Sequence[Span]) -> None: ...

@@ -21,14 +21,14 @@ def make_report(
     wall_s: float,
 ) -> dict[str, Any]:
     """wall_s: of this process, warm-up and start of the parts included. Counts of groups are the whole run's, by ledger."""
-    counts, evaluations = ledger.counts(), ledger.evaluations()
+    counts, evaluations, last = ledger.counts(), ledger.evaluations(), ledger.last_step()
     begin, end = _extent(trace)
     matched, lagged = totals.matched.metrics(), totals.mismatch.lagged.metrics()
     return {
         "accuracy_before": evaluations[0].accuracy if evaluations else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
         "held_out": evaluations[-1].n if evaluations else None,
-        "steps": (ledger.last_step() or -1) + 1,
+        "steps": 0 if last is None else last + 1,
         "wall_s": round(wall_s, 2),
         "train_s": round(end - begin, 2),
         "warmup_s": round(start.warmed.seconds, 2) if start.warmed else 0.0,

@@ -63,13 +63,23 @@ class Session:
         return self.environment.tasks("eval")[:count]
 
     def episodes(self) -> Episodes:
-        r = self.config.rollout
-        params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, self.model.stop_ids)
-        return Episodes(self.environment, self.model.tokenizer, params, self.context, r.episode_s)
+        return make_episodes(self.config, self.environment, self.model)
 
     @property
     def context(self) -> int:
-        return min(self.config.engine.context or self.model.architecture.context, self.model.architecture.context)
+        return context_of(self.config, self.model)
+
+
+def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> Episodes:
+    """How this recipe plays an episode with this model: the same in training and in every evaluation."""
+    r = config.rollout
+    params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, model.stop_ids)
+    return Episodes(environment, model.tokenizer, params, context_of(config, model), r.episode_s)
+
+
+def context_of(config: RunConfig, model: ModelFolder) -> int:
+    """Tokens that a sequence may hold."""
+    return min(config.engine.context or model.architecture.context, model.architecture.context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,7 +191,7 @@ async def _train(session: Session, ledger: SqliteLedger, parts: Parts) -> int:
         ledger,
         algorithm,
         session.monitor,
-        _hooks(session, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
+        _hooks(session, ledger, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
         restored=standing.left,
         versions=standing.versions,
     )
@@ -212,7 +222,9 @@ def _buffer(config: RunConfig, standing: Standing) -> Buffer:
     )
 
 
-def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: Evaluator, standing: Standing) -> Hooks:
+def _hooks(
+    session: Session, ledger: SqliteLedger, parts: Parts, checkpoints: Checkpoints, evaluator: Evaluator, standing: Standing
+) -> Hooks:
     config = session.config
 
     async def evaluate(version: Version) -> Metrics:
@@ -221,6 +233,7 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: 
 
     async def checkpoint(step: int, next_id: int) -> None:
         await checkpoints.save(parts.trainer, Position(step, standing.incarnation, next_id))
+        ledger.retain(checkpoint=step)  # what a resume can still need stays
 
     return Hooks(evaluate, checkpoint, partial(session.monitor.probe, engine=parts.engines[0]))
 

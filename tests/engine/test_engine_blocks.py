@@ -158,6 +158,8 @@ def _check_plan(scheduler, plan, memory, chunk):
     rows = [(int(s), int(n) - 1) for s, n in zip(plan.singles, plan.lengths, strict=True)]
     rows += [(c.slot, c.start + i) for c in plan.chunks for i in range(c.count)]
     assert len(rows) == len(plan.tokens)
+    written = plan.writes[plan.writes >= size]
+    assert len(np.unique(written)) == len(written), "two rows write the same place"
     salts = {slot: scheduler.running[slot].salt for slot, _ in rows}
     for (slot, position), token, at, where in zip(rows, plan.tokens, plan.positions, plan.writes, strict=True):
         prefix = tuple(scheduler.tokens[slot, : position + 1].tolist())

@@ -85,7 +85,7 @@ class ScriptedEngine:
 def _support(ids: np.ndarray) -> Support:
     """Position t could have been any of t % 3 + 1 tokens, the sampled one last."""
     rows = [[*range(500, 500 + t % 3), int(token)] for t, token in enumerate(ids)]
-    return Support(np.array(sum(rows, []), np.int32), np.cumsum([0, *map(len, rows)]).astype(np.int32))
+    return Support(np.array([i for row in rows for i in row], np.int32), np.cumsum([0, *map(len, rows)]).astype(np.int32))
 
 
 def says(tokenizer, *replies: str, stop: bool = True) -> Callable[[np.ndarray, SamplingParams], list[int]]:

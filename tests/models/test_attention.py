@@ -125,3 +125,12 @@ def test_low_precision_attention_is_computed_in_float32() -> None:
     assert torch.equal(attend(0, q, k, v), wide.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):  # the rotary embedding leaves q and k in float32
         assert torch.equal(attend(0, q.float(), k.float(), v), wide.bfloat16())
+
+
+def test_norms_and_head_keep_float64() -> None:
+    """Else every invariance above would hold only to float32, by luck of rounding the same way."""
+    decoder = random_decoder("qwen3", dtype=torch.float64)
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * decoder.norm.weight
+    assert (decoder.norm(x) - expected).abs().max() < 1e-14
+    assert (decoder.logits(x) - x @ decoder.head_weight.T).abs().max() < 1e-13

@@ -1,4 +1,4 @@
-"""Step metrics, the run-long distribution, memory, settings."""
+"""Step metrics, memory, settings."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from tidemill.config import ConfigError, build
 from tidemill.observability import memory
 from tidemill.observability.memory import PeakMemory, max_resident_bytes, memory_bytes, pss_bytes
-from tidemill.observability.metrics import Distribution, StepMetrics, finite
+from tidemill.observability.metrics import StepMetrics, finite
 from tidemill.observability.settings import LogSettings
 
 
@@ -30,33 +30,6 @@ def test_a_step_is_collected_and_begun_anew() -> None:
     step.max("x", 1)
     with pytest.raises(AssertionError, match="in two ways"):
         step.take()
-
-
-@pytest.mark.parametrize("scale", [1e-9, 1e-5, 1.0, 10.0])
-def test_percentiles_are_within_two_percent(scale: float) -> None:
-    values = np.random.default_rng(0).lognormal(0, 1.5, 20_000) * scale
-    d = Distribution()
-    for part in np.array_split(values, 7):
-        d.add(part.reshape(-1, 1).astype(np.float64))
-    for q in (1, 50, 99, 99.9):
-        exact = np.sort(values)[max(1, math.ceil(q / 100 * len(values))) - 1]
-        assert d.percentile(q) == pytest.approx(exact, rel=0.02)
-    assert d.mean == pytest.approx(values.mean()) and d.max == values.max() and d.count == 20_000
-    assert d.summary()["p99"] == d.percentile(99)
-
-
-def test_zeros_empties_and_extremes() -> None:
-    d = Distribution()
-    d.add(np.array([]))
-    assert math.isnan(d.mean) and math.isnan(d.percentile(99)) and d.count == 0
-    d.add(np.array([0.0] * 99 + [2.0], np.float32))
-    assert d.percentile(99) == 0 and d.percentile(100) == pytest.approx(2, rel=0.02) and d.percentile(100) <= d.max
-    d.add(np.array([1e-30, 1e30]))
-    assert d.max == 1e30 and d.count == 102
-    for bad in (-1.0, math.nan, math.inf):
-        with pytest.raises(ValueError, match="finite numbers >= 0"):
-            d.add(np.array([bad]))
-    assert d.count == 102
 
 
 def test_finite() -> None:

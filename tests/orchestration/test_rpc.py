@@ -132,7 +132,7 @@ async def test_bad_calls_are_answered_with_an_error(method: str, payload: bytes)
 
 
 async def test_an_id_in_use_is_refused() -> None:
-    async with hosted() as (server, connection, address):
+    async with hosted() as (server, _, address):
         context = zmq.asyncio.Context()
         socket = context.socket(zmq.DEALER)
         socket.connect(address)
@@ -184,6 +184,24 @@ async def test_a_peer_that_talks_nonsense_counts_as_dead() -> None:
         await connection.close()
         router.close(linger=0)
         context.term()
+
+
+async def test_a_reply_above_the_limit_breaks_the_connection_within_the_deadline() -> None:
+    """A server of ours never sends one; a caller of ours survives it."""
+    with tempfile.TemporaryDirectory(prefix="tm") as folder:
+        server = Server(Echoing({}), Echo, TOKEN)
+        address = server.bind(f"ipc://{folder}/rpc")
+        serving = asyncio.create_task(server.run())
+        connection = connect(Echo, address, TOKEN, "echo", deadline=0.5, max_frame=1000)
+        async with asyncio.timeout(20):
+            with pytest.raises(PeerTimeout):
+                await connection.proxy.describe("ab", SamplingParams(), 2000)
+            for _ in range(3):
+                with pytest.raises((PeerDied, PeerTimeout)):
+                    await connection.proxy.pid()
+            await connection.close()
+            server.stop()
+            await serving
 
 
 async def test_hello_compares_the_methods() -> None:

@@ -19,6 +19,7 @@ def test_exact():
     assert f.exact("paris.", "Paris") == 0.0
     assert f.exact("the  answer:\tPARIS.", "The answer: Paris", normalise=True) == 1.0
     assert f.exact("Lyon", "Paris", normalise=True) == 0.0
+    assert f.exact("4", 4) == f.regex("=4", 4, pattern=r"=(\d)") == f.last_boxed(r"\boxed{4}", 4) == 1.0
 
 
 def test_regex():
@@ -102,6 +103,7 @@ def test_math():
     assert score(r"\boxed{(x+1)^2}", "$x^2+2x+1$") == 1.0
     assert score(r"\boxed{7}", "8") == 0.0
     assert score("I give up", "8") == 0.0
+    assert score(r"\boxed{7}", 7) == 1.0
     assert score(r"\boxed{7}", "") is None
 
 

@@ -54,6 +54,13 @@ def test_a_prompt_is_run_once_for_its_siblings():
     assert len(pack(rows, CPU).tokens) == 6 + 4 + 2 + 3
 
 
+@pytest.mark.parametrize(("shapes", "prompt"), [([(-1, 3), (-1, 3)], 3), ([(0, 60), (0, 60)], 4)])
+def test_what_is_not_a_family_or_saves_too_little_is_not_shared(shapes, prompt):
+    samples = samples_of(shapes)
+    assert (samples[0].tokens[:prompt] == samples[1].tokens[:prompt]).all()
+    assert pack(split(rows_of(samples), 500)[0], CPU).spread is None
+
+
 def test_a_family_is_not_cut_where_it_fits_elsewhere():
     samples = samples_of([(3, 12), (0, 5), (0, 5), (0, 5)])  # 18 tokens alone; a family of 4 + 3 * 4
     assert [[r.index for r in rows] for rows in split(rows_of(samples), 30)] == [[0], [1, 2, 3]]

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import re
-import resource
-import sys
 from collections import deque
-from pathlib import Path
 
 from tidemill.types import Span
 
@@ -40,15 +36,3 @@ class Activity:
         spans, self._busy = list(self._spans), None
         self._spans.clear()
         return spans
-
-
-def memory_bytes() -> int:
-    """This process's memory: its proportional share of shared pages where the system tells it, else its peak residency."""
-    try:
-        found = re.search(r"^Pss:\s+(\d+) kB", Path("/proc/self/smaps_rollup").read_text(), re.MULTILINE)
-    except OSError:
-        found = None
-    if found:
-        return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024

@@ -24,7 +24,7 @@ from tidemill.engine.scheduler import Chunk, Plan
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend
 
-GATHER_BYTES = {"cpu": 2 << 20, "cuda": 256 << 20}  # of one block of decoding rows
+GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 

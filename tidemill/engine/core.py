@@ -19,7 +19,7 @@ import numpy as np
 import psutil
 import torch
 
-from tidemill.engine.activity import Activity, memory_bytes
+from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache, page_bytes
 from tidemill.engine.blocks import BlockManager
 from tidemill.engine.requests import Request, Slots, Stream, completion, scored
@@ -29,6 +29,7 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.engine.weights import Staging, Weights, serve
 from tidemill.models.decoder import Decoder
 from tidemill.models.slices import Receiver
+from tidemill.observability.memory import PeakMemory
 from tidemill.protocols import Capabilities, EngineStats, PolicyMismatch
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
 
@@ -71,7 +72,7 @@ class NativeEngine:
         self._by_key: dict[str, set[Request]] = {}
         self._key_salts: OrderedDict[str, Salt] = OrderedDict()
         self._activity = Activity()
-        self._memory_peak = 0
+        self._memory = PeakMemory()
         self._loop: asyncio.Task[None] | None = None
         self._updating = asyncio.Lock()
         self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for what is in flight
@@ -157,8 +158,7 @@ class NativeEngine:
 
     async def telemetry(self) -> Telemetry:
         self._activity.counters["preemptions"] = float(self._scheduler.preemptions)
-        self._memory_peak = max(self._memory_peak, memory_bytes())
-        return Telemetry(self.name, os.getpid(), self._activity.take(), dict(self._activity.counters), self._memory_peak)
+        return Telemetry(self.name, os.getpid(), self._activity.take(), dict(self._activity.counters), self._memory.update())
 
     async def close(self) -> None:
         """End everything: pending calls fail. Closing twice is fine."""

@@ -83,9 +83,9 @@ class RewardJudge:
 
     async def _awaited(self, kwargs: dict[str, Any]) -> Any:
         assert self._function is not None
-        name = self.signature.name
+        name, limit = self.signature.name, asyncio.timeout(self._scorer.limit_s)
         try:
-            async with asyncio.timeout(self._scorer.limit_s) as limit:
+            async with limit:
                 return await self._function(**kwargs)
         except Exception as error:  # the user's code may raise anything; none of it is a score
             if isinstance(error, TimeoutError) and limit.expired():

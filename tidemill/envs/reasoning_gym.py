@@ -44,7 +44,7 @@ class GymJudge:
     """One call a group. When that fails, each attempt is judged by itself, so that one cannot cost its siblings theirs."""
 
     def __init__(self, settings: ReasoningGymSettings, scorer: Scorer) -> None:
-        self._scorer = scorer
+        self._scorer, self._name = scorer, settings.dataset
         self._fixed = settings.model_dump(include={"dataset", "args", "seed", "answer_tag"}) | {"length": _length(settings)}
 
     async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
@@ -58,7 +58,7 @@ class GymJudge:
     async def _score(self, task: Task, texts: list[str]) -> list[Outcome]:
         about = {"index": task.data["index"], "question": task.data["question"]}
         kwargs = {"completions": texts, **self._fixed, **about}
-        return await self._scorer.call_group(f"{_WORKER}:score", len(texts), kwargs=kwargs, name=self._fixed["dataset"])
+        return await self._scorer.call_group(f"{_WORKER}:score", len(texts), kwargs=kwargs, name=self._name)
 
 
 def _length(settings: ReasoningGymSettings) -> int:

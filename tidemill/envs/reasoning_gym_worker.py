@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 import reasoning_gym
 from reasoning_gym.factory import DATASETS
+from reasoning_gym.utils import extract_answer
 
 from tidemill import codec
 
@@ -61,7 +62,7 @@ def score(
     if entry["question"] != question:
         raise RuntimeError(f"reasoning-gym's {dataset} made another question for index {index} than it did before")
     if answer_tag:
-        return [source.score_answer(reasoning_gym.utils.extract_answer(text, answer_tag), entry) for text in completions]
+        return [source.score_answer(extract_answer(text, answer_tag), entry) for text in completions]
     return [source.score_answer(text, entry) for text in completions]
 
 

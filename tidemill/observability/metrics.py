@@ -1,4 +1,4 @@
-"""From many numbers to one per step (`StepMetrics`) and to one per run (`Distribution`)."""
+"""From many numbers to one per step."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from tidemill.types import Array, Metrics
+from tidemill.types import Metrics
 
 
 class StepMetrics:
@@ -42,60 +42,6 @@ class StepMetrics:
         taken = {**means, **self._sums, **self._maxima}
         self.__init__()
         return taken
-
-
-class Distribution:
-    """Count, mean, maximum (exact) and percentiles (to 2 %) of non-negative numbers, in constant memory.
-
-    For |delta logp| over all tokens of a run. Bins are logarithmic from 1e-12 to 1e4; what is smaller counts as 0.
-    """
-
-    LOW, HIGH, PER_DECADE = (
-        -12,
-        4,
-        60,
-    )  # a bin is a factor of 10 ** (1 / 60) = 1.039 wide; its geometric middle is within 2 %
-
-    def __init__(self) -> None:
-        self._bins = np.zeros((self.HIGH - self.LOW) * self.PER_DECADE + 2, np.int64)
-        self.count, self.total, self.max = 0, 0.0, 0.0
-
-    def add(self, values: Array) -> None:
-        """values: any shape, finite and >= 0."""
-        values = np.asarray(values, np.float64).ravel()
-        if not values.size:
-            return
-        if not np.isfinite(values).all() or values.min() < 0:
-            raise ValueError("expected finite numbers >= 0")
-        with np.errstate(divide="ignore"):
-            place = np.floor((np.log10(values) - self.LOW) * self.PER_DECADE) + 1
-        place = np.clip(place, 0, len(self._bins) - 1).astype(np.int64)
-        self._bins += np.bincount(place, minlength=len(self._bins))
-        self.count += values.size
-        self.total += float(values.sum())
-        self.max = max(self.max, float(values.max()))
-
-    @property
-    def mean(self) -> float:
-        return self.total / self.count if self.count else math.nan
-
-    def percentile(self, q: float) -> float:
-        """The value that q percent of all numbers do not exceed; NaN when there is none."""
-        if not self.count:
-            return math.nan
-        rank = max(1, math.ceil(q / 100 * self.count))
-        place = int(np.searchsorted(np.cumsum(self._bins), rank))
-        middle = 10 ** (self.LOW + (place - 0.5) / self.PER_DECADE)
-        return 0.0 if place == 0 else min(middle, self.max)
-
-    def summary(self) -> dict[str, float]:
-        return {
-            "mean": self.mean,
-            "p50": self.percentile(50),
-            "p99": self.percentile(99),
-            "max": self.max,
-            "count": self.count,
-        }
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:

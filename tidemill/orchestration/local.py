@@ -84,12 +84,11 @@ class LocalProcess(Generic[T]):
         """Half of `deadline` (seconds) is for the object's close(), a quarter for leaving after SIGTERM; then SIGKILL."""
         self._stopping = self._stopping or "was stopped"
         try:
-            if self._closable and self.alive:
-                await self._ask_to_close(deadline / 2)
+            if self._closable and self.alive and await self._closes(deadline / 2):
                 await self._ended(deadline / 4)
             self._signal(signal.SIGTERM)  # to nobody, if it has left by now
             if not await self._ended(deadline / 4):
-                self._stopping = f"did not stop within {deadline:g} s and was killed"
+                self._stopping += f"; it did not end within {deadline:g} s and was killed"
                 self._signal(signal.SIGKILL)
         finally:  # also when we are cancelled: nothing of ours keeps running
             if not await self._ended(0):
@@ -99,15 +98,17 @@ class LocalProcess(Generic[T]):
             await self._connection.close()
         return self._watching.result()
 
-    async def _ask_to_close(self, seconds: float) -> None:
+    async def _closes(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
                 await self.proxy.close()  # type: ignore[attr-defined]
+            return True
         except (PeerDied, TimeoutError):
-            pass
+            return False
         except Exception as error:  # whatever it was, it goes down all the same, but say so
             reason, _, _ = str(error).partition("\n")
             self._stopping = f"was stopped; its close() failed: {reason}"
+            return False
 
     async def _ended(self, seconds: float) -> bool:
         done, _ = await asyncio.wait({self._watching}, timeout=seconds)

@@ -135,9 +135,9 @@ class Server:
 
     async def _reply(self, identity: bytes, reply: Reply, result: bytes) -> None:
         try:
-            await self._socket.send_multipart([identity, codec.encode(reply), result], copy=len(result) < _NO_COPY)
+            await _send(self._socket, [identity, codec.encode(reply), result])
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:  # the caller has gone; nobody waits for this
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # those: the caller has gone, nobody waits for this
                 raise
 
 
@@ -224,7 +224,10 @@ class Connection(Generic[T]):
             del self._pending[request.id]
 
     async def _send(self, request: Request, payload: bytes) -> None:
-        await self._socket.send_multipart([self._token, codec.encode(request), payload], copy=len(payload) < _NO_COPY)
+        try:
+            await _send(self._socket, [self._token, codec.encode(request), payload])
+        except zmq.Again:
+            self.died("broke the connection")
 
     async def _read(self) -> None:
         while True:
@@ -280,6 +283,11 @@ def _proxy(protocol: type, connection: Connection[Any]) -> object:
     body: dict[str, Any] = {name: make(method) for name, method in methods_of(protocol).items()}
     body["__repr__"] = lambda self: f"<{protocol.__name__} in {connection.name}>"
     return type(f"{protocol.__name__}Proxy", (), body)()
+
+
+async def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
+    """Raises zmq.Again when there is no connection to send on; it never waits for one."""
+    await socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=len(frames[-1]) < _NO_COPY)
 
 
 def _socket(context: zmq.asyncio.Context, kind: int, max_frame: int) -> zmq.asyncio.Socket:

@@ -1,6 +1,7 @@
 """Rewards that need nothing but the standard library: pure functions `(completion, answer, **options) -> float`.
 
 Each gives 1.0 or 0.0, and None where there is no usable gold answer (which becomes Unscorable, never a zero).
+The answer may be any value of a column: a number is taken as it is written.
 A user's own reward has the same form; these are also what `reward = "exact"` and the like in a recipe name.
 """
 
@@ -20,16 +21,16 @@ _BRACE = re.compile(r"[{}]")
 _LONGEST = 400  # digits, and size of an exponent: beyond that it is no answer, and arithmetic on it would not end
 
 
-def exact(completion: str, answer: str, *, normalise: bool = False) -> float:
+def exact(completion: str, answer: object, *, normalise: bool = False) -> float:
     """Equality after stripping outer whitespace. `normalise` also ignores case, runs of whitespace, Unicode
     compatibility forms and punctuation at the end."""
-    given, wanted = completion.strip(), answer.strip()
+    given, wanted = completion.strip(), str(answer).strip()
     if normalise:
         given, wanted = _normal(given), _normal(wanted)
     return float(given == wanted)
 
 
-def regex(completion: str, answer: str, *, pattern: str, normalise: bool = False) -> float:
+def regex(completion: str, answer: object, *, pattern: str, normalise: bool = False) -> float:
     """Compare what the last match of `pattern` captured (its first group, or the whole match) with the answer."""
     matches = list(re.finditer(pattern, completion, re.DOTALL))
     if not matches:
@@ -38,7 +39,7 @@ def regex(completion: str, answer: str, *, pattern: str, normalise: bool = False
     return exact(found or "", answer, normalise=normalise)
 
 
-def numeric(completion: str, answer: str | float, *, tolerance: float = 0.0) -> float | None:
+def numeric(completion: str, answer: object, *, tolerance: float = 0.0) -> float | None:
     """Compare the last number of the completion with the last number of the answer, as exact fractions.
 
     Reads `1,234.5`, `-3/4`, `6.02e23` and `\\frac{3}{4}`. Equal within `tolerance * max(1, |answer|)`.
@@ -50,12 +51,13 @@ def numeric(completion: str, answer: str | float, *, tolerance: float = 0.0) -> 
     return float(given is not None and abs(given - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted)))
 
 
-def last_boxed(completion: str, answer: str) -> float:
+def last_boxed(completion: str, answer: object) -> float:
     """Compare the content of the last `\\boxed{...}` of the completion with the answer (or the answer's own box),
     ignoring spaces."""
-    given, wanted = boxed(completion), boxed(answer)
-    wanted = answer if wanted is None else wanted
-    return float(given is not None and given.replace(" ", "").strip() == wanted.replace(" ", "").strip())
+    given, gold = boxed(completion), str(answer)
+    inner = boxed(gold)
+    wanted = gold if inner is None else inner
+    return float(given is not None and "".join(given.split()) == "".join(wanted.split()))
 
 
 def last_number(text: str) -> Fraction | None:

@@ -11,10 +11,11 @@ from math_verify import parse, verify
 from tidemill.rewards.functions import boxed
 
 
-def score(completion: str, answer: str) -> float | None:
+def score(completion: str, answer: object) -> float | None:
     """1.0 when the completion's final expression equals the answer; None when the answer cannot be read."""
-    marked = any(mark in answer for mark in ("$", "\\(", "\\[")) or boxed(answer) is not None
-    gold = parse(answer if marked else f"\\boxed{{{answer}}}", parsing_timeout=None)  # type: ignore[arg-type]
+    gold_text = str(answer)
+    marked = any(mark in gold_text for mark in ("$", "\\(", "\\[")) or boxed(gold_text) is not None
+    gold = parse(gold_text if marked else f"\\boxed{{{gold_text}}}", parsing_timeout=None)  # type: ignore[arg-type]
     if not gold:
         return None
     given = parse(completion, parsing_timeout=None)  # type: ignore[arg-type]

@@ -19,6 +19,8 @@ from torch import Tensor
 from tidemill.algorithms.losses import LossInput
 from tidemill.types import Array, Sample
 
+_WORTH = 0.05  # the share of its tokens that a family must save, else spreading and collecting cost more
+
 
 @dataclass(frozen=True, slots=True)
 class Row:
@@ -94,7 +96,9 @@ def _families(rows: Iterable[Row]) -> list[list[Row]]:
         found.setdefault(row.sample.group if row.sample.group >= 0 else ("row", row.index), []).append(row)
     families = []
     for number, family in enumerate(found.values()):
-        prefix = _common([row.sample.tokens[: row.length] for row in family]) if len(family) > 1 else 0
+        prefix = _common([row.sample.tokens[: row.length] for row in family])
+        if prefix * (len(family) - 1) < _WORTH * sum(row.length for row in family):
+            prefix = 0
         members = [replace(row, family=number, prefix=prefix) for row in family]
         families.append(sorted(members, key=lambda row: -row.length))
     return families

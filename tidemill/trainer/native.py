@@ -85,7 +85,7 @@ class NativeTrainer:
         def run() -> TrainResult:
             recorder = self._recorder
             with recorder.span("train", samples=len(samples)):
-                result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.sample_memory)
+                result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.memory.update)
             recorder.count("trained_tokens", result.metrics["tokens"])
             recorder.count("trained_samples", len(samples))
             return result

@@ -71,7 +71,8 @@ class Optimizer:
         limit = self.settings.max_grad_norm
         factor = scale * min(1.0, limit / norm) if limit and norm else scale
         if factor != 1.0:
-            torch._foreach_mul_(gradients, factor)
+            for gradient in gradients:
+                gradient.mul_(factor)
         lr = self.lr
         for group in self._adam.param_groups:
             group["lr"] = lr

@@ -75,7 +75,7 @@ def forward_backward(
     samples: Sequence[Sample],
     losses: Mapping[str, LossSpec],
     compute: Compute,
-    at_peak: Callable[[], None] | None = None,
+    at_peak: Callable[[], object] | None = None,
 ) -> TrainResult:
     """Add the gradient of the sum over tokens of weight * loss to the parameters' `.grad`.
 

@@ -1,0 +1,116 @@
+"""The whole of reinforcement learning for a language model on one page, synchronous, with the library's own parts.
+
+    python recipes/one_page.py            a 0.1 M-parameter model learns to repeat a letter; about a minute on a laptop
+
+No processes, no buffer, no ledger: sample a batch, judge it, take one step, hand the new weights to the engine, again.
+What Tidemill adds is that sampling and training run at the same time, and that nothing is lost or mixed up meanwhile.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tidemill.algorithms.prepare import prepare
+from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.tokenizer import load_tokenizer
+from tidemill.models.weights import load_folder
+from tidemill.seeds import derive_seed
+from tidemill.sync.carriers import make_receiver, make_sender
+from tidemill.sync.settings import SyncSettings
+from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
+
+STEPS, GROUPS, SIZE = 60, 8, 8  # 8 prompts a step, 8 samples of each
+LETTERS = "abcd"
+
+
+def reward(prompt: str, reply: str) -> float:
+    """Half for saying the letter, half for saying nothing else."""
+    letter = prompt[0]
+    return 0.5 * reply.startswith(letter) + 0.5 * (reply == letter)
+
+
+async def sample(engine: NativeEngine, tokenizer, step: int, group_id: int) -> Group:
+    """One prompt, SIZE completions, judged."""
+    letter = random.Random(derive_seed(0, "task", step, group_id)).choice(LETTERS)
+    prompt = f"{letter}="
+    tokens = np.array(tokenizer.encode(prompt), np.int32)
+
+    async def attempt(i: int) -> Completion:
+        params = SamplingParams(max_tokens=3, seed=derive_seed(0, "rollout", step, group_id, i))
+        return await engine.generate(tokens, params, "policy", f"{step}/{group_id}/{i}")
+
+    completions = await asyncio.gather(*(attempt(i) for i in range(SIZE)))
+    task = Task(f"{step}/{group_id}", prompt)
+    return Group(group_id, task, [record(tokens, c, prompt, tokenizer) for c in completions])
+
+
+def record(prompt_tokens: np.ndarray, completion: Completion, prompt: str, tokenizer) -> Trajectory:
+    """What was seen and what was sampled, with the logprob and the version of each sampled token."""
+    given, made = len(prompt_tokens), len(completion.tokens)
+    text = tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
+    return Trajectory(
+        tokens=np.concatenate([prompt_tokens, completion.tokens]),
+        mask=np.concatenate([np.zeros(given, bool), np.ones(made, bool)]),
+        logprobs=np.concatenate([np.zeros(given, np.float32), completion.logprobs]),
+        versions=np.concatenate([np.full(given, -1, np.int32), completion.versions]),
+        finish=completion.finish,
+        outcome=Score(reward(prompt, text)),
+        sources=completion.sources,
+        text=text,
+    )
+
+
+async def main(folder: Path) -> list[float]:
+    model = folder / "model"
+    fresh_model(model, alphabet=LETTERS + "=", context=16, **SIZES["0.1m"])
+    tokenizer = load_tokenizer(model)
+
+    # Trainer and engine: two copies of one decoder, joined by a carrier of weights.
+    carrier = SyncSettings()
+    trainer = NativeTrainer(
+        load_folder(model), TrainerSettings(lr=3e-3), steps=STEPS, sender=make_sender(carrier, folder), source=model
+    )
+    engine = NativeEngine(
+        load_folder(model),
+        EngineSettings(max_sequences=GROUPS * SIZE),
+        receiver=make_receiver(carrier.carrier),
+        version=Version(-1),
+        name="engine",
+        eos_ids=(tokenizer.eos_token_id,),
+    )
+    algorithm = AlgorithmSettings.preset("grpo")
+
+    rewards = []
+    for step in range(STEPS):
+        await engine.update(await trainer.publish(Version(step)))  # staged, verified by fingerprint, committed
+        groups = await asyncio.gather(*(sample(engine, tokenizer, step, g) for g in range(GROUPS)))
+        prepared = prepare(groups, algorithm)  # advantages, weights, and the one scale of the step
+        result = await trainer.forward_backward(prepared.samples, prepared.losses)
+        metrics = await trainer.apply(prepared.scale)
+        rewards.append(float(np.mean([g.rewards.mean() for g in groups])))
+        gap = max(np.abs(s.logprobs - lp)[s.mask].max() for s, lp in zip(prepared.samples, result.logprobs, strict=True))
+        if step % 5 == 0 or step == STEPS - 1:
+            norm = metrics["grad_norm"]
+            print(f"step {step:3}  reward {rewards[-1]:.2f}  |engine - trainer| {gap:.0e}  gradient {norm:.2f}")
+
+    await trainer.export(str(folder / "final"))  # a Hugging Face folder
+    await engine.close()
+    await trainer.close()
+    return rewards
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(2)
+    with tempfile.TemporaryDirectory() as scratch:
+        asyncio.run(main(Path(scratch)))
