@@ -35,6 +35,11 @@ class Config(BaseModel):
             for key, value in given.items()
         }
 
+    @classmethod
+    def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        """`tree` with every short form (`env = "guess"`) as the table it stands for, so that overrides can reach into it."""
+        return tree
+
 
 class ConfigError(ValueError):
     """The configuration, or something it names, is not usable. The message is for the user as it is."""
@@ -50,11 +55,11 @@ def _config_defaults(kind: type[Config]) -> Iterable[tuple[str, Config]]:
 def load(kind: type[C], files: Iterable[str | Path] = (), overrides: Iterable[str] = (), base: Mapping | None = None) -> C:
     """Build `kind` from `base`, then TOML `files`, then `overrides` of the form `key.sub=value`; later wins."""
     tree: dict[str, Any] = {}
-    _merge(tree, base or {})
-    for file in files:
-        _merge(tree, _read(Path(file)))
-    for item in overrides:
-        _merge(tree, _override(item))
+    for part in (dict(base or {}), *(_read(Path(f)) for f in files), *map(_override, overrides)):
+        try:
+            _merge(tree, kind.expanded(part))
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     return build(kind, tree)
 
 
@@ -93,7 +98,7 @@ def _override(item: str) -> dict[str, Any]:
 
 
 def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
-    """Deep merge. A table whose `kind` changes replaces the old one; a short string form gives way to a table."""
+    """Deep merge. A table whose `kind` changes replaces the old one."""
     for key, value in tree.items():
         old = into.get(key)
         if isinstance(value, Mapping):

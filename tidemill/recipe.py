@@ -6,16 +6,16 @@ the run folder. No torch here: the command line reads recipes long before anythi
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.config import Config, ConfigError, load
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.settings import EnvSettings
+from tidemill.envs.settings import EnvSettings, parse_env
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
@@ -71,8 +71,12 @@ class RecordSettings(LogSettings):
     probe_every: int = Field(5, ge=0)  # steps between matched-version logprob probes; 0: never
 
 
-def _placement(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
+SHORT: dict[str, Callable[[str], Any]] = {
+    "env": parse_env,
+    "algorithm": lambda name: {"name": name},
+    "placement": lambda kind: {"kind": kind},
+}
+"""Keys that may be a short string, and the tables these stand for."""
 
 
 class RunConfig(Config):
@@ -83,7 +87,7 @@ class RunConfig(Config):
     steps: int = Field(100, ge=1)
     max_lag: int = Field(1, ge=0)
     seed: int = Field(0, ge=0)
-    placement: Annotated[PlacementSettings, BeforeValidator(_placement)] = PlacementSettings()
+    placement: PlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()
     engine: EngineSettings = EngineSettings()
     trainer: TrainerSettings = TrainerSettings()
@@ -91,6 +95,15 @@ class RunConfig(Config):
     warmup: WarmupSettings = WarmupSettings()
     eval: EvalSettings = EvalSettings()
     record: RecordSettings = RecordSettings()
+
+    @classmethod
+    def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
+        return {key: SHORT[key](value) if key in SHORT and isinstance(value, str) else value for key, value in tree.items()}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short_forms(cls, given: Any) -> Any:
+        return cls.expanded(given) if isinstance(given, dict) else given
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:

@@ -189,7 +189,7 @@ async def test_a_peer_that_talks_nonsense_counts_as_dead() -> None:
 async def test_a_reply_above_the_limit_breaks_the_connection_within_the_deadline() -> None:
     """A server of ours never sends one; a caller of ours survives it."""
     with tempfile.TemporaryDirectory(prefix="tm") as folder:
-        server = Server(Echoing({}), Echo, TOKEN)
+        server = Server(Echoing({"role": "", "name": ""}), Echo, TOKEN)
         address = server.bind(f"ipc://{folder}/rpc")
         serving = asyncio.create_task(server.run())
         connection = connect(Echo, address, TOKEN, "echo", deadline=0.5, max_frame=1000)

@@ -214,9 +214,11 @@ class Connection(Generic[T]):
             await asyncio.wait({future}, timeout=seconds)
             if future.done():
                 return future.result()
+            future.cancel()
             await self._send(Cancel(request.id), b"")
             raise PeerTimeout(self.name, what, seconds)
         except asyncio.CancelledError:
+            future.cancel()
             if self._gone is None:
                 await self._send(Cancel(request.id), b"")
             raise

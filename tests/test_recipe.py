@@ -1,0 +1,70 @@
+"""Recipes: short forms, what overrides reach, what a run that goes on may change, and mistakes that are caught at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.config import ConfigError, dump
+from tidemill.recipe import MAY_CHANGE, RunConfig, check_same_run, load_recipe
+
+BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
+
+
+def load(*overrides: str) -> RunConfig:
+    return load_recipe([], overrides, BASE)
+
+
+def test_short_forms_and_overrides_into_them():
+    config = load("placement=inline", "placement.engines=2", "algorithm=dapo", "algorithm.clip_high=0.3", "env.high=9")
+    assert (config.placement.kind, config.placement.engines) == ("inline", 2)
+    assert (config.algorithm.name, config.algorithm.clip_high, config.algorithm.zero_variance) == ("dapo", 0.3, "drop")
+    assert config.env.high == 9
+
+
+def test_every_recipe_takes_the_plain_keys():
+    config = load("run_dir=a", "seed=3", "steps=4", "max_lag=2", "model=new:2m", "env=reasoning_gym:gcd", "algorithm=rloo")
+    assert (config.run_dir, config.seed, config.steps, config.max_lag) == (Path("a"), 3, 4, 2)
+    assert config.env.dataset == "gcd" and config.algorithm.advantage == "rloo"
+
+
+def test_a_resolved_recipe_reads_back_as_itself():
+    config = load("algorithm=aipo", "rollout.window=9", "env=reasoning_gym:gcd")
+    assert load_recipe([], (), dump(config)) == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rollout.group_size=1", "group size 1 with advantage 'grpo'"),
+        ("rollout.window=99", "at most max_lag"),
+        ("algorithm=gropo", "did you mean 'grpo'"),
+        ("env=gess", "did you mean 'guess'"),
+        ("max_lagg=2", "did you mean 'max_lag'"),
+        ("steps=0", "steps = 0"),
+        ("placement=ray", "placement.kind = 'ray'"),
+        ("trainer.lr=fast", "trainer.lr = 'fast'"),
+    ],
+)
+def test_mistakes_are_caught_at_once(override, message):
+    with pytest.raises(ConfigError, match=message):
+        load(override)
+
+
+def test_a_run_that_goes_on_keeps_its_recipe(tmp_path):
+    old = dump(load())
+    for fine in ("steps=500", "placement=inline", "eval.every=3", "record.checkpoints=5", "scoring.workers=1"):
+        check_same_run(old, dump(load(fine)), tmp_path)
+    for not_fine in (
+        "seed=1",
+        "max_lag=3",
+        "model=new:2m",
+        "env.high=9",
+        "trainer.lr=1",
+        "algorithm=rloo",
+        "rollout.groups=3",
+    ):
+        with pytest.raises(ConfigError, match=f"another recipe: {not_fine.split('=')[0].split('.')[0]} differ"):
+            check_same_run(old, dump(load(not_fine)), tmp_path)
+    assert set(RunConfig.model_fields) >= MAY_CHANGE

@@ -1,0 +1,245 @@
+"""`tidemill samples RUN`: what the policy wrote, from the ledger, also beside a live run.
+
+    index rows -> blocks of prompt, reply and answer;     with --tokens: payload -> segments by provenance -> token cells
+
+A segment is a maximal stretch of tokens of one provenance, as it was recorded when they were made (I7): the prompt, what
+the policy sampled, what the environment added later. Steps are counted as the progress display counts them, from 1.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rich.cells import cell_len
+from rich.console import Console, RenderableType
+from rich.text import Text
+
+from tidemill.commands.screen import console, labelled, print_json, visible
+from tidemill.config import ConfigError
+from tidemill.envs.template import Tokenizer
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.ledger.reads import Order
+from tidemill.ledger.records import SampleRow
+from tidemill.run_folder import RunFolder
+from tidemill.types import Trajectory
+
+LIMIT = 10  # trajectories, unless a number is given
+SHOWN = 600  # characters of a prompt, reply or answer without --tokens
+Provenance = Literal["prompt", "sampled", "environment"]
+COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "environment": "magenta"}
+LIKELY, UNLIKELY = math.log(0.5), math.log(0.1)  # logprobs from which a token is no surprise, and up to which it is a big one
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    provenance: Provenance
+    start: int
+    stop: int
+
+
+def samples(run: Path, step: int | None, worst: int | None, best: int | None, tokens: bool, as_json: bool) -> int:
+    order, limit = _choice(worst, best)
+    if step is not None and step < 1:
+        raise ConfigError(f"--step {step}: steps are counted from 1, as the progress display counts them")
+    folder = RunFolder.existing(run)
+    with SqliteLedger(run, mode="read") as record:
+        rows = record.samples(None if step is None else step - 1, order, limit)
+        if not rows:
+            raise ConfigError(_nothing(record, run, step, order))
+        payloads = [record.load_trajectory(r.group_id, r.place) if tokens and not r.gone else None for r in rows]
+    tokenizer = _tokenizer(folder) if tokens else None
+    if as_json:
+        print_json([_plain(row, payload, tokenizer) for row, payload in zip(rows, payloads, strict=True)])
+        return 0
+    screen = console()
+    for row, payload in zip(rows, payloads, strict=True):
+        screen.print(_title(row, payload))
+        if payload is not None and tokenizer is not None:
+            screen.print(labelled(_token_rows(payload, tokenizer, screen)))
+            screen.print(labelled([("answer", Text(visible(_answer(row))))]) if _answer(row) else "")
+        else:
+            screen.print(labelled(_text_rows(row, gone=tokens)))
+        screen.print()
+    if not tokens:
+        screen.print(Text("  --tokens shows each token with the version and the logprob it was sampled with", "dim"))
+    return 0
+
+
+def segments(trajectory: Trajectory) -> list[Segment]:
+    """The trajectory's tokens, cut where their provenance changes, in order."""
+    found: list[Segment] = []
+    for position, sampled in enumerate(trajectory.mask.tolist()):
+        kind: Provenance = "sampled" if sampled else "environment" if found and found[0].stop > 0 else "prompt"
+        if found and (found[-1].provenance == kind or (kind == "environment" and found[-1].provenance == "prompt")):
+            last = found.pop()
+            found.append(Segment(last.provenance, last.start, position + 1))
+        else:
+            found.append(Segment(kind, position, position + 1))
+    return found
+
+
+def _choice(worst: int | None, best: int | None) -> tuple[Order, int]:
+    if worst is not None and best is not None:
+        raise ConfigError("--worst and --best were both given: choose one")
+    limit = worst if worst is not None else best
+    if limit is not None and limit < 1:
+        raise ConfigError(f"--{'worst' if worst is not None else 'best'} {limit}: expected how many to show, at least 1")
+    order: Order = "worst" if worst is not None else "best" if best is not None else "recent"
+    return order, limit or LIMIT
+
+
+def _nothing(record: SqliteLedger, run: Path, step: int | None, order: Order) -> str:
+    last = record.last_step()
+    if step is not None and (last is None or step > last + 1):
+        known = "none was begun yet" if last is None else f"it has steps 1 to {last + 1}"
+        return f"{run} has no step {step}: {known}"
+    where = f"step {step} of {run}" if step is not None else str(run)
+    if order != "recent" and record.samples(None if step is None else step - 1, "recent", 1):
+        return f"{where} has no trajectory with a score to rank: leave out --{order} to see them with what went wrong"
+    return f"{where} has no trajectories yet: wait until its first group is finished"
+
+
+def _tokenizer(folder: RunFolder) -> Tokenizer:
+    if not folder.initial.is_dir():
+        raise ConfigError(f"{folder.initial} does not exist: the tokens cannot be read without the run's tokenizer")
+    from tidemill.models.tokenizer import load_tokenizer
+
+    return load_tokenizer(folder.initial)
+
+
+def _title(row: SampleRow, payload: Trajectory | None) -> Text:
+    """One line: where it belongs, what it earned, how it ended."""
+    fate = f"step {row.step + 1}" if row.step is not None else f"dropped: {row.reason}" if row.fate else "pending"
+    facts = [f"sample {row.group_id}.{row.place}", row.finish, f"{row.sampled} of {row.tokens} tokens sampled", _weights(row)]
+    if row.mean_logprob is not None:
+        facts.append(f"mean logprob {row.mean_logprob:.2f}")
+    if payload is not None and payload.temperature != 1:
+        facts.append(f"temperature {payload.temperature:g}")
+    return Text.assemble((fate, "bold"), "  ", _reward(row), ("  " + " · ".join(f for f in facts if f), "dim"))
+
+
+def _reward(row: SampleRow) -> Text:
+    if row.reward is not None:
+        return Text(f"reward {row.reward:.2f}", "bold green" if row.reward > 0.5 else "bold yellow")
+    if row.outcome is None:
+        return Text("not judged", "bold red")
+    return Text(f"{row.outcome}: {visible(row.outcome_reason or '')}", "bold red")
+
+
+def _weights(row: SampleRow) -> str:
+    if row.oldest is None:
+        return ""
+    return f"v{row.oldest}" if row.oldest == row.newest else f"v{row.oldest} to v{row.newest}"
+
+
+def _text_rows(row: SampleRow, gone: bool) -> list[tuple[str | Text, RenderableType]]:
+    rows: list[tuple[str | Text, RenderableType]] = [
+        (Text("prompt", COLOURS["prompt"]), Text(_cut(_prompt(row)))),
+        (Text("reply", COLOURS["sampled"]), Text(_cut(row.text))),
+    ]
+    if _answer(row):
+        rows.append(("answer", Text(_cut(_answer(row)))))
+    if gone:
+        rows.append(("tokens", Text("removed by retention; this row of the index remains", "yellow")))
+    return rows
+
+
+def _prompt(row: SampleRow) -> str:
+    if isinstance(row.task.prompt, str):
+        return row.task.prompt
+    return "\n".join(f"{message['role']}: {message['content']}" for message in row.task.prompt)
+
+
+def _answer(row: SampleRow) -> str:
+    """What the task says is right, where it says so under the usual name."""
+    answer = row.task.data.get("answer")
+    return "" if answer is None else str(answer)
+
+
+def _cut(text: str) -> str:
+    text = visible(text)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]} … {len(text) - SHOWN:,} more characters"
+
+
+def _token_rows(t: Trajectory, tokenizer: Tokenizer, screen: Console) -> list[tuple[str | Text, RenderableType]]:
+    """A row a segment: what was given as text, what was sampled as cells of token, logprob and version."""
+    width = screen.width - 2 - len("environment") - 2
+    rows: list[tuple[str | Text, RenderableType]] = []
+    for segment in segments(t):
+        colour = COLOURS[segment.provenance]
+        if segment.provenance == "sampled":
+            content = _cells(t, segment, tokenizer, width, colour)
+        else:
+            given = tokenizer.decode(t.tokens[segment.start : segment.stop].tolist(), skip_special_tokens=False)
+            content = Text(visible(given), colour)
+        rows.append((Text(segment.provenance, colour), content))
+    return rows
+
+
+def _cells(t: Trajectory, segment: Segment, tokenizer: Tokenizer, width: int, colour: str) -> Text:
+    """Three lines for each row of cells: the tokens, below each its logprob (nats), below that the version."""
+    lines = [Text(no_wrap=True) for _ in range(3)]
+    out = Text(no_wrap=True)
+    for position in range(segment.start, segment.stop):
+        logprob = float(t.logprobs[position])
+        cell = (
+            (_token(tokenizer, int(t.tokens[position])), f"bold {colour}"),
+            (f"{logprob:.2f}", _surprise(logprob)),
+            (f"v{t.versions[position]}", "dim"),
+        )
+        size = max(cell_len(text) for text, _ in cell)
+        if lines[0].cell_len and lines[0].cell_len + size > width:
+            out.append(Text("\n").join(lines)).append("\n")
+            lines = [Text(no_wrap=True) for _ in range(3)]
+        for line, (text, style) in zip(lines, cell, strict=True):
+            line.append(text, style).append(" " * (size - cell_len(text) + 1))
+    return out.append(Text("\n").join(lines))
+
+
+def _surprise(logprob: float) -> str:
+    return "dim" if logprob >= LIKELY else "yellow" if logprob > UNLIKELY else "bold red"
+
+
+def _token(tokenizer: Tokenizer, token: int) -> str:
+    """One token as it can be seen: a space is ␣, and one that is no text of its own (part of a character) is its id."""
+    text = tokenizer.decode([token], skip_special_tokens=False)
+    return f"#{token}" if not text or "�" in text else visible(text).replace(" ", "␣")
+
+
+def _plain(row: SampleRow, payload: Trajectory | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A sample as JSON. `step` counts from 1; `tokens` is there with --tokens, and null when retention removed them."""
+    same = ("group_id", "place", "sample", "seat", "fate", "reason", "reward", "outcome", "outcome_reason", "finish")
+    found: dict[str, Any] = {name: row.__getattribute__(name) for name in same}
+    found |= {
+        "step": None if row.step is None else row.step + 1,
+        "task": row.task.id,
+        "prompt": row.task.prompt,
+        "data": row.task.data,
+        "text": row.text if payload is None else payload.text,
+        "n_tokens": row.tokens,
+        "n_sampled": row.sampled,
+        "oldest_version": row.oldest,
+        "newest_version": row.newest,
+        "mean_logprob": row.mean_logprob,
+    }
+    if tokenizer is not None:
+        found["tokens"] = None if payload is None else _plain_tokens(payload, tokenizer)
+    return found
+
+
+def _plain_tokens(t: Trajectory, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": int(t.tokens[i]),
+            "text": tokenizer.decode([int(t.tokens[i])], skip_special_tokens=False),
+            "from": segment.provenance,
+            "version": int(t.versions[i]) if t.mask[i] else None,
+            "logprob": float(t.logprobs[i]) if t.mask[i] else None,
+        }
+        for segment in segments(t)
+        for i in range(segment.start, segment.stop)
+    ]

@@ -1,0 +1,1 @@
+"""The native engine behind OpenAI's HTTP interface, in one process."""
