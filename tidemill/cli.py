@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -16,6 +16,7 @@ app = typer.Typer(
 )
 
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="settings over the recipe's")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines, and nothing else")]
 
 
@@ -35,6 +36,60 @@ def train(
     from tidemill.commands import training
 
     raise typer.Exit(training.train(recipe, overrides or [], as_json))
+
+
+@app.command()
+def new(name: Annotated[str, typer.Argument(help="of the folder, and of the environment's file")]) -> None:
+    """Begin a task of your own: an environment, a recipe that trains it at once, a test of its reward."""
+    from tidemill.commands import new as starter
+
+    raise typer.Exit(starter.new(name))
+
+
+@app.command("eval")
+def evaluate(
+    target: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="a run's folder, or a model's")],
+    overrides: Overrides = None,
+    recipe: Annotated[Path | None, typer.Option(help="for a model: the recipe whose tasks it gets")] = None,
+    tasks: Annotated[int | None, typer.Option(help="how many held-out tasks; else the recipe's eval.final_tasks")] = None,
+    which: Annotated[Literal["final", "initial"] | None, typer.Option(help="for a run: which model; else final")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Greedy accuracy on held-out tasks, with its uncertainty."""
+    from tidemill.commands import evaluate as command
+
+    raise typer.Exit(command.evaluate(target, recipe, tasks, which, overrides or [], as_json))
+
+
+@app.command()
+def samples(
+    run: RunDir,
+    step: Annotated[int | None, typer.Option(help="of this step, as the progress display counts them; else of all")] = None,
+    worst: Annotated[int | None, typer.Option(help="so many of the lowest reward; else the ten latest")] = None,
+    best: Annotated[int | None, typer.Option(help="so many of the highest reward")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="every token, with its version and logprob")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """What the policy wrote, in a run that has ended or goes on."""
+    from tidemill.commands import samples as command
+
+    raise typer.Exit(command.samples(run, step, worst, best, tokens, as_json))
+
+
+@app.command()
+def ledger(run: RunDir, as_json: AsJson = False) -> None:
+    """Was anything lost? Every group of a run, by its fate."""
+    from tidemill.commands import ledger as command
+
+    raise typer.Exit(command.ledger(run, as_json))
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """What this machine has, and whether the parts work on it."""
+    from tidemill.commands import doctor as command
+
+    raise typer.Exit(command.doctor(as_json))
 
 
 def main() -> None:

@@ -188,3 +188,29 @@ def test_thousands_of_waiting_requests_cost_nothing():
     scheduler.release(sequences[0])
     scheduler.plan()
     assert sequences[-1].slot >= 0
+
+
+def test_twins_that_arrive_together_share_all_but_the_last_token():
+    scheduler = Scheduler(BlockManager(20, PAGE), 4, 64, 100)
+    twins = [Sequence(np.arange(8, dtype=np.int32), limit=20) for _ in range(3)]
+    for sequence in twins:
+        scheduler.submit(sequence)
+    plan = scheduler.plan()
+    assert [c.count for c in plan.chunks] == [8] and plan.lengths.tolist() == [8, 8]
+    assert [s.cached for s in twins] == [0, 7, 7] and plan.admitted == twins
+    assert (plan.writes[:2] < PAGE).all(), "a page of another is not written"
+    assert (plan.writes[2:] >= PAGE).all() and len(plan.sample_slots) == 3
+    scheduler.advance(plan, np.array([1, 2, 3]))
+    plan = scheduler.plan()
+    assert len(set(plan.writes.tolist())) == 3 and (plan.writes >= PAGE).all()
+
+
+def test_pages_of_an_unfinished_prompt_are_not_found():
+    scheduler = Scheduler(BlockManager(20, PAGE), 4, 64, 5)
+    first, twin = (Sequence(np.arange(16, dtype=np.int32), limit=20) for _ in range(2))
+    scheduler.submit(first)
+    scheduler.advance(scheduler.plan(), np.zeros(0, np.int64))
+    scheduler.release(first)
+    scheduler.submit(twin)
+    scheduler.plan()
+    assert twin.cached == PAGE  # five tokens were computed: one full page

@@ -79,6 +79,14 @@ def test_never_a_token_of_probability_zero(weights, uniform, repeat):
     assert probabilities[0, token] > 0
 
 
+def test_the_end_of_the_distribution_is_its_last_possible_token():
+    last = torch.full((200, 1), 1 - 2**-53, dtype=torch.float64)
+    probabilities = torch.zeros(200, 1024)
+    probabilities[:, 300:490] = torch.rand(200, 190, generator=torch.Generator().manual_seed(0)) + 0.1
+    assert set(draw(probabilities, last)[:, 0].tolist()) == {489}  # block sums are rounded, up or down
+    assert set(draw(probabilities[:, 256:512].contiguous(), last)[:, 0].tolist()) == {489 - 256}
+
+
 def test_draw_inverts_the_cumulative_distribution():
     probabilities = torch.rand(1, 1001, generator=torch.Generator().manual_seed(0)).float() ** 4
     exact = np.cumsum(probabilities[0].double().numpy())

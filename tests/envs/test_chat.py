@@ -122,6 +122,14 @@ async def test_a_template_that_rewrites_history_is_refused_by_name():
     assert len(engine.prompts) == 1
 
 
+async def test_a_template_that_changes_what_stands_before_the_reply_is_refused():
+    tokenizer = chat_tokenizer("{{ messages | length }} messages\n" + CHATML)
+    chat = chat_with(ScriptedEngine(says(tokenizer, "", "two")), tokenizer)
+    assert await chat.reply(FIRST) == ""
+    with pytest.raises(TemplateRewritesHistory, match="turn 2 cannot be appended"):
+        await chat.reply(SECOND)
+
+
 async def test_a_template_that_refuses_a_role():
     tokenizer = chat_tokenizer(
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}" + CHATML

@@ -85,6 +85,15 @@ def forks_and_both_return(completion: str) -> float:
     return float(os.fork() == 0)
 
 
+def dies_with_a_child_left(completion: str, pids: str) -> float:
+    if os.fork() == 0:
+        _note(pids, os.getpid())
+        time.sleep(600)
+    while not os.path.exists(pids):
+        time.sleep(0.01)
+    os._exit(3)
+
+
 def forks_and_sleeps(completion: str, pids: str) -> float:
     if os.fork() == 0:
         _note(pids, os.getpid())

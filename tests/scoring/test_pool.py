@@ -111,6 +111,15 @@ async def test_processes_of_a_call_do_not_outlive_it(pool, fault, tmp_path):
     await good(pool)
 
 
+async def test_a_death_is_seen_at_once_though_a_forked_child_lives_on(pool, tmp_path):
+    pids = tmp_path / "pids"
+    outcome = await asyncio.wait_for(pool.call(f"{FAULTY}:dies_with_a_child_left", ["x", str(pids)], limit_s=600), 20)
+    assert isinstance(outcome, InfraError)
+    assert "exited with status 3" in outcome.reason
+    assert await until_gone([int(line) for line in pids.read_text().split()])
+    await good(pool)
+
+
 async def test_memory_is_limited():
     pool = WorkerPool(workers=1, limit_s=20, memory_mb=4096)
     try:

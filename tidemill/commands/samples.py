@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -30,8 +31,12 @@ from tidemill.types import Trajectory
 LIMIT = 10  # trajectories, unless a number is given
 SHOWN = 600  # characters of a prompt, reply or answer without --tokens
 Provenance = Literal["prompt", "sampled", "environment"]
+Row = tuple[str | Text, RenderableType]
 COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "environment": "magenta"}
-LIKELY, UNLIKELY = math.log(0.5), math.log(0.1)  # logprobs from which a token is no surprise, and up to which it is a big one
+LIKELY, UNLIKELY = (
+    math.log(0.5),
+    math.log(0.1),
+)  # logprobs from which a token is no surprise, and up to which it is a big one
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,8 +64,7 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
     for row, payload in zip(rows, payloads, strict=True):
         screen.print(_title(row, payload))
         if payload is not None and tokenizer is not None:
-            screen.print(labelled(_token_rows(payload, tokenizer, screen)))
-            screen.print(labelled([("answer", Text(visible(_answer(row))))]) if _answer(row) else "")
+            screen.print(labelled([*_token_rows(payload, tokenizer, screen), *_answer_row(row)]))
         else:
             screen.print(labelled(_text_rows(row, gone=tokens)))
         screen.print()
@@ -69,16 +73,14 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
     return 0
 
 
-def segments(trajectory: Trajectory) -> list[Segment]:
-    """The trajectory's tokens, cut where their provenance changes, in order."""
-    found: list[Segment] = []
-    for position, sampled in enumerate(trajectory.mask.tolist()):
-        kind: Provenance = "sampled" if sampled else "environment" if found and found[0].stop > 0 else "prompt"
-        if found and (found[-1].provenance == kind or (kind == "environment" and found[-1].provenance == "prompt")):
-            last = found.pop()
-            found.append(Segment(last.provenance, last.start, position + 1))
-        else:
-            found.append(Segment(kind, position, position + 1))
+def segments(t: Trajectory) -> list[Segment]:
+    """Its tokens, cut where their provenance changes, in order."""
+    found, position, begun = [], 0, False
+    for sampled, run in groupby(t.mask.tolist()):
+        length = len(list(run))
+        kind: Provenance = "sampled" if sampled else "environment" if begun else "prompt"
+        found.append(Segment(kind, position, position + length))
+        position, begun = position + length, begun or sampled
     return found
 
 
@@ -114,7 +116,12 @@ def _tokenizer(folder: RunFolder) -> Tokenizer:
 def _title(row: SampleRow, payload: Trajectory | None) -> Text:
     """One line: where it belongs, what it earned, how it ended."""
     fate = f"step {row.step + 1}" if row.step is not None else f"dropped: {row.reason}" if row.fate else "pending"
-    facts = [f"sample {row.group_id}.{row.place}", row.finish, f"{row.sampled} of {row.tokens} tokens sampled", _weights(row)]
+    facts = [
+        f"sample {row.group_id}.{row.place}",
+        row.finish,
+        f"{row.sampled} of {row.tokens} tokens sampled",
+        _weights(row),
+    ]
     if row.mean_logprob is not None:
         facts.append(f"mean logprob {row.mean_logprob:.2f}")
     if payload is not None and payload.temperature != 1:
@@ -136,13 +143,12 @@ def _weights(row: SampleRow) -> str:
     return f"v{row.oldest}" if row.oldest == row.newest else f"v{row.oldest} to v{row.newest}"
 
 
-def _text_rows(row: SampleRow, gone: bool) -> list[tuple[str | Text, RenderableType]]:
-    rows: list[tuple[str | Text, RenderableType]] = [
+def _text_rows(row: SampleRow, gone: bool) -> list[Row]:
+    rows: list[Row] = [
         (Text("prompt", COLOURS["prompt"]), Text(_cut(_prompt(row)))),
         (Text("reply", COLOURS["sampled"]), Text(_cut(row.text))),
+        *_answer_row(row),
     ]
-    if _answer(row):
-        rows.append(("answer", Text(_cut(_answer(row)))))
     if gone:
         rows.append(("tokens", Text("removed by retention; this row of the index remains", "yellow")))
     return rows
@@ -154,10 +160,10 @@ def _prompt(row: SampleRow) -> str:
     return "\n".join(f"{message['role']}: {message['content']}" for message in row.task.prompt)
 
 
-def _answer(row: SampleRow) -> str:
+def _answer_row(row: SampleRow) -> list[Row]:
     """What the task says is right, where it says so under the usual name."""
     answer = row.task.data.get("answer")
-    return "" if answer is None else str(answer)
+    return [] if answer is None else [("answer", Text(_cut(str(answer))))]
 
 
 def _cut(text: str) -> str:
@@ -165,10 +171,10 @@ def _cut(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[:SHOWN]} … {len(text) - SHOWN:,} more characters"
 
 
-def _token_rows(t: Trajectory, tokenizer: Tokenizer, screen: Console) -> list[tuple[str | Text, RenderableType]]:
+def _token_rows(t: Trajectory, tokenizer: Tokenizer, screen: Console) -> list[Row]:
     """A row a segment: what was given as text, what was sampled as cells of token, logprob and version."""
     width = screen.width - 2 - len("environment") - 2
-    rows: list[tuple[str | Text, RenderableType]] = []
+    rows: list[Row] = []
     for segment in segments(t):
         colour = COLOURS[segment.provenance]
         if segment.provenance == "sampled":
@@ -212,20 +218,9 @@ def _token(tokenizer: Tokenizer, token: int) -> str:
 
 def _plain(row: SampleRow, payload: Trajectory | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """A sample as JSON. `step` counts from 1; `tokens` is there with --tokens, and null when retention removed them."""
-    same = ("group_id", "place", "sample", "seat", "fate", "reason", "reward", "outcome", "outcome_reason", "finish")
-    found: dict[str, Any] = {name: row.__getattribute__(name) for name in same}
-    found |= {
-        "step": None if row.step is None else row.step + 1,
-        "task": row.task.id,
-        "prompt": row.task.prompt,
-        "data": row.task.data,
-        "text": row.text if payload is None else payload.text,
-        "n_tokens": row.tokens,
-        "n_sampled": row.sampled,
-        "oldest_version": row.oldest,
-        "newest_version": row.newest,
-        "mean_logprob": row.mean_logprob,
-    }
+    found = asdict(row)
+    found |= {"step": None if row.step is None else row.step + 1, "text": row.text if payload is None else payload.text}
+    found["n_tokens"], found["n_sampled"] = found.pop("tokens"), found.pop("sampled")
     if tokenizer is not None:
         found["tokens"] = None if payload is None else _plain_tokens(payload, tokenizer)
     return found

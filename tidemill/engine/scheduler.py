@@ -151,7 +151,6 @@ class Scheduler:
     def preempt(self, sequence: Sequence, *, renew: bool = False) -> None:
         """Drop its KV and put it first in line. `renew`: it is to be prefilled under the salt of the time."""
         self._leave(sequence)
-        self.computed[sequence.slot] = 0
         if renew:
             sequence.salt = None
         sequence.waiting = True

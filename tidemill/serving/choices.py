@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -48,11 +48,18 @@ class Piece:
     finish: str | None = None
     sampled: int = 0
 
+    def shifted(self, by: int) -> Piece:
+        """As a piece of a text in which `by` characters stand before the reply."""
+        tokens = [replace(token, offset=token.offset + by) for token in self.tokens] if by else self.tokens
+        return Piece(self.text, tokens, self.finish, self.sampled)
+
 
 class Assembler:
     """Tokens in, pieces out; a token leaves together with the text that begins with it."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...]) -> None:
+    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], ends: tuple[int, ...]) -> None:
+        """ends: the ids that end a completion, which have no text even where the tokenizer would show them."""
+        self._ends = ends
         self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
         self._waiting: deque[TokenLogprob] = deque()
         self._decoded = 0  # characters that the detokenizer gave out
@@ -63,12 +70,11 @@ class Assembler:
     def stopped(self) -> bool:
         return self._stops.found
 
-    def push(self, token: Token, *, silent: bool) -> Piece:
-        """`silent`: it ends the completion and has no text."""
+    def push(self, token: Token) -> Piece:
         number, _, logprob, top = token
         self._sampled += 1
         self._waiting.append(TokenLogprob(number, logprob, top, self._decoded))
-        return self._piece("" if silent else self._detokenizer.push(number))
+        return self._piece("" if number in self._ends else self._detokenizer.push(number))
 
     def finish(self, finish: Finish) -> Piece:
         """The last piece, for the reason the engine gave; a stop string, found now or before, takes precedence."""
@@ -98,16 +104,16 @@ async def sample(engine: NativeEngine, tokenizer: Tokenizer, asked: Asked, *, li
 
     live: a piece as soon as there is text; otherwise everything at the end, which is cheaper.
     """
-    assembler = Assembler(tokenizer, asked.stops)
+    assembler = Assembler(tokenizer, asked.stops, () if asked.params.ignore_eos else engine.eos_ids)
     if not live and not asked.stops:
         completion = await engine.generate(asked.tokens, asked.params, POLICY, "")
         for token in _tokens(completion):
-            yield assembler.push(token, silent=False)
+            yield assembler.push(token)
     else:
         stream = engine.stream(asked.tokens, asked.params, POLICY, "")
         try:
             async for token in stream:
-                piece = assembler.push(token, silent=False)
+                piece = assembler.push(token)
                 if piece.text:
                     yield piece
                 if assembler.stopped:

@@ -28,18 +28,18 @@ class Detokenizer:
     def push(self, token: int) -> str:
         """The text that this token settles."""
         self._held.append(token)
-        text = self._fresh()
-        if text.endswith(BROKEN) and len(self._held) < HELD:
-            return ""
-        return self._settle(text)
+        text, whole = self._fresh(), True
+        if text.endswith(BROKEN) or not text:  # not text: special tokens; what came before them stays the context
+            if len(self._held) < HELD:
+                return ""
+            whole = False
+        # Broken bytes are no context: with the next byte their own text could change, and it has been given out.
+        self._context, self._held = (self._held if whole else []), []
+        return text
 
     def flush(self) -> str:
         """What is still held, broken characters included: no further token comes."""
-        return self._settle(self._fresh()) if self._held else ""
-
-    def _settle(self, text: str) -> str:
-        if text:  # a special token shows nothing; what came before it stays the context
-            self._context, self._held = self._held, []
+        text, self._held = self._fresh() if self._held else "", []
         return text
 
     def _fresh(self) -> str:

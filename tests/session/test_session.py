@@ -1,0 +1,154 @@
+"""A whole run as a user starts it, in its own processes: what it leaves behind, how it stops, how it goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tidemill.models.fresh import SIZES, fresh_model
+
+RECIPE = """
+model = "{model}"
+env = {{ kind = "guess", low = 1, high = 4, turns = 2 }}
+steps = {steps}
+max_lag = 1
+rollout = {{ groups = 4, group_size = 4, max_tokens = 2 }}
+trainer.lr = 1e-3
+eval = {{ every = 4, tasks = 4, final_tasks = 4 }}
+record.checkpoint_every = 4
+"""
+LIMIT_S = 150
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    from tidemill.envs.guess import ALPHABET
+
+    fresh_model(tmp_path / "model", alphabet=ALPHABET, context=64, **SIZES["0.1m"])
+    path = tmp_path / "recipe.toml"
+    path.write_text(RECIPE.format(model=tmp_path / "model", steps=10))
+    return path
+
+
+def command(recipe: Path, *overrides: str) -> list[str]:
+    run_dir = f"run_dir={recipe.parent / 'run'}"
+    return [sys.executable, "-m", "tidemill.cli", "train", str(recipe), run_dir, *overrides, "--json"]
+
+
+def start(recipe: Path, *overrides: str) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        command(recipe, *overrides), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment
+    )
+
+
+def lines_until(process: subprocess.Popen, wanted) -> list[dict]:
+    """Read JSON lines until `wanted(line)`; fails when the process ends before."""
+    assert process.stdout is not None
+    seen = []
+    for text in process.stdout:
+        seen.append(json.loads(text))
+        if wanted(seen[-1]):
+            return seen
+    raise AssertionError(f"ended with {process.wait(LIMIT_S)} before it came: {seen[-3:]}")
+
+
+def finish(process: subprocess.Popen) -> list[dict]:
+    out, _ = process.communicate(timeout=LIMIT_S)
+    return [json.loads(line) for line in out.splitlines()]
+
+
+def children(pid: int) -> list[psutil.Process]:
+    return psutil.Process(pid).children(recursive=True)
+
+
+def conservation(folder: Path) -> dict[str, int]:
+    with sqlite3.connect(folder / "ledger.sqlite") as db:
+        db.row_factory = sqlite3.Row
+        return dict(db.execute("SELECT * FROM conservation").fetchone())
+
+
+def test_a_run_in_processes_leaves_what_it_promises_and_nothing_else(recipe):
+    process = start(recipe)
+    lines = finish(process)
+    assert process.returncode == 0, lines
+    folder, report = recipe.parent / "run", lines[-1]
+    assert report["kind"] == "report" and report["steps"] == 10
+    for name in (
+        "config.json",
+        "metrics.jsonl",
+        "report.json",
+        "trace.json",
+        "final/model.safetensors",
+        "initial/config.json",
+    ):
+        assert (folder / name).exists(), name
+    assert folder.stat().st_mode & 0o077 == 0, "a run folder is private"
+    assert conservation(folder) == {"admitted": 40, "trained": 40, "dropped": 0, "pending": 0, "lost": 0, "trained_twice": 0}
+    assert report["max_lag_seen"] <= 1 and report["mismatch_lag0"]["max"] < 1e-4
+    assert set(report["memory_mb"]) == {"trainer", "engine-0"} and min(report["memory_mb"].values()) > 10
+    assert report["versions_published"] == 11
+    trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    assert {"generate", "train", "publish", "commit"} <= {e["name"] for e in trace if e["ph"] == "X"}
+
+    again = start(recipe)  # a finished run is not run again
+    lines = finish(again)
+    assert again.returncode == 0 and "complete" in lines[0]["text"] and lines[-1]["steps"] == 10
+
+    other = start(recipe, "max_lag=3")
+    out, _ = other.communicate(timeout=LIMIT_S)
+    assert other.returncode == 2 and "max_lag differ" in out
+
+
+def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
+    process = start(recipe, "steps=14")
+    lines_until(process, lambda line: line.get("kind") == "step" and line["step"] >= 6)
+    family = children(process.pid)
+    assert len(family) >= 2
+    process.kill()
+    process.wait(LIMIT_S)
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive, f"outlived their parent: {alive}"
+    folder = recipe.parent / "run"
+    before = conservation(folder)
+    assert before["lost"] == 0 and before["trained"] >= 6 * 4
+
+    process = start(recipe, "steps=14")
+    lines = finish(process)
+    assert process.returncode == 0, lines
+    notes = [line["text"] for line in lines if line["kind"] == "note"]
+    assert any("recorded steps again" in note for note in notes), "the kill left steps after the checkpoint of step 4"
+    after = conservation(folder)
+    assert after["trained"] == 14 * 4 and after["lost"] == after["trained_twice"] == after["pending"] == 0
+    assert lines[-1]["max_lag_seen"] <= 1
+
+
+def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_the_run_goes_on(recipe):
+    process = start(recipe, "steps=400")
+    lines_until(process, lambda line: line.get("kind") == "step" and line["step"] >= 2)
+    family = children(process.pid)
+    process.send_signal(signal.SIGINT)
+    lines = finish(process)
+    assert process.returncode == 3, lines
+    done = lines[-1]["steps"]
+    assert 2 <= done < 400
+    _, alive = psutil.wait_procs(family, timeout=15)
+    assert not alive
+    folder = recipe.parent / "run"
+    assert (folder / "checkpoints" / f"step-{done:06d}" / "run.json").exists()
+
+    process = start(recipe, f"steps={done + 2}")
+    lines = finish(process)
+    assert process.returncode == 0, lines
+    after = conservation(folder)
+    assert after["trained"] == (done + 2) * 4 and after["lost"] == after["trained_twice"] == 0
+    notes = [line["text"] for line in lines if line["kind"] == "note"]
+    assert not any("recorded steps again" in note for note in notes), "a checkpoint was taken when it was stopped"

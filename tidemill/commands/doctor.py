@@ -1,0 +1,155 @@
+"""`tidemill doctor`: what this machine has, whether the parts work on it, and what to do about what does not.
+
+Facts first, which cost nothing; then a small model is built and used as in a run, see `selftest`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import shutil
+import sqlite3
+import sys
+import tempfile
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.text import Text
+
+from tidemill.commands.finding import Finding, Status
+from tidemill.commands.machine import memory_bytes, usable_cores
+from tidemill.commands.screen import console, labelled, print_json
+
+GIB = 2**30
+EXTRAS = {  # extra -> the packages it is there for
+    "gym": ("reasoning_gym", "math_verify"),
+    "serve": ("starlette", "uvicorn"),
+    "tensorboard": ("tensorboard",),
+    "wandb": ("wandb",),
+}
+STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+def doctor(as_json: bool) -> int:
+    """The exit status: 1 when something fails."""
+    findings = [*facts(Path.cwd())]
+    torch = torch_build()
+    findings.append(torch)
+    if torch.status != "fail":
+        from tidemill.commands.selftest import cuda_devices, self_test
+
+        findings.append(cuda_devices())
+        with tempfile.TemporaryDirectory(prefix="tidemill-doctor-") as folder:
+            findings += asyncio.run(self_test(Path(folder)))
+    failed = any(finding.status == "fail" for finding in findings)
+    if as_json:
+        print_json({"ok": not failed, "checks": [asdict(finding) for finding in findings]})
+    else:
+        _show(findings)
+    return int(failed)
+
+
+def facts(folder: Path) -> list[Finding]:
+    """What can be told without torch. folder: where runs would be written."""
+    return [python(), sqlite(), cores(), memory(), shared_memory(), disk(folder), extras()]
+
+
+def python() -> Finding:
+    found = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}"
+    if sys.version_info < (3, 11):
+        return Finding("Python", "fail", found, "Tidemill needs Python 3.11 or newer: make a virtual environment with one")
+    return Finding("Python", "ok", found)
+
+
+def sqlite() -> Finding:
+    if sqlite3.sqlite_version_info < (3, 37):
+        return Finding(
+            "SQLite", "fail", sqlite3.sqlite_version, "the ledger needs 3.37 or newer: use a Python that brings one"
+        )
+    return Finding("SQLite", "ok", sqlite3.sqlite_version)
+
+
+def cores() -> Finding:
+    usable, there = usable_cores(), os.cpu_count() or 1
+    found = f"{usable} usable" if usable == there else f"{usable} usable of {there}"
+    if usable < 2:
+        advice = "engine and trainer take turns on one core: runs work, but training and sampling do not overlap"
+        return Finding("cores", "warn", found, advice)
+    return Finding("cores", "ok", found)
+
+
+def memory() -> Finding:
+    total, free = memory_bytes()
+    found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    if free < 1.5 * GIB:
+        return Finding("memory", "warn", found, "a run of the smallest models needs about 1.5 GiB: end other programs")
+    return Finding("memory", "ok", found)
+
+
+def shared_memory() -> Finding:
+    """How the carrier of weights gets its memory; that it works is shown by the self-test."""
+    if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
+        return Finding("shared memory", "ok", "anonymous memory files, limited by the memory alone")
+    return Finding("shared memory", "ok", "files in the run folder: this system has no anonymous ones that others can open")
+
+
+def disk(folder: Path) -> Finding:
+    free = shutil.disk_usage(folder).free
+    found = f"{free / GIB:.1f} GiB free in {folder}"
+    if not os.access(folder, os.W_OK):
+        return Finding(
+            "disk", "warn", f"{folder} cannot be written to", "give a run_dir elsewhere, or change to another folder"
+        )
+    if free < 2 * GIB:
+        return Finding("disk", "warn", found, "checkpoints and trajectories take space: free some, or put run_dir elsewhere")
+    return Finding("disk", "ok", found)
+
+
+def extras() -> Finding:
+    """Extras are a choice, so a missing one is no warning; one that is there in part is."""
+    state = {extra: [importlib.util.find_spec(name) is not None for name in names] for extra, names in EXTRAS.items()}
+    here = [extra for extra, found in state.items() if all(found)]
+    parts = [extra for extra, found in state.items() if any(found) and not all(found)]
+    missing = [extra for extra, found in state.items() if not any(found)]
+    found = f"{', '.join(here) or 'none'} installed" + (f"; not {', '.join(missing)}" if missing else "")
+    if parts:
+        names = ",".join(parts)
+        return Finding("extras", "warn", f"{found}; in part: {', '.join(parts)}", f"pip install 'tidemill[{names}]'")
+    return Finding("extras", "ok", found)
+
+
+def torch_build() -> Finding:
+    try:
+        import torch
+    except (ImportError, OSError) as error:  # OSError: a library it needs does not load
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        return Finding(
+            "PyTorch", "fail", reason, "install it again in this environment: pip install --force-reinstall torch"
+        )
+    build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
+    transformers = importlib.metadata.version("transformers")
+    return Finding(
+        "PyTorch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads; transformers {transformers}"
+    )
+
+
+def _show(findings: list[Finding]) -> None:
+    rows = []
+    for each in findings:
+        said = Text(each.found)
+        if each.advice:
+            said.append(f"\n{each.advice}", STYLES[each.status])
+        rows.append((Text.assemble((f"{each.status:<4}", STYLES[each.status]), f"  {each.name}"), said))
+    screen = console()
+    screen.print(labelled(rows))
+    failed = sum(each.status == "fail" for each in findings)
+    warned = sum(each.status == "warn" for each in findings)
+    if failed:
+        screen.print(f"  {failed} failed: a run will not work here until that is mended", style="bold red")
+    elif warned:
+        screen.print(f"  runs work here; {warned} to know of", style="yellow")
+    else:
+        screen.print("  all is well; next: tidemill demo", style="green")

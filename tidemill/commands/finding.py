@@ -1,0 +1,16 @@
+"""One line of `tidemill doctor`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Status = Literal["ok", "warn", "fail"]
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    name: str
+    status: Status
+    found: str
+    advice: str = ""  # what to do; empty when there is nothing to do

@@ -1,0 +1,24 @@
+"""What MODEL|RUN on the command line names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tidemill.config import ConfigError
+from tidemill.run_folder import RunFolder
+
+
+def model_of(path: Path) -> Path:
+    """The model folder itself, or `final/` of a run. Raises ConfigError when there is neither."""
+    if not path.is_dir():
+        raise ConfigError(f"{str(path)!r} is not a folder: give a Hugging Face model folder, or a run's")
+    if not is_run(path):
+        return path
+    final = RunFolder(path).final
+    if not final.is_dir():
+        raise ConfigError(f"run {str(path)!r} has no final/ yet: let it come to its end, or give a model folder")
+    return final
+
+
+def is_run(path: Path) -> bool:
+    return (path / "ledger.sqlite").is_file()

@@ -1,0 +1,109 @@
+"""The doctor's self-test: a tiny model used as a run uses one, in this process, in about two seconds.
+
+    trainer --publish--> shared memory --update--> engine --generate--> tokens --forward--> the trainer's own logprobs
+
+and a reward in a scoring worker. What fails here would fail in a run, with a longer story.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
+from tidemill.commands.finding import Finding
+from tidemill.engine.settings import EngineSettings
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.protocols import Engine, Trainer
+from tidemill.scoring.pool import WorkerPool
+from tidemill.sync.settings import SyncSettings
+from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import Sample, SamplingParams, Score, Version
+
+TOLERANCE = 1e-4  # nats, in fp32
+PROMPTS, REPLY = 4, 16  # sequences, and tokens sampled for each
+REPORT = "this is a fault of the program or of its libraries: please report it with this output"
+
+
+def cuda_devices() -> Finding:
+    if not torch.cuda.is_available():
+        if torch.version.cuda is None:
+            return Finding("CUDA", "ok", "none: this PyTorch is built for the CPU")
+        return Finding("CUDA", "warn", "no device is visible", "where there is one, check the driver with nvidia-smi")
+    devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return Finding("CUDA", "ok", ", ".join(f"{d.name} ({d.total_memory / 2**30:.0f} GiB)" for d in devices))
+
+
+async def self_test(folder: Path) -> list[Finding]:
+    """folder: an empty one, to be removed afterwards."""
+    model, findings = folder / "model", []
+    try:
+        fresh_model(model, alphabet="abcdefghijklmnopqrstuvwxyz \n", context=64, **SIZES["0.1m"])
+        settings = TrainerSettings(device="cpu")
+        spec = TrainerSpec(model=model, trainer=settings, steps=1, sync=SyncSettings(), folder=folder)
+        trainer = build_trainer(spec, offload=False)
+        engine = build_engine(EngineSpec(model=model, engine=EngineSettings(device="cpu"), carrier="shared_memory"))
+    except Exception as error:  # whatever it is, finding it is what this command is for
+        return [Finding("model", "fail", f"{type(error).__name__}: {error}", REPORT)]
+    try:
+        findings.append(await _attempt("weights", lambda: carry_weights(trainer, engine)))
+        if findings[-1].status == "ok":
+            findings.append(await _attempt("parity", lambda: compare(trainer, engine)))
+    finally:
+        await engine.close()
+        await trainer.close()
+    findings.append(await _attempt("scoring", score_once))
+    return findings
+
+
+async def carry_weights(trainer: Trainer, engine: Engine) -> Finding:
+    """Through shared memory, with the fingerprint computed anew by the engine."""
+    begin = time.monotonic()
+    published = await trainer.publish(Version(0))
+    served = await engine.update(published)
+    spent, size = time.monotonic() - begin, published.bytes / 2**20
+    if served != published.version:
+        return Finding("weights", "fail", f"the engine serves {served}, published was {published.version}", REPORT)
+    return Finding("weights", "ok", f"{size:.1f} MiB through shared memory in {1000 * spent:.0f} ms, same fingerprint")
+
+
+async def compare(trainer: Trainer, engine: Engine) -> Finding:
+    """Logprobs of sampled tokens: those the engine recorded, against the trainer's own."""
+    samples = []
+    for row in range(PROMPTS):
+        prompt = np.arange(3, 8 + 3 * row, dtype=np.int32)
+        params = SamplingParams(max_tokens=REPLY, ignore_eos=True, seed=row)
+        reply = await engine.generate(prompt, params, "policy", f"doctor-{row}")
+        nothing, zeros = np.full(len(prompt), -1, np.int32), np.zeros(len(prompt), np.float32)
+        tokens = np.concatenate([prompt, reply.tokens])
+        sampled = np.arange(len(tokens)) >= len(prompt)
+        logprobs, versions = np.concatenate([zeros, reply.logprobs]), np.concatenate([nothing, reply.versions])
+        empty = np.zeros(len(tokens), np.float32)
+        samples.append(Sample(tokens, sampled, logprobs, versions, empty, empty))
+    own = await trainer.forward(samples)
+    gaps = np.concatenate([abs(o - s.logprobs)[s.mask] for o, s in zip(own, samples, strict=True)])
+    found = f"engine and trainer differ by at most {gaps.max():.0e} nats over {len(gaps)} sampled tokens"
+    return Finding("parity", "ok", found) if gaps.max() <= TOLERANCE else Finding("parity", "fail", found, REPORT)
+
+
+async def score_once() -> Finding:
+    """A reward in a worker process of its own: does it start, answer and go?"""
+    pool, begin = WorkerPool(workers=1, limit_s=10.0), time.monotonic()
+    try:
+        outcome = await pool.call("tidemill.rewards.functions:exact", kwargs={"completion": "abc", "answer": "abc"})
+    finally:
+        await pool.close()
+    if outcome != Score(1.0):
+        return Finding("scoring", "fail", f"a worker said {outcome}", "run the reward in this process: scoring.workers=0")
+    return Finding("scoring", "ok", f"a worker process was started, judged and ended in {time.monotonic() - begin:.1f} s")
+
+
+async def _attempt(name: str, check: Callable[[], Awaitable[Finding]]) -> Finding:
+    try:
+        return await check()
+    except Exception as error:  # as above
+        return Finding(name, "fail", f"{type(error).__name__}: {error}", REPORT)

@@ -1,0 +1,66 @@
+"""`tidemill serve`: a model behind OpenAI's interface, until Ctrl-C."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import socket
+from pathlib import Path
+
+from tidemill.commands.located import model_of
+from tidemill.config import ConfigError, build
+from tidemill.engine.settings import EngineSettings
+from tidemill.types import Version
+
+
+def serve(
+    model: Path, host: str, port: int, api_key: str | None, context: int | None, dtype: str, threads: int | None
+) -> int:
+    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+        raise ConfigError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+    if api_key == "":
+        raise ConfigError("--api-key is empty: give a key, or leave it out on this machine's own address")
+    settings = build(EngineSettings, {"dtype": dtype, "context": context})
+    folder = model_of(model)
+    from tidemill.serving.server import bind
+
+    sock = bind(host, port, api_key=api_key)  # first: a port in use is found out before minutes of loading
+    try:
+        asyncio.run(_serve(folder, sock, api_key, settings, threads))
+    except KeyboardInterrupt:
+        pass  # how a server ends
+    finally:
+        sock.close()
+    return 0
+
+
+async def _serve(
+    model: Path, sock: socket.socket, api_key: str | None, settings: EngineSettings, threads: int | None
+) -> None:
+    import torch
+
+    from tidemill.engine.core import NativeEngine
+    from tidemill.model_folder import ModelFolder
+    from tidemill.models.weights import load_folder
+    from tidemill.serving.app import make_app
+    from tidemill.serving.server import Server, address_of
+    from tidemill.serving.service import Service
+
+    if threads is not None:
+        torch.set_num_threads(threads)
+    folder = ModelFolder.open(model)
+    if (settings.context or 0) > folder.architecture.context:
+        raise ConfigError(f"--context {settings.context}: this model's context is {folder.architecture.context}")
+    decoder = load_folder(model, dtype=getattr(torch, settings.dtype))
+    engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=folder.stop_ids)
+    context = (await engine.capabilities()).context
+    name = served_name(model)
+    service = Service(engine, folder.tokenizer, name, context=context, vocab=folder.architecture.vocab)
+    about = f"serving {name} at {address_of(sock)}/v1  (context {context}, {settings.dtype}; Ctrl-C stops)"
+    await Server(make_app(service, api_key), about).serve([sock])
+
+
+def served_name(model: Path) -> str:
+    """The folder's name; for `runs/NAME/final` that is NAME-final."""
+    path = model.resolve()
+    return f"{path.parent.name}-{path.name}" if path.name in ("final", "initial") else path.name

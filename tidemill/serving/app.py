@@ -1,0 +1,179 @@
+"""The HTTP application: routes, the key, bounded bodies, errors in OpenAI's format, and clients that leave.
+
+A client that goes away ends the work that was done for it: its choices are aborted in the engine between two steps.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import aclosing, asynccontextmanager
+from typing import Any, TypeVar
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tidemill.serving.bodies import MAX_BODY
+from tidemill.serving.errors import ApiError, error_body
+from tidemill.serving.service import Prepared, Service
+
+T = TypeVar("T")
+log = logging.getLogger(__name__)
+
+
+def make_app(service: Service, api_key: str | None) -> Starlette:
+    """The engine of `service` is closed when the application shuts down."""
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        yield
+        await service.engine.close()
+
+    async def models(request: Request) -> Response:
+        return reply({"object": "list", "data": [service.model()]})
+
+    async def model(request: Request) -> Response:
+        service.check_model(request.path_params["name"])
+        return reply(service.model())
+
+    return Starlette(
+        routes=[
+            Route("/v1/models", models),
+            Route("/v1/models/{name:path}", model),
+            Route("/v1/completions", _answer(service, service.completion), methods=["POST"]),
+            Route("/v1/chat/completions", _answer(service, service.chat), methods=["POST"]),
+        ],
+        middleware=[] if api_key is None else [Middleware(KeyCheck, key=api_key)],
+        exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _failed},
+        lifespan=lifespan,
+    )
+
+
+def reply(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(_encode(value), status, media_type="application/json")
+
+
+class KeyCheck:
+    """Lets requests through that bear the key. The time it takes tells nothing about the key."""
+
+    def __init__(self, app: ASGIApp, key: str) -> None:
+        self._app, self._expected = app, b"Bearer " + key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
+            if not hmac.compare_digest(given, self._expected):
+                error = ApiError(
+                    "no valid API key: send it as 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
+                )
+                await reply(error.body(), error.status)(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+class EventStream(Response):
+    """Server-sent events, until they end or the client leaves."""
+
+    media_type = "text/event-stream"
+
+    def __init__(self, events: AsyncIterator[dict[str, Any]]) -> None:
+        super().__init__(headers={"cache-control": "no-cache"})
+        del self.headers["content-length"]
+        self._events = events
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await while_connected(receive, self._send(send))
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        try:
+            async with aclosing(self._events) as events:  # type: ignore[type-var]
+                async for event in events:
+                    await send({"type": "http.response.body", "body": _event(_encode(event)), "more_body": True})
+        except Exception as error:  # the status is sent: whatever it is, the client can only be told in the stream
+            log.exception("a streamed reply failed")
+            told = _encode(error_body(f"the engine failed: {error}", 500))
+            await send({"type": "http.response.body", "body": _event(told), "more_body": True})
+        await send({"type": "http.response.body", "body": _event(b"[DONE]"), "more_body": False})
+
+
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
+    """The result of `work`; None, and the work is cancelled, when the client leaves before. The body has been read."""
+    working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        return working.result() if working.done() else None
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.wait((working, leaving))
+
+
+async def _left(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def _answer(
+    service: Service, prepare: Callable[[bytes], Coroutine[Any, Any, Prepared]]
+) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        raw = await _body(request)
+        prepared = await while_connected(request.receive, prepare(raw))
+        if prepared is None:
+            return Response(status_code=499)  # nobody reads it
+        if prepared.stream:
+            return EventStream(service.events(prepared))
+        value = await while_connected(request.receive, service.reply(prepared))
+        return Response(status_code=499) if value is None else reply(value)
+
+    return endpoint
+
+
+async def _body(request: Request) -> bytes:
+    """At most MAX_BODY bytes are ever held, whatever the headers say."""
+    too_large = ApiError(f"the body is larger than {MAX_BODY >> 20} MiB", status=413)
+    length = request.headers.get("content-length", "0")
+    if length.isdecimal() and int(length[:20]) > MAX_BODY:
+        raise too_large
+    raw = bytearray()
+    try:
+        async for part in request.stream():
+            raw += part
+            if len(raw) > MAX_BODY:
+                raise too_large
+    except ClientDisconnect:
+        raise ApiError("the client left before its request was complete", status=499) from None
+    return bytes(raw)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return reply(error.body(), error.status)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    about = f"{request.method} {request.url.path}"
+    message = {404: f"{about}: there is no such path here", 405: f"{about}: not with this method"}.get(error.status_code)
+    return reply(error_body(message or error.detail, error.status_code), error.status_code)
+
+
+async def _failed(request: Request, error: Exception) -> Response:
+    return reply(error_body(f"the engine failed: {error}", 500), 500)
+
+
+def _encode(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _event(data: bytes) -> bytes:
+    return b"data: " + data + b"\n\n"

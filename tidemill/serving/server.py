@@ -1,0 +1,65 @@
+"""The address and the process: a socket that is bound before the model is loaded, and uvicorn on it until Ctrl-C."""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import socket
+
+import uvicorn
+from starlette.applications import Starlette
+
+from tidemill.config import ConfigError
+
+GRACE_S = 5  # for what is being answered when the server is told to stop
+
+
+def bind(host: str, port: int, *, api_key: str | None) -> socket.socket:
+    """A bound socket that does not listen yet; port 0 is any free one. Raises ConfigError when that cannot be had."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError, OverflowError) as error:
+        raise ConfigError(f"host {host!r}, port {port}: not an address ({error})") from None
+    family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)  # "localhost" is both
+    if api_key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
+        raise ConfigError(
+            f"host {host!r} can be reached from other machines: give --api-key KEY, or leave --host out to serve this one"
+        )
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise ConfigError(_why_not(error, host, port)) from None
+    return sock
+
+
+def address_of(sock: socket.socket) -> str:
+    """http://HOST:PORT of a bound socket."""
+    host, port = sock.getsockname()[:2]
+    return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
+
+
+class Server(uvicorn.Server):
+    """Says `announcement` when it listens."""
+
+    def __init__(self, app: Starlette, announcement: str) -> None:
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=GRACE_S
+        )
+        super().__init__(config)
+        self._announcement = announcement
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        if self.started:
+            print(self._announcement, flush=True)
+
+
+def _why_not(error: OSError, host: str, port: int) -> str:
+    if error.errno == errno.EADDRINUSE:
+        return f"port {port} on {host} is in use: choose another with --port, or 0 for any free one"
+    if error.errno == errno.EACCES:
+        return f"port {port} on {host} is not for ordinary users: choose one from 1024 up with --port"
+    return f"cannot serve on {host}, port {port}: {error.strerror}"
