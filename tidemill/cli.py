@@ -15,7 +15,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="[key=value]...", help="settings over the recipe's")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="settings over the recipe's")]
 RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines, and nothing else")]
 
@@ -90,6 +90,36 @@ def doctor(as_json: AsJson = False) -> None:
     from tidemill.commands import doctor as command
 
     raise typer.Exit(command.doctor(as_json))
+
+
+@app.command()
+def parity(
+    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, or a run (its final/)")],
+    length: Annotated[int, typer.Option(min=8, help="tokens of a compared row")] = 64,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the logprobs of engine, trainer and transformers on a model; status 1 when they differ."""
+    from tidemill.commands import parity
+
+    raise typer.Exit(parity.parity(model, length, as_json))
+
+
+@app.command()
+def serve(
+    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, or a run (its final/)")],
+    host: Annotated[
+        str, typer.Option(help="address to listen on; another than this machine's own needs a key")
+    ] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one")] = 8000,
+    api_key: Annotated[str | None, typer.Option(help="clients must send it")] = None,
+    context: Annotated[int | None, typer.Option(min=2, help="tokens a request may hold; the model's if not given")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
+    threads: Annotated[int | None, typer.Option(min=1, help="of torch")] = None,
+) -> None:
+    """Answer OpenAI's API for a model: completions, chat, logprobs, streaming. Ctrl-C stops."""
+    from tidemill.commands import serve
+
+    raise typer.Exit(serve.serve(model, host, port, api_key, context, dtype, threads))
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from tidemill.recipe import WarmupSettings
 from tidemill.types import Array, Task, Version
 
 FIRST_LOOK_S = 5.0  # evaluations begin here and come at every further share of the budget
-LOOKS = 16
+LOOKS = 24
 LOOK_TASKS = 192
 
 Row = tuple[Array, Array]  # tokens [T] int32, loss mask [T] bool

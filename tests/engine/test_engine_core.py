@@ -253,6 +253,28 @@ async def test_updates_one_after_another_and_only_forward(started):
     assert telemetry.memory_bytes > 1 << 20 and (await under_test.telemetry()).spans == []
 
 
+async def test_a_cancelled_update_leaves_the_spare_weights_alone(started):
+    class Slow(MemoryReceiver):
+        reading, go_on = threading.Event(), threading.Event()
+
+        def receive(self, published):
+            self.reading.set()
+            assert self.go_on.wait(30)
+            return super().receive(published)
+
+    receiver = Slow()
+    under_test = started(receiver=receiver)
+    first = asyncio.ensure_future(under_test.update(receiver.publish(1, decoder(seed=1))))
+    await asyncio.to_thread(receiver.reading.wait)
+    second = asyncio.ensure_future(under_test.update(receiver.publish(2, decoder(seed=2))))
+    first.cancel()
+    await asyncio.wait([first], timeout=0.05)
+    assert not first.done(), "its thread still writes to the spare decoder, so the next update has to wait"
+    receiver.go_on.set()
+    assert (await second).step == 2 and first.cancelled()
+    assert [s.name for s in (await under_test.telemetry()).spans] == ["stage", "commit"]
+
+
 async def test_wrong_weights_are_refused_and_the_old_ones_served(started):
     receiver = MemoryReceiver()
     under_test = started(receiver=receiver)

@@ -3,7 +3,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from trainer_cases import batch, sample
+from trainer_cases import sample
 
 from tidemill.trainer.batch import pack, rows_of, split
 
@@ -54,21 +54,19 @@ def test_a_prompt_is_run_once_for_its_siblings():
     assert len(pack(rows, CPU).tokens) == 6 + 4 + 2 + 3
 
 
-@pytest.mark.parametrize(("shapes", "prompt"), [([(-1, 3), (-1, 3)], 3), ([(0, 60), (0, 60)], 4)])
-def test_what_is_not_a_family_or_saves_too_little_is_not_shared(shapes, prompt):
-    samples = samples_of(shapes)
-    assert (samples[0].tokens[:prompt] == samples[1].tokens[:prompt]).all()
+def test_groups_share_what_their_prompts_begin_with_and_equal_answers_are_run_once():
+    rng = np.random.default_rng(0)
+    system, questions = rng.integers(0, 9, 20), [np.array([10 + g, 11, 12]) for g in range(3)]
+    samples = [sample(rng, np.concatenate([system, q]), 4, group=g) for g, q in enumerate(questions) for _ in range(2)]
+    samples[1].tokens[:] = samples[0].tokens
+    [rows] = split(rows_of(samples), 500)
+    assert len(pack(rows, CPU).tokens) == 20 + 3 * 3 + 5 * 3  # six answers of 3 that are run, two of which are one
+
+
+def test_what_saves_too_little_is_not_shared():
+    samples = samples_of([(0, 60), (0, 60)])
+    assert (samples[0].tokens[:4] == samples[1].tokens[:4]).all()
     assert pack(split(rows_of(samples), 500)[0], CPU).spread is None
-
-
-def test_a_family_is_not_cut_where_it_fits_elsewhere():
-    samples = samples_of([(3, 12), (0, 5), (0, 5), (0, 5)])  # 18 tokens alone; a family of 4 + 3 * 4
-    assert [[r.index for r in rows] for rows in split(rows_of(samples), 30)] == [[0], [1, 2, 3]]
-
-
-def test_the_longest_row_comes_first():
-    rows = rows_of(batch())
-    assert split(rows, 20)[0][0].length == max(row.length for row in rows)
 
 
 def test_rows_are_cut_after_the_last_predicted_token():
@@ -83,8 +81,9 @@ def test_reference_logprobs_that_some_rows_lack_are_loud():
     a, b = samples_of([(0, 2), (0, 2)])
     assert "reference" not in pack(split(rows_of([a, b]), 99)[0], CPU).inputs
     a.ref_logprobs = a.logprobs
-    reference = pack(split(rows_of([a, b]), 99)[0], CPU).inputs["reference"]
-    assert torch.isnan(reference).tolist() == [False, False, True, True]
+    [rows] = split(rows_of([a, b]), 99)
+    reference = pack(rows, CPU).inputs["reference"]
+    assert torch.isnan(reference).tolist() == [missing for row in rows for missing in [row.index == 1] * 2]
 
 
 @pytest.mark.parametrize("loss", ["policy", "other"])

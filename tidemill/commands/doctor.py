@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tidemill.commands.finding import Finding, Status
 from tidemill.commands.machine import memory_bytes, usable_cores
-from tidemill.commands.screen import console, labelled, print_json
+from tidemill.commands.screen import console, print_json, print_rows
 
 GIB = 2**30
 EXTRAS = {  # extra -> the packages it is there for
@@ -59,8 +59,6 @@ def facts(folder: Path) -> list[Finding]:
 
 def python() -> Finding:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}"
-    if sys.version_info < (3, 11):
-        return Finding("Python", "fail", found, "Tidemill needs Python 3.11 or newer: make a virtual environment with one")
     return Finding("Python", "ok", found)
 
 
@@ -137,14 +135,14 @@ def torch_build() -> Finding:
 
 
 def _show(findings: list[Finding]) -> None:
-    rows = []
+    rows: list[tuple[str | Text, str | Text]] = []
     for each in findings:
         said = Text(each.found)
         if each.advice:
             said.append(f"\n{each.advice}", STYLES[each.status])
         rows.append((Text.assemble((f"{each.status:<4}", STYLES[each.status]), f"  {each.name}"), said))
     screen = console()
-    screen.print(labelled(rows))
+    print_rows(screen, rows)
     failed = sum(each.status == "fail" for each in findings)
     warned = sum(each.status == "warn" for each in findings)
     if failed:

@@ -19,8 +19,9 @@ from typing import Any, Literal
 from rich.text import Text
 
 from tidemill.build import start_engine
+from tidemill.commands.located import is_run
 from tidemill.commands.machine import usable_cores
-from tidemill.commands.screen import console, labelled, print_json
+from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings
@@ -29,12 +30,14 @@ from tidemill.evaluation import Evaluator
 from tidemill.model_folder import ModelFolder
 from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig, load_recipe
-from tidemill.run_folder import RunFolder, read_json
+from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
 from tidemill.session import context_of, make_episodes
 from tidemill.types import Metrics
 
 Which = Literal["final", "initial"]
+MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # the settings that an evaluation reads
+SAME_FIGURES = {"placement", "scoring"}  # of these, the ones that cannot change its result
 Z95 = 1.959964  # of the normal distribution, two-sided
 
 
@@ -45,7 +48,15 @@ class Subject:
     model: Path
     config: RunConfig
     tasks: int
-    recorded: float | None = None  # what the run's own report says of the same evaluation
+    recorded: tuple[int, float] | None = None  # tasks and accuracy, as the run's own report says of this model
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluated:
+    environment: str
+    results: Metrics
+    seconds: float
+    recorded: float | None  # the accuracy that the run's report gives for the same tasks
 
 
 def evaluate(
@@ -54,13 +65,15 @@ def evaluate(
     subject = find_subject(target, recipe, tasks, which, overrides)
     screen = console(stderr=True)
     busy = screen.status(f"{subject.model}: greedy, {subject.tasks:,} held-out tasks ...")
-    begin = time.monotonic()
     with busy if screen.is_terminal and not as_json else nullcontext():
-        name, results = asyncio.run(_run(subject))
+        done = asyncio.run(_run(subject))
     if as_json:
-        print_json({"model": str(subject.model), "environment": name, **as_figures(results), "recorded": subject.recorded})
+        figures = as_figures(done.results)
+        print_json(
+            {"model": str(subject.model), "environment": done.environment, **figures, "recorded_accuracy": done.recorded}
+        )
     else:
-        _show(subject, name, results, time.monotonic() - begin)
+        _show(subject, done)
     return 0
 
 
@@ -70,28 +83,31 @@ def find_subject(
     """Whether `target` is a run or a model, and what follows from that. Raises ConfigError in one sentence."""
     if tasks is not None and tasks < 1:
         raise ConfigError(f"--tasks {tasks}: expected how many to evaluate on, at least 1")
+    changed = [o.lstrip("-").partition("=")[0].partition(".")[0] for o in overrides]
+    for key in changed:
+        if key in RunConfig.model_fields and key not in MATTERS:
+            raise ConfigError(f"{key}=... changes nothing in an evaluation, which reads {', '.join(MATTERS)}: leave it out")
     if not target.is_dir():
         raise ConfigError(f"{target} does not exist: give the folder of a run, or a Hugging Face model folder")
-    facts = read_json(target / "config.json") if (target / "config.json").is_file() else {}
-    if "run_dir" in facts:
+    if is_run(target):
         if recipe is not None:
             raise ConfigError(
                 f"{target} is a run, which is evaluated by its own recipe: leave out --recipe, or give a model"
             )
-        return _of_run(RunFolder(target), facts, tasks, which or "final", overrides)
-    if "model_type" not in facts:
-        raise ConfigError(f"{target} is neither a run nor a model: there is no config.json of either in it")
+        return _of_run(RunFolder.existing(target), tasks, which or "final", overrides, changed)
+    if not (target / "config.json").is_file():
+        raise ConfigError(f"{target} is neither a run nor a model: there is no ledger.sqlite and no config.json in it")
     if which is not None:
         raise ConfigError(f"--which {which} is for runs, and {target} is a model")
-    if recipe is None and not any(o.lstrip("-").partition("=")[0].partition(".")[0] == "env" for o in overrides):
+    if recipe is None and "env" not in changed:
         raise ConfigError(f"{target} is a model: say what to evaluate it on, with --recipe FILE or env=...")
     base = {"run_dir": str(target), "model": str(target)}
-    config = load_recipe([recipe] if recipe else [], [*overrides, f"model={target}"], base)
+    config = load_recipe([recipe] if recipe else [], overrides, base)
     return Subject(target, config, tasks or config.eval.final_tasks)
 
 
-def _of_run(folder: RunFolder, facts: dict[str, Any], tasks: int | None, which: Which, overrides: Sequence[str]) -> Subject:
-    config = load_recipe([], overrides, facts)
+def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Sequence[str], changed: Sequence[str]) -> Subject:
+    config = load_recipe([], overrides, folder.recipe())
     model = folder.final if which == "final" else folder.initial
     if not model.is_dir():
         when = "its last step" if which == "final" else "its warm-up"
@@ -104,17 +120,21 @@ def _of_run(folder: RunFolder, facts: dict[str, Any], tasks: int | None, which: 
         and len({*env.path.split(":")}) == 1
     ):
         raise ConfigError(
-            f"{folder.path} was trained on an environment given as a Python object, which no file names: say env=FILE.py:NAME"
+            f"{folder.path} was trained on an environment given as a Python object, in no file: give env=FILE.py:NAME"
         )
-    subject = Subject(model, config, tasks or config.eval.final_tasks)
+    return Subject(model, config, tasks or config.eval.final_tasks, _recorded(folder, which, changed))
+
+
+def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[int, float] | None:
     report = folder.summary()
-    if report is None or overrides or report["held_out"] is None or report["held_out"] > subject.tasks:
-        return subject
-    return Subject(model, config, subject.tasks, report["accuracy_after" if which == "final" else "accuracy_before"])
+    accuracy = None if report is None else report["accuracy_after" if which == "final" else "accuracy_before"]
+    if report is None or accuracy is None or not set(changed) <= SAME_FIGURES:
+        return None
+    return report["held_out"], accuracy
 
 
-async def _run(subject: Subject) -> tuple[str, Metrics]:
-    config = subject.config
+async def _run(subject: Subject) -> Evaluated:
+    config, begin = subject.config, time.monotonic()
     scorer = WorkerPool(**config.scoring.model_dump())
     try:
         environment = make_environment(config.env, scorer)
@@ -126,7 +146,10 @@ async def _run(subject: Subject) -> tuple[str, Metrics]:
                 parts = (config.placement, config.engine, model.path, Path(logs), usable_cores())
                 async with start_engine(*parts) as engine:
                     evaluator = Evaluator(EnginePool([engine]), make_episodes(config, environment, model), config.seed)
-                    return environment.name, await evaluator(tasks)
+                    results = await evaluator(tasks)
+            same = subject.recorded is not None and subject.recorded[0] == results["n"]
+            recorded = subject.recorded[1] if same and subject.recorded else None
+            return Evaluated(environment.name, results, time.monotonic() - begin, recorded)
         finally:
             await environment.close()
     finally:
@@ -140,7 +163,7 @@ def as_figures(results: Metrics) -> dict[str, Any]:
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n: unlike share +- 1.96 errors it stays within 0..1, and is not empty at the ends.
+    """Wilson's 95 % interval of a share of n: unlike share +- 1.96 errors it stays within 0..1 and has a width at the ends.
 
     https://www.itl.nist.gov/div898/handbook/prc/section2/prc241.htm
     """
@@ -151,25 +174,25 @@ def interval(share: float, n: float) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _show(subject: Subject, name: str, results: Metrics, seconds: float) -> None:
-    f = as_figures(results)
+def _show(subject: Subject, done: Evaluated) -> None:
+    f = as_figures(done.results)
     low, high = f["accuracy_ci95"]
     accuracy = Text.assemble(
         (f"{f['accuracy']:.4f}", "bold green"), f" ± {f['accuracy_se']:.4f}   95 % CI {low:.3f} to {high:.3f}"
     )
-    if subject.recorded is not None:
-        same = subject.recorded == f["accuracy"]
-        said = "the run's report says the same" if same else f"the run's report says {subject.recorded:.4f}"
+    if done.recorded is not None:
+        same = done.recorded == f["accuracy"]
+        said = "the run's report says the same" if same else f"the run's report says {done.recorded:.4f}"
         accuracy.append(f"   {said}", "dim" if same else "bold yellow")
     failed = f["infra_errors"] + f["unscorable"]
     what = f"{f['infra_errors']:,} infrastructure errors, {f['unscorable']:,} unscorable"
-    rows = [
-        ("tasks", Text(f"{f['n']:,} held-out, greedy, in {seconds:.1f} s")),
+    rows: list[tuple[str | Text, str | Text]] = [
+        ("tasks", f"{f['n']:,} held-out, greedy, in {done.seconds:.1f} s"),
         ("accuracy", accuracy),
-        ("reward", Text(f"{f['reward']:.4f}")),
-        ("replies", Text(f"{f['length']:.1f} tokens, {100 * f['truncated']:.1f} % truncated")),
+        ("reward", f"{f['reward']:.4f}"),
+        ("replies", f"{f['length']:.1f} tokens, {100 * f['truncated']:.1f} % truncated"),
         ("failed", Text(f"{what}; these count as not solved" if failed else what, "bold red" if failed else "")),
     ]
     screen = console()
-    screen.print(Text.assemble((str(subject.model), "bold"), f" on {name}"))
-    screen.print(labelled(rows))
+    screen.print(Text.assemble((str(subject.model), "bold"), f" on {done.environment}"))
+    print_rows(screen, rows)

@@ -7,11 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console, RenderableType
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
-from tidemill.commands.screen import console, labelled, print_json, visible
+from tidemill.commands.screen import console, print_json, print_rows, visible
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
 from tidemill.types import Version
@@ -44,19 +43,19 @@ def figures(counts: Counts) -> dict[str, object]:
 
 def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger) -> None:
     evaluations, events = record.evaluations(), record.events()
-    rows: list[tuple[str, RenderableType]] = [
-        ("groups", Text(_sum(counts))),
+    rows: list[tuple[str | Text, str | Text]] = [
+        ("groups", _sum(counts)),
         ("", _verdict(counts)),
-        ("steps", Text(_steps(record.steps(live=False)))),
-        ("versions", Text(_versions(record.versions()))),
+        ("steps", _steps(record.steps(live=False))),
+        ("versions", _versions(record.versions())),
     ]
     if evaluations:
         rows.append(("held-out", _evaluations(evaluations)))
     if events:
-        rows.append(("events", Text(_kinds(events))))
+        rows.append(("events", _kinds(events)))
         rows += [("", _event(event)) for event in events[-LATEST:]]
     screen.print(Text(str(run), "bold"))
-    screen.print(labelled(rows))
+    print_rows(screen, rows)
 
 
 def _sum(counts: Counts) -> str:
@@ -85,8 +84,9 @@ def _steps(steps: Sequence[StepRecord]) -> str:
     else:
         now = f"the last one ended {_ago(last.ended_at)}"
     again = sum(step.runs for step in steps) - len(live)
-    replayed = f"; {again:,} recorded steps were trained again after a restart" if again else ""
-    return f"{len(live):,} trained, {now}{replayed}" if last.ended_at else f"{len(live) - 1:,} trained, {now}{replayed}"
+    noun = "step was" if again == 1 else "steps were"
+    replayed = f"; {again:,} recorded {noun} trained again after a restart" if again else ""
+    return f"{sum(step.ended_at is not None for step in live.values()):,} trained, {now}{replayed}"
 
 
 def _versions(versions: Sequence[Version]) -> str:
@@ -97,17 +97,15 @@ def _versions(versions: Sequence[Version]) -> str:
     return f"{len(versions):,} published{several}, the latest {versions[-1]} ({versions[-1].fingerprint[:12]})"
 
 
-def _evaluations(evaluations: Sequence[EvalRecord]) -> Table:
-    """The first, the last and a few between."""
+def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
+    """The first, the last and a few between, as a line each."""
     few = max(1, -(-len(evaluations) // 8))
     shown = [e for i, e in enumerate(evaluations) if i % few == 0 or e is evaluations[-1]]
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", show_edge=False)
-    for title in ("after step", "accuracy", "tasks"):
-        table.add_column(title, justify="right")
-    for each in shown:
-        accuracy = "–" if each.accuracy is None else f"{each.accuracy:.3f}"
-        table.add_row(str(each.step), accuracy, "–" if each.n is None else f"{each.n:,}")
-    return table
+    return "\n".join(f"{_share(e.accuracy)} on {e.n or 0:,} tasks after step {e.step:,}" for e in shown)
+
+
+def _share(accuracy: float | None) -> str:
+    return "no accuracy" if accuracy is None else f"{accuracy:.3f}"
 
 
 def _kinds(events: Sequence[Event]) -> str:
@@ -115,9 +113,9 @@ def _kinds(events: Sequence[Event]) -> str:
     return ", ".join(f"{kind} × {n:,}" if n > 1 else kind for kind, n in counted.items())
 
 
-def _event(event: Event) -> Text:
+def _event(event: Event) -> str:
     detail = ", ".join(f"{key} {value}" for key, value in event.detail.items())
-    return Text(f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.at))}  {event.kind}  {visible(detail)}")
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.at))}  {event.kind}  {visible(detail)}"
 
 
 def _ago(at: float) -> str:

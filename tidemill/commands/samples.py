@@ -9,17 +9,16 @@ the policy sampled, what the environment added later. Steps are counted as the p
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
 from rich.cells import cell_len
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.text import Text
 
-from tidemill.commands.screen import console, labelled, print_json, visible
+from tidemill.commands.screen import console, print_json, print_rows, visible
 from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
 from tidemill.ledger.ledger import SqliteLedger
@@ -31,7 +30,7 @@ from tidemill.types import Trajectory
 LIMIT = 10  # trajectories, unless a number is given
 SHOWN = 600  # characters of a prompt, reply or answer without --tokens
 Provenance = Literal["prompt", "sampled", "environment"]
-Row = tuple[str | Text, RenderableType]
+Row = tuple[str | Text, str | Text]
 COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "environment": "magenta"}
 LIKELY, UNLIKELY = (
     math.log(0.5),
@@ -64,9 +63,9 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
     for row, payload in zip(rows, payloads, strict=True):
         screen.print(_title(row, payload))
         if payload is not None and tokenizer is not None:
-            screen.print(labelled([*_token_rows(payload, tokenizer, screen), *_answer_row(row)]))
+            print_rows(screen, [*_token_rows(payload, tokenizer, screen), *_answer_row(row)])
         else:
-            screen.print(labelled(_text_rows(row, gone=tokens)))
+            print_rows(screen, _text_rows(row, gone=tokens))
         screen.print()
     if not tokens:
         screen.print(Text("  --tokens shows each token with the version and the logprob it was sampled with", "dim"))
@@ -145,8 +144,8 @@ def _weights(row: SampleRow) -> str:
 
 def _text_rows(row: SampleRow, gone: bool) -> list[Row]:
     rows: list[Row] = [
-        (Text("prompt", COLOURS["prompt"]), Text(_cut(_prompt(row)))),
-        (Text("reply", COLOURS["sampled"]), Text(_cut(row.text))),
+        (Text("prompt", COLOURS["prompt"]), _cut(_prompt(row))),
+        (Text("reply", COLOURS["sampled"]), _cut(row.text)),
         *_answer_row(row),
     ]
     if gone:
@@ -163,7 +162,7 @@ def _prompt(row: SampleRow) -> str:
 def _answer_row(row: SampleRow) -> list[Row]:
     """What the task says is right, where it says so under the usual name."""
     answer = row.task.data.get("answer")
-    return [] if answer is None else [("answer", Text(_cut(str(answer))))]
+    return [] if answer is None else [("answer", _cut(str(answer)))]
 
 
 def _cut(text: str) -> str:

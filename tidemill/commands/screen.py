@@ -9,15 +9,15 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any
 
-from rich.console import Console, RenderableType
-from rich.padding import Padding
-from rich.table import Table
+from rich.console import Console
 from rich.text import Text
 
 PIPE_WIDTH = 120
+INDENT = 2
+MIN_COLUMN = 20  # of a terminal too narrow for anything: lines then wrap where they must
 
 
 def console(stderr: bool = False) -> Console:
@@ -32,14 +32,18 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, allow_nan=False))
 
 
-def labelled(rows: Iterable[tuple[str | Text, RenderableType]]) -> RenderableType:
-    """Rows of (what it is, what it says), indented; what is said wraps within its own column."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(overflow="fold")
-    for label, content in rows:
-        grid.add_row(Text(label, "dim") if isinstance(label, str) else label, content)
-    return Padding(grid, (0, 0, 0, 2))
+def print_rows(screen: Console, rows: Sequence[tuple[str | Text, str | Text]]) -> None:
+    """Rows of (what it is, what it says), indented. What is said wraps within its own column."""
+    labels = [Text(label, "dim") if isinstance(label, str) else label for label, _ in rows]
+    edge = INDENT + max(label.cell_len for label in labels) + INDENT
+    for label, (_, said) in zip(labels, rows, strict=True):
+        content = Text(said) if isinstance(said, str) else said
+        lines = content.wrap(screen, max(MIN_COLUMN, screen.width - edge), overflow="fold") or [Text()]
+        for number, line in enumerate(lines):
+            line.rstrip()
+            begin = Text.assemble(" " * INDENT, label if number == 0 else "")
+            begin.pad_right(edge - begin.cell_len)
+            screen.print(begin + line if line else begin[: len(begin.plain.rstrip())], soft_wrap=True)
 
 
 def visible(text: str) -> str:

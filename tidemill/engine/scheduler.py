@@ -148,22 +148,20 @@ class Scheduler:
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
 
-    def preempt(self, sequence: Sequence, *, renew: bool = False) -> None:
-        """Drop its KV and put it first in line. `renew`: it is to be prefilled under the salt of the time."""
+    def preempt(self, sequence: Sequence) -> None:
+        """Drop its KV and put it first in line."""
         self._leave(sequence)
-        if renew:
-            sequence.salt = None
         sequence.waiting = True
         self.waiting.appendleft(sequence)
 
     def preempt_all(self, *, renew: bool) -> None:
+        """`renew`: everything in flight is to be prefilled under the salt of the time, not under its own."""
         for sequence in reversed(list(self.running.values())):
-            self.preempt(sequence, renew=renew)
-        if renew:
-            for sequence in self.waiting:  # what had been preempted before stands at the front of the line
-                if sequence.slot < 0 and not sequence.released:
-                    break
-                sequence.salt = None
+            self.preempt(sequence)
+        for sequence in self.waiting if renew else ():
+            if sequence.slot < 0 and not sequence.released:
+                break  # those that had begun stand before those that had not
+            sequence.salt = None
 
     def check_integrity(self) -> None:
         self.blocks.check_integrity(s.pages for s in self.running.values())

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import sys
+import time
 from collections.abc import Awaitable, Callable
 
 import psutil
@@ -73,7 +74,7 @@ class WorkerProcess:
     async def reap(self) -> None:
         """Wait until the killed process is gone and its pipes are closed."""
         self._stdin.close()
-        await asyncio.wait_for(self._process.wait(), REAP_LIMIT_S)
+        await self._exited()
         self._draining.cancel()
         await asyncio.wait([self._draining], timeout=REAP_LIMIT_S)
 
@@ -101,13 +102,19 @@ class WorkerProcess:
             raise WorkerFailed("died", await self._epitaph()) from None
 
     async def _epitaph(self) -> str:
-        try:
-            code = await asyncio.wait_for(self._process.wait(), REAP_LIMIT_S)
-        except TimeoutError:
+        code = await self._exited()
+        if code is None:
             return "the scoring worker closed its pipe"
         how = f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         last = bytes(self._output).decode(errors="replace").strip().rsplit("\n", 1)[-1]
         return f"the scoring worker {how}" + (f"; its last words: {last[-300:]}" if last else "")
+
+    async def _exited(self) -> int | None:
+        """Its exit status, or None when it does not end. `Process.wait` would also wait for every holder of its stderr."""
+        deadline = time.monotonic() + REAP_LIMIT_S
+        while self._process.returncode is None and time.monotonic() < deadline:
+            await asyncio.sleep(0.005)
+        return self._process.returncode
 
     async def _drain(self, stderr: asyncio.StreamReader) -> None:
         while chunk := await stderr.read(1 << 16):

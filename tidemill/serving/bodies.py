@@ -105,7 +105,9 @@ def parse(kind: type[B], raw: bytes) -> B:
         message = f"temperature = {body.temperature}: expected 0, which is greedy, or a value from 0.001 to 100"
         raise ApiError(message, param="temperature")
     if body.stream_options is not None and not body.stream:
-        raise ApiError("stream_options was given without stream: set stream to true, or leave it out", param="stream_options")
+        raise ApiError(
+            "stream_options was given without stream: set stream to true, or leave it out", param="stream_options"
+        )
     return body
 
 

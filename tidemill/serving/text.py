@@ -61,7 +61,9 @@ class StopStrings:
         """The text that can be sent now."""
         assert not self.found
         text = self._held + text
-        at = min((i for i in (text.find(stop) for stop in self._stops) if i >= 0), default=-1)
+        # The one that is complete first, and of those the longest: then the pieces' borders cannot matter.
+        matches = ((at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0)
+        _, at = min(matches, default=(0, -1))
         self.found = at >= 0
         keep = at if self.found else len(text) - self._suspicious(text)
         self._held = "" if self.found else text[keep:]

@@ -1,10 +1,11 @@
-"""Samples to packed micro-batches: siblings together, their common prompt once, within a budget of tokens.
+"""Samples to packed micro-batches within a budget of tokens: what several rows begin with is run once for all of them.
 
     Sample -> Row (what is predicted) -> split (which rows run together) -> pack -> Batch (tensors)
 
-Which rows share a micro-batch, and which of their tokens are run once for all of them, is a matter of speed and memory only
-(I6): a token before which everything is equal has the same hidden states in every sibling, and what flows back into it is
-the sum over them. With 8 samples of a prompt longer than its answers this is most of the work.
+Rows are sorted by their tokens, so that each shares its beginning with the row before it: a system prompt, the prompt of a
+group, a conversation's earlier turns. Which rows share a micro-batch, and which of their tokens are run once, is a matter of
+speed and memory only (I6): a token before which everything is equal has the same hidden states in every row, and what flows
+back into it is the sum over them. With 8 samples of a prompt longer than its answers this is most of the work.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch import Tensor
 from tidemill.algorithms.losses import LossInput
 from tidemill.types import Array, Sample
 
-_WORTH = 0.05  # the share of its tokens that a family must save, else spreading and collecting cost more
+_WORTH = 0.1  # the share of a row that must be common, else spreading and collecting cost more than it saves
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,8 +28,7 @@ class Row:
     index: int  # of the sample among those given
     sample: Sample
     where: Array  # [m] int64, m >= 1: the positions that are predicted, those sampled or with a weight
-    family: int = -1  # rows of one family in a micro-batch share their first `prefix` tokens
-    prefix: int = 0
+    shared: int = 0  # leading tokens that the row before it in its micro-batch has too
 
     @property
     def length(self) -> int:
@@ -71,59 +71,32 @@ def rows_of(samples: Sequence[Sample]) -> list[Row]:
 
 
 def split(rows: Iterable[Row], budget: int) -> list[list[Row]]:
-    """Micro-batches of at most `budget` tokens, shared ones counted once; a longer row goes alone. The longest is first."""
+    """Micro-batches of at most `budget` tokens, shared ones counted once; a longer row goes alone."""
     batches: list[list[Row]] = []
-    used = budget
-    for family in sorted(_families(rows), key=lambda family: -family[0].length):
-        prefix, whole = family[0].prefix, _tokens(family)
-        fresh = whole > budget - used  # a family that would be cut here, but fits elsewhere or needs several anyway
-        for row in family:
-            own = row.length - prefix
-            if fresh or used + own > budget:
-                batches.append([])
-                used, fresh = 0, False
-            if not batches[-1] or batches[-1][-1].family != row.family or not prefix:
-                used += prefix
-            batches[-1].append(row)
-            used += own
+    used, before = budget, None
+    for row in sorted(rows, key=lambda row: row.sample.tokens[: row.length].tobytes()):
+        shared = 0 if before is None else _common(before, row)
+        if used + row.length - shared > budget:
+            batches.append([])
+            used = shared = 0
+        batches[-1].append(replace(row, shared=shared))
+        used += row.length - shared
+        before = row
     return batches
 
 
-def _families(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows by group, each group's longest first; a row without a group is a family of its own."""
-    found: dict[object, list[Row]] = {}
-    for row in rows:
-        found.setdefault(row.sample.group if row.sample.group >= 0 else ("row", row.index), []).append(row)
-    families = []
-    for number, family in enumerate(found.values()):
-        prefix = _common([row.sample.tokens[: row.length] for row in family])
-        if prefix * (len(family) - 1) < _WORTH * sum(row.length for row in family):
-            prefix = 0
-        members = [replace(row, family=number, prefix=prefix) for row in family]
-        families.append(sorted(members, key=lambda row: -row.length))
-    return families
-
-
-def _common(arrays: list[Array]) -> int:
-    """How many leading elements all arrays have in common."""
-    first, n = arrays[0], min(map(len, arrays))
-    for other in arrays[1:]:
-        differing = first[:n] != other[:n]
-        n = int(differing.argmax()) if differing.any() else n
-    return n
-
-
-def _tokens(family: list[Row]) -> int:
-    return family[0].prefix + sum(row.length - row.prefix for row in family)
+def _common(a: Row, b: Row) -> int:
+    """How many leading tokens, of those that are run, both have; 0 when that is too little of `b`."""
+    n = min(a.length, b.length)
+    differing = a.sample.tokens[:n] != b.sample.tokens[:n]
+    shared = int(differing.argmax()) if differing.any() else n
+    return shared if shared >= _WORTH * b.length else 0
 
 
 def pack(rows: list[Row], device: torch.device) -> Batch:
-    """The micro-batch of these rows; those of a family stand together."""
-    places, starts, count = _places(rows)  # of each row, [length] the packed index of its positions
-    pieces = [
-        (row.sample.tokens[start : row.length], np.arange(start, row.length))
-        for row, start in zip(rows, starts, strict=True)
-    ]
+    """The micro-batch of these rows, in the order of `split`."""
+    places, count = _places(rows)  # of each row, [length] the packed index of its positions
+    pieces = [(row.sample.tokens[row.shared : row.length], np.arange(row.shared, row.length)) for row in rows]
     counts = [len(row.where) for row in rows]
 
     def send(array: Array) -> Tensor:
@@ -156,17 +129,15 @@ def pack(rows: list[Row], device: torch.device) -> Batch:
     )
 
 
-def _places(rows: list[Row]) -> tuple[list[Array], list[int], int]:
-    """Where each row's positions lie in the packed tokens, from which position on the row adds its own, and N."""
-    places, starts, count, prefix = [], [], 0, np.zeros(0, np.int64)
-    for before, row in zip([None, *rows], rows, strict=False):
-        start = row.prefix if before is not None and row.prefix and before.family == row.family else 0
-        own = np.arange(count, count + row.length - start)
+def _places(rows: list[Row]) -> tuple[list[Array], int]:
+    """Where each row's positions lie in the packed tokens, and N. What is shared lies where the row before has it."""
+    places: list[Array] = []
+    count = 0
+    for row in rows:
+        own = np.arange(count, count + row.length - row.shared)
+        places.append(np.concatenate((places[-1][: row.shared], own)) if row.shared else own)
         count += len(own)
-        prefix = prefix if start else own[: row.prefix]
-        places.append(np.concatenate((prefix, own)) if start else own)
-        starts.append(start)
-    return places, starts, count
+    return places, count
 
 
 def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor]) -> dict[str, Tensor | None]:

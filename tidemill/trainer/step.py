@@ -91,13 +91,15 @@ def forward_backward(
     sums = _Sums({"loss": torch.zeros((), device=compute.device), "tokens": torch.zeros((), device=compute.device)})
     for with_gradient in (True, False):
         chosen = [row for row, moves in zip(rows, moving, strict=True) if moves is with_gradient]
-        for number, part in enumerate(split(chosen, compute.budget)):
+        parts = split(chosen, compute.budget)
+        largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
+        for part in parts:
             batch = pack(part, compute.device)
             with torch.set_grad_enabled(with_gradient):
                 live, entropy = compute.logprobs(decoder, batch)
                 total = _losses(batch, functions, live, entropy, sums)
             if with_gradient:
-                if number == 0 and at_peak is not None:
+                if part is largest and at_peak is not None:
                     at_peak()
                 total.backward()
             _scatter(logprobs, batch, live.detach())

@@ -1,0 +1,101 @@
+"""`tidemill eval`: the run's own figures to the last digit, on any placement; its uncertainty; what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tidemill.commands.evaluate import interval
+from tidemill.run_folder import read_json
+
+
+def test_a_run_gives_the_figures_of_its_report(tidemill, trained: Path):
+    report = read_json(trained / "report.json")
+    before, after = report["accuracy_before"], report["accuracy_after"]
+    assert before != after and 0.2 < min(before, after)  # else this would prove nothing
+    final, initial = tidemill("eval", trained, "--json"), tidemill("eval", trained, "--which", "initial", "--json")
+    assert json.loads(final.out)["accuracy"] == after and json.loads(initial.out)["accuracy"] == before
+    assert json.loads(final.out)["n"] == 40 == report["held_out"]
+    assert json.loads(final.out)["recorded_accuracy"] == after
+
+
+def test_an_engine_in_its_own_process_gives_the_same(tidemill, trained: Path):
+    said = json.loads(tidemill("eval", trained, "placement=local", "--json").out)
+    assert said["accuracy"] == said["recorded_accuracy"] == read_json(trained / "report.json")["accuracy_after"]
+
+
+def test_a_model_folder_needs_to_be_told_its_tasks(tidemill, trained: Path):
+    refused = tidemill("eval", trained / "final")
+    assert refused.code == 2 and "--recipe" in refused.out and "env=" in refused.out
+    recipe, env = trained.parent / "recipe.toml", f"env={trained.parent / 'env.py'}:parity"
+    said = json.loads(tidemill("eval", trained / "final", "--recipe", recipe, env, "--json").out)
+    assert said["accuracy"] == read_json(trained / "report.json")["accuracy_after"]
+    assert said["recorded_accuracy"] is None
+
+
+def test_fewer_tasks_and_other_settings(tidemill, trained: Path):
+    said = json.loads(tidemill("eval", trained, "--tasks", 7, "rollout.max_tokens=2", "--json").out)
+    assert (said["n"], said["length"], said["truncated"], said["recorded_accuracy"]) == (7, 4.0, 1.0, None)
+
+
+def test_what_a_person_reads(tidemill, trained: Path):
+    said = tidemill("eval", trained)
+    accuracy = read_json(trained / "report.json")["accuracy_after"]
+    low, high = interval(accuracy, 40)
+    assert f"{accuracy:.4f} ± " in said.out and f"95 % CI {low:.3f} to {high:.3f}" in said.out
+    assert "40 held-out" in said.out and "the run's report says the same" in said.out and "\x1b" not in said.out
+
+
+def test_a_report_that_says_something_else_is_noticed(tidemill, run: Path):
+    report = read_json(run / "report.json")
+    (run / "report.json").write_text(json.dumps(report | {"accuracy_after": 0.125}))
+    assert "the run's report says 0.1250" in tidemill("eval", run).out
+
+
+def test_attempts_without_a_score_are_counted_and_not_solved(tidemill, troubled: Path):
+    said = json.loads(tidemill("eval", troubled, "--json").out)
+    assert (said["infra_errors"], said["unscorable"], said["n"]) == (4, 0, 40)  # 7, 17, 27, 37
+    assert said["accuracy"] == 0.9 and said["reward"] == 1.0
+    assert "4 infrastructure errors, 0 unscorable; these count as not solved" in tidemill("eval", troubled).out
+
+
+@pytest.mark.parametrize(
+    ("args", "says"),
+    [
+        (["--tasks", "0"], "--tasks 0"),
+        (["--recipe", "x.toml"], "its own recipe"),
+        (["evl.tasks=3"], "did you mean 'eval'"),
+        (["model=elsewhere"], "changes nothing in an evaluation"),
+        (["trainer.lr=1"], "changes nothing in an evaluation"),
+    ],
+)
+def test_what_is_refused(tidemill, trained: Path, args: list[str], says: str):
+    said = tidemill("eval", trained, *args)
+    assert said.code == 2 and says in said.out and "\n" not in said.out
+
+
+def test_what_is_not_there(tidemill, run: Path, tmp_path: Path):
+    assert "does not exist" in tidemill("eval", tmp_path / "nothing").out
+    assert "neither a run nor a model" in tidemill("eval", tmp_path).out
+    assert "is a model" in tidemill("eval", run / "final", "--which", "final", "env=guess").out
+    (run / "final").rename(run / "gone")
+    said = tidemill("eval", run)
+    assert said.code == 2 and "no final/ yet" in said.out and "--which initial" in said.out
+
+
+def test_a_run_on_a_python_object_says_what_to_give(tidemill, run: Path):
+    config = read_json(run / "config.json")
+    config["env"]["path"] = "parity:parity"  # what `tidemill.train(env=object)` records
+    (run / "config.json").write_text(json.dumps(config))
+    assert "env=FILE.py:NAME" in tidemill("eval", run).out
+
+
+@pytest.mark.parametrize(
+    ("solved", "n", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_the_interval_is_wilsons(solved: int, n: int, low: float, high: float):
+    """Newcombe 1998, doi:10.1002/(SICI)1097-0258(19980430)17:8<857::AID-SIM777>3.0.CO;2-E, table I, method 3."""
+    assert interval(solved / n, n) == pytest.approx((low, high), abs=5e-5)

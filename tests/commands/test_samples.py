@@ -1,0 +1,180 @@
+"""`tidemill samples`: what it shows is what the ledger holds, token by token, with the provenance that was recorded."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import re
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tidemill.commands.samples import Segment, segments
+from tidemill.commands.screen import visible
+from tidemill.ledger import SqliteLedger
+from tidemill.types import Finish, Group, InfraError, Task, Trajectory, Version
+
+
+def trajectory(mask: list[int], **changes) -> Trajectory:
+    flags = np.array(mask, bool)
+    return Trajectory(
+        tokens=np.arange(3, 3 + len(mask), dtype=np.int32),
+        mask=flags,
+        logprobs=np.where(flags, -0.5, 0).astype(np.float32),
+        versions=np.where(flags, 2, -1).astype(np.int32),
+        finish=Finish.STOP,
+        **changes,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mask", "found"),
+    [
+        ([0, 0, 1, 1], [("prompt", 0, 2), ("sampled", 2, 4)]),
+        ([0, 1, 0, 0, 1], [("prompt", 0, 1), ("sampled", 1, 2), ("environment", 2, 4), ("sampled", 4, 5)]),
+        ([1, 0], [("sampled", 0, 1), ("environment", 1, 2)]),
+        ([0, 0], [("prompt", 0, 2)]),
+        ([], []),
+    ],
+)
+def test_provenance_is_what_was_recorded(mask, found):
+    assert segments(trajectory(mask)) == [Segment(*f) for f in found]
+
+
+def test_tokens_as_json_are_those_of_the_ledger(tidemill, trained: Path):
+    shown = json.loads(tidemill("samples", trained, "--step", 2, "--worst", 4, "--tokens", "--json").out)
+    assert len(shown) == 4
+    with SqliteLedger(trained, mode="read") as ledger:
+        for sample in shown:
+            recorded, tokens = ledger.load_trajectory(sample["group_id"], sample["place"]), sample["tokens"]
+            assert [t["id"] for t in tokens] == recorded.tokens.tolist()
+            assert [t["from"] == "sampled" for t in tokens] == recorded.mask.tolist()
+            kinds = [kind for i, kind in enumerate(t["from"] for t in tokens) if i == 0 or tokens[i - 1]["from"] != kind]
+            assert kinds == ["prompt", "sampled", "environment", "sampled"]
+            sampled = [t for t in tokens if t["from"] == "sampled"]
+            assert [t["version"] for t in sampled] == recorded.versions[recorded.mask].tolist()
+            assert [t["logprob"] for t in sampled] == recorded.logprobs[recorded.mask].tolist()
+            assert all(t["version"] is None and t["logprob"] is None for t in tokens if t["from"] != "sampled")
+            assert sample["reward"] == recorded.reward and sample["n_tokens"] == len(tokens)
+            prompt = "".join(t["text"] for t in tokens if t["from"] == "prompt")
+            assert prompt == f"{sample['task']['prompt']}\n"
+
+
+def test_steps_are_counted_as_the_display_counts_them(tidemill, trained: Path):
+    with SqliteLedger(trained, mode="read") as ledger:
+        first = set(ledger.groups_of(0))
+    shown = json.loads(tidemill("samples", trained, "--step", 1, "--json").out)
+    assert {s["group_id"] for s in shown} == first and {s["step"] for s in shown} == {1}
+    assert "tokens" not in shown[0]
+    for step, says in ((0, "counted from 1"), (4, "no step 4: it has steps 1 to 3")):
+        said = tidemill("samples", trained, "--step", step)
+        assert said.code == 2 and says in said.out
+
+
+def test_order_and_number(tidemill, trained: Path):
+    with SqliteLedger(trained, mode="read") as ledger:
+        rewards = sorted(t.reward for g in range(6) for t in ledger.load(g).trajectories)
+    assert rewards[0] < rewards[-1]
+    for option, expected in (("--worst", rewards[:5]), ("--best", rewards[::-1][:5])):
+        assert [s["reward"] for s in json.loads(tidemill("samples", trained, option, 5, "--json").out)] == expected
+    latest = json.loads(tidemill("samples", trained, "--json").out)
+    assert len(latest) == 10 and latest[0]["group_id"] == 5
+    assert tidemill("samples", trained, "--best", 1, "--worst", 1).out.endswith("choose one")
+    assert "--best 0" in tidemill("samples", trained, "--best", 0).out
+
+
+def test_plain_text_names_provenance_version_and_logprob(tidemill, trained: Path):
+    sample = json.loads(tidemill("samples", trained, "--step", 3, "--best", 1, "--tokens", "--json").out)[0]
+    out = tidemill("samples", trained, "--step", 3, "--best", 1, "--tokens").out
+    assert "\x1b" not in out and all(line == line.rstrip() for line in out.splitlines())
+    labels = [line.split()[0] for line in out.splitlines() if re.match(r"  \S", line)]
+    assert labels == ["prompt", "sampled", "environment", "sampled", "answer"]
+    sampled = [t for t in sample["tokens"] if t["from"] == "sampled"]
+    numbers, versions = re.findall(r"-?\d+\.\d\d\b", out.split("\n", 1)[1]), re.findall(r"\bv\d+\b", out.split("\n", 1)[1])
+    assert numbers == [f"{t['logprob']:.2f}" for t in sampled]
+    assert versions == [f"v{t['version']}" for t in sampled]
+    assert "again↵" in out and f"sample {sample['group_id']}.{sample['place']}" in out
+
+
+def test_a_terminal_gets_colours_by_provenance(trained: Path):
+    ours, theirs = pty.openpty()
+    args = [sys.executable, "-m", "tidemill.cli", "samples", str(trained), "--worst", "1", "--tokens"]
+    environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm-256color", "COLUMNS": "60"}
+    process = subprocess.Popen(args, stdout=theirs, stderr=subprocess.PIPE, env=environment)
+    os.close(theirs)
+    out = b""
+    while True:
+        try:
+            chunk = os.read(ours, 65536)
+        except OSError:  # Linux says so when the other side is closed
+            break
+        if not chunk:
+            break
+        out += chunk
+    os.close(ours)
+    assert process.wait(30) == 0, process.stderr and process.stderr.read()
+    assert process.stderr is not None
+    process.stderr.close()
+    text = out.decode()
+    for label, code in (("prompt", 36), ("sampled", 32), ("environment", 35)):
+        assert f"\x1b[{code}m{label}" in text
+    assert "\x1b[35magain↵" in text
+    assert max(len(line) for line in re.sub(r"\x1b\[[\d;]*m", "", text).splitlines() if line.startswith("  ")) <= 60
+
+
+def test_beside_a_live_run(tidemill, run: Path):
+    """A writer holds the ledger; a group it has just finished is shown as pending, and one it dropped with its reason."""
+    with SqliteLedger(run, mode="open") as writer:
+        for group_id, reward in ((6, 0.0), (7, 1.0)):
+            outcome = InfraError("the sandbox died\x1b[2J")
+            attempt = trajectory([0, 1], sources=(Version(2),), outcome=outcome, text="a\x1b]0;title\x07", temperature=0.5)
+            writer.admit(group_id, Task(f"t{group_id}", [{"role": "user", "content": "hello"}]))
+            writer.finish(Group(group_id, Task(f"t{group_id}", "p"), [attempt]))
+        writer.drop(6, "unscored")
+        out = tidemill("samples", run).out
+        blocks = out.split("\n\n")
+    assert blocks[0].startswith("pending  infra_error: the sandbox died␛[2J") and blocks[1].startswith("dropped: unscored")
+    assert "user: hello" in blocks[0] and "a␛]0;title␇" in blocks[0] and "\x1b" not in out and "\x07" not in out
+    assert "temperature 0.5" in tidemill("samples", run, "--tokens").out
+
+
+def test_attempts_without_a_score_are_not_ranked_but_shown(tidemill, troubled: Path):
+    everything = json.loads(tidemill("samples", troubled, "--json").out) + json.loads(
+        tidemill("samples", troubled, "--best", 100, "--json").out
+    )
+    assert all(s["reward"] is not None for s in everything[10:])
+    assert any("RuntimeError" in (s["outcome_reason"] or "") for s in everything)
+
+
+def test_what_retention_removed_is_said(tidemill, run: Path):
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        db.execute("UPDATE trajectories SET gone_at = 1")
+    db.close()
+    assert "removed by retention" in tidemill("samples", run, "--worst", 1, "--tokens").out
+    assert "removed" not in tidemill("samples", run, "--worst", 1).out
+    assert json.loads(tidemill("samples", run, "--worst", 1, "--tokens", "--json").out)[0]["tokens"] is None
+
+
+def test_nothing_to_show_is_one_sentence(tidemill, run: Path, tmp_path: Path):
+    assert "is not a run" in tidemill("samples", tmp_path / "nowhere").out
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "config.json").write_text("{}")
+    with SqliteLedger(tmp_path / "early", mode="create") as ledger:
+        said = tidemill("samples", tmp_path / "early")
+        assert said.code == 2 and "no trajectories yet" in said.out
+        assert "none was begun yet" in tidemill("samples", tmp_path / "early", "--step", 1).out
+        ledger.admit(0, Task("t", "p"))
+        ledger.finish(Group(0, Task("t", "p"), [trajectory([0, 1], sources=(Version(2),))]))
+        said = tidemill("samples", tmp_path / "early", "--worst", 1)
+    assert said.code == 2 and "no trajectory with a score" in said.out
+    (run / "initial").unlink()
+    assert "tokenizer" in tidemill("samples", run, "--tokens").out
+
+
+def test_text_cannot_move_the_cursor():
+    assert visible("a\nb\tc\x1b[31m\x7f\x9b") == "a↵b⇥c␛[31m␡�"

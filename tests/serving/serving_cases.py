@@ -1,0 +1,166 @@
+"""Tiny models to serve, and a server in a thread of the test's process."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from openai import AsyncOpenAI, OpenAI
+
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.model_folder import ModelFolder
+from tidemill.models.architecture import Architecture
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.weights import empty_decoder, load_folder, save_folder
+from tidemill.serving.app import make_app
+from tidemill.serving.server import Server, address_of, bind
+from tidemill.serving.service import Service
+from tidemill.types import Completion, SamplingParams, Scored, Version
+
+ALPHABET = "abcdefghijklmnopqrstuvwxyz \n"
+CONTEXT = 2048
+CHATML = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+    "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def character_model(folder: Path) -> Path:
+    """Character tokens, no template."""
+    fresh_model(folder, alphabet=ALPHABET, **SIZES["0.1m"], context=CONTEXT)
+    return folder
+
+
+def byte_tokenizer() -> Any:
+    """One token a byte, after three special ones; with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(models.BPE({t: i for i, t in enumerate([*specials, *letters])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token=specials[0], eos_token=specials[2], additional_special_tokens=specials[1:2]
+    )
+    tokenizer.chat_template = CHATML
+    return tokenizer
+
+
+def chat_model(folder: Path, context: int = 256) -> Path:
+    """Byte tokens and a template; half its mass on few tokens, so that texts repeat and completions end."""
+    tokenizer = byte_tokenizer()
+    raw = {
+        "model_type": "llama",
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": context,
+        "eos_token_id": tokenizer.eos_token_id,
+        "tie_word_embeddings": False,
+    }
+    decoder = empty_decoder(Architecture.from_dict(raw))
+    decoder.initialise(torch.Generator().manual_seed(1), std=0.3)
+    with tempfile.TemporaryDirectory() as companions:
+        tokenizer.save_pretrained(companions)
+        settings = Path(companions) / "tokenizer_config.json"
+        settings.write_text(json.dumps(json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}))
+        save_folder(decoder, folder, tokenizer_from=companions, dtype=torch.float32)
+    return folder
+
+
+def make_engine(folder: Path) -> NativeEngine:
+    settings = EngineSettings(device="cpu", max_sequences=64, kv_memory_mb=32)
+    ends = ModelFolder.open(folder).stop_ids
+    return NativeEngine(load_folder(folder), settings, receiver=None, version=Version(0), name="engine", eos_ids=ends)
+
+
+def generate(folder: Path, tokens: Any, params: SamplingParams) -> Completion:
+    """What an engine of its own says."""
+
+    async def run() -> Completion:
+        engine = make_engine(folder)
+        try:
+            return await engine.generate(np.asarray(tokens, np.int32), params, "policy", "")
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def score(folder: Path, tokens: Any, top_k: int) -> Scored:
+    async def run() -> Scored:
+        engine = make_engine(folder)
+        try:
+            return await engine.score(np.asarray(tokens, np.int32), "policy", 1.0, top_k)
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+class ReadyServer(Server):
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.ready = threading.Event()
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.ready.set()
+
+
+class Running:
+    """A server on an ephemeral port. Use as a context."""
+
+    def __init__(self, folder: Path, api_key: str | None = None) -> None:
+        model = ModelFolder.open(folder)
+        self.folder, self.tokenizer = folder, model.tokenizer
+        self.engine = make_engine(folder)
+        context = asyncio.run(self.engine.capabilities()).context
+        self.name = folder.name
+        service = Service(self.engine, model.tokenizer, self.name, context=context, vocab=model.architecture.vocab)
+        self._socket = bind("127.0.0.1", 0, api_key=api_key)
+        self.url = address_of(self._socket)
+        self._server = ReadyServer(make_app(service, api_key), "ready")
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()))
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.client = self.openai(api_key or "none")
+
+    def openai(self, key: str) -> OpenAI:
+        return OpenAI(base_url=f"{self.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+    def asynchronous(self) -> AsyncOpenAI:
+        return AsyncOpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60)
+
+    def call(self, coroutine: Any) -> Any:
+        """Run it in the server's loop."""
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
+
+    async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        await self._server.serve([self._socket])
+
+    def __enter__(self) -> Running:
+        self._thread.start()
+        assert self._server.ready.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.client.close()
+        self._server.should_exit = True
+        self._thread.join(30)
+        assert not self._thread.is_alive()

@@ -1,0 +1,86 @@
+"""Text that has been sent never changes, and is what the tokens say."""
+
+from __future__ import annotations
+
+from functools import cache
+
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from serving_cases import byte_tokenizer
+
+from tidemill.serving.text import BROKEN, HELD, Detokenizer, StopStrings
+
+tokenizer = cache(byte_tokenizer)
+
+
+def pieces(tokens: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer())
+    return [*(detokenizer.push(token) for token in tokens), detokenizer.flush()]
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.text(max_size=30))
+@example("é€😀" * 3)
+def test_no_piece_ends_inside_a_character(text: str) -> None:
+    tokens = tokenizer().encode(text, add_special_tokens=False)
+    parts = pieces(tokens)
+    assert "".join(parts) == tokenizer().decode(tokens, skip_special_tokens=True)
+    if BROKEN not in text:
+        assert not any(BROKEN in part for part in parts)
+    if text.isascii():
+        assert all(parts[:-1]) and not parts[-1]  # nothing is held that is complete
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.lists(st.integers(0, 258), max_size=60))
+def test_any_tokens_at_all(tokens: list[int]) -> None:
+    """Bytes that are no text: nothing is lost, nothing is held for ever."""
+    parts = pieces(tokens)
+    whole = tokenizer().decode(tokens, skip_special_tokens=True)
+    assert "".join(parts).replace(BROKEN, "") == whole.replace(BROKEN, "")
+    runs, held = 0, 0
+    for part in parts[:-1]:
+        held = 0 if part else held + 1
+        runs = max(runs, held)
+    assert runs < HELD + sum(token < 3 for token in tokens)
+
+
+def test_special_tokens_show_nothing_and_are_not_kept() -> None:
+    detokenizer = Detokenizer(tokenizer())
+    a = tokenizer().encode("a", add_special_tokens=False)
+    assert [detokenizer.push(t) for t in [*a, 2, *a, *[1] * 500, *a]] == ["a", "", "a", *[""] * 500, "a"]
+    assert len(detokenizer._held) + len(detokenizer._context) < 2 * HELD
+
+
+def cut(text: str, stops: list[str]) -> str:
+    """The reference: character by character, the first stop that is complete cuts where it begins."""
+    for end in range(1, len(text) + 1):
+        found = [stop for stop in stops if text[:end].endswith(stop)]
+        if found:
+            return text[: end - max(map(len, found))]
+    return text
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    st.lists(st.text("ab", max_size=4), max_size=12),
+    st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
+)
+@example(["xa", "b", "ab", "aabb"], ["abab", "abba"])
+def test_stop_strings_cut_wherever_the_pieces_end(parts: list[str], stops: list[str]) -> None:
+    finder, sent = StopStrings(stops), ""
+    for part in parts:
+        sent += finder.push(part)
+        if finder.found:
+            break
+    else:
+        sent += finder.flush()
+    text = "".join(parts)
+    assert sent == cut(text, stops)
+    assert finder.found == any(stop in text for stop in stops)
+
+
+def test_only_what_may_become_a_stop_is_held() -> None:
+    finder = StopStrings(["STOP", "TON"])
+    assert [finder.push(part) for part in ("a", "S", "T", "O", "M", "ST", "ON")] == ["a", "", "", "", "STOM", "", "S"]
+    assert finder.found

@@ -1,0 +1,317 @@
+"""Do engine, trainer and `transformers` compute the same? Logprobs of the same tokens, from all three, on one model folder.
+
+    prompts -> engine, through each of its paths -> sampled tokens and their logprobs
+    the same rows -> trainer, transformers -> logprobs of the same tokens, at the same temperature -> differences
+
+A path counts only when there is evidence that it was taken: prompts found in the prefix cache, sequences that were
+preempted. Everything is computed in float32 on the CPU; the engine in bfloat16 is reported beside it, without a verdict.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from tidemill.config import ConfigError
+from tidemill.engine.attention import page_bytes
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.models.architecture import Architecture
+from tidemill.models.attention import packed_attention, packed_positions
+from tidemill.models.decoder import Decoder
+from tidemill.models.tokenizer import load_tokenizer
+from tidemill.models.weights import hf_views, load_folder, save_folder
+from tidemill.protocols import EngineStats
+from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import Sample, SamplingParams, Version
+
+TOLERANCE = 1e-4  # nats
+TEMPERATURES = (1.0, 0.7)  # rows take turns
+TEXT = (
+    "The tide comes in, the pond fills, and the wheel turns at a steady rate all day long.",
+    "Q: What is 12 * 7 + 5?\nA: 12 * 7 = 84, and 84 + 5 = 89.",
+    "def add(a, b):\n    return a + b\n\nprint(add(2, 3))  # 5",
+)
+
+
+@dataclass(slots=True)
+class Row:
+    """Tokens of which those from `start` on are compared; `engine` holds the logprobs the engine gave them."""
+
+    tokens: np.ndarray  # [T] int32
+    start: int
+    temperature: float
+    engine: np.ndarray  # [T - start] float32
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Differences of one kind; `max` and `mean` in nats (logits for a round trip)."""
+
+    what: str  # the engine's path, or the way of a round trip
+    pair: str
+    tokens: int
+    max: float
+    mean: float
+    limit: float | None  # None: reported only
+
+    @property
+    def ok(self) -> bool:
+        return self.limit is None or self.max <= self.limit  # False for NaN
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    model: str
+    family: str
+    length: int
+    text: bool  # whether there was a tokenizer to encode text with
+    evidence: dict[str, int]  # what a path is known by, counted
+    comparisons: list[Comparison]
+
+    @property
+    def ok(self) -> bool:
+        return all(c.ok for c in self.comparisons) and all(self.evidence.values())
+
+
+async def check(folder: Path, length: int = 64, seed: int = 0) -> Report:
+    """The whole comparison. length: tokens of a row. Raises ValueError when the folder holds no supported model."""
+    arch = Architecture.from_folder(folder)
+    length = min(length, arch.context)
+    if length < 8:
+        raise ConfigError(f"{folder}: a context of {length} is too short to compare anything; expected at least 8")
+    decoder = load_folder(folder)
+    _check_finite(decoder, folder)
+    texts = _texts(folder, length)
+    rows, evidence = await _through_engine(decoder, texts, length, seed)
+    low = await _low_precision(folder, [row.tokens[: row.start] for row in rows["paged"]], length)
+    trainer = await _trained(load_folder(folder), [*rows.items(), ("bfloat16", low)])
+    reference = _transformers(folder)
+    comparisons: list[Comparison] = []
+    for path, of_path in rows.items():
+        theirs = [_reference_logprobs(reference, row) for row in of_path]
+        ours = [row.engine for row in of_path]
+        comparisons += [
+            _compare(path, "engine - transformers", ours, theirs),
+            _compare(path, "engine - trainer", ours, trainer[path]),
+            _compare(path, "trainer - transformers", trainer[path], theirs),
+        ]
+    comparisons += _round_trip(decoder, reference, rows["score"])
+    comparisons.append(_compare("bfloat16", "engine - trainer", [r.engine for r in low], trainer["bfloat16"], None))
+    return Report(str(folder), arch.family, length, bool(texts), evidence, comparisons)
+
+
+# -- engine ------------------------------------------------------------------------------------------------------------
+
+
+async def _through_engine(
+    decoder: Decoder, texts: list[np.ndarray], length: int, seed: int
+) -> tuple[dict[str, list[Row]], dict[str, int]]:
+    """Rows by path, and the evidence that the paths were taken."""
+    prompts = _prompts(decoder.arch, texts, length, seed)
+    sizes = {"max_sequences": 16, "page_size": 4, "context": length, "device": "cpu"}
+    rows: dict[str, list[Row]] = {}
+    rows["paged"], _ = await _generate(decoder, EngineSettings(**sizes, prefix_cache=False), prompts, length)
+    chunked = EngineSettings(**sizes, prefix_cache=False, prefill_chunk=5)
+    rows["chunked"], _ = await _generate(decoder, chunked, prompts, length)
+    twice = [*prompts, *prompts]  # the second of each finds its prompt in the cache
+    rows["prefix-cached"], engine = await _generate(decoder, EngineSettings(**sizes | {"page_size": 2}), twice, length)
+    evidence = {"cached tokens": engine.cached_tokens}
+    many, settings = _crowd(decoder.arch, prompts, length)
+    rows["preempted"], engine = await _generate(decoder, settings, many, length)
+    evidence["preemptions"] = engine.preemptions
+    rng = np.random.default_rng(seed + 1)
+    whole = [rng.integers(0, decoder.arch.vocab, length).astype(np.int32) for _ in range(4)]
+    rows["score"] = await _score(decoder, EngineSettings(**sizes, prefill_chunk=16), [*whole, *texts])
+    return rows, evidence
+
+
+async def _generate(
+    decoder: Decoder, settings: EngineSettings, prompts: Sequence[np.ndarray], length: int
+) -> tuple[list[Row], EngineStats]:
+    """Each prompt continued to `length` tokens, all at the same time; and the engine's figures."""
+    engine = _engine(decoder, settings)
+    temperatures = [TEMPERATURES[i % len(TEMPERATURES)] for i in range(len(prompts))]
+    asked = [
+        SamplingParams(temperature=temperature, max_tokens=length - len(prompt), ignore_eos=True, seed=i)
+        for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True))
+    ]
+    calls = [engine.generate(prompt, params, "policy", "") for prompt, params in zip(prompts, asked, strict=True)]
+    try:
+        replies = await asyncio.gather(*calls)
+        stats = await engine.stats()
+    finally:
+        await engine.close()
+    rows = [
+        Row(np.concatenate([prompt, reply.tokens]), len(prompt), temperature, reply.logprobs)
+        for prompt, reply, temperature in zip(prompts, replies, temperatures, strict=True)
+    ]
+    return rows, stats
+
+
+async def _score(decoder: Decoder, settings: EngineSettings, tokens: Sequence[np.ndarray]) -> list[Row]:
+    engine = _engine(decoder, settings)
+    try:
+        scored = await asyncio.gather(*(engine.score(row, "policy", 1.0, 0) for row in tokens))
+    finally:
+        await engine.close()
+    return [Row(row, 1, 1.0, result.logprobs[1:]) for row, result in zip(tokens, scored, strict=True)]
+
+
+async def _low_precision(folder: Path, prompts: Sequence[np.ndarray], length: int) -> list[Row]:
+    settings = EngineSettings(dtype="bfloat16", device="cpu", max_sequences=16, context=length)
+    rows, _ = await _generate(load_folder(folder, torch.bfloat16), settings, prompts, length)
+    return rows
+
+
+def _engine(decoder: Decoder, settings: EngineSettings) -> NativeEngine:
+    return NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=())
+
+
+def _prompts(arch: Architecture, texts: list[np.ndarray], length: int, seed: int) -> list[np.ndarray]:
+    """Random rows of several lengths, some with a common beginning, and the beginnings of texts."""
+    rng = np.random.default_rng(seed)
+    rows = [rng.integers(0, arch.vocab, size).astype(np.int32) for size in rng.integers(length // 4, length // 2 + 1, 4)]
+    branches = [np.concatenate([rows[0][: length // 4 - 1], row[: length // 8]]) for row in rows[1:3]]
+    return [*rows, *branches, *(text[: max(1, length // 3)] for text in texts)]
+
+
+def _crowd(arch: Architecture, prompts: list[np.ndarray], length: int) -> tuple[list[np.ndarray], EngineSettings]:
+    """More sequences at a time than the KV memory holds, by settings alone: they begin together, and some must yield."""
+    each = page_bytes(arch, 4, torch.float32) * -(-length // 4)  # bytes of a whole sequence
+    count = max(8, -(-(3 << 20) // (2 * each)))  # about 1.5 MiB of them, or eight
+    megabytes = max(1, -(-each // (1 << 20)), (count * each * 6 // 10) >> 20)
+    many = [prompts[i % len(prompts)][: length // 4 + i % 3] for i in range(count)]
+    settings = EngineSettings(
+        max_sequences=count, page_size=4, kv_memory_mb=megabytes, context=length, device="cpu", prefix_cache=False
+    )
+    return many, settings
+
+
+# -- trainer and transformers ------------------------------------------------------------------------------------------
+
+
+async def _trained(decoder: Decoder, rows: Sequence[tuple[str, list[Row]]]) -> dict[str, list[np.ndarray]]:
+    """The trainer's logprobs of the same tokens, by path."""
+    trainer = NativeTrainer(decoder, TrainerSettings(device="cpu"), steps=1)
+    found = {}
+    for path, of_path in rows:
+        logprobs = await trainer.forward([_sample(row) for row in of_path])
+        found[path] = [values[row.start :] for values, row in zip(logprobs, of_path, strict=True)]
+    await trainer.close()
+    return found
+
+
+def _sample(row: Row) -> Sample:
+    size = len(row.tokens)
+    mask = np.arange(size) >= row.start
+    behaviour = np.zeros(size, np.float32)
+    behaviour[row.start :] = row.engine
+    return Sample(
+        tokens=row.tokens,
+        mask=mask,
+        logprobs=behaviour,
+        versions=np.where(mask, 0, -1).astype(np.int32),
+        advantages=np.zeros(size, np.float32),
+        weights=mask.astype(np.float32),
+        temperature=row.temperature,
+    )
+
+
+def _transformers(folder: Path) -> Any:
+    """The same folder as `transformers` reads it. Raises ValueError when it does not take every weight as it is."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    model, about = AutoModelForCausalLM.from_pretrained(
+        str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
+    )
+    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if about[kind]:
+            raise ConfigError(
+                f"{folder}: transformers reports {kind.replace('_', ' ')}: {sorted(map(str, about[kind]))[:3]}"
+            )
+    return model.eval()
+
+
+@torch.inference_mode()
+def _reference_logits(model: Any, tokens: np.ndarray) -> torch.Tensor:
+    """[T, V]"""
+    return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
+
+
+def _reference_logprobs(model: Any, row: Row) -> np.ndarray:
+    logits = _reference_logits(model, row.tokens)[row.start - 1 : -1].double() / row.temperature
+    targets = torch.from_numpy(row.tokens[row.start :].astype(np.int64))
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1).numpy()
+
+
+# -- folders -----------------------------------------------------------------------------------------------------------
+
+
+def _round_trip(decoder: Decoder, reference: Any, rows: list[Row]) -> list[Comparison]:
+    """Saved by one and read by the other, a model must be the same to the last bit."""
+    with tempfile.TemporaryDirectory() as place:
+        ours, theirs = Path(place) / "ours", Path(place) / "theirs"
+        save_folder(decoder, ours, tokenizer_from=None, dtype=torch.float32)
+        read_by_them = _transformers(ours)
+        reference.save_pretrained(theirs)
+        read_by_us = load_folder(theirs)
+        tokens = [row.tokens for row in rows]
+        there = _compare_all(
+            "saved by Tidemill",
+            "transformers",
+            [_reference_logits(reference, t).numpy() for t in tokens],
+            [_reference_logits(read_by_them, t).numpy() for t in tokens],
+        )
+        back = _compare_all(
+            "saved by transformers",
+            "Tidemill",
+            [_logits(decoder, t) for t in tokens],
+            [_logits(read_by_us, t) for t in tokens],
+        )
+    return [there, back]
+
+
+@torch.inference_mode()
+def _logits(decoder: Decoder, tokens: np.ndarray) -> np.ndarray:
+    """[T, V]"""
+    attend = packed_attention([len(tokens)], decoder.arch.windows)
+    return decoder.logits(
+        decoder(torch.from_numpy(tokens.astype(np.int64)), packed_positions([len(tokens)]), attend)
+    ).numpy()
+
+
+def _compare_all(what: str, pair: str, ours: list[np.ndarray], theirs: list[np.ndarray]) -> Comparison:
+    return _compare(what, pair, [a.ravel() for a in ours], [a.ravel() for a in theirs], 0.0)
+
+
+def _check_finite(decoder: Decoder, folder: Path) -> None:
+    if bad := next((name for name, view in hf_views(decoder) if not torch.isfinite(view).all()), None):
+        raise ConfigError(f"{folder}: {bad} holds NaN or infinite values, so nothing can be computed with it")
+
+
+def _texts(folder: Path, length: int) -> list[np.ndarray]:
+    """Some text in the model's own tokens; none when the folder has no tokenizer."""
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
+        return []
+    tokenizer = load_tokenizer(folder)
+    rows = [np.array(tokenizer.encode(text, add_special_tokens=True)[:length], np.int32) for text in TEXT]
+    return [row for row in rows if len(row) >= 2]
+
+
+def _compare(
+    what: str, pair: str, ours: list[np.ndarray], theirs: list[np.ndarray], limit: float | None = TOLERANCE
+) -> Comparison:
+    gaps = np.concatenate([np.abs(a.astype(np.float64) - b) for a, b in zip(ours, theirs, strict=True)])
+    return Comparison(what, pair, len(gaps), float(gaps.max()), float(gaps.mean()), limit)
