@@ -91,6 +91,8 @@ class Ended:
     report: dict[str, Any]
 
 
+PATIENCE = 3  # groups in a row of which not one attempt could be scored, before the run is stopped
+
 EnvironmentMaker = Callable[[WorkerPool], Environment]
 
 
@@ -207,7 +209,7 @@ def _schedule(config: RunConfig, standing: Standing) -> Schedule:
         eval_every=config.eval.every or config.steps,
         checkpoint_every=config.record.checkpoint_every,
         probe_every=config.record.probe_every,
-        patience=2 * config.rollout.groups,
+        patience=PATIENCE,
     )
 
 

@@ -24,10 +24,11 @@ def rows(split):
 
 
 @environment(tasks=rows)
-async def parity(task, chat):
-    """1 or 0 by a checksum of all that was said: one token more or less, or another one, changes the figure."""
+async def checksum(task, chat):
+    """By a checksum of all that was said: one token more or less, or another one, changes the figures."""
     said = await chat.reply(task.prompt) + await chat.reply("again")
-    return Score(float(crc32((task.prompt + said).encode()) % 2))
+    drawn = crc32((task.prompt + said).encode())
+    return Score(1.0 if drawn % 2 else drawn % 1000 / 1001)
 
 
 @environment(tasks=rows)
@@ -81,7 +82,7 @@ def train(folder: Path, name: str, env: str) -> Path:
 @pytest.fixture(scope="session")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run. Not to be changed: `run` is a copy."""
-    return train(tmp_path_factory.mktemp("commands"), "run", "parity")
+    return train(tmp_path_factory.mktemp("commands"), "run", "checksum")
 
 
 @pytest.fixture(scope="session")

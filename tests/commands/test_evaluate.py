@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from tidemill.commands.evaluate import interval
+from tidemill.ledger import SqliteLedger
 from tidemill.run_folder import read_json
 
 
 def test_a_run_gives_the_figures_of_its_report(tidemill, trained: Path):
+    """And all the others of the run's own evaluations: the mean reward here changes with any token of any reply."""
     report = read_json(trained / "report.json")
-    before, after = report["accuracy_before"], report["accuracy_after"]
-    assert before != after and 0.2 < min(before, after)  # else this would prove nothing
-    final, initial = tidemill("eval", trained, "--json"), tidemill("eval", trained, "--which", "initial", "--json")
-    assert json.loads(final.out)["accuracy"] == after and json.loads(initial.out)["accuracy"] == before
-    assert json.loads(final.out)["n"] == 40 == report["held_out"]
-    assert json.loads(final.out)["recorded_accuracy"] == after
+    with SqliteLedger(trained, mode="read") as ledger:
+        before, after = (e.metrics for e in ledger.evaluations())
+    assert before["reward"] != after["reward"] and 0 < before["accuracy"] < 1 and before["n"] == report["held_out"] == 40
+    for which, recorded, figure in (("initial", before, "accuracy_before"), ("final", after, "accuracy_after")):
+        said = json.loads(tidemill("eval", trained, "--which", which, "--json").out)
+        assert {name: said[name] for name in recorded} == recorded
+        assert said["accuracy"] == report[figure] == said["recorded_accuracy"]
+    assert json.loads(tidemill("eval", trained, "--json").out)["reward"] == after["reward"]
 
 
 def test_an_engine_in_its_own_process_gives_the_same(tidemill, trained: Path):
@@ -29,7 +33,7 @@ def test_an_engine_in_its_own_process_gives_the_same(tidemill, trained: Path):
 def test_a_model_folder_needs_to_be_told_its_tasks(tidemill, trained: Path):
     refused = tidemill("eval", trained / "final")
     assert refused.code == 2 and "--recipe" in refused.out and "env=" in refused.out
-    recipe, env = trained.parent / "recipe.toml", f"env={trained.parent / 'env.py'}:parity"
+    recipe, env = trained.parent / "recipe.toml", f"env={trained.parent / 'env.py'}:checksum"
     said = json.loads(tidemill("eval", trained / "final", "--recipe", recipe, env, "--json").out)
     assert said["accuracy"] == read_json(trained / "report.json")["accuracy_after"]
     assert said["recorded_accuracy"] is None
@@ -87,7 +91,7 @@ def test_what_is_not_there(tidemill, run: Path, tmp_path: Path):
 
 def test_a_run_on_a_python_object_says_what_to_give(tidemill, run: Path):
     config = read_json(run / "config.json")
-    config["env"]["path"] = "parity:parity"  # what `tidemill.train(env=object)` records
+    config["env"]["path"] = "checksum:checksum"  # what `tidemill.train(env=object)` records
     (run / "config.json").write_text(json.dumps(config))
     assert "env=FILE.py:NAME" in tidemill("eval", run).out
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 import time
 
+from tidemill.types import Score
+
 
 def good(completion: str, answer: str) -> float:
     return float(completion == answer)
@@ -53,6 +55,10 @@ def string(completion: str) -> str:
 
 def long_string(completion: str) -> str:
     return "x" * 5_000_000
+
+
+def too_much(completion: str) -> Score:
+    return Score(1.0, {f"part {i}": 0.0 for i in range(100_000)})
 
 
 def nothing(completion: str) -> None:

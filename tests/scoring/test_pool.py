@@ -90,6 +90,14 @@ async def test_none_is_unscorable_and_numbers_of_every_kind_are_scores(pool):
     assert await pool.call("numpy:float32", [0.5]) == Score(0.5)
 
 
+async def test_a_reply_of_any_size_is_not_taken(pool):
+    outcome = await pool.call(f"{FAULTY}:too_much", ["x"], limit_s=10)
+    assert isinstance(outcome, InfraError)
+    assert "at most 1048576 are taken" in outcome.reason
+    await good(pool)
+    assert pool.counters()["scoring/starts"] == 1
+
+
 async def test_prints_corrupt_nothing(pool):
     assert await pool.call(f"{FAULTY}:prints", ["x"], limit_s=10) == Score(0.5)
     await good(pool)

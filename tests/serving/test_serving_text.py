@@ -8,7 +8,9 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from serving_cases import byte_tokenizer
 
+from tidemill.serving.choices import Assembler
 from tidemill.serving.text import BROKEN, HELD, Detokenizer, StopStrings
+from tidemill.types import Finish
 
 tokenizer = cache(byte_tokenizer)
 
@@ -84,3 +86,13 @@ def test_only_what_may_become_a_stop_is_held() -> None:
     finder = StopStrings(["STOP", "TON"])
     assert [finder.push(part) for part in ("a", "S", "T", "O", "M", "ST", "ON")] == ["a", "", "", "", "STOM", "", "S"]
     assert finder.found
+
+
+def test_an_end_that_the_tokenizer_would_show_has_no_text() -> None:
+    a, b = tokenizer().encode("ab", add_special_tokens=False)
+    assembler = Assembler(tokenizer(), (), ends=(b,))
+    said = [assembler.push((token, -1.0, -2.0, [])) for token in (a, a, b)]
+    last = assembler.finish(Finish.STOP)
+    assert [piece.text for piece in (*said, last)] == ["a", "a", "", ""] and last.finish == "stop" and last.sampled == 3
+    assert [t.token for piece in (*said, last) for t in piece.tokens] == [a, a, b]
+    assert {t.logprob for piece in said for t in piece.tokens} == {-2.0}  # the model's, not the sampled distribution's

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import keyword
 import sys
 from pathlib import Path
 
@@ -26,7 +27,7 @@ def row(digits: str) -> dict[str, str]:
 
 
 draw = Random(0)
-tasks = [row("".join(draw.choices("0123456789", k=draw.randint(3, 6)))) for _ in range(5000)]  # a tenth is held out
+tasks = [row("".join(draw.choices("0123456789", k=draw.randint(3, 6)))) for _ in range(6000)]  # a tenth is held out
 '''
 
 RECIPE = """\
@@ -35,11 +36,12 @@ run_dir = "runs/{name}"
 model = "new:0.1m"            # a random model made here; or the path of a Hugging Face folder, without the warm-up
 env = "{name}.py:score"
 algorithm = "grpo"
-steps = 80
+steps = 100
 max_lag = 1                   # how many versions old what is trained on may be
 rollout.max_tokens = 8
-trainer.lr = 1e-3
-warmup.seconds = 20           # supervised, on the tasks' answers: a model that solves nothing earns nothing to learn from
+trainer.lr = 3e-4
+warmup.seconds = 15           # supervised, on the tasks' answers: who solves nothing earns nothing to learn from
+warmup.lr = 2e-3
 eval.final_tasks = 512
 """
 
@@ -101,5 +103,7 @@ def check_name(name: str) -> None:
         plain = "".join(c if c.isascii() and c.isalnum() else "_" for c in name).strip("_")
         hint = f", such as {plain!r}" if plain.isidentifier() else ""
         raise ConfigError(f"name {name!r}: expected letters, digits and underscores, for it names a Python file too{hint}")
-    if name in sys.stdlib_module_names or name in sys.builtin_module_names or importlib.util.find_spec(name) is not None:
+    if keyword.iskeyword(name):
+        raise ConfigError(f"name {name!r} is a word of Python, and no module can be called that; choose another name")
+    if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise ConfigError(f"name {name!r}: a Python module is called that, and {name}.py would hide it; choose another name")

@@ -13,7 +13,6 @@ from rich.table import Table
 from tidemill.commands.located import model_of
 from tidemill.parity import TOLERANCE, Comparison, Report, check
 
-
 PAIRS = ("engine - transformers", "engine - trainer", "trainer - transformers")
 
 
@@ -49,7 +48,7 @@ def _entry(c: Comparison) -> dict[str, Any]:
 
 def _show(report: Report) -> None:
     table = Table(title=f"{report.model}  ({report.family}, float32, CPU)", title_justify="left")
-    table.add_column("engine's path")
+    table.add_column("engine's path", no_wrap=True)
     table.add_column("tokens", justify="right")
     for pair in PAIRS:
         table.add_column(f"{pair}\nmax / mean", justify="right")
@@ -62,6 +61,8 @@ def _show(report: Report) -> None:
         verdict = ("ok" if ok else "FAILED") if judged else "reported"
         table.add_row(path, f"{count:,}", *values, verdict, style=None if ok else "bold red")
     console = Console()
+    if not console.is_terminal:
+        console.width = 160  # of a file or a pipe: nothing is wrapped there
     console.print(table)
     for c in report.comparisons:
         if c.limit == 0:

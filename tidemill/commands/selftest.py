@@ -24,6 +24,7 @@ from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Sample, SamplingParams, Score, Version
 
+REWARD = "tidemill.rewards.functions:exact"
 TOLERANCE = 1e-4  # nats, in fp32
 PROMPTS, REPLY = 4, 16  # sequences, and tokens sampled for each
 REPORT = "this is a fault of the program or of its libraries: please report it with this output"
@@ -94,7 +95,7 @@ async def score_once() -> Finding:
     """A reward in a worker process of its own: does it start, answer and go?"""
     pool, begin = WorkerPool(workers=1, limit_s=10.0), time.monotonic()
     try:
-        outcome = await pool.call("tidemill.rewards.functions:exact", kwargs={"completion": "abc", "answer": "abc"})
+        outcome = await pool.call(REWARD, kwargs={"completion": "abc", "answer": "abc"})
     finally:
         await pool.close()
     if outcome != Score(1.0):

@@ -18,8 +18,10 @@ def serve(
 ) -> int:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
-    if api_key == "":
-        raise ConfigError("--api-key is empty: give a key, or leave it out on this machine's own address")
+    if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
+        raise ConfigError(
+            "--api-key is empty or holds other than ASCII letters, digits and signs: clients could not send it"
+        )
     settings = build(EngineSettings, {"dtype": dtype, "context": context})
     folder = model_of(model)
     from tidemill.serving.server import bind

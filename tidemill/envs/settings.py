@@ -21,7 +21,7 @@ class ReasoningGymSettings(Config):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field(description="its name there, such as spell_backward")
-    size: int = Field(5000, ge=1, description="training tasks, at most: no question comes twice")
+    size: int = Field(10000, ge=1, description="training tasks, at most: no question comes twice")
     eval_size: int = Field(1024, ge=1, description="held-out tasks")
     seed: int = 0
     args: dict[str, Any] = Field({}, description="passed to the dataset, such as min_word_len")

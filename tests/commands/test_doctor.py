@@ -1,0 +1,103 @@
+"""`tidemill doctor`: on a working machine nothing fails; each part of its self-test fails when that part is broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import namedtuple
+from pathlib import Path
+
+import pytest
+
+from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
+from tidemill.commands import doctor, machine, selftest
+from tidemill.commands.finding import Finding
+from tidemill.engine.settings import EngineSettings
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.sync.settings import SyncSettings
+from tidemill.trainer.settings import TrainerSettings
+
+NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch CUDA weights parity scoring"
+
+
+def test_every_part_works_here(tidemill):
+    said = tidemill("doctor", "--json")
+    checks = json.loads(said.out)["checks"]
+    assert said.code == 0 and json.loads(said.out)["ok"]
+    names = [c["name"] for c in checks]
+    assert names == [n for part in NAMES.split("|") for n in ([part] if part == "shared memory" else part.split())]
+    assert {c["status"] for c in checks if c["name"] in ("weights", "parity", "scoring")} == {"ok"}
+    assert all(c["advice"] for c in checks if c["status"] != "ok")
+
+
+def test_a_failure_is_said_and_is_the_status(tidemill, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(doctor, "facts", lambda folder: [Finding("disk", "fail", "it is gone", "bring it back")])
+    said = tidemill("doctor")
+    assert said.code == 1 and "fail  disk" in said.out and "bring it back" in said.out and "1 failed" in said.out
+    assert "ok    parity" in said.out and "\x1b" not in said.out
+
+
+@pytest.fixture
+def parts(tmp_path: Path):
+    for name, seed in (("one", 1), ("other", 2)):
+        fresh_model(tmp_path / name, alphabet="abcdefghijklmnopqrstuvwxyz \n", context=64, seed=seed, **SIZES["0.1m"])
+
+    def make(trainer: str, engine: str):
+        spec = TrainerSpec(
+            model=tmp_path / trainer,
+            trainer=TrainerSettings(device="cpu"),
+            steps=1,
+            sync=SyncSettings(),
+            folder=tmp_path,
+        )
+        served = EngineSpec(model=tmp_path / engine, engine=EngineSettings(device="cpu"))
+        return build_trainer(spec, offload=False), build_engine(served)
+
+    return make
+
+
+@pytest.mark.parametrize(("engine", "status"), [("one", "ok"), ("other", "fail")])
+async def test_other_weights_do_not_pass_for_parity(parts, engine: str, status: str):
+    ours, theirs = parts("one", engine)
+    found = await selftest.compare(ours, theirs)
+    await theirs.close()
+    await ours.close()
+    assert found.status == status and "64 sampled tokens" in found.found
+
+
+async def test_a_self_test_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    async def refuse(*_: object) -> Finding:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(selftest, "carry_weights", refuse)
+    found = {f.name: f for f in await selftest.self_test(tmp_path)}
+    assert found["weights"].status == "fail" and "No space left" in found["weights"].found
+    assert "parity" not in found and found["scoring"].status == "ok"
+
+
+def test_scarcity_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    Usage = namedtuple("Usage", "total used free")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda _: Usage(0, 0, 10**9))
+    monkeypatch.setattr(doctor, "usable_cores", lambda: 1)
+    monkeypatch.setattr(doctor, "memory_bytes", lambda: (8 * 2**30, 2**30))
+    found = {f.name: f for f in doctor.facts(tmp_path)}
+    assert [n for n, f in found.items() if f.status == "warn"] == ["cores", "memory", "disk"]
+
+
+def test_a_container_limits_cores_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(machine, "CGROUP", tmp_path)
+    free = machine.usable_cores(), machine.memory_bytes()[0]
+    (tmp_path / "cpu.max").write_text("100000 100000\n")
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("400000\n")
+    assert machine.usable_cores() == 1 <= free[0]
+    assert machine.memory_bytes() == (1000000, 600000) and free[1] > 1000000
+    (tmp_path / "cpu.max").write_text("max 100000\n")
+    (tmp_path / "memory.max").write_text("max\n")
+    assert (machine.usable_cores(), machine.memory_bytes()[0]) == free
+
+
+def test_a_scoring_worker_is_needed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(selftest, "REWARD", "tidemill.rewards.functions:missing")
+    found = asyncio.run(selftest.score_once())
+    assert found.status == "fail" and "missing" in found.found and found.advice

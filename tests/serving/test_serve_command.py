@@ -1,0 +1,87 @@
+"""`tidemill serve` as a command: what it says, how it ends, and what it refuses before it loads anything."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from openai import OpenAI
+from serving_cases import Running
+
+from tidemill.commands.serve import serve, served_name
+from tidemill.config import ConfigError
+
+ASKED: dict[str, Any] = {
+    "host": "127.0.0.1",
+    "port": 0,
+    "api_key": None,
+    "context": None,
+    "dtype": "float32",
+    "threads": None,
+}
+
+
+def test_from_start_to_interrupt(characters: Running) -> None:
+    command = [sys.executable, "-m", "tidemill.cli", "serve", str(characters.folder), "--port", "0", "--context", "64"]
+    command += ["--dtype", "bfloat16", "--threads", "1", "--api-key", "sesame"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            said = process.stdout.readline()
+            assert "letters" in said and "context 64" in said and "bfloat16" in said
+            url = re.findall(r"http://127\.0\.0\.1:\d+/v1", said)[0]
+            with OpenAI(base_url=url, api_key="sesame", max_retries=0, timeout=30) as client:
+                reply = client.completions.create(
+                    model="letters", prompt="tide", max_tokens=99, extra_body={"ignore_eos": True}
+                )
+                assert reply.usage.total_tokens == 64 and reply.choices[0].finish_reason == "length"
+                stream = client.completions.create(model="letters", prompt="tide", stream=True)
+                next(iter(stream))
+                process.send_signal(signal.SIGINT)
+                assert sum(len(chunk.choices) for chunk in stream), "what is being answered is answered to its end"
+            assert process.wait(20) == 0
+            assert "Traceback" not in process.stderr.read()
+        finally:
+            process.kill()
+
+
+def test_a_port_in_use_is_found_before_loading(tmp_path: Path) -> None:
+    """The folder holds no model: were it looked at first, this would be another message."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = [sys.executable, "-m", "tidemill.cli", "serve", str(tmp_path), "--port", port]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 2
+    expected = f"error: port {port} on 127.0.0.1 is in use: choose another with --port, or 0 for any free one\n"
+    assert ended.stderr == expected
+
+
+def test_refusals(characters: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match="not a folder"):
+        serve(tmp_path / "nothing", **ASKED)
+    with pytest.raises(ConfigError, match="give --api-key"):
+        serve(characters.folder, **ASKED | {"host": "0.0.0.0"})
+    with pytest.raises(ConfigError, match="--api-key is"):
+        serve(characters.folder, **ASKED | {"api_key": ""})
+    with pytest.raises(ConfigError, match="dtype = 'float8'"):
+        serve(characters.folder, **ASKED | {"dtype": "float8"})
+    with pytest.raises(ConfigError, match="this model's context is 2048"):
+        serve(characters.folder, **ASKED | {"context": 4096})
+    with pytest.raises(ValueError, match=r"no config\.json"):
+        serve(tmp_path, **ASKED)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    with pytest.raises(ConfigError, match="pip install uvicorn"):
+        serve(characters.folder, **ASKED)
+
+
+def test_names() -> None:
+    assert served_name(Path("/models/Qwen3-0.6B")) == "Qwen3-0.6B"
+    assert served_name(Path("runs/demo/final")) == "demo-final"

@@ -1,0 +1,149 @@
+"""What a user gets wrong: one sentence of what was given, what was expected, what to do; a non-zero exit; no traceback."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from tidemill import cli
+from tidemill.envs.guess import ALPHABET
+from tidemill.models.fresh import SIZES, fresh_model
+
+REWARDS = """
+import time
+
+def raises(completion, answer):
+    raise ZeroDivisionError("boom")
+
+def nan(completion, answer):
+    return float("nan")
+
+def never(completion, answer):
+    time.sleep(3600)
+
+def needs(completion, solution):
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "m"
+    fresh_model(folder, alphabet=ALPHABET + "=", context=48, **SIZES["0.1m"])
+    return folder
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> Path:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"say {i}", "answer": str(i)}) + "\n" for i in range(40)))
+    (tmp_path / "rewards.py").write_text(REWARDS)
+    return path
+
+
+def fails(monkeypatch, capsys, *arguments: str) -> str:
+    """Run the command line; it must fail with one line on stderr, which is returned."""
+    monkeypatch.setattr(sys, "argv", ["tidemill", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code not in (0, None)
+    error = capsys.readouterr().err.strip()
+    assert error.startswith("error: ") and "Traceback" not in error
+    return error
+
+
+def train(monkeypatch, capsys, tmp_path: Path, **settings: str) -> str:
+    recipe = tmp_path / "recipe.toml"
+    base = {"run_dir": f'"{tmp_path / "run"}"', "env": '"guess"', "steps": "3", "placement": '"inline"'}
+    base |= {"eval": "{ tasks = 2, final_tasks = 2 }", "rollout": "{ groups = 2, group_size = 2, max_tokens = 2 }"}
+    recipe.write_text("".join(f"{key} = {value}\n" for key, value in {**base, **settings}.items()))
+    return fails(monkeypatch, capsys, "train", str(recipe))
+
+
+@pytest.mark.parametrize(
+    ("settings", "sentence"),
+    [
+        ({"stepz": "3"}, "unknown key 'stepz'; did you mean 'steps'?"),
+        ({"steps": '"many"'}, "steps = 'many'"),
+        ({"env": '"gess"'}, "unknown environment 'gess' (did you mean 'guess'?)"),
+        ({"env": '"reasoning_gym:spel_backward"'}, "spell_backward"),
+        ({"env": "{ kind = 'guess', low = 5, high = 2 }"}, "expected low < high"),
+        ({"rollout": "{ group_size = 1 }"}, "group size 1 with advantage 'grpo'"),
+        ({"model": '"nowhere"'}, "model 'nowhere' is not a folder"),
+        ({"model": '"new:7b"'}, "expected new:0.1m, new:2m"),
+        ({"engine": "{ context = 4 }"}, "the context holds 4"),
+    ],
+)
+def test_settings(settings, sentence, monkeypatch, capsys, tmp_path, model):
+    assert sentence in train(monkeypatch, capsys, tmp_path, **{"model": f'"{model}"', **settings})
+
+
+def copied(model: Path, to: Path, name: str, **changes: object) -> Path:
+    """The model with some keys of one of its JSON files changed; None removes a key."""
+    to.mkdir()
+    for file in model.iterdir():
+        (to / file.name).write_bytes(file.read_bytes())
+    data = json.loads((to / name).read_text())
+    data.update(changes)
+    (to / name).write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
+    return to
+
+
+def test_an_unsupported_architecture_is_refused_by_name(monkeypatch, capsys, tmp_path, model):
+    folder = copied(model, tmp_path / "m", "config.json", model_type="gpt2")
+    assert "model_type 'gpt2' is not one of" in train(monkeypatch, capsys, tmp_path, model=f'"{folder}"')
+
+
+def test_a_tokenizer_without_an_end(monkeypatch, capsys, tmp_path, model):
+    folder = copied(model, tmp_path / "m", "tokenizer_config.json", eos_token=None)
+    assert "no eos_token" in train(monkeypatch, capsys, tmp_path, model=f'"{folder}"')
+
+
+def test_a_folder_without_weights(monkeypatch, capsys, tmp_path, model):
+    folder = copied(model, tmp_path / "m", "config.json")
+    (folder / "model.safetensors").unlink()
+    assert "model.safetensors" in train(monkeypatch, capsys, tmp_path, model=f'"{folder}"')
+
+
+def test_an_empty_dataset_and_a_missing_file(monkeypatch, capsys, tmp_path, model):
+    (tmp_path / "empty.jsonl").write_text("")
+    for name, sentence in (("empty.jsonl", "is empty"), ("none.jsonl", "does not exist")):
+        env = f'{{ kind = "rows", data = "{tmp_path / name}", reward = "exact" }}'
+        assert sentence in train(monkeypatch, capsys, tmp_path, model=f'"{model}"', env=env)
+
+
+@pytest.mark.parametrize(
+    ("reward", "sentence"),
+    [
+        ("raises", "ZeroDivisionError: boom"),
+        ("nan", "nan"),
+        ("never", "did not return within 0.3 s"),
+        ("needs", "'solution', which no task has"),
+        ("nothing", "has no 'nothing'"),
+    ],
+)
+def test_a_reward_that_cannot_judge_stops_the_run(reward, sentence, monkeypatch, capsys, tmp_path, model, rows):
+    env = f'{{ kind = "rows", data = "{rows}", reward = "{tmp_path / "rewards.py"}:{reward}" }}'
+    scoring = "{ workers = 2, limit_s = 0.3 }"
+    error = train(monkeypatch, capsys, tmp_path, model=f'"{model}"', env=env, scoring=scoring)
+    assert sentence in error
+    if (tmp_path / "run" / "ledger.sqlite").exists():  # nothing is lost, and nothing was trained on a failure
+        monkeypatch.setattr(sys, "argv", ["tidemill", "ledger", str(tmp_path / "run"), "--json"])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        counts = json.loads(capsys.readouterr().out)
+        assert ended.value.code == 0 and counts["trained"] == 0 and counts["lost"] == 0
+
+
+def test_a_recipe_that_is_not_there(monkeypatch, capsys, tmp_path):
+    assert "does not exist" in fails(monkeypatch, capsys, "train", str(tmp_path / "none.toml"))
+
+
+def test_a_folder_that_holds_something_else(monkeypatch, capsys, tmp_path, model):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    assert "holds no run" in train(monkeypatch, capsys, tmp_path, model=f'"{model}"')
+    assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
