@@ -34,7 +34,7 @@ class ModelFolder:
 
 
 def resolve_model(model: str, beside: Path, seed: int) -> Path:
-    """The folder that `model` names; for `new:SIZE` it is made in `beside` unless it is there."""
+    """The folder that `model` names; for `new:SIZE` one is made in the folder `beside`, unless it is there."""
     if not model.startswith(NEW):
         return Path(model).expanduser()
     from tidemill.models.fresh import SIZES, fresh_model
@@ -42,6 +42,7 @@ def resolve_model(model: str, beside: Path, seed: int) -> Path:
     size = model.removeprefix(NEW)
     if size not in SIZES:
         raise ConfigError(f"model {model!r}: expected {', '.join(NEW + name for name in SIZES)} or a folder")
-    if not beside.is_dir():
-        fresh_model(beside, alphabet=ALPHABET, context=NEW_CONTEXT, seed=seed, **SIZES[size])
-    return beside
+    made = beside / f"new-{size}-{seed}"
+    if not made.is_dir():
+        fresh_model(made, alphabet=ALPHABET, context=NEW_CONTEXT, seed=seed, **SIZES[size])
+    return made

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config import ConfigError, dump
+from tidemill.ledger.ledger import has_ledger
 from tidemill.recipe import RunConfig, check_same_run
 
 
@@ -36,9 +37,9 @@ class RunFolder:
     def open(cls, config: RunConfig) -> RunFolder:
         """Create the folder, or take up the one that is there when it belongs to this recipe."""
         folder = cls(config.run_dir)
-        if folder.config.exists():
+        if folder.config.exists() and has_ledger(folder.path):  # before the first admission nothing binds it to a recipe
             check_same_run(folder.recipe(), dump(config), folder.path)
-        elif folder.path.exists() and any(folder.path.iterdir()):
+        elif not folder.config.exists() and folder.path.exists() and any(folder.path.iterdir()):
             raise ConfigError(f"run_dir {folder.path} is not empty and holds no run: give another run_dir, or empty it")
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.logs.mkdir(exist_ok=True)

@@ -114,7 +114,7 @@ async def run(
     try:
         environment = make(scorer) if make else make_environment(config.env, scorer)
         try:
-            model = ModelFolder.open(resolve_model(config.model, folder.path / "base", config.seed))
+            model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
             session = Session(config, folder, environment, model, monitor, note)
             check_prompts(
                 [*environment.tasks("train"), *session.held_out(config.eval.final_tasks)], model.tokenizer, session.context
