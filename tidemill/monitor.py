@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,21 +43,27 @@ KINDS = {  # of the two pools' time; what is left is waiting
     "sync": ("publish", "stage", "commit"),
 }
 CONTROLLER = "controller"
+RATE_S = 10.0
 PROBED_ROWS = 4  # of a batch, at each probe
 
 
-def collect(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
-    """What one group says about the rollouts of a step. A group that is dropped counts like any other."""
+def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
+    """What happened since the last step."""
     if dropped:
         metrics.add(f"dropped/{dropped}", 1)
     for t in group.trajectories:
+        metrics.add("sampled_tokens", t.sampled)
+        metrics.add("infra_errors", isinstance(t.outcome, InfraError))
+        metrics.add("unscorable", isinstance(t.outcome, Unscorable))
+
+
+def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
+    """What the policy does. Groups finish in bursts, so this looks at the latest batch's worth of them, dropped or not."""
+    for t in (t for group in groups for t in group.trajectories):
         metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
         metrics.mean("length/mean", t.sampled)
         metrics.max("length/max", t.sampled)
         metrics.mean("truncated", t.finish in TRUNCATED)
-        metrics.add("sampled_tokens", t.sampled)
-        metrics.add("infra_errors", isinstance(t.outcome, InfraError))
-        metrics.add("unscorable", isinstance(t.outcome, Unscorable))
 
 
 @dataclass(slots=True)
@@ -88,14 +94,17 @@ class Monitor:
         self._sinks, self._display, self.trace = sinks, display, trace
         self._parts: list[Engine | Trainer] = []
         self._window, self.totals = StepMetrics(), Totals()
+        self._recent: deque[Group] = deque(maxlen=1)  # the latest groups that were rolled out
+        self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
         self._accuracy: float | None = None
         self._version: Version | None = None
         self._last = time.monotonic()
         self._judging: list[Span] = []
 
-    def attach(self, trainer: Trainer, engines: Sequence[Engine], judging: list[Span]) -> None:
-        """The parts to ask for telemetry. judging: the rollouts' own spans, which this takes from the list."""
+    def attach(self, trainer: Trainer, engines: Sequence[Engine], judging: list[Span], batch: int) -> None:
+        """The parts to ask for telemetry. judging: the rollouts' own spans, which this takes. batch: groups a step."""
         self._parts, self._judging, self._last = [trainer, *engines], judging, time.monotonic()
+        self._recent = deque(maxlen=batch)
 
     def header(self, lines: Sequence[str]) -> None:
         self._display.header(lines)
@@ -104,7 +113,8 @@ class Monitor:
         pass
 
     def rolled_out(self, group: Group, dropped: str | None) -> None:
-        collect(self._window, group, dropped)
+        count(self._window, group, dropped)
+        self._recent.append(group)
         self.totals.tokens += sum(t.sampled for t in group.trajectories)
 
     def published(self, version: Version) -> None:
@@ -141,6 +151,7 @@ class Monitor:
         self.totals.lags.update(lags)
         self.totals.max_lag = max(self.totals.max_lag, *lags)
         self.totals.trained_tokens += int(result.metrics["tokens"])
+        describe(self._window, self._recent)
         matched, rolled_out = self.totals.matched, self._window.take()
         record = {
             "step": float(step + 1),
@@ -157,11 +168,11 @@ class Monitor:
             record |= {"mismatch/lag0_mean": found["logprob_gap"], "mismatch/lag0_p99": found["logprob_gap_p99"]}
         if self._accuracy is not None:
             record["eval/accuracy"] = self._accuracy
-        record |= await self._times(rolled_out.get("sampled_tokens", 0.0))
+        record |= await self._times()
         self._sinks.log(step + 1, record)
         self._display.step(record)
 
-    async def _times(self, sampled: float) -> Metrics:
+    async def _times(self) -> Metrics:
         """Rates and shares since the last step, over all processes of the two pools."""
         telemetry = [await part.telemetry() for part in self._parts]
         begin, now = self._last, time.monotonic()
@@ -171,9 +182,17 @@ class Monitor:
         self.trace.add(CONTROLLER, os.getpid(), self._judging)
         self._judging.clear()
         spent = shares({each.process: each.spans for each in telemetry}, begin, now, KINDS)["overall"]
-        return {"throughput/tokens_per_s": sampled / (now - begin), "time/step_s": now - begin} | {
+        return {"throughput/tokens_per_s": self._rate(now), "time/step_s": now - begin} | {
             f"time/{k}": v for k, v in spent.items()
         }
+
+    def _rate(self, now: float) -> float:
+        """Sampled tokens per second, over the last `RATE_S` seconds."""
+        self._sampled.append((now, self.totals.tokens))
+        while len(self._sampled) > 2 and now - self._sampled[1][0] > RATE_S:
+            self._sampled.popleft()
+        (begin, before), (end, after) = self._sampled[0], self._sampled[-1]
+        return (after - before) / max(end - begin, 1e-9)
 
     def _collect(self, telemetry: Telemetry) -> None:
         name = telemetry.process

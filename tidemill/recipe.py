@@ -6,7 +6,7 @@ the run folder. No torch here: the command line reads recipes long before anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -120,8 +120,10 @@ MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "record", "scor
 """Keys that may differ when a run goes on. Any other one would change what the recorded part of the run means."""
 
 
-def load_recipe(files: Iterable[str | Path], overrides: Iterable[str] = (), base: dict[str, Any] | None = None) -> RunConfig:
-    return load(RunConfig, files, overrides, base)
+def load_recipe(files: Sequence[str | Path], overrides: Iterable[str] = (), base: dict[str, Any] | None = None) -> RunConfig:
+    """`base`, then the files, then the overrides; later wins. Unless one says otherwise, run_dir is runs/FILE."""
+    named = {"run_dir": f"runs/{Path(files[0]).stem}"} if files else {}
+    return load(RunConfig, files, overrides, named | (base or {}))
 
 
 def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:

@@ -182,7 +182,7 @@ async def _train(session: Session, ledger: SqliteLedger, parts: Parts) -> int:
     standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
     episodes = session.episodes()
     roller = Rollout(pool, episodes, config.rollout.group_size, config.seed)
-    session.monitor.attach(parts.trainer, parts.engines, roller.spans)
+    session.monitor.attach(parts.trainer, parts.engines, roller.spans, config.rollout.groups)
     controller = Controller(
         _schedule(config, standing),
         _buffer(config, standing),

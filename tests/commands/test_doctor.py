@@ -65,6 +65,22 @@ async def test_other_weights_do_not_pass_for_parity(parts, engine: str, status: 
     assert found.status == status and "64 sampled tokens" in found.found
 
 
+async def test_one_wrong_logprob_is_enough(parts):
+    ours, theirs = parts("one", "one")
+    generate = theirs.generate
+
+    async def one_off(tokens, params, policy, key):
+        reply = await generate(tokens, params, policy, key)
+        reply.logprobs[3] -= 1e-3 * (key == "doctor-2")
+        return reply
+
+    theirs.generate = one_off
+    found = await selftest.compare(ours, theirs)
+    await theirs.close()
+    await ours.close()
+    assert found.status == "fail" and "1e-03" in found.found
+
+
 async def test_a_self_test_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async def refuse(*_: object) -> Finding:
         raise OSError(28, "No space left on device")

@@ -38,6 +38,7 @@ def test_finite() -> None:
 
 
 def test_memory_grows_with_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PeakMemory, "EVERY_S", 0.0)
     peak = PeakMemory()
     before = peak.update()
     held = np.ones(32 << 20, np.uint8)

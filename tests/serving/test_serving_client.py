@@ -137,8 +137,9 @@ def test_echo_scores_the_prompt(characters: Running) -> None:
     assert longer.text == "the tide" + reply.text
     assert longer.logprobs.token_logprobs == logprobs.token_logprobs + reply.logprobs.token_logprobs
     assert longer.logprobs.text_offset == logprobs.text_offset + [8 + at for at in reply.logprobs.text_offset]
-    texts, reasons, _ = streamed(complete(characters, tokens, echo=True, stream=True))
+    texts, reasons, chunks = streamed(complete(characters, tokens, echo=True, stream=True, logprobs=2))
     assert texts[0] == longer.text and reasons == {0: "length"}
+    assert [at for c in chunks for at in c.choices[0].logprobs.text_offset] == longer.logprobs.text_offset
     texts, reasons, _ = streamed(complete(characters, echo=True, stream=True, max_tokens=0))
     assert texts == {0: "the tide"} and reasons == {0: "length"}
 
@@ -156,7 +157,7 @@ def test_streamed_and_whole_say_the_same(kind: str, request: pytest.FixtureReque
             assert [texts[i] for i in range(2)] == said
             assert [reasons[i] for i in range(2)] == [c.finish_reason for c in reply.choices]
             assert chunks[-1].usage == reply.usage and not chunks[-1].choices
-            assert all(chunk.usage is None for chunk in chunks[:-1])
+            assert all(chunk.usage is None and "usage" in chunk.model_fields_set for chunk in chunks[:-1])
 
 
 def test_streamed_logprobs_come_with_their_text(characters: Running) -> None:
@@ -183,6 +184,10 @@ def test_stop_strings_are_cut_across_tokens(characters: Running) -> None:
             assert whole.usage.completion_tokens == free.find(stop) + len(stop)
             said, reasons, _ = streamed(complete(characters, seed=seed, stop=given, stream=True, **asked))
             assert said.get(0, "") == whole.choices[0].text and reasons == {0: "stop"}
+    before = characters.call(characters.engine.stats()).generated
+    complete(characters, seed=seed, stop=free[6:9], **asked | {"max_tokens": 2000})
+    after = characters.call(characters.engine.stats())
+    assert after.generated - before < 100 and not after.running, "the engine went on behind the stop string"
     logprobs = complete(characters, seed=seed, stop=free[6:9], logprobs=0, **asked).choices[0].logprobs
     assert "".join(logprobs.tokens) == free[: free.find(free[6:9])]
 

@@ -96,3 +96,19 @@ def test_an_end_that_the_tokenizer_would_show_has_no_text() -> None:
     assert [piece.text for piece in (*said, last)] == ["a", "a", "", ""] and last.finish == "stop" and last.sampled == 3
     assert [t.token for piece in (*said, last) for t in piece.tokens] == [a, a, b]
     assert {t.logprob for piece in said for t in piece.tokens} == {-2.0}  # the model's, not the sampled distribution's
+
+
+def test_a_stop_string_that_only_the_end_reveals() -> None:
+    """A byte is held in case it becomes a character; it does not, and what it then shows is the stop string."""
+    byte = tokenizer().encode("é", add_special_tokens=False)[0]
+    assembler = Assembler(tokenizer(), (BROKEN,), ends=())
+    assert assembler.push((byte, -1.0, -1.0, [])).text == ""
+    last = assembler.finish(Finish.LENGTH)
+    assert (last.text, last.tokens, last.finish, last.sampled) == ("", [], "stop", 1)
+
+
+def test_broken_bytes_are_not_waited_for_for_ever() -> None:
+    first, second, third = tokenizer().encode("€", add_special_tokens=False)
+    a = tokenizer().encode("a", add_special_tokens=False)[0]
+    parts = pieces([first] * HELD + [second, third, a])
+    assert parts[: HELD + 3] == [*[""] * (HELD - 1), BROKEN * HELD, "", "", BROKEN * 2 + "a"]

@@ -19,7 +19,7 @@ from tidemill.config import ConfigError
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import Scorer
 from tidemill.envs.settings import ReasoningGymSettings
-from tidemill.types import InfraError, Outcome, Task, Trajectory
+from tidemill.types import InfraError, Outcome, Score, Task, Trajectory
 
 MAKING_LIMIT_S = 600.0
 _DRAWS = 3  # entries looked at for each task wanted, at most: small datasets repeat themselves
@@ -44,7 +44,7 @@ class GymJudge:
     """One call a group. When that fails, each attempt is judged by itself, so that one cannot cost its siblings theirs."""
 
     def __init__(self, settings: ReasoningGymSettings, scorer: Scorer) -> None:
-        self._scorer, self._name = scorer, settings.dataset
+        self._scorer, self._name, self._binary = scorer, settings.dataset, settings.binary
         self._fixed = settings.model_dump(include={"dataset", "args", "seed", "answer_tag"}) | {"length": _length(settings)}
 
     async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
@@ -52,8 +52,8 @@ class GymJudge:
         outcomes = await self._score(task, texts)
         if len(texts) > 1 and all(isinstance(outcome, InfraError) for outcome in outcomes):
             alone = await asyncio.gather(*(self._score(task, [text]) for text in texts))
-            return [outcome for (outcome,) in alone]
-        return outcomes
+            outcomes = [outcome for (outcome,) in alone]
+        return [_all_or_nothing(outcome) for outcome in outcomes] if self._binary else outcomes
 
     async def _score(self, task: Task, texts: list[str]) -> list[Outcome]:
         about = {"index": task.data["index"], "question": task.data["question"]}
@@ -63,6 +63,10 @@ class GymJudge:
 
 def _length(settings: ReasoningGymSettings) -> int:
     return _DRAWS * (settings.size + settings.eval_size) + 100
+
+
+def _all_or_nothing(outcome: Outcome) -> Outcome:
+    return Score(float(outcome.value >= 1.0), {"partial": outcome.value}) if isinstance(outcome, Score) else outcome
 
 
 def _task(settings: ReasoningGymSettings, index: int, question: str, answer: str | None) -> Task:

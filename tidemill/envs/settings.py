@@ -27,6 +27,7 @@ class ReasoningGymSettings(Config):
     args: dict[str, Any] = Field({}, description="passed to the dataset, such as min_word_len")
     template: str = Field("{question}", description="the prompt; {question} stands for the question")
     answer_tag: str = Field("", description="judge what the last <TAG>...</TAG> holds; empty: the whole reply")
+    binary: bool = Field(False, description="1 for the full score and 0 for less: partial scores can be gamed")
 
 
 class RowsSettings(Config):

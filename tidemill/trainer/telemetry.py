@@ -34,4 +34,4 @@ class Recorder:
     def drain(self) -> Telemetry:
         """Everything since the last call; counters go on growing."""
         spans, self._spans = self._spans, []
-        return Telemetry(self.process, os.getpid(), spans, dict(self.counters), self.memory.update())
+        return Telemetry(self.process, os.getpid(), spans, dict(self.counters), self.memory.peak or self.memory.update())
