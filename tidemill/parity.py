@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.config import ConfigError
+from tidemill.config import ConfigError, build
 from tidemill.engine.attention import page_bytes
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
@@ -117,20 +117,23 @@ async def _through_engine(
 ) -> tuple[dict[str, list[Row]], dict[str, int]]:
     """Rows by path, and the evidence that the paths were taken."""
     prompts = _prompts(decoder.arch, texts, length, seed)
-    sizes = {"max_sequences": 16, "page_size": 4, "context": length, "device": "cpu"}
+    paged = build(
+        EngineSettings, {"max_sequences": 16, "page_size": 4, "context": length, "device": "cpu", "prefix_cache": False}
+    )
     rows: dict[str, list[Row]] = {}
-    rows["paged"], _ = await _generate(decoder, EngineSettings(**sizes, prefix_cache=False), prompts, length)
-    chunked = EngineSettings(**sizes, prefix_cache=False, prefill_chunk=5)
+    rows["paged"], _ = await _generate(decoder, paged, prompts, length)
+    chunked = paged.model_copy(update={"prefill_chunk": 5})
     rows["chunked"], _ = await _generate(decoder, chunked, prompts, length)
+    cached = paged.model_copy(update={"prefix_cache": True, "page_size": 2})
     twice = [*prompts, *prompts]  # the second of each finds its prompt in the cache
-    rows["prefix-cached"], engine = await _generate(decoder, EngineSettings(**sizes | {"page_size": 2}), twice, length)
+    rows["prefix-cached"], engine = await _generate(decoder, cached, twice, length)
     evidence = {"cached tokens": engine.cached_tokens}
     many, settings = _crowd(decoder.arch, prompts, length)
     rows["preempted"], engine = await _generate(decoder, settings, many, length)
     evidence["preemptions"] = engine.preemptions
     rng = np.random.default_rng(seed + 1)
     whole = [rng.integers(0, decoder.arch.vocab, length).astype(np.int32) for _ in range(4)]
-    rows["score"] = await _score(decoder, EngineSettings(**sizes, prefill_chunk=16), [*whole, *texts])
+    rows["score"] = await _score(decoder, paged.model_copy(update={"prefill_chunk": 16}), [*whole, *texts])
     return rows, evidence
 
 
@@ -167,7 +170,7 @@ async def _score(decoder: Decoder, settings: EngineSettings, tokens: Sequence[np
 
 
 async def _low_precision(folder: Path, prompts: Sequence[np.ndarray], length: int) -> list[Row]:
-    settings = EngineSettings(dtype="bfloat16", device="cpu", max_sequences=16, context=length)
+    settings = build(EngineSettings, {"dtype": "bfloat16", "device": "cpu", "max_sequences": 16, "context": length})
     rows, _ = await _generate(load_folder(folder, torch.bfloat16), settings, prompts, length)
     return rows
 
@@ -190,10 +193,8 @@ def _crowd(arch: Architecture, prompts: list[np.ndarray], length: int) -> tuple[
     count = max(8, -(-(3 << 20) // (2 * each)))  # about 1.5 MiB of them, or eight
     megabytes = max(1, -(-each // (1 << 20)), (count * each * 6 // 10) >> 20)
     many = [prompts[i % len(prompts)][: length // 4 + i % 3] for i in range(count)]
-    settings = EngineSettings(
-        max_sequences=count, page_size=4, kv_memory_mb=megabytes, context=length, device="cpu", prefix_cache=False
-    )
-    return many, settings
+    sizes = {"max_sequences": count, "page_size": 4, "kv_memory_mb": megabytes, "context": length}
+    return many, build(EngineSettings, sizes | {"device": "cpu", "prefix_cache": False})
 
 
 # -- trainer and transformers ------------------------------------------------------------------------------------------
@@ -233,7 +234,8 @@ def _transformers(folder: Path) -> Any:
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    model, about = AutoModelForCausalLM.from_pretrained(
+    load: Any = AutoModelForCausalLM.from_pretrained
+    model, about = load(
         str(folder), dtype=torch.float32, attn_implementation="eager", local_files_only=True, output_loading_info=True
     )
     for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):

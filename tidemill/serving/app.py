@@ -9,7 +9,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
 
@@ -33,7 +33,7 @@ def make_app(service: Service, api_key: str | None) -> Starlette:
     """The engine of `service` is closed when the application shuts down."""
 
     @asynccontextmanager
-    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+    async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
         yield
         await service.engine.close()
 
@@ -84,7 +84,7 @@ class EventStream(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[dict[str, Any]]) -> None:
+    def __init__(self, events: AsyncGenerator[dict[str, Any], None]) -> None:
         super().__init__(headers={"cache-control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
@@ -95,7 +95,7 @@ class EventStream(Response):
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         try:
-            async with aclosing(self._events) as events:  # type: ignore[type-var]
+            async with aclosing(self._events) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": _event(_encode(event)), "more_body": True})
         except Exception as error:  # the status is sent: whatever it is, the client can only be told in the stream

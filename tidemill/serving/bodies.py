@@ -142,7 +142,8 @@ def _message(index: int, given: dict[str, Any]) -> dict[str, str]:
         raise ApiError(f"{where}.role = {_short(role)}: expected one of {', '.join(ROLES)}", param="messages")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        content = "".join(parts) if len(parts) == len(content) and all(isinstance(p, str) for p in parts) else None
+        texts = [part for part in parts if isinstance(part, str)]
+        content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str):
         raise ApiError(f"{where}.content: expected a text, or a list of parts of type 'text'", param="messages")
     return {"role": role, "content": content}

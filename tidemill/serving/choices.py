@@ -7,7 +7,7 @@ was sampled is among the tokens, without text. Tokens that begin behind the plac
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 
@@ -99,7 +99,7 @@ class Assembler:
         return piece
 
 
-async def sample(engine: NativeEngine, tokenizer: Tokenizer, asked: Asked, *, live: bool) -> AsyncIterator[Piece]:
+async def sample(engine: NativeEngine, tokenizer: Tokenizer, asked: Asked, *, live: bool) -> AsyncGenerator[Piece, None]:
     """The pieces of one choice; the last one has its `finish`. Close it (`aclosing`) to abort.
 
     live: a piece as soon as there is text; otherwise everything at the end, which is cheaper.

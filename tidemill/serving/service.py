@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Any
@@ -99,7 +99,7 @@ class Service:
         prepared.usage.completion_tokens = sum(choice.sampled for choice in choices)
         return prepared.shape.reply(choices, prepared.usage)
 
-    async def events(self, prepared: Prepared) -> AsyncIterator[dict[str, Any]]:
+    async def events(self, prepared: Prepared) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed reply, choices interleaved as their tokens come. Closing it aborts what still runs."""
         shape, usage = prepared.shape, prepared.usage
         last = {"usage": None} if prepared.include_usage else {}
@@ -113,7 +113,7 @@ class Service:
         if prepared.include_usage:
             yield shape.closing(usage)
 
-    async def _merged(self, prepared: Prepared) -> AsyncIterator[tuple[int, Piece]]:
+    async def _merged(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Piece], None]:
         arrived: asyncio.Queue[tuple[int, Piece] | asyncio.Task[None]] = asyncio.Queue()
 
         async def pump(index: int) -> None:
@@ -138,7 +138,7 @@ class Service:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _pieces(self, asked: Asked | None, echo: Piece | None) -> AsyncIterator[Piece]:
+    async def _pieces(self, asked: Asked | None, echo: Piece | None) -> AsyncGenerator[Piece, None]:
         shift = 0
         if echo is not None:
             shift = len(echo.text)
