@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -20,6 +21,7 @@ CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a qu
 class Evaluator:
     def __init__(self, pool: EnginePool, episodes: Episodes, seed: int) -> None:
         self._pool, self._episodes, self._seed = pool, greedy(episodes), seed
+        self._runs = itertools.count()
 
     async def __call__(self, tasks: Sequence[Task], version: Version | None = None) -> Metrics:
         """Figures over `tasks`, see `summary`. Raises PolicyMismatch when a token is not of `version`."""
@@ -30,13 +32,13 @@ class Evaluator:
         return summary(attempts)
 
     async def attempts(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        places = asyncio.Semaphore(CONCURRENT)
+        places, run = asyncio.Semaphore(CONCURRENT), next(self._runs)  # each evaluation's episodes are new ones
 
         async def attempt(index: int, task: Task) -> Trajectory:
             async with places:
                 async with self._pool.lease() as engine:
                     seeds = lambda turn: derive_seed(self._seed, "eval", task.id, turn)  # noqa: E731
-                    played = await self._episodes.play(task, engine, f"eval/{index}", seeds)
+                    played = await self._episodes.play(task, engine, f"eval/{run}/{index}", seeds)
                 await self._episodes.judge(task, [played])
             return played
 

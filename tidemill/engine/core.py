@@ -10,9 +10,11 @@ where new weights are committed. Every sampled token is stamped with the version
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import os
 import time
 from collections import OrderedDict
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +37,30 @@ from tidemill.types import Array, Completion, Finish, InFlight, Published, Sampl
 
 REMEMBERED_EPISODES = 16384  # whose prefix-cache salt is retained under `keep`
 SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.6}  # that the KV cache may take when kv_memory_mb is not given
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """What is remembered of a key under `keep`: the salt its KV was written under, and the sequence so far.
+
+    Only a request that continues this very sequence gets the salt: a key that is used again for something else must not
+    find KV of weights that are gone.
+    """
+
+    salt: Salt
+    length: int
+    digest: bytes
+
+    @classmethod
+    def of(cls, salt: Salt, tokens: np.ndarray) -> Episode:
+        return cls(salt, len(tokens), _digest(tokens))
+
+    def goes_on_in(self, tokens: np.ndarray) -> bool:
+        return len(tokens) > self.length and _digest(tokens[: self.length]) == self.digest
+
+
+def _digest(tokens: np.ndarray) -> bytes:
+    return hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=16).digest()
 
 
 class NativeEngine:
@@ -70,7 +96,7 @@ class NativeEngine:
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
         self._requests: dict[Sequence, Request] = {}  # everything that waits or runs
         self._by_key: dict[str, set[Request]] = {}
-        self._key_salts: OrderedDict[str, Salt] = OrderedDict()
+        self._episodes: OrderedDict[str, Episode] = OrderedDict()
         self._activity = Activity()
         self._memory = PeakMemory()
         self._loop: asyncio.Task[None] | None = None
@@ -268,9 +294,9 @@ class NativeEngine:
         tokens = self._check(tokens, policy)
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
         sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens)
-        if key in self._key_salts:
-            sequence.salt = self._key_salts[key]
-            self._key_salts.move_to_end(key)
+        episode = self._episodes.get(key)
+        if episode is not None and episode.goes_on_in(tokens):
+            sequence.salt = episode.salt
         request = Request(sequence, time.monotonic(), params=params, key=key, stops=tuple(dict.fromkeys(stops)))
         if stream:
             request.stream = asyncio.Queue()
@@ -332,12 +358,13 @@ class NativeEngine:
             request.stream.put_nowait(None)
 
     def _complete(self, request: Request, finish: Finish) -> None:
-        if self.settings.in_flight == InFlight.KEEP and request.key and request.sequence.salt is not None:
-            self._key_salts.setdefault(request.key, request.sequence.salt)
-            if len(self._key_salts) > REMEMBERED_EPISODES:
-                self._key_salts.popitem(last=False)
         slot = request.sequence.slot
         length = int(self._scheduler.length[slot]) if slot >= 0 else 0  # without a slot it never ran
+        if self.settings.in_flight == InFlight.KEEP and request.key and request.sequence.salt is not None:
+            self._episodes[request.key] = Episode.of(request.sequence.salt, self._scheduler.tokens[slot, :length])
+            self._episodes.move_to_end(request.key)
+            if len(self._episodes) > REMEMBERED_EPISODES:
+                self._episodes.popitem(last=False)
         tokens = self._scheduler.tokens[slot, len(request.sequence.prompt) : length]
         self._finish(request, completion(request, finish, tokens, self._slots, self._versions, self.name))
 
