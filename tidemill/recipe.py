@@ -20,6 +20,7 @@ from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import MIN_TEMPERATURE
 
 
 class PlacementSettings(Config):
@@ -38,7 +39,7 @@ class RolloutSettings(Config):
     groups: int = Field(16, ge=1)  # groups (tasks) a step
     group_size: int = Field(8, ge=1)  # samples of each task
     max_tokens: int = Field(256, ge=1)  # of one reply
-    temperature: float = Field(1.0, ge=0)
+    temperature: float = Field(1.0, ge=MIN_TEMPERATURE)  # greedy tokens have no logprob to train on
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, lt=1)

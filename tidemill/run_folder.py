@@ -61,10 +61,17 @@ class RunFolder:
         """The report of a run that came to its end; None before that."""
         return read_json(self.report) if self.report.is_file() and self.final.is_dir() else None
 
-    def link_initial(self, start: Path) -> None:
-        """`initial` names the folder that reinforcement learning began with."""
-        if not self.initial.is_symlink() and not self.initial.exists():
+    def keep_initial(self, start: Path, copy: bool) -> None:
+        """`initial` is the folder that reinforcement learning began with: a copy of it, or a link to it."""
+        if self.initial.is_symlink() or self.initial.exists():
+            return
+        if not copy:
             self.initial.symlink_to(os.path.relpath(start.resolve(), self.path.resolve()), target_is_directory=True)
+            return
+        beside = self.path / "initial.partial"
+        shutil.rmtree(beside, ignore_errors=True)
+        shutil.copytree(start, beside)
+        os.rename(beside, self.initial)
 
     async def write_final(self, export: Callable[[str], Awaitable[None]]) -> None:
         """`final` as `export` writes it, in place of an earlier one."""

@@ -153,7 +153,7 @@ async def _run(session: Session) -> Ended:
     start = await warm_start(
         config, folder, session.model, session.environment.tasks("train"), session.episodes(), session.note
     )
-    folder.link_initial(start.path)
+    folder.keep_initial(start.path, copy=start.warmed is not None)
     with _ledger(folder) as ledger:
         spec = TrainerSpec(
             model=start.path,

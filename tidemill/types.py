@@ -65,6 +65,9 @@ class Published:
     bytes: int = 0
 
 
+MIN_TEMPERATURE = 1e-3  # logits divided by less overflow float32
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     temperature: float = 1.0  # 0 is greedy
@@ -79,7 +82,10 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         checks = {
-            "temperature": (self.temperature >= 0, ">= 0"),
+            "temperature": (
+                self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
+                f"0 (greedy) or >= {MIN_TEMPERATURE}",
+            ),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, ">= 0 (0 is off)"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),

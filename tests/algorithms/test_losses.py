@@ -200,9 +200,9 @@ def test_a_users_loss_from_a_file(tmp_path):
     np.testing.assert_allclose(terms.detach().numpy(), -2 * a * pi)
     with pytest.raises(ValueError, match="no constant power: it takes strength"):
         loss_by_name(LossSpec(f"{path}:reinforce", {"power": 2.0}))
-    with pytest.raises(ValueError, match="no function 'missing'; it has reinforce, reduced, wrong"):
+    with pytest.raises(ValueError, match="has no 'missing'"):
         loss_by_name(LossSpec(f"{path}:missing"))
-    with pytest.raises(ValueError, match="no Python file"):
+    with pytest.raises(ValueError, match="does not exist"):
         loss_by_name(LossSpec(f"{tmp_path}/none.py:f"))
     for name, given in (("reduced", r"shape \(\)"), ("wrong", "int")):
         with pytest.raises(ValueError, match=f"{given}: expected Loss"):

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tidemill.config import ConfigError
+from tidemill.loading import load_object
 from tidemill.rewards import functions as f
-from tidemill.rewards.loading import load_object
 from tidemill.rewards.named import NAMED, named_reward
 
 

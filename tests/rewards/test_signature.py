@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from tidemill.config import ConfigError
-from tidemill.rewards.loading import load_object, reference_of
+from tidemill.loading import load_object, reference_of
 from tidemill.rewards.outcome import outcome_of, outcomes_of
 from tidemill.rewards.signature import group_values, signature_of, single_values
 from tidemill.types import InfraError, Score, Task, Unscorable

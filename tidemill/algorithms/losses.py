@@ -9,18 +9,15 @@ come as keyword arguments from a `LossSpec`; a user's own loss is `FILE.py:funct
 from __future__ import annotations
 
 import inspect
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cache, partial
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
-from typing import Any, cast
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from tidemill.algorithms.corrections import ratio, truncated
+from tidemill.loading import load_object
 from tidemill.types import LossSpec
 
 
@@ -101,7 +98,7 @@ PROPORTIONAL = frozenset({"ppo_clip", "aipo"})  # terms that are a multiple of A
 
 def loss_by_name(spec: LossSpec) -> LossFunction:
     """The loss with its constants bound. ValueError for an unknown name or a constant it does not take."""
-    function = _from_file(spec.name) if ".py:" in spec.name else LOSSES.get(spec.name)
+    function = load_object(spec.name) if ".py:" in spec.name else LOSSES.get(spec.name)
     if function is None:
         raise ValueError(f"loss {spec.name!r}: expected one of {', '.join(LOSSES)}, or FILE.py:function")
     accepted = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
@@ -135,20 +132,3 @@ def evaluate(loss: LossFunction, x: LossInput, weights: Tensor) -> tuple[Tensor,
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ValueError(message)
-
-
-@cache
-def _from_file(name: str) -> Callable[..., Loss]:
-    path, _, attribute = name.rpartition(":")
-    file = Path(path).expanduser().resolve()
-    spec = spec_from_file_location("tidemill_user_loss" + str(file).replace("/", "_").removesuffix(".py"), file)
-    if not file.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"loss {name!r}: no Python file at {file}")
-    module = module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and the like look their module up by its name
-    spec.loader.exec_module(module)
-    function: Any = vars(module).get(attribute)
-    if not callable(function):
-        found = [k for k, v in vars(module).items() if inspect.isfunction(v) and not k.startswith("_")]
-        raise ValueError(f"loss {name!r}: {file.name} has no function {attribute!r}; it has {', '.join(found) or 'none'}")
-    return cast(Callable[..., Loss], function)

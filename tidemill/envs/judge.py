@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tidemill.config import ConfigError
-from tidemill.rewards.loading import load_object, reference_of
+from tidemill.loading import load_object, reference_of
 from tidemill.rewards.named import named_reward
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
 from tidemill.rewards.signature import Signature, group_values, signature_of, single_values

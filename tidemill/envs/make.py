@@ -14,8 +14,8 @@ from tidemill.envs.reasoning_gym import reasoning_gym
 from tidemill.envs.rows import row_splits, rows
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
 from tidemill.envs.tasks import check_splits, columns_of
+from tidemill.loading import load_object
 from tidemill.protocols import Environment
-from tidemill.rewards.loading import load_object
 
 
 def make_environment(settings: AnyEnv, scorer: Scorer) -> Environment:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tidemill.config import ConfigError
-from tidemill.rewards.loading import load_object
+from tidemill.loading import load_object
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
 from tidemill.scoring.frames import Request
 from tidemill.types import InfraError, Outcome

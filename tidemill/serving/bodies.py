@@ -101,7 +101,7 @@ def parse(kind: type[B], raw: bytes) -> B:
         body = kind.model_validate(tree)
     except ValidationError as error:
         raise _refusal(kind, error) from None
-    if 0 < body.temperature < 1e-3:
+    if 0 < body.temperature < MIN_TEMPERATURE:
         message = f"temperature = {body.temperature}: expected 0, which is greedy, or a value from 0.001 to 100"
         raise ApiError(message, param="temperature")
     if body.stream_options is not None and not body.stream:
