@@ -48,10 +48,10 @@ class RolloutSettings(Config):
 
 
 class WarmupSettings(Config):
-    """Supervised training on the tasks' own answers before reinforcement learning. Off while `seconds` is 0."""
+    """Supervised training on the tasks' own answers before reinforcement learning. Off while `accuracy` is 0."""
 
-    seconds: float = Field(0.0, ge=0)  # at most this long
-    accuracy: float = Field(1.0, gt=0, le=1)  # stop as soon as greedy accuracy on training tasks reaches this
+    accuracy: float = Field(0.0, ge=0, le=1)  # train until greedy accuracy on training tasks reaches this,
+    seconds: float = Field(55.0, gt=0)  # at most so long
     lr: float = Field(1e-3, gt=0)
     batch: int = Field(64, ge=1)  # rows a step
 

@@ -44,7 +44,7 @@ async def warm_start(
     episodes: Episodes,
     note: Callable[[str], None],
 ) -> WarmStart:
-    if config.warmup.seconds == 0:
+    if config.warmup.accuracy == 0:
         return WarmStart(model.path, None)
     kept = config.run_dir.parent / "warm-starts" / _digest(config)
     if (kept / RECORD).is_file():

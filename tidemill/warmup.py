@@ -84,7 +84,7 @@ def _row(task: Task, tokenizer: Tokenizer) -> Row:
     answer = task.data.get("answer")
     if not isinstance(answer, str):
         raise ConfigError(
-            f"warm-up needs a text `answer` in each task; task {task.id} has {answer!r}: set warmup.seconds = 0"
+            f"warm-up needs a text `answer` in each task; task {task.id} has {answer!r}: set warmup.accuracy = 0"
         )
     prompt = prompt_tokens(tokenizer, task.prompt)
     reply = np.array([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)

@@ -55,7 +55,7 @@ def test_it_trains_at_once(task: Path, tidemill, monkeypatch: pytest.MonkeyPatch
     monkeypatch.chdir(task)
     few = [
         "steps=2",
-        "warmup.seconds=0",
+        "warmup.accuracy=0",
         "rollout.groups=2",
         "rollout.group_size=2",
         "eval.final_tasks=4",

@@ -40,7 +40,7 @@ steps = 100
 max_lag = 1                   # how many versions old what is trained on may be
 rollout.max_tokens = 8
 trainer.lr = 3e-4
-warmup.seconds = 15           # supervised, on the tasks' answers: who solves nothing earns nothing to learn from
+warmup.accuracy = 0.6         # supervised until then: who solves nothing earns nothing to learn from
 warmup.lr = 2e-3
 eval.final_tasks = 512
 """
