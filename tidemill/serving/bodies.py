@@ -13,6 +13,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidemill.serving.errors import ApiError
+from tidemill.types import MIN_TEMPERATURE
 
 MAX_BODY = 8 << 20  # bytes
 MAX_CHOICES = 1024  # of one request, prompts times n
