@@ -66,7 +66,7 @@ class WandbSink:
 
     def __init__(self, project: str, name: str, folder: str | Path, config: dict[str, Any]) -> None:
         try:
-            import wandb
+            import wandb  # pyright: ignore[reportMissingImports]
         except ImportError:
             raise ConfigError(_missing("wandb")) from None
         self._wandb, self._run = wandb, None
