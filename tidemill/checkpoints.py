@@ -13,8 +13,9 @@ import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tidemill.durable import write_json
 from tidemill.protocols import Trainer
-from tidemill.run_folder import read_json, write_json
+from tidemill.run_folder import read_json
 
 MARKER = "run.json"
 

@@ -38,14 +38,7 @@ def make_report(
         "max_lag_allowed": config.max_lag,
         "max_lag_seen": totals.max_lag,
         "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
-        "groups": {
-            "admitted": counts.admitted,
-            "trained": counts.trained,
-            "dropped": counts.dropped,
-            "pending": counts.pending,
-            "lost": counts.lost,
-            "trained_twice": counts.trained_twice,
-        },
+        "groups": counts.figures(),
         "mismatch_lag0": {
             "mean": matched["logprob_gap"],
             "p99": matched["logprob_gap_p99"],

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.config import ConfigError, dump
+from tidemill.durable import write_json
 from tidemill.ledger.ledger import has_ledger
 from tidemill.recipe import RunConfig, check_same_run
 
@@ -90,10 +91,3 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}, expected an object")
     return value
-
-
-def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Whole or not at all: written beside, then renamed."""
-    beside = path.with_name(path.name + ".partial")
-    beside.write_text(json.dumps(value, indent=2, sort_keys=False) + "\n")
-    os.replace(beside, path)

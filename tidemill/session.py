@@ -22,6 +22,7 @@ from tidemill.build import Parts, TrainerSpec, start_parts
 from tidemill.checkpoints import Checkpoints, Position
 from tidemill.config import dump
 from tidemill.controller import Controller, Hooks, Schedule, first_cause
+from tidemill.durable import write_json
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.template import check_prompts
@@ -38,7 +39,7 @@ from tidemill.recipe import RunConfig
 from tidemill.report import make_report
 from tidemill.resume import Standing, take_up
 from tidemill.rollout import Episodes, Rollout
-from tidemill.run_folder import RunFolder, write_json
+from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
 from tidemill.types import Metrics, SamplingParams, Task, Version
 from tidemill.warm_start import warm_start

@@ -15,12 +15,13 @@ from pathlib import Path
 
 from tidemill.build import TrainerSpec, start_parts
 from tidemill.config import dump
+from tidemill.durable import write_json
 from tidemill.evaluation import Evaluator
 from tidemill.model_folder import ModelFolder
 from tidemill.pool import EnginePool, PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
-from tidemill.run_folder import RunFolder, read_json, write_json
+from tidemill.run_folder import RunFolder, read_json
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Task
 from tidemill.warmup import WarmedUp, warm_up

@@ -93,7 +93,7 @@ def test_the_payload_is_durable_before_its_row(tmp_path: Path, monkeypatch: pyte
     real = segments.sync_file
     monkeypatch.setattr(segments, "sync_file", lambda fd: (log.append(f"flushed {os.fstat(fd).st_size > 0}"), real(fd))[1])
     folders: list[Path] = []
-    monkeypatch.setattr(segments, "sync_folder", folders.append)
+    monkeypatch.setattr(segments, "flush", folders.append)
     with SqliteLedger(tmp_path) as ledger:
         ledger.admit(0, task(0))
         ledger._db.set_trace_callback(lambda sql: log.append(sql.split()[0] + " " + sql.split()[-1][:6]))

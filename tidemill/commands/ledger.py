@@ -23,22 +23,10 @@ def ledger(run: Path, as_json: bool) -> int:
     with SqliteLedger(run, mode="read") as record:
         counts = record.counts()
         if as_json:
-            print_json(figures(counts))
+            print_json(counts.figures())
         else:
             _show(console(), run, counts, record)
     return 0 if counts.conserved else 1
-
-
-def figures(counts: Counts) -> dict[str, object]:
-    """The view `conservation`, with the dropped by reason."""
-    return {
-        "admitted": counts.admitted,
-        "trained": counts.trained,
-        "dropped": counts.dropped,
-        "pending": counts.pending,
-        "lost": counts.lost,
-        "trained_twice": counts.trained_twice,
-    }
 
 
 def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger) -> None:

@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Literal
 
 from tidemill import codec
+from tidemill.durable import flush
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
 from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
 from tidemill.ledger.retention import retain
 from tidemill.ledger.rows import as_json, trajectory_row
 from tidemill.ledger.schema import SCHEMA, VERSION
-from tidemill.ledger.segments import SegmentWriter, segment_numbers, sync_folder
+from tidemill.ledger.segments import SegmentWriter, segment_numbers
 from tidemill.types import Group, Metrics, Task, Version
 
 SEGMENT_BYTES = 64 << 20
@@ -72,7 +73,7 @@ class SqliteLedger(LedgerReads):
                 if mode == "create":
                     self._create()
                     if sync:
-                        sync_folder(folder)
+                        flush(folder)
                 else:
                     self._expect_schema()
                 if mode != "read":

@@ -6,7 +6,7 @@ import errno
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,10 @@ class Counts:
     pending: int
     lost: int
     trained_twice: int
+
+    def figures(self) -> dict[str, Any]:
+        """As plain data, under the names of docs/ledger.md."""
+        return asdict(self)
 
     @property
     def conserved(self) -> bool:

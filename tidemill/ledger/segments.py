@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from tidemill.durable import flush
 from tidemill.ledger.records import LedgerError
 
 MAGIC = b"TMTR"
@@ -52,15 +53,6 @@ def sync_file(descriptor: int) -> None:
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
         os.fdatasync(descriptor)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make the folder's entries (created, renamed, removed files) durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 class SegmentWriter:
@@ -115,7 +107,7 @@ class SegmentWriter:
         self._next += 1
         self._end = 0
         if self._sync:
-            sync_folder(self._folder)
+            flush(self._folder)
 
     def _abandon(self) -> None:
         """Give the torn tail's space back if the disk lets us, and never write to this file again."""

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tidemill.durable import flush
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.slices import Coverage, Slice
@@ -202,9 +203,9 @@ def save_folder(
             _copy_tokenizer(Path(tokenizer_from), partial)
         _write_weights(decoder, partial, dtype, max_shard_bytes)
         for path in [*partial.rglob("*"), partial]:
-            _flush(path)
+            flush(path)
         _move_into_place(partial, folder)
-        _flush(folder.parent)
+        flush(folder.parent)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
 
@@ -274,11 +275,3 @@ def _move_into_place(partial: Path, folder: Path) -> None:
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
     path.write_text(json.dumps(data, indent=2, sort_keys=True) + "\n")
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

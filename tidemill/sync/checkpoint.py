@@ -8,7 +8,6 @@ The last `keep` versions stay. Only folders that hold our marker are ever remove
 
 from __future__ import annotations
 
-import os
 import re
 import secrets
 import shutil
@@ -20,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from tidemill.durable import flush
 from tidemill.models.fingerprint import Fingerprint
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
@@ -58,7 +58,7 @@ class CheckpointSender:
             manifest.check()
             (unfinished / "manifest.json").write_bytes(manifest.encode())
             for path in (*unfinished.iterdir(), unfinished):
-                _sync(path)
+                flush(path)
             _publish(unfinished, target)
         finally:
             _remove(unfinished)
@@ -129,14 +129,6 @@ def _part_name(part: int) -> str:
     return f"part-{part:04d}.safetensors"
 
 
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
 def _publish(unfinished: Path, target: Path) -> None:
     """Rename into place. A version sent before (after a resume) gives way; who has it open keeps what it has."""
     if target.exists():
@@ -148,7 +140,7 @@ def _publish(unfinished: Path, target: Path) -> None:
         _remove(aside)
     else:
         unfinished.rename(target)
-    _sync(target.parent)
+    flush(target.parent)
 
 
 def _is_ours(path: Path) -> bool:

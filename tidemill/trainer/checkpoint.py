@@ -23,6 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tidemill.durable import flush
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder
 from tidemill.models.weights import hf_views, load_folder, save_folder
@@ -49,7 +50,7 @@ def save_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, source
         save_file(tensors, partial / _OPTIMIZER)
         (partial / _STATE).write_text(json.dumps({"format": FORMAT, "updates": optimizer.done}))
         for path in (partial / _OPTIMIZER, partial / _STATE, partial):
-            _to_disk(path)
+            flush(path)
         _replace(folder, partial)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
@@ -79,7 +80,7 @@ def _replace(folder: Path, by: Path) -> None:
     if folder.exists():
         os.replace(folder, old)
     os.replace(by, folder)
-    _to_disk(folder.parent)
+    flush(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -136,11 +137,3 @@ def _check(file: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tenso
         if (found[name].shape, found[name].dtype) != (tensor.shape, tensor.dtype):
             given, wanted = (f"{tuple(t.shape)} {t.dtype}" for t in (found[name], tensor))
             raise CheckpointError(f"{file}: {name} is {given}, this trainer has {wanted}")
-
-
-def _to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
