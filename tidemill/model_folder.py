@@ -11,7 +11,7 @@ from tidemill.envs.template import Tokenizer
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
 
-ALPHABET = string.ascii_letters + string.digits + string.punctuation + " \n"
+ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
 NEW = "new:"
 NEW_CONTEXT = 512
 
@@ -44,5 +44,5 @@ def resolve_model(model: str, beside: Path, seed: int) -> Path:
         raise ConfigError(f"model {model!r}: expected {', '.join(NEW + name for name in SIZES)} or a folder")
     made = beside / f"new-{size}-{seed}"
     if not made.is_dir():
-        fresh_model(made, alphabet=ALPHABET, context=NEW_CONTEXT, seed=seed, **SIZES[size])
+        fresh_model(made, alphabet=ALPHABET, lowercase=True, context=NEW_CONTEXT, seed=seed, **SIZES[size])
     return made

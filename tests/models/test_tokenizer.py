@@ -123,3 +123,11 @@ def test_bad_sizes_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="hidden=60, heads=8"):
         fresh_model(tmp_path / "m", alphabet="ab", layers=1, hidden=60, heads=8, kv_heads=2, intermediate=8)
     assert not (tmp_path / "m").exists()
+
+
+def test_a_lower_case_tokenizer_reads_capitals_and_survives_saving(tmp_path):
+    tokenizer = character_tokenizer("abc .", lowercase=True)
+    tokenizer.save_pretrained(tmp_path)
+    for each in (tokenizer, load_tokenizer(tmp_path)):
+        assert each.encode("A Cab.", add_special_tokens=False) == each.encode("a cab.", add_special_tokens=False)
+        assert each.decode(each.encode("A Cab.", add_special_tokens=False)) == "a cab."

@@ -44,6 +44,7 @@ def fresh_model(
     intermediate: int,
     context: int = 512,
     seed: int = 0,
+    lowercase: bool = False,
 ) -> Architecture:
     """Write the folder and return its architecture: `fresh_model(folder, alphabet=letters, **SIZES["2m"])`.
 
@@ -55,7 +56,7 @@ def fresh_model(
             f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}: expected hidden = heads * an even number, "
             "and heads a multiple of kv_heads"
         )
-    tokenizer = character_tokenizer(alphabet)
+    tokenizer = character_tokenizer(alphabet, lowercase=lowercase)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     raw = {
         "model_type": "qwen3",

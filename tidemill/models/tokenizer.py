@@ -32,20 +32,23 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def character_tokenizer(alphabet: str) -> PreTrainedTokenizerFast:
+def character_tokenizer(alphabet: str, *, lowercase: bool = False) -> PreTrainedTokenizerFast:
     """One token per character of `alphabet`, after <pad> = 0, <eos> = 1 and <unk> = 2.
 
-    Encoding adds nothing and text over the alphabet decodes to itself, spaces and line breaks included.
+    Encoding adds nothing and text over the alphabet decodes to itself, spaces and line breaks included. lowercase: text
+    is read as if it were in lower case, so that a small model need not learn every letter twice.
     Raises ValueError when the alphabet is empty or repeats a character.
     """
     if not alphabet or len(set(alphabet)) != len(alphabet):
         repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
         raise ValueError(f"alphabet {alphabet!r}: expected each character once, repeated are {repeated}")
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate((PAD, EOS, UNK, *alphabet))}
     core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    if lowercase:
+        core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
