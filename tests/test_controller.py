@@ -26,6 +26,7 @@ class World:
     train_s: float = 10.0
     sync_s: float = 1.0
     drop_share: float = 0.0
+    staggered_s: float = 0.0
     serving: Version = field(default_factory=lambda: Version(-1))
     weights: int = 0
     fates: dict[int, list[str]] = field(default_factory=dict)
@@ -62,8 +63,12 @@ class World:
     async def publish_to_engines(self, version: Version) -> Version:
         before = self.weights
         await asyncio.sleep(self.sync_s)
+        served = Version(version.step, version.incarnation, fingerprint=f"f{version.step}")
+        if self.staggered_s:  # some engines serve it already while others have yet to commit
+            self.serving = served
+            await asyncio.sleep(self.staggered_s)
         self.torn += before != self.weights
-        self.serving = Version(version.step, version.incarnation, fingerprint=f"f{version.step}")
+        self.serving = served
         return self.serving
 
     # ledger
@@ -160,6 +165,7 @@ def test_nothing_trained_on_is_older_than_max_lag_and_every_group_has_one_fate(s
         train_s=rng.choice([0, 1, 10, 60]),
         sync_s=rng.choice([0, 1, 15]),
         drop_share=rng.choice([0, 0.3]),
+        staggered_s=rng.choice([0, 3, 40]),
     )
     run = controller(world, steps=steps, batch=batch, max_lag=lag, window=rng.randint(1, lag * batch + 1))
     assert run_virtually(run.run()) == steps
@@ -270,6 +276,11 @@ def test_tokens_of_a_policy_that_was_never_published_are_refused():
     with pytest.raises(PolicyMismatch, match="never published"):
         run_virtually(controller(world, steps=3, batch=2, max_lag=1).run())
     assert world.weights == 0
+
+
+def test_a_run_that_drops_everything_says_so():
+    with pytest.raises(RunFailed, match="in a row were dropped, the latest as 'zero-variance'"):
+        run_virtually(controller(World(drop_share=1.0), steps=3, batch=2, max_lag=1, barren=5).run())
 
 
 def test_a_verifier_that_always_fails_stops_the_run_with_its_reason():

@@ -13,7 +13,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,8 +69,18 @@ def train(
     written = env if by_name else {"kind": "python", "path": f"{_name(env)}:{_name(env)}"}
     config = build(RunConfig, {"env": written, "model": str(model), "run_dir": str(run_dir), **settings})
     display = ProgressDisplay(config.steps, mode="quiet" if quiet else "auto")
-    ended: Ended = asyncio.run(run(config, display, callbacks, None if by_name else _maker(env, tasks)))
+    ended = _to_the_end(run(config, display, callbacks, None if by_name else _maker(env, tasks)))
     return Run(RunFolder(config.run_dir).path, ended.steps, ended.complete, ended.report)
+
+
+def _to_the_end(running: Coroutine[Any, Any, Ended]) -> Ended:
+    """Run it here; where a loop runs already, as in a notebook, in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(running)
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(asyncio.run, running).result()
 
 
 def _maker(env: Any, tasks: TaskSource | None) -> Callable[[WorkerPool], Environment]:

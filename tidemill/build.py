@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 UNPUBLISHED = Version(-1)  # what an engine holds before the first publication; nothing may be sampled from it
 START_S = 300.0  # to import torch and read the weights
-ENGINE_DEADLINES = {"generate": 3600.0, "score": 600.0, "update": 600.0, "close": 30.0}
+ENGINE_DEADLINES = {"generate": 3600.0, "score": 600.0, "update": 600.0}
 TRAINER_DEADLINES = dict.fromkeys(("forward", "forward_backward", "apply", "publish", "save", "load", "export"), 3600.0)
 
 

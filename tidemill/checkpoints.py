@@ -34,8 +34,8 @@ class Checkpoints:
     async def save(self, trainer: Trainer, position: Position) -> None:
         name = f"step-{position.step:06d}"
         beside = self._folder / f"{name}.partial"
-        if beside.exists():
-            shutil.rmtree(beside)  # of an attempt that was cut off; nothing reads a .partial
+        for cut_off in self._folder.glob("step-*.partial"):  # by a kill; nothing reads them
+            shutil.rmtree(cut_off)
         beside.mkdir(parents=True)
         await trainer.save(str(beside / "trainer"))
         write_json(beside / MARKER, asdict(position))

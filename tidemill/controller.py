@@ -20,7 +20,7 @@ from typing import Protocol
 
 from tidemill.buffer import Buffer
 from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
-from tidemill.types import Array, Group, InfraError, LossSpec, Metrics, Sample, Task, TrainResult, Version
+from tidemill.types import Array, Group, InfraError, LossSpec, Metrics, Sample, Task, TrainResult, Unscorable, Version
 
 
 class Prepared(Protocol):
@@ -75,7 +75,8 @@ class Schedule:
     eval_every: int = 0  # 0: never
     checkpoint_every: int = 0  # 0: only at the end
     probe_every: int = 0  # 0: never
-    patience: int = 16  # groups in a row without any score before the run is stopped
+    patience: int = 3  # groups in a row of which no attempt could be judged, before the run is stopped
+    barren: int = 100  # times a step's groups dropped in a row, before the run is stopped
 
 
 @dataclass(slots=True)
@@ -103,6 +104,7 @@ class Controller:
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _unscored: int = 0
+    _dropped: int = 0
     _saved: int = -1  # step of the latest checkpoint
 
     def stop(self) -> None:
@@ -151,8 +153,10 @@ class Controller:
         self.observer.rolled_out(group, reason)
         self._watch_outcomes(group)
         if reason is None:
+            self._dropped = 0
             await self.buffer.put(group)
         else:
+            self._watch_drops(reason)
             self.ledger.drop(group.id, reason)
             await self.buffer.drop(group.id)
 
@@ -162,6 +166,8 @@ class Controller:
             groups = await self._take_batch()
             if groups is None:
                 break
+            if not self._known(groups):  # one engine serves the new version already, another has yet to commit it
+                await publishing
             self._check(step, groups)
             self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
             prepared, result = await accumulate(self.trainer, self.algorithm, groups)
@@ -220,22 +226,33 @@ class Controller:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0
 
+    def _known(self, groups: Sequence[Group]) -> bool:
+        sources = {source for group in groups for trajectory in group.trajectories for source in trajectory.sources}
+        return all(self.versions.get((source.incarnation, source.step)) == source for source in sources)
+
     def _check(self, step: int, groups: Sequence[Group]) -> None:
         """I1 and I2, at the last moment before a gradient."""
         for group in groups:
-            for trajectory in group.trajectories:
-                for source in trajectory.sources:
-                    if self.versions.get((source.incarnation, source.step)) != source:
-                        raise PolicyMismatch(f"group {group.id} holds tokens of {source}, which this run never published")
+            if not self._known([group]):
+                raise PolicyMismatch(f"group {group.id} holds tokens of a policy which this run never published")
             if step - group.oldest > self.buffer.max_lag:
                 raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
 
     def _watch_outcomes(self, group: Group) -> None:
-        """Stop when nothing can be scored any more: a broken verifier must not look like a policy that earns nothing."""
-        failures = [t.outcome.reason for t in group.trajectories if isinstance(t.outcome, InfraError)]
+        """Stop when nothing can be judged any more: a broken verifier must not look like a policy that earns nothing."""
+        failures = [t.outcome.reason for t in group.trajectories if isinstance(t.outcome, InfraError | Unscorable)]
         self._unscored = self._unscored + 1 if len(failures) == len(group.trajectories) else 0
         if self._unscored >= self.schedule.patience:
             raise RunFailed(f"{self._unscored} groups in a row could not be scored; the latest reason: {failures[0]}")
+
+    def _watch_drops(self, reason: str) -> None:
+        """Stop when nothing that is sampled carries a gradient: it would go on for ever, and say nothing."""
+        self._dropped += 1
+        if self._dropped >= self.schedule.barren * self.buffer.batch:
+            raise RunFailed(
+                f"{self._dropped} groups in a row were dropped, the latest as {reason!r}: the policy solves all of them or "
+                "none; use harder or easier tasks, a warm-up, or algorithm.zero_variance = 'keep'"
+            )
 
 
 async def accumulate(trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Prepared, TrainResult]:

@@ -6,6 +6,7 @@ from tidemill.controller import RunFailed
 from tidemill.ledger.records import LedgerError
 from tidemill.orchestration.placement import StartFailed
 from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
-from tidemill.protocols import PolicyMismatch
+from tidemill.protocols import PolicyMismatch, TrainingDiverged
 
-KNOWN = (RunFailed, LedgerError, StartFailed, PeerDied, PeerTimeout, RemoteError, PolicyMismatch, ValueError, OSError)
+KNOWN = (RunFailed, LedgerError, StartFailed, PeerDied, PeerTimeout, RemoteError, PolicyMismatch, TrainingDiverged)
+KNOWN += (ValueError, OSError)

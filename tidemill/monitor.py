@@ -144,8 +144,10 @@ class Monitor:
         self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
     ) -> None:
         gap = Mismatch()
+        present = {(g.id, t.sample) for g in groups for t in g.trajectories if set(t.sources) == {self._version}}
         for sample, logprobs in zip(samples, result.logprobs, strict=True):
-            gap.add(sample.logprobs, logprobs, sample.mask, sample.versions, step)
+            matched = (sample.group, sample.sample) in present  # of this very version, not of an earlier life of its step
+            gap.add(sample.logprobs, logprobs, sample.mask, matched)
         self.totals.mismatch.merge(gap)
         lags = [step - group.oldest for group in groups]
         self.totals.lags.update(lags)

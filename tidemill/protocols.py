@@ -122,6 +122,10 @@ class PolicyMismatch(RuntimeError):
     """Weights that are not the ones they claim to be (I1)."""
 
 
+class TrainingDiverged(ArithmeticError):
+    """The gradient is not finite. No step was taken; the weights are those of before."""
+
+
 class Chat(Protocol):
     """One seat's conversation with the policy. It owns template, tokens, logprobs, versions and masks."""
 

@@ -26,7 +26,6 @@ class Standing:
     next_id: int = 0
     left: list[Group | tuple[int, Task]] = field(default_factory=list)  # admitted without a fate, in order
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)
-    replayed: int = 0
 
     @property
     def live(self) -> list[int]:
@@ -55,7 +54,7 @@ async def take_up(
         await _replay(range(first, begun), incarnation, ledger, trainer, algorithm)
     left = [ledger.load(p.id) if p.finished else (p.id, p.task) for p in ledger.pending()]
     known = {(v.incarnation, v.step): v for v in ledger.versions()}
-    return Standing(begun, incarnation, ledger.next_group_id(), left, known, begun - first)
+    return Standing(begun, incarnation, ledger.next_group_id(), left, known)
 
 
 async def _replay(steps: range, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:

@@ -14,11 +14,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tidemill.envs.chat import EpisodeChat, EpisodeOver
+from tidemill.envs.chat import EpisodeChat, EpisodeOver, rollout_seeds
 from tidemill.envs.template import Tokenizer
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Environment
-from tidemill.seeds import derive_seed
 from tidemill.types import Finish, Group, InfraError, Outcome, SamplingParams, Span, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
@@ -39,19 +38,21 @@ class Episodes:
         chat = EpisodeChat(engine, self.tokenizer, self.params, context=self.context, key=key, seeds=seeds, sample=sample)
         finish: Finish | None = None
         outcome: Outcome | None
+        limit = asyncio.timeout(self.limit_s)
         try:
-            async with asyncio.timeout(self.limit_s):
+            async with limit:
                 outcome = await self.environment.run(task, chat)
-        except TimeoutError:
-            await engine.abort(key)
-            outcome, finish = InfraError(f"the episode took longer than {self.limit_s:g} s"), Finish.ENV_ERROR
         except EpisodeOver as over:
             outcome, finish = Unscorable(str(over)), over.finish
         except Exception as error:  # the environment is the user's code: whatever it raises is that attempt's affair
-            if chat.failure is not None:
-                raise chat.failure from None
             logger.warning("environment %s raised on task %s", self.environment.name, task.id, exc_info=error)
-            outcome, finish = InfraError(f"{type(error).__name__}: {error}"), Finish.ENV_ERROR
+            reason = (
+                f"the episode took longer than {self.limit_s:g} s" if limit.expired() else f"{type(error).__name__}: {error}"
+            )
+            outcome, finish = InfraError(reason), Finish.ENV_ERROR
+            await engine.abort(key)
+        if chat.failure is not None:  # also when the environment swallowed it: an engine's failure is no outcome
+            raise chat.failure
         return chat.trajectory(outcome, finish)
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> None:
@@ -60,10 +61,25 @@ class Episodes:
         if not open_ones:
             return
         start = time.monotonic()
-        outcomes = await self.environment.judge(task, open_ones)
-        for attempt, outcome in zip(open_ones, outcomes, strict=True):
+        for attempt, outcome in zip(open_ones, await self._outcomes(task, open_ones), strict=True):
             attempt.outcome = outcome
             attempt.info["reward_s"] = time.monotonic() - start
+
+    async def _outcomes(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        """What `judge` says. That it raises, hangs or answers for another number of attempts is no score of any."""
+        limit = asyncio.timeout(self.limit_s)
+        try:
+            async with limit:
+                outcomes = await self.environment.judge(task, attempts)
+            if len(outcomes) == len(attempts):
+                return outcomes
+            reason = f"judge gave {len(outcomes)} outcomes for {len(attempts)} attempts"
+        except Exception as error:  # the user's code, as above
+            logger.warning("environment %s could not judge task %s", self.environment.name, task.id, exc_info=error)
+            reason = (
+                f"judging took longer than {self.limit_s:g} s" if limit.expired() else f"{type(error).__name__}: {error}"
+            )
+        return [InfraError(reason) for _ in attempts]
 
 
 class Rollout:
@@ -86,7 +102,7 @@ class Rollout:
             task,
             engine,
             key=f"g{group_id}/{sample}",
-            seeds=lambda turn: derive_seed(self._seed, "rollout", group_id, sample, 0, turn),
+            seeds=rollout_seeds(self._seed, group_id, sample),
             sample=sample,
         )
 

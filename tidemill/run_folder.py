@@ -1,6 +1,6 @@
 """`runs/NAME/`: what a run leaves behind, and where.
 
-    config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/
+    config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
     initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/
 
 The folder is private to its owner. It belongs to one recipe: `open` refuses to go on under another one.
@@ -17,7 +17,6 @@ from typing import Any
 
 from tidemill.config import ConfigError, dump
 from tidemill.durable import write_json
-from tidemill.ledger.ledger import has_ledger
 from tidemill.recipe import RunConfig, check_same_run
 
 
@@ -36,17 +35,26 @@ class RunFolder:
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
-        """Create the folder, or take up the one that is there when it belongs to this recipe."""
+        """Create the folder, or take up one that holds a run."""
         folder = cls(config.run_dir)
-        if folder.config.exists() and has_ledger(folder.path):  # before the first admission nothing binds it to a recipe
-            check_same_run(folder.recipe(), dump(config), folder.path)
-        elif not folder.config.exists() and folder.path.exists() and any(folder.path.iterdir()):
+        if not folder.config.exists() and folder.path.exists() and any(folder.path.iterdir()):
             raise ConfigError(f"run_dir {folder.path} is not empty and holds no run: give another run_dir, or empty it")
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.logs.mkdir(exist_ok=True)
         folder.checkpoints.mkdir(exist_ok=True)
-        write_json(folder.config, dump(config))
+        if not folder.config.exists():
+            write_json(folder.config, dump(config))
         return folder
+
+    def claim(self, config: RunConfig, begun: bool) -> None:
+        """Write the recipe; one that has begun (admitted a group) goes on only under its own. Under the ledger's lock."""
+        if begun:
+            check_same_run(self.recipe(), dump(config), self.path)
+        elif self.initial.is_symlink():
+            self.initial.unlink()  # of a start that failed
+        elif self.initial.exists():
+            shutil.rmtree(self.initial)
+        write_json(self.config, dump(config))
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
@@ -61,6 +69,13 @@ class RunFolder:
     def summary(self) -> dict[str, Any] | None:
         """The report of a run that came to its end; None before that."""
         return read_json(self.report) if self.report.is_file() and self.final.is_dir() else None
+
+    def write_report(self, report: dict[str, Any], complete: bool) -> None:
+        """`report.json` of a run that came to its end, `interrupted.json` of one that has yet to go on."""
+        interrupted = self.path / "interrupted.json"
+        write_json(self.report if complete else interrupted, report)
+        if complete:
+            interrupted.unlink(missing_ok=True)
 
     def keep_initial(self, start: Path, copy: bool) -> None:
         """`initial` is the folder that reinforcement learning began with: a copy of it, or a link to it."""

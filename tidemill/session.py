@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +21,8 @@ from tidemill.algorithms.prepare import Algorithm
 from tidemill.buffer import Buffer
 from tidemill.build import Parts, TrainerSpec, start_parts
 from tidemill.checkpoints import Checkpoints, Position
-from tidemill.config import dump
+from tidemill.config import ConfigError, dump
 from tidemill.controller import Controller, Hooks, Schedule, first_cause
-from tidemill.durable import write_json
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.template import check_prompts
@@ -42,7 +42,7 @@ from tidemill.rollout import Episodes, Rollout
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
 from tidemill.types import Metrics, SamplingParams, Task, Version
-from tidemill.warm_start import warm_start
+from tidemill.warm_start import WarmStart, kept_start, warm_start
 
 
 @dataclass(slots=True)
@@ -51,6 +51,7 @@ class Session:
 
     config: RunConfig
     folder: RunFolder
+    ledger: SqliteLedger
     environment: Environment
     model: ModelFolder
     monitor: Monitor
@@ -92,8 +93,6 @@ class Ended:
     report: dict[str, Any]
 
 
-PATIENCE = 3  # groups in a row of which not one attempt could be scored, before the run is stopped
-
 EnvironmentMaker = Callable[[WorkerPool], Environment]
 
 
@@ -105,29 +104,33 @@ async def run(
     callbacks: called with (step, metrics). make: an environment from Python objects instead of `config.env`.
     """
     folder = RunFolder.open(config)
-    note = display.note
-    if (report := folder.summary()) is not None and report["steps"] >= config.steps:
-        note(f"{folder.path} is complete: {report['steps']} steps were done; give another run_dir, or more steps")
-        return Ended(report["steps"], True, report)
-    scorer = WorkerPool(**config.scoring.model_dump())
-    sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=note)
-    monitor = Monitor(sinks, display, Trace(config.record.trace_events))
-    try:
-        environment = make(scorer) if make else make_environment(config.env, scorer)
-        try:
-            model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
-            session = Session(config, folder, environment, model, monitor, note)
-            check_prompts(
-                [*environment.tasks("train"), *session.held_out(config.eval.final_tasks)], model.tokenizer, session.context
+    with _ledger(folder) as ledger:  # from here on this process is the folder's only writer
+        folder.claim(config, begun=ledger.next_group_id() > 0)
+        if (report := folder.summary()) is not None and report["steps"] >= config.steps:
+            display.note(
+                f"{folder.path} is complete: {report['steps']} steps were done; give another run_dir, or more steps"
             )
-            return await _run(session)
+            return Ended(report["steps"], True, report)
+        begun = (ledger.last_step() or 0) + 1
+        if begun > config.steps:
+            raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
+        scorer = WorkerPool(**config.scoring.model_dump())
+        sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=display.note)
+        monitor = Monitor(sinks, display, Trace(config.record.trace_events))
+        try:
+            environment = make(scorer) if make else make_environment(config.env, scorer)
+            try:
+                model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
+                session = Session(config, folder, ledger, environment, model, monitor, display.note)
+                _describe(session)
+                return await _run(session)
+            finally:
+                await environment.close()
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
         finally:
-            await environment.close()
-    except BaseExceptionGroup as failures:
-        raise first_cause(failures) from failures
-    finally:
-        await scorer.close()
-        monitor.close()
+            await scorer.close()
+            monitor.close()
 
 
 def _describe(session: Session) -> None:
@@ -135,6 +138,11 @@ def _describe(session: Session) -> None:
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(config.eval.final_tasks)
     longest = check_prompts([*train, *held_out], session.model.tokenizer, session.context)
+    if (config.rollout.top_p, config.rollout.top_k, config.rollout.min_p) != (1.0, 0, 0.0):
+        session.note(
+            "top_p, top_k and min_p: the trainer's logprobs are of the whole distribution (the sampled support is recorded, "
+            "not yet used), so importance ratios are biased and the mismatch at lag 0 is not 0"
+        )
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     session.monitor.header(
@@ -149,39 +157,47 @@ def _describe(session: Session) -> None:
 
 
 async def _run(session: Session) -> Ended:
-    config, folder = session.config, session.folder
+    config, folder, ledger = session.config, session.folder, session.ledger
     begin = time.monotonic()
-    start = await warm_start(
-        config, folder, session.model, session.environment.tasks("train"), session.episodes(), session.note
+    start = await _start(session)
+    spec = TrainerSpec(
+        model=start.path,
+        trainer=config.trainer,
+        steps=config.steps,
+        sync=config.placement.sync,
+        folder=folder.weights,
+        seed=config.seed,
     )
-    folder.keep_initial(start.path, copy=start.warmed is not None)
-    with _ledger(folder) as ledger:
-        spec = TrainerSpec(
-            model=start.path,
-            trainer=config.trainer,
-            steps=config.steps,
-            sync=config.placement.sync,
-            folder=folder.weights,
-            seed=config.seed,
-        )
-        async with start_parts(config.placement, config.engine, spec, folder.logs) as parts:
-            done = await _train(session, ledger, parts)
-            if done == config.steps:
-                await folder.write_final(parts.trainer.export)
-        report = make_report(session.monitor.totals, session.monitor.trace, ledger, start, config, time.monotonic() - begin)
+    async with start_parts(config.placement, config.engine, spec, folder.logs) as parts:
+        done = await _train(session, parts)
+        if done == config.steps:
+            await folder.write_final(parts.trainer.export)
+    report = make_report(session.monitor.totals, session.monitor.trace, ledger, start, config, time.monotonic() - begin)
     if config.record.trace:
         session.monitor.trace.write(folder.trace)
-    write_json(folder.report if done == config.steps else folder.path / "interrupted.json", report)
+    folder.write_report(report, complete=done == config.steps)
     return Ended(done, done == config.steps, report)
 
 
-async def _train(session: Session, ledger: SqliteLedger, parts: Parts) -> int:
-    config = session.config
+async def _start(session: Session) -> WarmStart:
+    """The weights that reinforcement learning begins with; those of a run that has begun are its own `initial`."""
+    config, folder = session.config, session.folder
+    if session.ledger.next_group_id() > 0:
+        return kept_start(folder.initial)
+    tasks = session.environment.tasks("train")
+    start = await warm_start(config, folder, session.model, tasks, session.episodes(), session.note)
+    folder.keep_initial(start.path, copy=start.warmed is not None)
+    return start
+
+
+async def _train(session: Session, parts: Parts) -> int:
+    config, ledger = session.config, session.ledger
     pool = EnginePool(parts.engines)
     algorithm = Algorithm(config.algorithm.with_fixed_length(config.rollout.max_tokens))
     checkpoints = Checkpoints(session.folder.checkpoints, config.record.checkpoints)
     standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
-    episodes = session.episodes()
+    contexts = [(await engine.capabilities()).context for engine in parts.engines]  # less than the model's where KV is short
+    episodes = replace(session.episodes(), context=min(contexts))
     roller = Rollout(pool, episodes, config.rollout.group_size, config.seed)
     session.monitor.attach(parts.trainer, parts.engines, roller.spans, config.rollout.groups)
     controller = Controller(
@@ -194,7 +210,7 @@ async def _train(session: Session, ledger: SqliteLedger, parts: Parts) -> int:
         ledger,
         algorithm,
         session.monitor,
-        _hooks(session, ledger, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
+        _hooks(session, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
         restored=standing.left,
         versions=standing.versions,
     )
@@ -210,7 +226,6 @@ def _schedule(config: RunConfig, standing: Standing) -> Schedule:
         eval_every=config.eval.every or config.steps,
         checkpoint_every=config.record.checkpoint_every,
         probe_every=config.record.probe_every,
-        patience=PATIENCE,
     )
 
 
@@ -225,9 +240,7 @@ def _buffer(config: RunConfig, standing: Standing) -> Buffer:
     )
 
 
-def _hooks(
-    session: Session, ledger: SqliteLedger, parts: Parts, checkpoints: Checkpoints, evaluator: Evaluator, standing: Standing
-) -> Hooks:
+def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: Evaluator, standing: Standing) -> Hooks:
     config = session.config
 
     async def evaluate(version: Version) -> Metrics:
@@ -236,7 +249,7 @@ def _hooks(
 
     async def checkpoint(step: int, next_id: int) -> None:
         await checkpoints.save(parts.trainer, Position(step, standing.incarnation, next_id))
-        ledger.retain(checkpoint=step)  # what a resume can still need stays
+        session.ledger.retain(checkpoint=step)  # what a resume can still need stays
 
     return Hooks(evaluate, checkpoint, partial(session.monitor.probe, engine=parts.engines[0]))
 
@@ -253,6 +266,9 @@ def _ledger(folder: RunFolder) -> Iterator[SqliteLedger]:
 @asynccontextmanager
 async def _stop_on_signals(stop: Callable[[], None], note: Callable[[str], None]) -> AsyncIterator[None]:
     """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second one ends it now."""
+    if threading.current_thread() is not threading.main_thread():  # there the signals are somebody else's
+        yield
+        return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     asked = False

@@ -48,7 +48,7 @@ class Version:
     step: int
     incarnation: int = 0
     policy: str = "policy"
-    fingerprint: str = ""  # of the serving weights, see `sync.fingerprint`
+    fingerprint: str = ""  # of the serving weights, see `models.fingerprint`
 
     def __str__(self) -> str:
         life = f".{self.incarnation}" if self.incarnation else ""

@@ -17,7 +17,7 @@ from tidemill.build import TrainerSpec, start_parts
 from tidemill.config import dump
 from tidemill.durable import write_json
 from tidemill.evaluation import Evaluator
-from tidemill.model_folder import ModelFolder
+from tidemill.model_folder import NEW, ModelFolder
 from tidemill.pool import EnginePool, PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
@@ -37,6 +37,12 @@ class WarmStart:
     cached: bool = False
 
 
+def kept_start(initial: Path) -> WarmStart:
+    """What a run that has begun started from."""
+    record = initial / RECORD
+    return WarmStart(initial, WarmedUp(**read_json(record)) if record.is_file() else None, cached=True)
+
+
 async def warm_start(
     config: RunConfig,
     folder: RunFolder,
@@ -47,7 +53,7 @@ async def warm_start(
 ) -> WarmStart:
     if config.warmup.accuracy == 0:
         return WarmStart(model.path, None)
-    kept = config.run_dir.parent / "warm-starts" / _digest(config)
+    kept = config.run_dir.parent / "warm-starts" / _digest(config, model, tasks)
     if (kept / RECORD).is_file():
         return WarmStart(kept, WarmedUp(**read_json(kept / RECORD)), cached=True)
     warmed = await _train(config, folder, model, tasks, episodes, note, kept)
@@ -88,7 +94,14 @@ async def _train(
     return warmed
 
 
-def _digest(config: RunConfig) -> str:
+def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str:
+    """Of everything that decides the result: settings, the model's files, every task's prompt and answer."""
     tree = dump(config)
-    decides = {key: tree[key] for key in ("model", "env", "warmup", "seed", "trainer", "engine")}
+    decides = {key: tree[key] for key in ("warmup", "seed", "trainer", "engine", "rollout")}
+    decides["tasks"] = [(task.id, task.prompt, task.data.get("answer")) for task in tasks]
+    if config.model.startswith(NEW):
+        decides["model"] = config.model
+    else:
+        files = sorted(p for p in model.path.iterdir() if p.is_file())
+        decides["model"] = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=8).hexdigest()

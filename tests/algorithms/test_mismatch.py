@@ -40,10 +40,10 @@ def test_lag_zero_needs_every_token_of_the_present_version():
     mismatch = Mismatch()
     mask = np.array([False, True, True, False])
     behaviour, trainer = np.zeros(4), np.array([9.0, 0.1, 0.1, 9.0])
-    mismatch.add(behaviour, trainer, mask, np.array([-1, 5, 5, -1]), step=5)
-    mismatch.add(behaviour, trainer * 2, mask, np.array([-1, 4, 5, -1]), step=5)  # one stale token makes it lagged
-    mismatch.add(behaviour, trainer * 3, mask, np.array([-1, 4, 4, -1]), step=5)
-    mismatch.add(behaviour, trainer, np.zeros(4, bool), np.full(4, -1), step=5)
+    mismatch.add(behaviour, trainer, mask, matched=True)
+    mismatch.add(behaviour, trainer * 2, mask, matched=False)
+    mismatch.add(behaviour, trainer * 3, mask, matched=False)
+    mismatch.add(behaviour, trainer, np.zeros(4, bool), matched=True)
     assert mismatch.matched.tokens == 2 and mismatch.lagged.tokens == 4
     metrics = mismatch.metrics()
     assert metrics["lag0/logprob_gap"] == pytest.approx(0.1) and metrics["lagged/logprob_gap"] == pytest.approx(0.25)

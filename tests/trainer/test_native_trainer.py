@@ -11,10 +11,9 @@ from safetensors.torch import load_file, save_file
 from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.models.weights import hf_views, load_folder
-from tidemill.protocols import Trainer
+from tidemill.protocols import Trainer, TrainingDiverged
 from tidemill.trainer.checkpoint import CheckpointError
 from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.optimizer import TrainingDiverged
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Published, Version
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from trainer_cases import decoder
 
-from tidemill.trainer.optimizer import Optimizer, TrainingDiverged, lr_factor
+from tidemill.protocols import TrainingDiverged
+from tidemill.trainer.optimizer import Optimizer, lr_factor
 from tidemill.trainer.settings import TrainerSettings
 
 

@@ -83,12 +83,11 @@ class Mismatch:
     matched: LogprobGap = field(default_factory=LogprobGap)
     lagged: LogprobGap = field(default_factory=LogprobGap)
 
-    def add(self, behaviour: Array, trainer: Array, mask: Array, versions: Array, step: int) -> None:
-        """Logprobs, mask and versions [T] of one trajectory; `step` is the step of the weights the trainer holds."""
+    def add(self, behaviour: Array, trainer: Array, mask: Array, matched: bool) -> None:
+        """Logprobs and mask [T] of one trajectory; matched: all of it was sampled by the weights the trainer holds."""
         if not mask.any():
             return
-        same = bool((versions[mask] == step).all())
-        (self.matched if same else self.lagged).add(behaviour[mask], trainer[mask])
+        (self.matched if matched else self.lagged).add(behaviour[mask], trainer[mask])
 
     def merge(self, other: Mismatch) -> None:
         self.matched.merge(other.matched)

@@ -34,7 +34,7 @@ def make_environment(settings: AnyEnv, scorer: Scorer) -> Environment:
 def reward_environment(
     reward: str | Callable[..., Any], tasks: TaskSource, scorer: Scorer, *, name: str = "", share: float = 0.1
 ) -> SingleTurn:
-    """A single-turn environment of a reward function and tasks: what `tidemill.train(env=..., reward=...)` makes."""
+    """A single-turn environment of a reward function and tasks: what `tidemill.train(env=FUNCTION, tasks=...)` makes."""
     judge = RewardJudge(reward, scorer)
     name = name or judge.signature.name
     splits = splits_of(tasks, name, share)

@@ -19,7 +19,7 @@ import msgspec
 from tidemill.codec import CodecError
 from tidemill.config import ConfigError
 from tidemill.models.architecture import UnsupportedModel
-from tidemill.protocols import PolicyMismatch
+from tidemill.protocols import PolicyMismatch, TrainingDiverged
 
 MAX_FRAME = 1 << 30  # bytes; a step of 512 rows of 32k tokens is about 400 MB
 _MAX_TRACE = 20_000  # characters of a traceback that travel; its end is what matters
@@ -82,7 +82,7 @@ class RemoteError(RuntimeError):
 _REBUILT: dict[str, type[Exception]] = {
     e.__name__: e
     for e in (
-        *(ValueError, CodecError, ConfigError, UnsupportedModel, PolicyMismatch),
+        *(ValueError, CodecError, ConfigError, UnsupportedModel, PolicyMismatch, TrainingDiverged),
         *(TimeoutError, NotImplementedError, FileNotFoundError, FileExistsError, PermissionError),
     )
 }

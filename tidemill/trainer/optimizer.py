@@ -7,14 +7,11 @@ import math
 import torch
 from torch import Tensor, nn
 
+from tidemill.protocols import TrainingDiverged
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Metrics
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-
-
-class TrainingDiverged(ArithmeticError):
-    """The gradient is not finite. No step was taken; the weights are those of before."""
 
 
 def lr_factor(update: int, *, updates: int, warmup: int, schedule: str, floor: float) -> float:

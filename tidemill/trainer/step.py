@@ -79,7 +79,7 @@ def forward_backward(
 ) -> TrainResult:
     """Add the gradient of the sum over tokens of weight * loss to the parameters' `.grad`.
 
-    `at_peak` is called once, when the activations of the first micro-batch, that of the longest rows, are alive.
+    `at_peak` is called once, when the activations of the largest micro-batch are alive.
     """
     if unknown := sorted({s.loss for s in samples} - set(losses)):
         raise ValueError(f"samples ask for the loss {', '.join(unknown)}; given were {', '.join(losses) or 'none'}")
