@@ -147,3 +147,16 @@ def test_a_folder_that_holds_something_else(monkeypatch, capsys, tmp_path, model
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
     assert "holds no run" in train(monkeypatch, capsys, tmp_path, model=f'"{model}"')
     assert (tmp_path / "run" / "thesis.txt").read_text() == "years of work"
+
+
+def test_a_start_that_failed_binds_nothing_and_fewer_steps_than_begun_are_refused(monkeypatch, capsys, tmp_path, model):
+    broken = {"model": f'"{model}"', "trainer": '{ device = "cuda:7" }', "env": '{ kind = "guess", turns = 2 }'}
+    train(monkeypatch, capsys, tmp_path, **broken)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(recipe.read_text().replace('{ device = "cuda:7" }', '{ device = "cpu" }'))
+    monkeypatch.setattr(sys, "argv", ["tidemill", "train", str(recipe)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    assert ended.value.code == 0, capsys.readouterr().err
+    (tmp_path / "run" / "report.json").unlink()  # as if it had been interrupted
+    assert "has begun step 3 already" in fails(monkeypatch, capsys, "train", str(recipe), "steps=2")

@@ -2,7 +2,7 @@
 
 Every call is one blocking function handed to `offload`. By default that calls it where it stands, so that a breakpoint
 works; a process host passes a one-thread executor, so that its event loop stays free. The learning rate's schedule counts
-optimizer updates. A supervised warm-up is another NativeTrainer over the same decoder, with an optimizer of its own.
+optimizer updates. A supervised warm-up is a trainer of its own: it ends in a folder, and another one begins there.
 """
 
 from __future__ import annotations

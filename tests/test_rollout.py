@@ -1,0 +1,109 @@
+"""An episode's failures: the environment's are an InfraError of that attempt, the engine's end the run."""
+
+from __future__ import annotations
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from tidemill.models.tokenizer import character_tokenizer
+from tidemill.pool import EnginePool
+from tidemill.rollout import Episodes, Rollout
+from tidemill.types import Completion, Finish, InfraError, SamplingParams, Score, Task, Version
+
+TASK = Task("t", "ab")
+
+
+class FakeEngine:
+    """Answers with one token, or raises."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.error = error
+        self.aborted: list[str] = []
+
+    async def generate(self, tokens, params, policy, key) -> Completion:
+        if self.error is not None:
+            raise self.error
+        one = np.ones(1, np.int32)
+        return Completion(
+            one * 3, -0.5 * np.ones(1, np.float32), -0.5 * np.ones(1, np.float32), one, (Version(1),), Finish.STOP
+        )
+
+    async def abort(self, key: str) -> None:
+        self.aborted.append(key)
+
+
+class FakeEnvironment:
+    name = "fake"
+
+    def __init__(self, run, judge=None) -> None:
+        self.run, self.judge = run, judge
+
+
+async def ask(task, chat):
+    await chat.reply(task.prompt)
+
+
+async def roll(environment, engine=None):
+    episodes = Episodes(environment, character_tokenizer("ab\n"), SamplingParams(max_tokens=1), context=16, limit_s=0.05)
+    pool = EnginePool([engine or FakeEngine()])
+    return [t.outcome for t in (await Rollout(pool, episodes, 2, 0).rollout(0, TASK)).trajectories]
+
+
+async def test_a_score_is_a_score():
+    async def judge(task, attempts):
+        return [Score(1.0), Score(0.0)]
+
+    assert await roll(FakeEnvironment(ask, judge)) == [Score(1.0), Score(0.0)]
+
+
+async def test_what_the_environment_raises_is_its_attempts_affair():
+    async def run(task, chat):
+        await chat.reply(task.prompt)
+        raise KeyError("gold")
+
+    assert await roll(FakeEnvironment(run)) == [InfraError("KeyError: 'gold'")] * 2
+
+
+async def test_an_environments_own_timeout_is_not_ours():
+    async def run(task, chat):
+        await chat.reply(task.prompt)
+        raise TimeoutError("the socket")
+
+    assert await roll(FakeEnvironment(run)) == [InfraError("TimeoutError: the socket")] * 2
+
+
+async def test_an_episode_that_never_ends_is_aborted():
+    engine = FakeEngine()
+
+    async def run(task, chat):
+        await asyncio.get_running_loop().create_future()
+
+    assert await roll(FakeEnvironment(run), engine) == [InfraError("the episode took longer than 0.05 s")] * 2
+    assert len(engine.aborted) == 2
+
+
+async def test_an_engines_failure_is_no_outcome_even_when_it_is_swallowed():
+    async def run(task, chat):
+        try:
+            await chat.reply(task.prompt)
+        except Exception:
+            return Score(0.0)
+
+    with pytest.raises(RuntimeError, match="engine died"):
+        await roll(FakeEnvironment(run), FakeEngine(RuntimeError("engine died")))
+
+
+@pytest.mark.parametrize("kind", ["raises", "miscounts", "hangs"])
+async def test_a_judge_that_fails_scores_nothing(kind):
+    async def judge(task, attempts):
+        if kind == "raises":
+            raise ZeroDivisionError("boom")
+        if kind == "hangs":
+            await asyncio.get_running_loop().create_future()
+        return [Score(1.0)]
+
+    expected = {"raises": "ZeroDivisionError: boom", "miscounts": "1 outcomes for 2", "hangs": "longer than 0.05 s"}[kind]
+    outcomes = await roll(FakeEnvironment(ask, judge))
+    assert all(isinstance(o, InfraError) and expected in o.reason for o in outcomes)
