@@ -53,6 +53,7 @@ class World:
 
     # trainer and publisher
     async def forward_backward(self, samples, losses) -> TrainResult:
+        self.log.append(f"gradient {self.weights}")
         await asyncio.sleep(self.train_s)
         return TrainResult({}, [])
 
@@ -204,7 +205,8 @@ def test_a_step_is_in_the_ledger_before_its_gradient_and_published_after_its_upd
     run_virtually(controller(world, steps=3, batch=2, max_lag=1).run())
     order = ["published 0", "begin 0", "end 0", "published 1", "end 1", "published 2", "end 2", "published 3"]
     assert [entry for entry in world.log if entry in order] == order
-    assert all(world.log.index(f"begin {s}") < world.log.index(f"end {s}") for s in range(3))
+    for s in range(3):
+        assert world.log.index(f"begin {s}") < world.log.index(f"gradient {s}") < world.log.index(f"end {s}")
 
 
 def test_evaluation_is_pinned_to_one_version():

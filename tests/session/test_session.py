@@ -126,6 +126,9 @@ def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     assert process.returncode == 0, lines
     notes = [line["text"] for line in lines if line["kind"] == "note"]
     assert any("recorded steps again" in note for note in notes), "the kill left steps after the checkpoint of step 4"
+    with sqlite3.connect(folder / "ledger.sqlite") as db:
+        lives = dict(db.execute("SELECT step, max(incarnation) FROM steps GROUP BY step").fetchall())
+    assert lives[0] == 0 and lives[13] == 1, "a replayed step is a new incarnation"
     after = conservation(folder)
     assert after["trained"] == 14 * 4 and after["lost"] == after["trained_twice"] == after["pending"] == 0
     assert lines[-1]["max_lag_seen"] <= 1
