@@ -109,7 +109,7 @@ def test_a_run_in_processes_leaves_what_it_promises_and_nothing_else(recipe):
 
 
 def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
-    process = start(recipe, "steps=14")
+    process = start(recipe, "steps=14", "max_lag=3")
     lines_until(process, lambda line: line.get("kind") == "step" and line["step"] >= 6)
     family = children(process.pid)
     assert len(family) >= 2
@@ -120,8 +120,9 @@ def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     folder = recipe.parent / "run"
     before = conservation(folder)
     assert before["lost"] == 0 and before["trained"] >= 6 * 4
+    assert before["pending"] > 0, "the kill was to leave groups without a fate"
 
-    process = start(recipe, "steps=14")
+    process = start(recipe, "steps=14", "max_lag=3")
     lines = finish(process)
     assert process.returncode == 0, lines
     notes = [line["text"] for line in lines if line["kind"] == "note"]
@@ -131,7 +132,7 @@ def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     assert lives[0] == 0 and lives[13] == 1, "a replayed step is a new incarnation"
     after = conservation(folder)
     assert after["trained"] == 14 * 4 and after["lost"] == after["trained_twice"] == after["pending"] == 0
-    assert lines[-1]["max_lag_seen"] <= 1
+    assert lines[-1]["max_lag_seen"] <= 3
 
 
 def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_the_run_goes_on(recipe):
