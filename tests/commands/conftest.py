@@ -44,7 +44,7 @@ model = "new:0.1m"
 steps = 3
 placement = "inline"
 rollout = { groups = 2, group_size = 3, max_tokens = 6 }
-trainer.lr = 1e-2
+trainer.lr = 5e-2
 eval = { every = 0, final_tasks = 40 }
 scoring.workers = 1
 """
