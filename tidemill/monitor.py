@@ -17,6 +17,7 @@ import numpy as np
 
 from tidemill.algorithms.mismatch import LogprobGap, Mismatch
 from tidemill.observability.display import Display
+from tidemill.observability.memory import PeakMemory
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.shares import shares
 from tidemill.observability.sinks import Fanout
@@ -100,6 +101,7 @@ class Monitor:
         self._version: Version | None = None
         self._last = time.monotonic()
         self._judging: list[Span] = []
+        self._memory = PeakMemory()  # of this process
 
     def attach(self, trainer: Trainer, engines: Sequence[Engine], judging: list[Span], batch: int) -> None:
         """The parts to ask for telemetry. judging: the rollouts' own spans, which this takes. batch: groups a step."""
@@ -183,6 +185,7 @@ class Monitor:
             self._collect(each)
         self.trace.add(CONTROLLER, os.getpid(), self._judging)
         self._judging.clear()
+        self.totals.memory[CONTROLLER] = self._memory.update()
         spent = shares({each.process: each.spans for each in telemetry}, begin, now, KINDS)["overall"]
         return {"throughput/tokens_per_s": self._rate(now), "time/step_s": now - begin} | {
             f"time/{k}": v for k, v in spent.items()

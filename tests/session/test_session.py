@@ -94,7 +94,7 @@ def test_a_run_in_processes_leaves_what_it_promises_and_nothing_else(recipe):
     assert folder.stat().st_mode & 0o077 == 0, "a run folder is private"
     assert conservation(folder) == {"admitted": 40, "trained": 40, "dropped": 0, "pending": 0, "lost": 0, "trained_twice": 0}
     assert report["max_lag_seen"] <= 1 and report["mismatch_lag0"]["max"] < 1e-4
-    assert set(report["memory_mb"]) == {"trainer", "engine-0"} and min(report["memory_mb"].values()) > 10
+    assert set(report["memory_mb"]) == {"controller", "trainer", "engine-0"} and min(report["memory_mb"].values()) > 10
     assert report["versions_published"] == 11
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"generate", "train", "publish", "commit"} <= {e["name"] for e in trace if e["ph"] == "X"}
