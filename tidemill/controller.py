@@ -18,9 +18,13 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from tidemill import faults
 from tidemill.buffer import Buffer
 from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
 from tidemill.types import Array, Group, InfraError, LossSpec, Metrics, Sample, Task, TrainResult, Unscorable, Version
+
+
+ROLE = "controller"  # of this process, to faults
 
 
 class Prepared(Protocol):
@@ -133,6 +137,7 @@ class Controller:
             task = self.task_at(group_id)
             self.ledger.admit(group_id, task)
             self.observer.admitted(group_id)
+            faults.reach(ROLE, "admit", group_id)
             await self._roll_out(group_id, task)
 
     async def _restore(self, left: Group | tuple[int, Task]) -> None:
@@ -145,6 +150,7 @@ class Controller:
     async def _roll_out(self, group_id: int, task: Task) -> None:
         group = await self.roller.rollout(group_id, task)
         self.ledger.finish(group)
+        faults.reach(ROLE, "finish", group_id)
         await self._offer(group)
 
     async def _offer(self, group: Group) -> None:
@@ -170,11 +176,13 @@ class Controller:
                 await publishing
             self._check(step, groups)
             self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
+            faults.reach(ROLE, "train", step)
             prepared, result = await accumulate(self.trainer, self.algorithm, groups)
             served = await publishing  # the update may not touch weights that are still being read
             if self.hooks.probe and self._due(step, self.schedule.probe_every):
                 await self.hooks.probe(served, prepared.samples, result.logprobs)
             metrics = await self.trainer.apply(prepared.scale)
+            faults.reach(ROLE, "apply", step)
             step += 1
             self.ledger.end_step(step - 1, self.schedule.incarnation, prepared.metrics | metrics)
             await self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
@@ -205,6 +213,7 @@ class Controller:
 
         Evaluation belongs here because it is pinned: the next version is not published before it has ended.
         """
+        faults.reach(ROLE, "publish", step)
         served = await self.publisher.publish(Version(step, self.schedule.incarnation))
         self.versions[served.incarnation, served.step] = served
         self.ledger.publish(served)
@@ -219,6 +228,7 @@ class Controller:
 
     async def _checkpoint(self, step: int) -> None:
         self._saved = step
+        faults.reach(ROLE, "checkpoint", step)
         if self.hooks.checkpoint:
             await self.hooks.checkpoint(step, self.buffer.next_id)
             self.ledger.event("checkpoint", {"step": step})

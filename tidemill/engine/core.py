@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 import torch
 
+from tidemill import faults
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache, page_bytes
 from tidemill.engine.blocks import BlockManager
@@ -137,6 +138,7 @@ class NativeEngine:
             if self._staging is None:
                 raise RuntimeError(f"engine {self.name} was built without a receiver: it cannot be updated")
             self._check_forward(published.version)
+            faults.reach(self.name, "stage", published.version.step)
             begin = time.monotonic()
             staging = asyncio.ensure_future(asyncio.to_thread(self._staging.stage, published, self._weights))
             try:
@@ -218,6 +220,7 @@ class NativeEngine:
 
     def _step(self, cache: PagedCache) -> None:
         """Schedule, run, postprocess."""
+        faults.reach(self.name, "generate", self._weights.version.step)
         start = time.monotonic()
         plan = self._scheduler.plan()
         if plan is None:
@@ -402,6 +405,7 @@ class NativeEngine:
     def _swap(self, staged: Weights) -> None:
         """The commit: the next step runs on `staged`."""
         assert self._staging is not None
+        faults.reach(self.name, "commit", staged.version.step)
         begin = time.monotonic()
         self._staging.retire(self._weights)
         self._weights = staged

@@ -27,7 +27,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill import codec
+from tidemill import codec, faults
 from tidemill.orchestration.placement import Built, Factory
 from tidemill.orchestration.rpc import Server
 from tidemill.orchestration.wire import Failed, failure, methods_of
@@ -67,6 +67,7 @@ def host(build: Factory) -> None:
     if not told:
         threading.Thread(target=_watch_parent, args=(launch.parent,), daemon=True).start()
     faulthandler.enable()
+    faults.belong_to(launch.parent)
     sys.exit(asyncio.run(_serve(build, launch)))
 
 

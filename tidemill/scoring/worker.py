@@ -14,7 +14,7 @@ import signal
 import sys
 from typing import BinaryIO
 
-from tidemill import codec
+from tidemill import codec, faults
 from tidemill.scoring.frames import HEADER, MAX_REPLY, Done, Reply, Request, Started
 from tidemill.scoring.invoke import failed, invoke, load
 
@@ -24,12 +24,14 @@ _PR_SET_PDEATHSIG = 1
 def main(memory_mb: int, parent: int) -> None:
     _die_with(parent)
     _limit(memory_mb)
+    faults.belong_to(parent)
     requests, replies = _take_pipes()
     here = os.getpid()
     while frame := _read(requests):
         request: Request = codec.decode(frame, Request)
         reason = load(request)
         _write(replies, Started(request.id))
+        faults.reach("reward", "call", request.id)
         outcomes = failed(request, reason) if reason else invoke(request)
         if os.getpid() != here:
             os._exit(0)  # a fork that the function made came back from it too

@@ -7,14 +7,15 @@ optimizer updates. A supervised warm-up is a trainer of its own: it ends in a fo
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
+from tidemill import faults
 from tidemill.models.decoder import Decoder
-from tidemill.models.slices import Sender
+from tidemill.models.slices import Sender, Slice
 from tidemill.models.weights import save_folder, serving_slices
 from tidemill.trainer import step
 from tidemill.trainer.checkpoint import load_checkpoint, save_checkpoint
@@ -84,6 +85,7 @@ class NativeTrainer:
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
         def run() -> TrainResult:
             recorder = self._recorder
+            faults.reach(recorder.process, "train", self.updates)
             with recorder.span("train", samples=len(samples)):
                 result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.memory.update)
             recorder.count("trained_tokens", result.metrics["tokens"])
@@ -96,6 +98,7 @@ class NativeTrainer:
         """Raises TrainingDiverged, and takes no step, when the gradient is not finite."""
 
         def run() -> Metrics:
+            faults.reach(self._recorder.process, "apply", self.updates)
             with self._recorder.span("apply"):
                 metrics = self._optimizer.apply(scale)
             self._recorder.count("updates", 1)
@@ -109,12 +112,19 @@ class NativeTrainer:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
 
         def run() -> Published:
+            faults.reach(self._recorder.process, "publish", version.step)
             with self._recorder.span("publish", step=version.step):
-                published = sender.send(version, serving_slices(self.decoder, DTYPES[self.settings.serving_dtype]))
+                published = sender.send(version, self._stream(version))
             self._recorder.count("published_bytes", published.bytes)
             return published
 
         return await self._offload(run)
+
+    def _stream(self, version: Version) -> Iterator[Slice]:
+        for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype])):
+            yield piece
+            if count == 0:
+                faults.reach(self._recorder.process, "stream", version.step)
 
     async def save(self, folder: str) -> None:
         def run() -> None:
