@@ -23,7 +23,6 @@ from tidemill.buffer import Buffer
 from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
 from tidemill.types import Array, Group, InfraError, LossSpec, Metrics, Sample, Task, TrainResult, Unscorable, Version
 
-
 ROLE = "controller"  # of this process, to faults
 
 
