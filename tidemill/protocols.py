@@ -126,6 +126,21 @@ class TrainingDiverged(ArithmeticError):
     """The gradient is not finite. No step was taken; the weights are those of before."""
 
 
+class PeerLost(ConnectionError):
+    """The process behind a proxy is gone; whatever it was doing is not done."""
+
+
+class EngineFailed(RuntimeError):
+    """An engine met an error of its own and has stopped; what it was doing is not done."""
+
+
+@runtime_checkable
+class Progressing(Protocol):
+    def progress(self) -> float:
+        """Work done so far, in any unit that only grows: it tells slow from stuck."""
+        ...
+
+
 class Chat(Protocol):
     """One seat's conversation with the policy. It owns template, tokens, logprobs, versions and masks."""
 

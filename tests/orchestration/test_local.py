@@ -18,7 +18,7 @@ from echo_worker import WORKER, Echo
 
 from tidemill.config import ConfigError
 from tidemill.orchestration.local import LocalProcess, Log, spawn
-from tidemill.orchestration.placement import StartFailed
+from tidemill.orchestration.placement import Liveness, StartFailed
 from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
 
 
@@ -201,3 +201,41 @@ def test_tail_is_bounded(tmp_path: Path) -> None:
     with open(path, "a") as file:
         file.write("\nthe last words")
     assert Log(path, path.stat().st_size - 14).tail() == f"the end of {path}:\n  | the last words"
+
+
+QUICK = Liveness(every_s=0.02, silent_s=0.5, stuck_s=0.5)
+
+
+async def test_a_frozen_child_is_killed_and_named(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, liveness=QUICK)
+    call = asyncio.create_task(child.proxy.hold("x"))
+    while not await child.proxy.held():
+        pass
+    os.kill(child.pid, signal.SIGSTOP)
+    with pytest.raises(PeerDied, match=r"engine-0 was silent for 0.5 s \(its state is 'stopped'\) and was killed"):
+        await call
+    assert not running(child.pid)
+    await child.stop()
+
+
+async def test_a_stuck_child_is_killed_with_its_stacks_in_the_log(tmp_path: Path, temporary: Path) -> None:
+    """Its event loop answers heartbeats, but the one call it has makes no progress."""
+    child = await start(tmp_path, liveness=QUICK)
+    with pytest.raises(PeerDied, match=r"made no progress for 0.5 s in hold\(\) and was killed"):
+        await child.proxy.hold("x")
+    assert "Current thread" in (tmp_path / "logs" / "engine-0.log").read_text()
+    await child.stop()
+
+
+async def test_a_slow_child_that_makes_progress_lives(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, liveness=Liveness(every_s=0.02, silent_s=5, stuck_s=0.2))
+    slow = asyncio.create_task(child.proxy.hold("x"))
+    end = time.monotonic() + 0.8  # four times as long as it may be stuck
+    while time.monotonic() < end:
+        await child.proxy.pid()  # other calls are progress
+    assert not slow.done()
+    vitals = child.vitals()
+    assert vitals.alive and vitals.heard < 5 and vitals.progress > 0 and vitals.busy[0][0] == "hold"
+    await child.proxy.release("x")
+    await slow
+    await child.stop()

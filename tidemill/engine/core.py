@@ -33,7 +33,7 @@ from tidemill.engine.weights import Staging, Weights, serve
 from tidemill.models.decoder import Decoder
 from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
-from tidemill.protocols import Capabilities, EngineStats, PolicyMismatch
+from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMismatch
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
 
 REMEMBERED_EPISODES = 16384  # whose prefix-cache salt is retained under `keep`
@@ -184,6 +184,9 @@ class NativeEngine:
             cached_tokens=int(counters["cached_tokens"]),
         )
 
+    def progress(self) -> float:
+        return self._activity.counters["steps"]
+
     async def telemetry(self) -> Telemetry:
         self._activity.counters["preemptions"] = float(self._scheduler.preemptions)
         return Telemetry(self.name, os.getpid(), self._activity.take(), dict(self._activity.counters), self._memory.update())
@@ -191,7 +194,7 @@ class NativeEngine:
     async def close(self) -> None:
         """End everything: pending calls fail. Closing twice is fine."""
         if self._failure is None:
-            self._fail(RuntimeError(f"engine {self.name} was closed"))
+            self._fail(EngineFailed(f"engine {self.name} was closed"))
         if self._loop is not None:
             await asyncio.wait([self._loop])
         async with self._updating:  # a staging thread may still be reading the carrier
@@ -216,7 +219,9 @@ class NativeEngine:
                 await asyncio.sleep(0)
             self._scheduler.check_integrity()
         except Exception as error:  # whatever it is: nobody may wait for an engine that has stopped
-            self._fail(error)
+            failed = EngineFailed(f"engine {self.name} has stopped: {error!r}")
+            failed.__cause__ = error
+            self._fail(failed)
 
     def _step(self, cache: PagedCache) -> None:
         """Schedule, run, postprocess."""
@@ -422,7 +427,7 @@ class NativeEngine:
 
     def _check_alive(self) -> None:
         if self._failure is not None:
-            raise RuntimeError(f"engine {self.name} has stopped: {self._failure!r}") from self._failure
+            raise EngineFailed(str(self._failure)) from self._failure
 
     def _fail(self, error: Exception) -> None:
         """Everybody who waits gets `error`, and whoever comes later is told."""

@@ -67,6 +67,7 @@ def host(build: Factory) -> None:
     if not told:
         threading.Thread(target=_watch_parent, args=(launch.parent,), daemon=True).start()
     faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1)  # all stacks, for whoever finds us stuck
     faults.belong_to(launch.parent)
     sys.exit(asyncio.run(_serve(build, launch)))
 

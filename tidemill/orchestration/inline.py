@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
-from tidemill.orchestration.placement import Factory, StartFailed
+from tidemill.orchestration.placement import Factory, StartFailed, Vitals
 from tidemill.orchestration.rpc import check_deadlines
 from tidemill.orchestration.wire import keeps_its_type, methods_of
 
@@ -24,6 +25,13 @@ class InlineHandle(Generic[T]):
 
     async def wait(self) -> str:
         return await asyncio.shield(self._ended)
+
+    def vitals(self) -> Vitals:
+        return Vitals(self.name, os.getpid(), not self._ended.done(), 0.0, 0.0, [])
+
+    def kill(self, why: str) -> None:
+        if not self._ended.done():
+            self._ended.set_result(why)
 
     async def stop(self, deadline: float = 10.0) -> str:
         if not self._ended.done():

@@ -2,6 +2,7 @@
 
     spawn -> child reads its launch from stdin, builds, reports on a pipe -> connect -> proxy
     watcher: the process ended -> every pending call fails with PeerDied, naming the signal and the end of the log
+    heartbeats: silent, or without progress in a call -> killed, so that dead is all that a process can be
     stop:    close() -> SIGTERM -> SIGKILL
 
 A child is the leader of its own session, so that Ctrl-C reaches the controller alone. It dies with the thread that spawned
@@ -18,24 +19,27 @@ import secrets
 import shutil
 import signal
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import msgspec
+import psutil
 
 from tidemill import codec
 from tidemill.orchestration.hosting import REPORT_LENGTH, Launch, Ready, Report
-from tidemill.orchestration.placement import StartFailed
+from tidemill.orchestration.placement import Liveness, StartFailed, Vitals
 from tidemill.orchestration.rpc import DEADLINE_S, Connection, check_deadlines, connect
-from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
+from tidemill.orchestration.wire import Beat, PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
 
 T = TypeVar("T")
 MODULE = "tidemill.remote_worker"
 START_S = 120.0  # a cold import of torch from a network disk takes its time
 _KILL_S = 10.0  # for the kernel to end a process that was sent SIGKILL
 _PIPE_S = 1.0  # to read what a process wrote before it ended
+_STACKS_S = 0.5  # to write the stacks of all threads
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -63,11 +67,21 @@ class Log:
 class LocalProcess(Generic[T]):
     """A running child. Made by `spawn`."""
 
-    def __init__(self, connection: Connection[T], process: asyncio.subprocess.Process, log: Log, closable: bool) -> None:
+    def __init__(
+        self,
+        connection: Connection[T],
+        process: asyncio.subprocess.Process,
+        log: Log,
+        closable: bool,
+        liveness: Liveness | None,
+    ) -> None:
         self.name, self.pid, self._log = connection.name, process.pid, log
         self._connection, self._process, self._closable = connection, process, closable
-        self._stopping = ""
-        self._watching = asyncio.get_running_loop().create_task(self._watch())
+        self._stopping, self._killed = "", ""
+        self._beat, self._heard = Beat(0.0, []), time.monotonic()
+        loop = asyncio.get_running_loop()
+        self._watching = loop.create_task(self._watch())
+        self._listening = loop.create_task(self._listen(liveness)) if liveness else None
 
     @property
     def proxy(self) -> T:
@@ -80,6 +94,13 @@ class LocalProcess(Generic[T]):
     async def wait(self) -> str:
         return await asyncio.shield(self._watching)
 
+    def vitals(self) -> Vitals:
+        return Vitals(self.name, self.pid, self.alive, time.monotonic() - self._heard, self._beat.progress, self._beat.busy)
+
+    def kill(self, why: str) -> None:
+        self._killed = self._killed or why
+        self._signal(signal.SIGKILL)
+
     async def stop(self, deadline: float = 10.0) -> str:
         """Half of `deadline` (seconds) is for the object's close(), a quarter for leaving after SIGTERM; then SIGKILL."""
         self._stopping = self._stopping or "was stopped"
@@ -91,6 +112,8 @@ class LocalProcess(Generic[T]):
                 self._stopping += f"; it did not end within {deadline:g} s and was killed"
                 self._signal(signal.SIGKILL)
         finally:  # also when we are cancelled: nothing of ours keeps running
+            if self._listening is not None:
+                self._listening.cancel()
             if not await self._ended(0):
                 self._signal(signal.SIGKILL)
             if not await self._ended(_KILL_S):
@@ -118,10 +141,35 @@ class LocalProcess(Generic[T]):
         _signal_group(self._process, number)
 
     async def _watch(self) -> str:
-        code = await self._process.wait()
-        how = self._stopping or f"died: {_describe(code)}; {self._log.tail()}"
+        code = await self._process.wait()  # bounded: by its heartbeat, and by `stop`
+        if self._listening is not None:
+            self._listening.cancel()
+        how = self._stopping or f"{self._killed or f'died: {_describe(code)}'}; {self._log.tail()}"
         self._connection.died(how)
         return how
+
+    async def _listen(self, liveness: Liveness) -> None:
+        """Heartbeats, until one is missing, or until they tell of no progress for too long."""
+        moved, since = -1.0, time.monotonic()
+        while True:
+            try:
+                self._beat = await self._connection.ping(liveness.silent_s)
+            except PeerTimeout:
+                self.kill(f"was silent for {liveness.silent_s:g} s ({_state(self.pid)}) and was killed")
+                return
+            except (PeerDied, RemoteError, ValueError):
+                return  # it has ended; the watcher says how
+            self._heard = now = time.monotonic()
+            if self._beat.progress != moved or not self._beat.busy:
+                moved, since = self._beat.progress, now
+            elif now - since > liveness.stuck_s:
+                method = self._beat.busy[0][0]
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGUSR1)  # `hosting` has it write all its stacks to the log
+                await asyncio.sleep(_STACKS_S)
+                self.kill(f"made no progress for {liveness.stuck_s:g} s in {method}() and was killed")
+                return
+            await asyncio.sleep(liveness.every_s)
 
 
 async def spawn(
@@ -136,6 +184,7 @@ async def spawn(
     deadline: float = DEADLINE_S,
     deadlines: Mapping[str, float] | None = None,
     start_deadline: float = START_S,
+    liveness: Liveness | None = None,
 ) -> LocalProcess[T]:
     """Start `python -m module` (or `command`), which calls `hosting.host`, and wait until it serves `protocol`.
 
@@ -168,16 +217,22 @@ async def spawn(
         if isinstance(error, TimeoutError) and limit.expired():
             raise PeerTimeout(name, "start", start_deadline) from None
         raise
-    return LocalProcess(connection, process, log, "close" in methods_of(protocol))
+    return LocalProcess(connection, process, log, "close" in methods_of(protocol), liveness)
 
 
 class Local:
     """Each role a process of this machine, its log in `logs`."""
 
     def __init__(
-        self, logs: Path, command: Sequence[str] | None = None, deadline: float = DEADLINE_S, start_deadline: float = START_S
+        self,
+        logs: Path,
+        command: Sequence[str] | None = None,
+        deadline: float = DEADLINE_S,
+        start_deadline: float = START_S,
+        liveness: Liveness | None = None,
     ) -> None:
         self._logs, self._command, self._deadline, self._start_deadline = logs, command, deadline, start_deadline
+        self._liveness = liveness
 
     async def start(
         self,
@@ -199,6 +254,7 @@ class Local:
             deadline=self._deadline,
             deadlines=deadlines,
             start_deadline=self._start_deadline,
+            liveness=self._liveness,
         )
 
 
@@ -275,6 +331,14 @@ def _signal_group(process: asyncio.subprocess.Process, number: int) -> None:
     if process.returncode is None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, number)
+
+
+def _state(pid: int) -> str:
+    """What the system says of a process that does not answer."""
+    try:
+        return f"its state is {psutil.Process(pid).status()!r}"
+    except psutil.NoSuchProcess:
+        return "it is gone"
 
 
 def _describe(code: int) -> str:

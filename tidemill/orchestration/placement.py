@@ -3,10 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Liveness:
+    """How a process is watched, in seconds."""
+
+    every_s: float = 1.0  # between two heartbeats
+    silent_s: float = 60.0  # it does not answer one: stopped, or starved
+    stuck_s: float = 900.0  # it answers, but a call of it makes no progress
+
+
+@dataclass(slots=True)
+class Vitals:
+    """What is known of a process now."""
+
+    name: str
+    pid: int
+    alive: bool
+    heard: float  # seconds since its last heartbeat
+    progress: float
+    busy: list[tuple[str, float]]  # calls in flight there, oldest first: method, seconds
+
 
 Built = tuple[object, type]
 """An object, and the protocol whose methods of it may be called."""
@@ -25,6 +48,12 @@ class Handle(Protocol[T_co]):
 
     async def wait(self) -> str:
         """How it ended, once it has."""
+        ...
+
+    def vitals(self) -> Vitals: ...
+
+    def kill(self, why: str) -> None:
+        """End it now; `wait` then says why."""
         ...
 
     async def stop(self, deadline: float = 10.0) -> str:

@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import time
 from collections.abc import Mapping
+from contextlib import nullcontext
 from typing import Any, Generic, TypeVar, cast
 
 import zmq
@@ -21,8 +23,10 @@ import zmq.asyncio
 
 from tidemill import codec
 from tidemill.codec import CodecError
+from tidemill.observability.waits import waiting
 from tidemill.orchestration.wire import (
     MAX_FRAME,
+    Beat,
     Call,
     Cancel,
     Done,
@@ -31,12 +35,14 @@ from tidemill.orchestration.wire import (
     Method,
     PeerDied,
     PeerTimeout,
+    Ping,
     Reply,
     Request,
     failure,
     methods_of,
     rebuild,
 )
+from tidemill.protocols import Progressing
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -55,6 +61,8 @@ class Server:
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
         self._tasks: dict[tuple[bytes, int], asyncio.Task[None]] = {}
         self._stopping = asyncio.Event()
+        self._busy: dict[tuple[bytes, int], tuple[str, float]] = {}  # method, when it came; oldest first
+        self._answered = 0  # calls
         self.closed = False  # the target's own `close` was called, and returned
         self.refused = 0  # messages that were not ours or not readable
 
@@ -107,23 +115,31 @@ class Server:
             self._tasks[key] = task
             task.add_done_callback(lambda _: self._tasks.pop(key, None))
 
-    async def _answer(self, identity: bytes, request: Call | Hello, payload: memoryview) -> None:
+    async def _answer(self, identity: bytes, request: Call | Hello | Ping, payload: memoryview) -> None:
         reply: Reply = Done(request.id)
         result = b""
+        if isinstance(request, Call):
+            self._busy[identity, request.id] = request.method[:80], time.monotonic()
         try:
             result = await self._perform(request, payload)
         except asyncio.CancelledError as error:
             reply = failure(request.id, error)
         except Exception as error:  # whatever it is, it is the caller's to handle
             reply = failure(request.id, error)
+        finally:
+            if self._busy.pop((identity, request.id), None):
+                self._answered += 1
         await self._reply(identity, reply, result)
         if isinstance(request, Call) and request.method == "close" and isinstance(reply, Done):
             self.closed = True
             self.stop()
 
-    async def _perform(self, request: Call | Hello, payload: memoryview) -> bytes:
-        if isinstance(request, Hello):
-            return codec.encode(sorted(self._methods))
+    async def _perform(self, request: Call | Hello | Ping, payload: memoryview) -> bytes:
+        match request:
+            case Hello():
+                return codec.encode(sorted(self._methods))
+            case Ping():
+                return codec.encode(self._beat())
         method = self._methods.get(request.method)
         if method is None:
             raise ValueError(f"no method {request.method[:80]!r} here; there are {', '.join(sorted(self._methods))}")
@@ -132,6 +148,11 @@ class Server:
         if len(result) > self._max_frame:
             raise ValueError(f"{method.name}() returned {len(result)} bytes: at most {self._max_frame} travel")
         return result
+
+    def _beat(self) -> Beat:
+        now = time.monotonic()
+        done = self._target.progress() if isinstance(self._target, Progressing) else 0.0
+        return Beat(self._answered + done, [(method, now - since) for method, since in self._busy.values()])
 
     async def _reply(self, identity: bytes, reply: Reply, result: bytes) -> None:
         try:
@@ -187,6 +208,10 @@ class Connection(Generic[T]):
         if missing := set(self._methods) - set(codec.decode(raw, list[str])):
             raise ValueError(f"{self.name} does not serve {', '.join(sorted(missing))}")
 
+    async def ping(self, seconds: float) -> Beat:
+        """Raises PeerTimeout when the peer's event loop does not turn for so long."""
+        return codec.decode(await self._request(Ping(next(self._ids)), b"", "ping", seconds), Beat)
+
     def died(self, how: str) -> None:
         """Fail every pending call, and every later one, with PeerDied. The first reason stands."""
         if self._gone is not None:
@@ -203,7 +228,7 @@ class Connection(Generic[T]):
         self._socket.close(linger=0)
         self._context.term()
 
-    async def _request(self, request: Call | Hello, payload: bytes, what: str, seconds: float) -> memoryview:
+    async def _request(self, request: Call | Hello | Ping, payload: bytes, what: str, seconds: float) -> memoryview:
         if self._gone is not None:
             raise PeerDied(self.name, self._gone)
         if len(payload) > self._max_frame:
@@ -211,7 +236,8 @@ class Connection(Generic[T]):
         future = self._pending[request.id] = asyncio.get_running_loop().create_future()
         try:
             await self._send(request, payload)
-            await asyncio.wait({future}, timeout=seconds)
+            with nullcontext() if isinstance(request, Ping) else waiting(self.name, what, seconds):
+                await asyncio.wait({future}, timeout=seconds)
             if future.done():
                 return future.result()
             future.cancel()

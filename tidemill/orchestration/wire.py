@@ -19,7 +19,7 @@ import msgspec
 from tidemill.codec import CodecError
 from tidemill.config import ConfigError
 from tidemill.models.architecture import UnsupportedModel
-from tidemill.protocols import PolicyMismatch, TrainingDiverged
+from tidemill.protocols import EngineFailed, PeerLost, PolicyMismatch, TrainingDiverged
 
 MAX_FRAME = 1 << 30  # bytes; a step of 512 rows of 32k tokens is about 400 MB
 _MAX_TRACE = 20_000  # characters of a traceback that travel; its end is what matters
@@ -40,6 +40,19 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     id: int
 
 
+class Ping(msgspec.Struct, frozen=True, tag="ping"):
+    """Asks for a Beat: answered by the event loop itself, whatever else the peer is doing."""
+
+    id: int
+
+
+class Beat(msgspec.Struct, frozen=True):
+    """What a peer says of itself."""
+
+    progress: float  # grows while work is being done
+    busy: list[tuple[str, float]]  # calls in flight, oldest first: method, seconds since it came
+
+
 class Done(msgspec.Struct, frozen=True, tag="done"):
     id: int
 
@@ -51,7 +64,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     trace: str
 
 
-Request = Call | Cancel | Hello
+Request = Call | Cancel | Hello | Ping
 Reply = Done | Failed
 
 
@@ -63,7 +76,7 @@ class PeerTimeout(TimeoutError):
         self.peer, self.method, self.seconds = peer, method, seconds
 
 
-class PeerDied(ConnectionError):
+class PeerDied(PeerLost):
     """The process behind a proxy is gone."""
 
     def __init__(self, peer: str, how: str) -> None:
@@ -82,7 +95,7 @@ class RemoteError(RuntimeError):
 _REBUILT: dict[str, type[Exception]] = {
     e.__name__: e
     for e in (
-        *(ValueError, CodecError, ConfigError, UnsupportedModel, PolicyMismatch, TrainingDiverged),
+        *(ValueError, CodecError, ConfigError, UnsupportedModel, PolicyMismatch, TrainingDiverged, EngineFailed),
         *(TimeoutError, NotImplementedError, FileNotFoundError, FileExistsError, PermissionError),
     )
 }

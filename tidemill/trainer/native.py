@@ -150,6 +150,9 @@ class NativeTrainer:
 
         await self._offload(run)
 
+    def progress(self) -> float:
+        return self._compute.passes[0] + self._recorder.counters.get("updates", 0.0)
+
     async def telemetry(self) -> Telemetry:
         return self._recorder.drain()
 

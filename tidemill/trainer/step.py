@@ -31,6 +31,7 @@ class Compute:
     budget: int  # tokens of a micro-batch
     autocast: torch.dtype | None = None  # None: in the weights' own dtype
     checkpointing: bool = False
+    passes: list[int] = field(default_factory=lambda: [0])  # micro-batches run so far, for whoever asks whether it moves
 
     def logprobs(self, decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [M] of the batch's predicted tokens."""
@@ -38,6 +39,7 @@ class Compute:
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             checkpointing = self.checkpointing and torch.is_grad_enabled()
             hidden = decoder(batch.tokens, batch.positions, attend, checkpointing=checkpointing)
+        self.passes[0] += 1
         picked = hidden.index_select(0, batch.predictors)
         logprobs, entropy = token_logprobs(decoder, picked, batch.targets, batch.temperature, entropy=True)
         assert entropy is not None
