@@ -16,7 +16,7 @@ from tidemill.recipe import RunConfig, load_recipe
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tidemill"
 
-L0 = {"types", "protocols", "config", "codec", "seeds", "loading", "durable", "faults", "observability"}
+L0 = {"types", "protocols", "config", "codec", "seeds", "loading", "durable", "faults", "processes", "observability"}
 L1 = {"buffer", "algorithms", "rewards", "models"}
 L2 = {"engine", "sync", "trainer", "envs", "scoring", "ledger", "orchestration"}
 L3 = {"pool", "rollout", "controller", "monitor", "evaluation"}

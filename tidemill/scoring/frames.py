@@ -1,4 +1,4 @@
-"""What the pool and its workers say to each other: length-prefixed msgpack frames over the worker's stdin and stdout.
+"""What the pool and its workers say to each other: msgpack in the frames of `processes`.
 
     pool -> worker   Request
     worker -> pool   Started (its code is loaded: the limit begins now), then Done
@@ -8,14 +8,12 @@ A frame of a worker longer than MAX_REPLY is a failure of that call; nothing a w
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import msgspec
 
 from tidemill.types import InfraError, Score, Unscorable
 
-HEADER = struct.Struct("<I")
 MAX_REPLY = 1 << 20  # bytes
 
 

@@ -11,16 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from tidemill.scoring import guard
+from tidemill.processes.child import REAP_LIMIT_S
+from tidemill.processes.guarding import Guard
 from tidemill.scoring.frames import Request
 from tidemill.scoring.invoke import failed, invoke
-from tidemill.scoring.process import REAP_LIMIT_S, WorkerFailed, WorkerProcess
+from tidemill.scoring.process import WorkerFailed, WorkerProcess
 from tidemill.types import InfraError, Outcome, Score
 
 _COUNTERS = ("calls", "scores", "unscorable", "errors", "timeouts", "deaths", "starts", "seconds")
@@ -32,12 +31,11 @@ class WorkerPool:
         if workers < 0 or limit_s <= 0 or memory_mb < 0:
             raise ValueError(f"{workers=}, {limit_s=}, {memory_mb=}: expected workers >= 0, limit_s > 0, memory_mb >= 0")
         self.workers, self.limit_s, self.memory_mb = workers, limit_s, memory_mb
-        self._free = asyncio.Semaphore(max(1, workers))
+        self._free = asyncio.Semaphore(max(1, workers))  # bounded: a call has its start-up and its limit
         self._idle: list[WorkerProcess] = []  # the most recently used last, and taken first: its caches are warm
         self._all: dict[int, WorkerProcess] = {}
         self._killed: set[asyncio.Task[None]] = set()
-        self._guard: asyncio.subprocess.Process | None = None
-        self._guard_lock = asyncio.Lock()
+        self._guard = Guard()
         self._ids = itertools.count()
         self._counters: dict[str, float] = dict.fromkeys(_COUNTERS, 0.0)
         self._closed = False
@@ -83,10 +81,7 @@ class WorkerPool:
             self._retire(worker)
         if self._killed:
             await asyncio.wait(self._killed, timeout=2 * REAP_LIMIT_S)
-        if self._guard is not None and self._guard.stdin is not None:
-            self._guard.stdin.close()
-            await asyncio.wait_for(self._guard.wait(), REAP_LIMIT_S)
-            self._guard = None
+        await self._guard.close()
 
     async def _call(
         self,
@@ -130,10 +125,10 @@ class WorkerPool:
                 self._retire(worker)
 
     async def _start_worker(self) -> WorkerProcess:
-        await self._start_guard()
-        worker = await WorkerProcess.start(self.memory_mb)
+        await self._guard.start()
+        worker = await WorkerProcess.start("tidemill.scoring.worker", "the scoring worker", self.memory_mb)
         self._all[worker.pid] = worker
-        self._tell_guard("+", worker)
+        self._guard.add(worker.pid)
         self._counters["starts"] += 1
         return worker
 
@@ -148,18 +143,4 @@ class WorkerPool:
     async def _reap(self, worker: WorkerProcess) -> None:
         await worker.reap()
         worker.kill()  # once more: what was forked while the first signal was under way
-        self._tell_guard("-", worker)
-
-    async def _start_guard(self) -> None:
-        async with self._guard_lock:
-            if self._guard is None:
-                self._guard = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(Path(guard.__file__))),
-                    stdin=asyncio.subprocess.PIPE,
-                    stdout=asyncio.subprocess.DEVNULL,
-                    start_new_session=True,
-                )
-
-    def _tell_guard(self, sign: str, worker: WorkerProcess) -> None:
-        assert self._guard is not None and self._guard.stdin is not None
-        self._guard.stdin.write(f"{sign}{worker.pid}\n".encode())
+        self._guard.discard(worker.pid)

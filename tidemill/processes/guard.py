@@ -11,7 +11,7 @@ import sys
 
 def main() -> None:
     groups: set[int] = set()
-    for line in sys.stdin:
+    for line in sys.stdin:  # bounded: it lives as long as who started it
         group = int(line[1:])
         (groups.add if line[0] == "+" else groups.discard)(group)
     for group in groups:

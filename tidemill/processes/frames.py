@@ -1,0 +1,25 @@
+"""What travels between a process and the workers it started: bytes behind their length, over the worker's stdin and stdout.
+
+A frame of a worker longer than its reader takes is a failure; nothing a worker writes can be more than refused.
+"""
+
+from __future__ import annotations
+
+import struct
+
+from tidemill.codec import CodecError
+
+_HEADER = struct.Struct("<I")
+HEADER_BYTES = _HEADER.size
+
+
+def framed(body: bytes) -> bytes:
+    return _HEADER.pack(len(body)) + body
+
+
+def size_of(header: bytes, most: int | None = None) -> int:
+    """The length of the body that follows. Raises CodecError when it is more than `most`."""
+    size: int = _HEADER.unpack(header)[0]
+    if most is not None and size > most:
+        raise CodecError(f"a reply of {size} bytes, at most {most} are taken")
+    return size

@@ -1,0 +1,59 @@
+"""The same process from within: what a program that runs a user's code does before it does so.
+
+The code is not trusted to behave. Its prints go to stderr so that they cannot corrupt a frame, its stdin is empty, and
+processes that it forks lose the frames. The process dies with its parent, by the kernel's word (Linux) or by end of file.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import resource
+import signal
+import sys
+from typing import BinaryIO
+
+from tidemill import faults
+from tidemill.processes.frames import framed
+
+_PR_SET_PDEATHSIG = 1
+
+
+def settle(memory_mb: int, parent: int) -> tuple[int, int]:
+    """Limits, the tie to the parent, and the file descriptors of the frames: (in, out)."""
+    _die_with(parent)
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if memory_mb:
+        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
+    faults.belong_to(parent)
+    return _take_pipes()
+
+
+def write(pipe: BinaryIO, body: bytes) -> None:
+    """Write one frame to an unbuffered pipe."""
+    left = memoryview(framed(body))
+    while left:
+        left = left[pipe.write(left) :]
+
+
+def _take_pipes() -> tuple[int, int]:
+    """Move the frames off stdin and stdout, and close them in every process forked from here."""
+    frames_in, frames_out = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    os.close(nothing)
+
+    def lose_frames() -> None:
+        os.close(frames_in)
+        os.close(frames_out)
+
+    os.register_at_fork(after_in_child=lose_frames)
+    return frames_in, frames_out
+
+
+def _die_with(parent: int) -> None:
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
