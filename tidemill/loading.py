@@ -50,6 +50,13 @@ def reference_of(function: Callable[..., Any]) -> str:
 
 
 _PREFIX = "_user_"
+_loading: list[Path] = []  # files that are being imported, the outermost first
+
+
+def check_not_loading(what: str) -> None:
+    """Raise ConfigError in a file that is imported for one of its objects: it should do `what` only when it is run."""
+    if _loading:
+        raise ConfigError(f"{what} while {_loading[0].name} is being imported: put it under `if __name__ == '__main__':`")
 
 
 def _load_file(path: Path) -> ModuleType:
@@ -65,11 +72,14 @@ def _load_file(path: Path) -> ModuleType:
     if str(path.parent) not in sys.path:
         sys.path.insert(0, str(path.parent))
     sys.modules[name] = module  # before it runs: dataclasses and self-references look there
+    _loading.append(path)
     try:
         spec.loader.exec_module(module)
     except Exception as error:  # the user's code: whatever it raises is about their file
         del sys.modules[name]
         raise ConfigError(f"file {str(path)!r} does not import: {type(error).__name__}: {error}") from error
+    finally:
+        _loading.pop()
     return module
 
 

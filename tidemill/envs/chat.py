@@ -31,6 +31,14 @@ class ContextFull(EpisodeOver):
     """The conversation outgrew the model's context."""
 
 
+class EpisodeFailed(Exception):
+    """The episode has no outcome, for a reason that is not the policy's: the whole of it is this exception's message."""
+
+
+class EnvironmentLost(RuntimeError):
+    """No episode can be played any more. The message is one sentence for the user."""
+
+
 def rollout_seeds(run_seed: int, group: int, sample: int, seat: int = 0) -> Callable[[int], int]:
     """The sampling seed of each turn of one seat's episode; evaluation uses another first word than "rollout"."""
     return lambda turn: derive_seed(run_seed, "rollout", group, sample, seat, turn)

@@ -67,6 +67,16 @@ class PythonSettings(Config):
     eval_share: float = Field(0.1, gt=0, lt=1)
 
 
+class EnvironmentWorkers(Config):
+    """Worker processes that play the episodes of a user's environment."""
+
+    workers: int | None = Field(
+        None, ge=0, description="0 plays in the controller, for breakpoint(); none: 2 for a user's environment, 0 for ours"
+    )
+    memory_mb: int = Field(0, ge=0, description="address space of a worker in MB; 0 is unlimited")
+    limit_s: float = Field(10.0, gt=0, description="seconds without giving control back, before a worker is killed")
+
+
 AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings
 KINDS = {kind.model_fields["kind"].default: kind for kind in get_args(AnyEnv)}
 
@@ -75,7 +85,7 @@ def parse_env(value: Any) -> Any:
     """Expand a short string to its table; check the `kind` of a table. Raises ValueError in one sentence."""
     if isinstance(value, str):
         return _expand(value)
-    if isinstance(value, Mapping) and value.get("kind") not in KINDS:
+    if isinstance(value, Mapping) and str(value.get("kind")) not in KINDS:
         kind = value.get("kind")
         given = "has no kind" if kind is None else f"has the unknown kind {kind!r}{_near(str(kind))}"
         raise ValueError(f"an environment's table {given}: expected one of {', '.join(KINDS)}")

@@ -1,0 +1,102 @@
+"""What the controller and an environment worker say to each other: msgpack in the frames of `processes`.
+
+    controller -> worker   Load, then any number of Begin or Judge; Answer or Refusal to an Ask; Cancel; Ping
+    worker -> controller   Loaded, then for each Begin any number of Ask, then Ended; for each Judge Judged; Pong
+
+Any number of episodes are under way at a time, each known by its number; within one, turns follow one another.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from tidemill.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
+
+MAX_FRAME = 4 << 20  # bytes of a worker's frame, so of one message to the policy
+
+Message = str | list[dict[str, str]]
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    reference: str  # FILE.py:NAME or MODULE:NAME
+    name: str  # what messages call it
+
+
+class Begin(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    task: Task
+
+
+class Judge(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    task: Task
+    attempts: list[Trajectory]
+
+
+class Answer(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    turn: int
+    text: str
+
+
+class Refusal(msgspec.Struct, frozen=True, tag=True):
+    """There is no reply: what `Chat.reply` raised, by the name of its class."""
+
+    id: int
+    turn: int
+    kind: str
+    reason: str
+    finish: Finish | None
+
+
+class Cancel(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    error: str  # why the environment does not load; or empty
+
+
+class Ask(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    turn: int
+    message: Message
+    max_tokens: int | None
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag=True):
+    """The environment waits no longer for the answer of this turn."""
+
+    id: int
+    turn: int
+
+
+class Ended(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    outcome: Score | Unscorable | InfraError | None
+
+
+class Judged(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    outcomes: list[Score | Unscorable | InfraError]
+
+
+class Raised(msgspec.Struct, frozen=True, tag=True):
+    """The environment raised. `finish`: it let a conversation's end pass through."""
+
+    id: int
+    reason: str
+    finish: Finish | None = None
+    trace: str = ""
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    number: int
+
+
+ToWorker = Load | Begin | Judge | Answer | Refusal | Cancel | Ping
+FromWorker = Loaded | Ask | Withdraw | Ended | Judged | Raised | Pong

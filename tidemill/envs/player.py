@@ -1,0 +1,218 @@
+"""One environment worker, seen from the controller: the episodes it plays, and the watch over it.
+
+    Begin -> Ask -> the episode's real chat (tokens, logprobs and versions stay here) -> Answer -> ... -> Ended
+
+A worker ends for its first reason: it died, it wrote something else than frames, its loop did not turn for the limit
+(it leaves pings unanswered), or an episode did not let go within the limit after it was cancelled. It is then killed,
+and every episode it was playing fails with that reason (I5).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import psutil
+
+from tidemill import codec
+from tidemill.envs.chat import EnvironmentLost, EpisodeFailed, EpisodeOver
+from tidemill.envs.frames import (
+    MAX_FRAME,
+    Answer,
+    Ask,
+    Begin,
+    Cancel,
+    Ended,
+    FromWorker,
+    Judge,
+    Judged,
+    Load,
+    Loaded,
+    Ping,
+    Pong,
+    Raised,
+    Refusal,
+    ToWorker,
+    Withdraw,
+)
+from tidemill.processes.child import STARTUP_LIMIT_S, Child
+from tidemill.protocols import Chat
+
+_TICKS = 20  # looks at the worker within its limit
+Ending = Ended | Judged | Raised
+
+
+class OutOfTurn(Exception):
+    """A frame that has no place where it came."""
+
+
+_BREAKS = (asyncio.IncompleteReadError, ConnectionError, codec.CodecError, OutOfTurn)
+
+
+class Call:
+    """One episode, or one judging, under way in a worker. `chat` is None where nothing can be asked."""
+
+    def __init__(self, player: Player, number: int, chat: Chat | None) -> None:
+        self._player, self._number, self._chat = player, number, chat
+        self._turn = 0
+        self._replying: asyncio.Task[None] | None = None
+        self.ending: asyncio.Future[Ending] = asyncio.get_running_loop().create_future()
+
+    def hear(self, frame: Ask | Withdraw | Ending) -> None:
+        if self.ending.done():
+            return
+        before = self._replying
+        if isinstance(frame, Ask):
+            waits = before is not None and not before.done() and not before.cancelling()
+            if self._chat is None or frame.turn <= self._turn or waits:
+                raise OutOfTurn(f"episode {self._number} asked while it may not")
+            self._turn = frame.turn
+            self._replying = asyncio.ensure_future(self._reply(self._chat, frame, before))
+        elif isinstance(frame, Withdraw):
+            self.stop()
+        else:
+            self.ending.set_result(frame)
+
+    def fail(self, error: Exception) -> None:
+        if not self.ending.done():
+            self.ending.set_exception(error)
+
+    def stop(self) -> None:
+        """Ask the policy for nothing any more."""
+        if self._replying is not None:
+            self._replying.cancel()
+
+    async def _reply(self, chat: Chat, ask: Ask, before: asyncio.Task[None] | None) -> None:
+        if before is not None and not before.done():
+            await asyncio.wait({before})  # bounded: it was withdrawn, so cancelled
+        try:
+            text = await chat.reply(ask.message, max_tokens=ask.max_tokens)
+            self._player.post(Answer(self._number, ask.turn, text))
+        except (EpisodeOver, ValueError) as error:  # an environment may catch these
+            finish = error.finish if isinstance(error, EpisodeOver) else None
+            self._player.post(Refusal(self._number, ask.turn, type(error).__name__, str(error), finish))
+        except Exception as error:  # the engine's: no answer will come, so the episode ends here
+            self.fail(error)
+
+
+class Player:
+    def __init__(self, child: Child, name: str, limit_s: float) -> None:
+        """child: a process of `envs.worker`. limit_s: for the loop to turn, and for an episode to be cancelled."""
+        self._child, self._name, self._limit_s = child, name, limit_s
+        self._calls: dict[int, Call] = {}
+        self._leaving: dict[int, int] = {}  # episodes that were cancelled and have not let go: looks since
+        self._pinged = self._ponged = 0
+        self._over = False
+
+    @property
+    def load(self) -> int:
+        """Episodes under way."""
+        return len(self._calls)
+
+    async def start(self, reference: str) -> str:
+        """Have the environment loaded. Returns why the worker can not be used; empty when it can.
+
+        Raises EnvironmentLost when the environment does not load: it would not in another worker either.
+        """
+        self.post(Load(reference, self._name))
+        try:
+            async with asyncio.timeout(STARTUP_LIMIT_S):
+                loaded = await self._receive()
+            if not isinstance(loaded, Loaded):
+                raise OutOfTurn(f"{type(loaded).__name__} before Loaded")
+        except TimeoutError:
+            return f"{self._child.title} did not load it within {STARTUP_LIMIT_S:g} s"
+        except _BREAKS as error:
+            return await self._broken(error)
+        if loaded.error:
+            raise EnvironmentLost(f"environment {self._name} does not load in its worker: {loaded.error}")
+        return ""
+
+    async def call(self, order: Begin | Judge, chat: Chat | None = None) -> Ending:
+        """Have it done. Raises EpisodeFailed when the worker ends before; what the engine raises in a reply."""
+        self.post(order)
+        call = self._calls[order.id] = Call(self, order.id, chat)
+        try:
+            return await call.ending  # bounded: by the caller's deadline, and by the watch over the worker
+        finally:
+            call.stop()
+            del self._calls[order.id]
+            if not call.ending.done() or call.ending.cancelled() or call.ending.exception() is not None:
+                self._leaving[order.id] = 0
+                self.post(Cancel(order.id))
+
+    def post(self, frame: ToWorker) -> None:
+        if not self._over:
+            self._child.post(codec.encode(frame))
+
+    async def serve(self) -> str:
+        """Hear the worker and watch over it until it can not be used. Returns why; every call has failed by then."""
+        why = f"the worker of environment {self._name} was stopped"
+        work = {asyncio.ensure_future(self._hear()), asyncio.ensure_future(self._watch())}
+        try:
+            # bounded: by the watch, while there is anything to wait for
+            done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
+            why = done.pop().result()
+        finally:
+            self._over = True
+            self._child.kill()
+            for task in work:
+                task.cancel()
+            for call in self._calls.values():
+                call.fail(EpisodeFailed(why))
+        return why
+
+    async def _hear(self) -> str:
+        try:
+            while True:
+                self._take(await self._receive())
+                await asyncio.sleep(0)  # a flood of frames must not keep the loop
+        except _BREAKS as error:
+            return await self._broken(error)
+
+    async def _broken(self, error: Exception) -> str:
+        if isinstance(error, codec.CodecError):
+            return f"{self._child.title} wrote something else than a frame: {error}"
+        if isinstance(error, OutOfTurn):
+            return f"{self._child.title} spoke out of turn: {error}"
+        return await self._child.epitaph()
+
+    def _take(self, frame: FromWorker) -> None:
+        match frame:
+            case Pong():
+                self._ponged = frame.number
+            case Loaded():
+                raise OutOfTurn("Loaded twice")
+            case _:
+                if isinstance(frame, Ending):
+                    self._leaving.pop(frame.id, None)
+                if frame.id in self._calls:
+                    self._calls[frame.id].hear(frame)
+
+    async def _watch(self) -> str:
+        """Time is counted in looks, not by the clock: while this process itself stood still, nothing could be answered."""
+        numbers, silent = itertools.count(1), 0
+        while True:
+            await asyncio.sleep(self._limit_s / _TICKS)  # bounded: by `serve`
+            silent += 1
+            if self._pinged == self._ponged:
+                silent = 0
+                if self._calls or self._leaving:
+                    self._pinged = next(numbers)
+                    self.post(Ping(self._pinged))
+            for number in self._leaving:
+                self._leaving[number] += 1
+            if silent > _TICKS:
+                return f"environment {self._name} did not give control back for {self._limit_s:g} s{await self._where()}"
+            if max(self._leaving.values(), default=0) > _TICKS:
+                return f"an episode of environment {self._name} went on for {self._limit_s:g} s after it was cancelled"
+
+    async def _where(self) -> str:
+        try:
+            where = await self._child.where()
+        except (psutil.NoSuchProcess, ProcessLookupError):
+            where = "its worker is gone"
+        return f" ({where})" if where else ""
+
+    async def _receive(self) -> FromWorker:
+        return codec.decode(await self._child.receive(MAX_FRAME), FromWorker)

@@ -1,0 +1,245 @@
+"""The process that plays episodes, `python -m tidemill.envs.worker MEMORY_MB PARENT`: many at a time, in one event loop.
+
+    Begin -> the environment's run(task, chat) -> Ask, as often as it asks -> Ended or Raised
+
+The code it runs is not trusted to behave (see `processes.inside`). What it says is checked before it is sent, so that a
+wrong value is the affair of its episode alone. That the loop turns is proved by its answers to pings.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import operator
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Coroutine, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from tidemill import codec, faults
+from tidemill.config import ConfigError
+from tidemill.envs.chat import ContextFull, EpisodeOver
+from tidemill.envs.environment import FunctionEnvironment
+from tidemill.envs.frames import (
+    MAX_FRAME,
+    Answer,
+    Ask,
+    Begin,
+    Cancel,
+    Ended,
+    FromWorker,
+    Judge,
+    Judged,
+    Load,
+    Loaded,
+    Message,
+    Ping,
+    Pong,
+    Raised,
+    Refusal,
+    ToWorker,
+    Withdraw,
+)
+from tidemill.envs.template import TemplateRewritesHistory
+from tidemill.loading import load_object
+from tidemill.processes import inside
+from tidemill.processes.frames import HEADER_BYTES, size_of
+from tidemill.protocols import Environment
+from tidemill.rewards.outcome import clip, outcome_of
+
+ROLE = "environment"  # of this process, to faults
+_REASON = 2000  # characters of an exception that travel
+_TRACE = 6000
+_REFUSALS = {kind.__name__: kind for kind in (TemplateRewritesHistory, ConfigError, ValueError)}
+
+
+class RemoteChat:
+    """`protocols.Chat` for one episode: the conversation itself is the controller's."""
+
+    def __init__(self, worker: Worker, episode: int) -> None:
+        self._worker, self._episode, self._turn = worker, episode, 0
+        self._answer: asyncio.Future[str] | None = None
+        self._over = False
+
+    async def reply(self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None) -> str:
+        """As `EpisodeChat.reply`: raises what it raises there, and ValueError for a message that does not travel."""
+        assert self._answer is None, "one reply at a time: await the one before"
+        if self._over:
+            raise asyncio.CancelledError("the episode was cancelled")
+        faults.reach(ROLE, "reply", self._episode)
+        self._turn += 1
+        self._worker.say(Ask(self._episode, self._turn, _message(message), _count(max_tokens)))
+        self._answer = asyncio.get_running_loop().create_future()
+        try:
+            return await self._answer  # bounded: the controller cancels the episode at its deadline
+        except asyncio.CancelledError:
+            self._worker.say(Withdraw(self._episode, self._turn))
+            raise
+        finally:
+            self._answer = None
+
+    def hear(self, frame: Answer | Refusal) -> None:
+        if frame.turn != self._turn or self._answer is None or self._answer.done():
+            return  # the answer crossed the environment's Withdraw
+        if isinstance(frame, Answer):
+            self._answer.set_result(frame.text)
+        else:
+            self._answer.set_exception(_refused(frame))
+
+    def cancel(self) -> None:
+        self._over = True
+
+
+class Worker:
+    def __init__(self, frames_out: int) -> None:
+        self._pipe, self._here = os.fdopen(frames_out, "wb", buffering=0, closefd=False), os.getpid()
+        self._environment: Environment | None = None
+        self._name = ""
+        self._under_way: dict[int, tuple[asyncio.Task[FromWorker], RemoteChat]] = {}
+
+    async def serve(self, frames_in: int) -> None:
+        """Until the controller closes the pipe, or is gone."""
+        loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+        # A fork that comes back into this loop ends there: it shares the loop's files with this process.
+        os.register_at_fork(after_in_child=lambda: loop.call_soon(os._exit, 0))
+        await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(frames_in, "rb", buffering=0))
+        try:
+            while True:
+                # bounded: the worker lives as long as the controller, which closes the pipe by its end at the latest
+                size = size_of(await reader.readexactly(HEADER_BYTES))
+                # bounded: as above
+                self._hear(codec.decode(await reader.readexactly(size), ToWorker))
+        except asyncio.IncompleteReadError:
+            return
+
+    def say(self, frame: FromWorker) -> None:
+        """Raises ValueError when it is too long or does not travel, and then says nothing."""
+        if os.getpid() != self._here:
+            os._exit(0)  # a fork that the environment made came back from it too
+        try:
+            body = codec.encode(frame)
+            if len(body) > MAX_FRAME:
+                raise ValueError(f"{len(body)} bytes, at most {MAX_FRAME} are taken")
+        except (TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        inside.write(self._pipe, body)
+
+    def _hear(self, frame: ToWorker) -> None:
+        match frame:
+            case Load():
+                self.say(Loaded(self._load(frame)))
+            case Ping():
+                self.say(Pong(frame.number))
+            case Begin():
+                chat = RemoteChat(self, frame.id)
+                self._begin(frame.id, chat, self._play(frame, chat))
+            case Judge():
+                self._begin(frame.id, RemoteChat(self, frame.id), self._judge(frame))
+            case Cancel():
+                if frame.id in self._under_way:
+                    task, chat = self._under_way[frame.id]
+                    chat.cancel()
+                    task.cancel()
+            case Answer() | Refusal():
+                if frame.id in self._under_way:
+                    self._under_way[frame.id][1].hear(frame)
+
+    def _load(self, order: Load) -> str:
+        self._name = order.name
+        try:
+            found = load_object(order.reference)
+        except ConfigError as error:
+            return clip(str(error), _REASON)
+        self._environment = FunctionEnvironment(found) if inspect.iscoroutinefunction(found) else found
+        return ""
+
+    def _begin(self, number: int, chat: RemoteChat, work: Coroutine[Any, Any, FromWorker]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._under_way[number] = task, chat
+        task.add_done_callback(partial(self._end, number))
+
+    def _end(self, number: int, task: asyncio.Task[FromWorker]) -> None:
+        """Say how it ended. Also of what was cancelled: that it let go is what the controller waits for."""
+        del self._under_way[number]
+        try:
+            self.say(Ended(number, None) if task.cancelled() else task.result())
+        except ValueError as error:
+            self.say(Raised(number, clip(f"what environment {self._name} gave does not travel: {error}", _REASON)))
+
+    async def _play(self, order: Begin, chat: RemoteChat) -> FromWorker:
+        assert self._environment is not None
+        try:
+            faults.reach(ROLE, "episode", order.id)
+            outcome = await self._environment.run(order.task, chat)
+            return Ended(order.id, None if outcome is None else outcome_of(outcome, f"environment {self._name}"))
+        except EpisodeOver as over:
+            return Raised(order.id, str(over), over.finish)
+        except BaseException as error:
+            return _raised(order.id, error)
+
+    async def _judge(self, order: Judge) -> FromWorker:
+        assert self._environment is not None
+        try:
+            outcomes = await self._environment.judge(order.task, order.attempts)
+            return Judged(order.id, [outcome_of(outcome, f"environment {self._name}") for outcome in outcomes])
+        except BaseException as error:
+            return _raised(order.id, error)
+
+
+def _raised(number: int, error: BaseException) -> Raised:
+    """What the user's code raised, sys.exit() included. A cancellation that the controller asked for goes on."""
+    task = asyncio.current_task()
+    assert task is not None
+    if isinstance(error, asyncio.CancelledError) and task.cancelling():
+        raise error
+    trace = "".join(traceback.format_exception(error))
+    return Raised(number, clip(f"{type(error).__name__}: {error}", _REASON), trace=trace[-_TRACE:])
+
+
+def _refused(frame: Refusal) -> Exception:
+    if frame.finish is not None:
+        return (
+            ContextFull(frame.finish, frame.reason)
+            if frame.kind == "ContextFull"
+            else EpisodeOver(frame.finish, frame.reason)
+        )
+    return _REFUSALS.get(frame.kind, ValueError)(frame.reason)
+
+
+def _message(message: Any) -> Message:
+    """The message as plain data. Raises ValueError when it is none, before anything as large is copied."""
+    if isinstance(message, str):
+        return _text(message)
+    if not isinstance(message, Sequence) or not all(isinstance(each, Mapping) for each in message):
+        raise ValueError(f"a message of type {type(message).__name__}: expected a text or a list of messages")
+    if not all(isinstance(part, str) for each in message for item in each.items() for part in item):
+        raise ValueError("a list of messages: expected role and content, both texts, in each")
+    return [{_text(key): _text(value) for key, value in each.items()} for each in message]
+
+
+def _text(text: str) -> str:
+    if len(text) > MAX_FRAME:
+        raise ValueError(f"a message of {len(text)} characters: at most {MAX_FRAME} bytes are taken")
+    return str.__str__(text)  # of str itself, not of a subclass
+
+
+def _count(max_tokens: Any) -> int | None:
+    try:
+        return None if max_tokens is None else operator.index(max_tokens)
+    except TypeError:
+        raise ValueError(f"max_tokens is a {type(max_tokens).__name__}: expected a whole number") from None
+
+
+def main(memory_mb: int, parent: int) -> None:
+    frames_in, frames_out = inside.settle(memory_mb, parent)
+    faulthandler.enable()  # a crash says where it was,
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and so does a loop that does not turn, when it is asked
+    asyncio.run(Worker(frames_out).serve(frames_in))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]))

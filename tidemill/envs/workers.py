@@ -1,0 +1,185 @@
+"""Environments in processes of their own: a user's `run` and `judge` never run in the controller.
+
+    run -> the worker with the fewest episodes -> its outcome
+    worker lost -> its episodes fail -> `lost` says how long to wait, or that it is enough -> another worker
+
+Tasks stay where they are: they come from the environment in this process, deterministic as they are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tidemill.envs.chat import EnvironmentLost, EpisodeFailed, EpisodeOver
+from tidemill.envs.environment import FunctionEnvironment, SingleTurn
+from tidemill.envs.frames import Begin, Ended, Judge, Judged, Raised
+from tidemill.envs.player import Player
+from tidemill.envs.settings import AnyEnv, EnvironmentWorkers, PythonSettings
+from tidemill.loading import reference_of
+from tidemill.processes.child import REAP_LIMIT_S, Child
+from tidemill.processes.guarding import Guard
+from tidemill.protocols import Chat, Checkable, Environment, Gold
+from tidemill.types import Outcome, Task, Trajectory, Unscorable
+
+WORKERS = 2  # of a user's environment, unless its recipe says otherwise
+Lost = Callable[[str], float]
+"""A worker was lost, for this reason: the seconds to wait before the next is started. Raises when it was one too many."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slot:
+    """The place of one worker."""
+
+    player: Player | None = None
+    late: bool = False  # it was lost, and is not back yet
+    waiting: int = 0  # episodes
+
+    @property
+    def order(self) -> tuple[bool, int]:
+        return self.late, self.waiting + (self.player.load if self.player else 0)
+
+
+class WorkerEnvironment:
+    """`protocols.Environment`: the tasks of `inner`; its episodes and its judging in worker processes."""
+
+    def __init__(self, inner: Environment, reference: str, settings: EnvironmentWorkers, lost: Lost) -> None:
+        """reference: FILE.py:NAME or MODULE:NAME, of `inner` or of its function, for the workers to load."""
+        self.name = inner.name
+        self._inner, self._reference, self._settings, self._lost = inner, reference, settings, lost
+        self._slots = [_Slot() for _ in range(settings.workers or WORKERS)]
+        self._keepers: list[asyncio.Task[None]] = []
+        self._guard = Guard()
+        self._ids = itertools.count()
+        self._changed = asyncio.Event()  # replaced when it is set
+        self._failure: Exception | None = None  # why no worker can be had any more
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return self._inner.tasks(split)
+
+    @property
+    def grouped(self) -> bool:
+        return not isinstance(self._inner, Checkable) or self._inner.grouped
+
+    def gold(self, task: Task) -> Gold:
+        if isinstance(self._inner, Checkable):
+            return self._inner.gold(task)
+        return Unscorable("the environment does not say what would be right")
+
+    async def run(self, task: Task, chat: Chat) -> Outcome | None:
+        """Raises EpisodeOver when the environment lets it pass, EpisodeFailed for anything else that goes wrong in it,
+        EnvironmentLost when no worker can be had any more, and what the engine raises in a reply."""
+        player = await self._player()
+        ended = await player.call(Begin(next(self._ids), task), chat)
+        assert isinstance(ended, Ended | Raised)
+        return ended.outcome if isinstance(ended, Ended) else _raise(ended)
+
+    async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        player = await self._player()
+        judged = await player.call(Judge(next(self._ids), task, attempts))
+        assert isinstance(judged, Judged | Raised)
+        return list(judged.outcomes) if isinstance(judged, Judged) else _raise(judged)
+
+    async def close(self) -> None:
+        """Kill the workers, also in the middle of episodes, and wait until they are gone."""
+        self._failure = EnvironmentLost(f"environment {self.name} was closed")
+        self._wake()
+        for keeper in self._keepers:
+            keeper.cancel()
+        if self._keepers:
+            await asyncio.wait(self._keepers, timeout=2 * REAP_LIMIT_S)
+        await self._guard.close()
+        await self._inner.close()
+
+    async def _player(self) -> Player:
+        """A worker that is up, or the first to come up."""
+        if not self._keepers:
+            self._keepers = [asyncio.ensure_future(self._keep(slot)) for slot in self._slots]
+        while self._failure is None:
+            slot = min(self._slots, key=lambda each: each.order)
+            if slot.player is not None:
+                return slot.player
+            slot.waiting += 1
+            try:
+                await self._changed.wait()  # bounded: by the caller's deadline; every start of a worker ends
+            finally:
+                slot.waiting -= 1
+        raise EnvironmentLost(str(self._failure)) from self._failure
+
+    async def _keep(self, slot: _Slot) -> None:
+        """One worker after the other, until that makes no sense any more."""
+        try:
+            while True:
+                why = await self._employ(slot)
+                slot.late = True
+                self._wake()
+                await asyncio.sleep(self._lost(why))  # bounded: by its argument
+        except Exception as error:  # whatever it is: who waits for a worker would wait for ever
+            self._failure = error
+            self._wake()
+
+    async def _employ(self, slot: _Slot) -> str:
+        """One worker, from its start to its end. Returns why it ended; raises EnvironmentLost."""
+        await self._guard.start()
+        child = await Child.start("tidemill.envs.worker", f"the worker of environment {self.name}", self._settings.memory_mb)
+        self._guard.add(child.pid)
+        try:
+            player = Player(child, self.name, self._settings.limit_s)
+            if why := await player.start(self._reference):
+                return why
+            slot.player, slot.late = player, False
+            self._wake()
+            return await player.serve()
+        finally:
+            slot.player = None
+            child.kill()
+            await child.reap()
+            child.kill()  # once more: what was forked while the first signal was under way
+            self._guard.discard(child.pid)
+
+    def _wake(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+def _raise(raised: Raised) -> NoReturn:
+    if raised.finish is not None:
+        raise EpisodeOver(raised.finish, raised.reason)
+    failed = EpisodeFailed(raised.reason)
+    failed.add_note(raised.trace)
+    raise failed
+
+
+def in_workers(
+    environment: Environment,
+    settings: EnvironmentWorkers,
+    lost: Lost,
+    note: Callable[[str], None],
+    written: AnyEnv | None = None,
+) -> Environment:
+    """The environment with its code in worker processes, or as it is where the settings or the environment want that.
+
+    written: what the recipe says of it; None when it was given as an object. note: told when it has to stay here.
+    """
+    if isinstance(environment, SingleTurn) or settings.workers == 0:
+        return environment
+    if isinstance(environment, FunctionEnvironment) and not isinstance(written, PythonSettings):
+        if settings.workers is None and environment.function.__module__.split(".")[0] == "tidemill":
+            return environment  # ours
+        try:
+            return WorkerEnvironment(environment, reference_of(environment.function), settings, lost)
+        except ValueError:  # a closure, or from no file
+            written = None
+    if isinstance(written, PythonSettings):
+        place, _, name = written.path.rpartition(":")
+        place = str(Path(place).expanduser().resolve()) if place.endswith(".py") else place
+        return WorkerEnvironment(environment, f"{place}:{name}", settings, lost)
+    note(
+        f"environment {environment.name} runs in this process, and one that blocks or crashes there takes the run with it: "
+        "a worker cannot import it; define it at the top of a file, or name it in the recipe as FILE.py:NAME"
+    )
+    return environment
