@@ -1,55 +1,189 @@
-"""`checkpoints/step-000123/`: a moment of a run from which it can go on, published by rename.
+"""`checkpoints/step-000123/`: moments of a run from which it can go on.
 
-    trainer/    weights, optimizer, schedule, RNG (written by the trainer itself)
-    run.json    steps done, incarnation, next admission id: with the ledger, all there is to know about the data position
+    begin: the trainer copies its state -> training goes on; beside it:
+    step-000123.partial/tidemill.checkpoint -> trainer/ -> manifest.json -> all of it flushed -> renamed to step-000123
 
-Rollouts need no RNG state: every seed derives from the run's seed and an admission id.
+A checkpoint is {weights, optimizer, schedule, trainer's random states} in trainer/, and in the manifest {step, incarnation,
+next admission id}: with the ledger, all there is to know about the data position. Rollouts need no random state: every seed
+derives from the run's seed and an admission id.
+
+What has no marker (`tidemill.checkpoint`) is not ours and is never touched. A damaged checkpoint is set aside, not deleted.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
-from dataclasses import asdict, dataclass
+import threading
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from typing import Any, TypeVar
 
-from tidemill.durable import write_json
-from tidemill.protocols import Trainer
-from tidemill.run_folder import read_json
+from tidemill import faults
+from tidemill.checkpoint_manifest import MANIFEST, Position, name_of, read_manifest, seal, step_of, strangers, verify
+from tidemill.controller import ROLE
+from tidemill.durable import flush
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.protocols import CheckpointError, Trainer
 
-MARKER = "run.json"
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    step: int  # steps done: the weights are version `step`
-    incarnation: int
-    next_id: int  # admission id
+T = TypeVar("T")
+MARKER = "tidemill.checkpoint"
+_MARKED = "A checkpoint of a Tidemill run. Tidemill deletes this folder when record.checkpoints and keep_every say so.\n"
+_PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 
 class Checkpoints:
-    def __init__(self, folder: Path, keep: int) -> None:
-        self._folder, self._keep = folder, keep
+    def __init__(
+        self, folder: Path, ledger: SqliteLedger, note: Callable[[str], None], keep: int = 1, keep_every: int = 0
+    ) -> None:
+        """keep: how many are kept. keep_every: those of every such step are kept for good, too; 0: none."""
+        self.folder, self._ledger, self._note = folder, ledger, note
+        self._keep, self._keep_every = keep, keep_every
+        self._told: set[str] = set()
+        self._stopped = threading.Event()
 
-    async def save(self, trainer: Trainer, position: Position) -> None:
-        name = f"step-{position.step:06d}"
-        beside = self._folder / f"{name}.partial"
-        for cut_off in self._folder.glob("step-*.partial"):  # by a kill; nothing reads them
-            shutil.rmtree(cut_off)
-        beside.mkdir(parents=True)
-        await trainer.save(str(beside / "trainer"))
-        write_json(beside / MARKER, asdict(position))
-        final = self._folder / name
-        if final.exists():
-            shutil.rmtree(final)  # the same step of an earlier incarnation
-        os.rename(beside, final)
-        for old in self.all()[: -self._keep]:
-            shutil.rmtree(old)
+    async def begin(self, trainer: Trainer, position: Position) -> Coroutine[Any, Any, None]:
+        """Copy the trainer's state. Awaiting the result writes the copy, which the next steps do not change.
 
-    def all(self) -> list[Path]:
-        """Complete checkpoints, oldest first. A folder without our marker is none of ours and is never touched."""
-        return sorted(p for p in self._folder.glob("step-*") if p.suffix != ".partial" and (p / MARKER).is_file())
+        One at a time: call this when the result of the call before has been awaited.
+        """
+        await trainer.snapshot()
+        return self._write(trainer, position)
 
-    def latest(self) -> tuple[Path, Position] | None:
-        found = self.all()
-        return (found[-1], Position(**read_json(found[-1] / MARKER))) if found else None
+    async def newest(self) -> tuple[Path, Position] | None:
+        """The newest checkpoint that is whole; None when there never was one.
+
+        Damaged ones are told of and set aside when there is an older one to go on from. When there is none, nothing is
+        touched and it raises CheckpointError: a run does not begin again by accident.
+        """
+        await self._in_thread(self._clean)
+        damaged: list[tuple[Path, str]] = []
+        for folder in reversed(self._ours()):
+            try:
+                position = await self._in_thread(verify, folder)
+            except CheckpointError as error:
+                damaged.append((folder, str(error)))
+                self._note(f"checkpoint {folder.name} cannot be used: {error}")
+                self._ledger.event("checkpoint_invalid", {"folder": folder.name, "reason": str(error)})
+                continue
+            for each, _ in damaged:
+                self._set_aside(each)
+            if damaged:
+                self._note(f"going on from the older checkpoint {folder.name} instead")
+            return folder, position
+        if damaged or any(self.folder.glob(f"*{_DAMAGED}*")) or self._ledger.events("checkpoint"):
+            raise CheckpointError(
+                f"{self.folder}: this run has had checkpoints, and none of them is usable"
+                + "".join(f"; {why}" for _, why in damaged)
+                + ". It is not begun again by accident: put one back as it was, or give another run_dir to begin anew"
+            )
+        return None
+
+    def complete(self) -> list[Path]:
+        """Oldest first. Their manifests are readable; their files were not looked at."""
+        return [folder for folder in self._ours() if _is_complete(folder)]
+
+    async def _write(self, trainer: Trainer, position: Position) -> None:
+        final = self.folder / name_of(position.step)
+        partial = final.with_name(final.name + _PARTIAL)
+        try:
+            await self._in_thread(self._prepare, partial, final)
+            await trainer.save(str(partial / "trainer"))
+            await self._in_thread(self._publish, partial, final, position)
+        except (ConnectionError, TimeoutError):
+            raise  # the trainer has died, or hangs
+        except (OSError, ValueError) as error:
+            raise CheckpointError(
+                f"checkpoint {final} could not be written: {error}. Nothing is lost: the same command goes on from the "
+                "checkpoint before, once that is mended"
+            ) from error
+        self._ledger.event("checkpoint", {"step": position.step})
+        faults.reach(ROLE, "retain", position.step)
+        self._ledger.retain(checkpoint=await self._in_thread(self._retire))
+
+    async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
+        """A cancellation waits for its end, for whoever goes on with the run must find nobody else in the folder."""
+        working = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        try:
+            return await asyncio.shield(working)  # bounded: by the disk
+        except asyncio.CancelledError:
+            self._stopped.set()
+            await asyncio.wait({working})  # bounded: it has been told to stop
+            raise
+
+    def _prepare(self, partial: Path, final: Path) -> None:
+        self._clean()
+        if final.is_symlink() or final.exists():
+            raise ValueError("it exists already; move it away")
+        partial.mkdir(parents=True)
+        (partial / MARKER).write_text(_MARKED)
+
+    def _publish(self, partial: Path, final: Path, position: Position) -> None:
+        step = position.step
+        faults.reach(ROLE, "manifest", step, path=seal(partial, position, self._stopped))
+        faults.reach(ROLE, "rename", step)
+        os.rename(partial, final)
+        flush(self.folder)
+
+    def _retire(self) -> int:
+        """Delete what is no longer kept. Returns the step of the oldest that a resume would fall back on: the steps from
+        there on may be trained again."""
+        complete = self.complete()
+        for folder in complete[: -self._keep]:
+            step = step_of(folder.name)
+            if not (step and self._keep_every and step % self._keep_every == 0):
+                try:
+                    self._delete(folder)
+                except OSError as error:  # the run can go on without this space
+                    self._tell_once(f"{folder} is not deleted: {error}")
+        return read_manifest(complete[-self._keep :][0]).step
+
+    def _delete(self, folder: Path) -> None:
+        """One whose manifest, marker and files are ours and all there is in it."""
+        if not (folder / MARKER).is_file():
+            self._tell_once(f"{folder} is not deleted: it holds no {MARKER}")
+        elif others := strangers(folder):
+            self._tell_once(f"{folder} is not deleted: it holds {others[0]}, which is not of the checkpoint")
+        else:
+            doomed = folder.with_name(folder.name + _PARTIAL)
+            os.rename(folder, doomed)  # cut off by a kill, it is no damaged checkpoint
+            shutil.rmtree(doomed)
+
+    def _clean(self) -> None:
+        """Remove what a kill cut off. Nothing reads it."""
+        for partial in sorted(self.folder.glob(f"step-*{_PARTIAL}")):
+            if partial.is_dir() and not partial.is_symlink() and (partial / MARKER).is_file():
+                shutil.rmtree(partial)
+            elif partial.is_dir() and not partial.is_symlink() and not any(partial.iterdir()):
+                partial.rmdir()  # killed before it was marked
+            else:
+                self._tell_once(f"{partial} is left alone: it holds no {MARKER}, so it is not ours")
+
+    def _ours(self) -> list[Path]:
+        """Checkpoints, whole or damaged, oldest first."""
+        found = {folder: step for folder in self.folder.glob("step-*") if (step := step_of(folder.name)) is not None}
+        ours = [folder for folder in found if (folder / MARKER).is_file() or (folder / MANIFEST).is_file()]
+        for other in sorted(found.keys() - set(ours)):
+            self._tell_once(f"{other} is left alone: it holds neither {MARKER} nor {MANIFEST}, so it is no checkpoint")
+        return sorted(ours, key=found.__getitem__)
+
+    def _set_aside(self, folder: Path) -> None:
+        names = (f"{folder.name}{_DAMAGED}{'' if i == 1 else f'-{i}'}" for i in range(1, 1000))
+        aside = next(p for name in names if not (p := folder.with_name(name)).exists())
+        os.rename(folder, aside)
+        flush(self.folder)
+        self._note(f"the damaged checkpoint is kept as {aside}; delete it when you have looked at it")
+
+    def _tell_once(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._note(text)
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        read_manifest(folder)
+    except CheckpointError:
+        return False
+    return True

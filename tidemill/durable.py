@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,35 @@ def flush(path: Path) -> None:
         os.close(descriptor)
 
 
+def flush_tree(folder: Path) -> None:
+    """Everything in `folder`, then the folder itself."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder comes before it
+        if not path.is_symlink():
+            flush(path)
+    flush(folder)
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write beside, then rename."""
+    """Write beside, flush, then rename."""
     beside = path.with_name(path.name + ".partial")
     beside.write_text(json.dumps(value, indent=2) + "\n")
+    flush(beside)
     os.replace(beside, path)
+    flush(path.parent)
+
+
+def put_in_place(partial: Path, folder: Path) -> None:
+    """Flush the folder `partial` and rename it to `folder`, which it replaces.
+
+    A folder cannot be replaced in one step: between two renames there is none, and the old one stands, whole, as
+    `.NAME.replaced`. It goes when the new one is in its place.
+    """
+    flush_tree(partial)
+    old = folder.with_name(f".{folder.name}.replaced")
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)  # of an earlier time: `folder` is the newer one
+        os.replace(folder, old)
+    os.replace(partial, folder)
+    flush(folder.parent)
+    if old.exists():
+        shutil.rmtree(old)

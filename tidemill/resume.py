@@ -26,6 +26,7 @@ class Standing:
     next_id: int = 0
     left: list[Group | tuple[int, Task]] = field(default_factory=list)  # admitted without a fate, in order
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)
+    saved: int = 0  # step of the checkpoint that was taken up; 0: there was none
 
     @property
     def live(self) -> list[int]:
@@ -36,7 +37,7 @@ async def take_up(
     ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer, algorithm: Algorithm, note: Callable[[str], None]
 ) -> Standing:
     """Bring the trainer to where the ledger says the run was, and say where that is."""
-    last, latest = ledger.last_step(), checkpoints.latest()
+    last, latest = ledger.last_step(), await checkpoints.newest()
     begun = 0 if last is None else last + 1
     first = 0
     if latest is not None:
@@ -54,7 +55,7 @@ async def take_up(
         await _replay(range(first, begun), incarnation, ledger, trainer, algorithm)
     left = [ledger.load(p.id) if p.finished else (p.id, p.task) for p in ledger.pending()]
     known = {(v.incarnation, v.step): v for v in ledger.versions()}
-    return Standing(begun, incarnation, ledger.next_group_id(), left, known)
+    return Standing(begun, incarnation, ledger.next_group_id(), left, known, saved=first)
 
 
 async def _replay(steps: range, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:

@@ -8,16 +8,21 @@ The folder is private to its owner. It belongs to one recipe: `open` refuses to 
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+from tidemill import faults
+from tidemill.codec import CodecError, parse_json
 from tidemill.config import ConfigError, dump
-from tidemill.durable import write_json
+from tidemill.controller import ROLE
+from tidemill.durable import flush, put_in_place, write_json
 from tidemill.recipe import RunConfig, check_same_run
+
+_BEFORE_CONFIG = {"config.json.partial"}
+"""What a start that was killed may leave before there is a config.json."""
 
 
 class RunFolder:
@@ -37,13 +42,14 @@ class RunFolder:
     def open(cls, config: RunConfig) -> RunFolder:
         """Create the folder, or take up one that holds a run."""
         folder = cls(config.run_dir)
-        if not folder.config.exists() and folder.path.exists() and any(folder.path.iterdir()):
+        if not folder.config.exists() and folder.path.exists() and {p.name for p in folder.path.iterdir()} - _BEFORE_CONFIG:
             raise ConfigError(f"run_dir {folder.path} is not empty and holds no run: give another run_dir, or empty it")
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not folder.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
+            write_json(folder.config, dump(config))
+        faults.reach(ROLE, "config", path=folder.config)
         folder.logs.mkdir(exist_ok=True)
         folder.checkpoints.mkdir(exist_ok=True)
-        if not folder.config.exists():
-            write_json(folder.config, dump(config))
         return folder
 
     def claim(self, config: RunConfig, begun: bool) -> None:
@@ -53,7 +59,9 @@ class RunFolder:
         elif self.initial.is_symlink():
             self.initial.unlink()  # of a start that failed
         elif self.initial.exists():
-            shutil.rmtree(self.initial)
+            beside = self._beside_initial()
+            os.rename(self.initial, beside)  # never half of it under its name
+            shutil.rmtree(beside)
         write_json(self.config, dump(config))
 
     @classmethod
@@ -83,25 +91,30 @@ class RunFolder:
             return
         if not copy:
             self.initial.symlink_to(os.path.relpath(start.resolve(), self.path.resolve()), target_is_directory=True)
+            flush(self.path)
             return
+        beside = self._beside_initial()
+        shutil.copytree(start, beside)
+        faults.reach(ROLE, "initial", path=beside / "config.json")
+        put_in_place(beside, self.initial)
+
+    def _beside_initial(self) -> Path:
+        """Where there is nothing yet: what stood there was cut off by a kill."""
         beside = self.path / "initial.partial"
         shutil.rmtree(beside, ignore_errors=True)
-        shutil.copytree(start, beside)
-        os.rename(beside, self.initial)
+        return beside
 
     async def write_final(self, export: Callable[[str], Awaitable[None]]) -> None:
-        """`final` as `export` writes it, in place of an earlier one."""
-        beside = self.path / "final.partial"
-        shutil.rmtree(beside, ignore_errors=True)
-        await export(str(beside))
-        shutil.rmtree(self.final, ignore_errors=True)
-        os.rename(beside, self.final)
+        """`final` as `export` writes it: whole, in place of an earlier one."""
+        faults.reach(ROLE, "final")
+        await export(str(self.final))
+        faults.reach(ROLE, "report")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        value = parse_json(path.read_bytes())
+    except (OSError, CodecError) as error:
         raise ConfigError(f"{path} is not readable as JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}, expected an object")

@@ -147,7 +147,7 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_the_run_goes_on(recipe
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive
     folder = recipe.parent / "run"
-    assert (folder / "checkpoints" / f"step-{done:06d}" / "run.json").exists()
+    assert (folder / "checkpoints" / f"step-{done:06d}" / "manifest.json").exists()
 
     process = start(recipe, f"steps={done + 2}")
     lines = finish(process)

@@ -4,18 +4,16 @@
     optimizer.safetensors                   both moments by parameter name; the random states
     trainer.json                            format, updates done
 
-A folder appears complete or not at all: it is written beside its place, forced to disk, then renamed. Loading checks
+`Snapshot` is a copy in host memory: once it is taken, training goes on, and what is written does not change any more. Its
+folder is one part of a checkpoint, whose manifest and rename make it whole (`tidemill/checkpoints.py`). Loading checks
 everything before it touches the trainer; what follows is then, on CPU, bit for bit what would have followed.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import secrets
-import shutil
-from collections.abc import Mapping
-from dataclasses import fields
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import torch
@@ -23,47 +21,65 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tidemill.durable import flush
+from tidemill.codec import CodecError, parse_json
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder
-from tidemill.models.weights import hf_views, load_folder, save_folder
+from tidemill.models.weights import hf_views, load_folder, write_model
+from tidemill.protocols import CheckpointError
 from tidemill.trainer.optimizer import Optimizer
 
 FORMAT = 1
-_OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
+OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
 _CPU_RNG, _CUDA_RNG = "random.cpu", "random.cuda"
 
 
-class CheckpointError(ValueError):
-    """A folder that is not a checkpoint of this trainer. The message says what differs."""
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All that a trainer is at one moment. Nothing of it is shared with the trainer."""
+
+    arch: Architecture
+    dtype: torch.dtype
+    weights: dict[str, Tensor]  # by Hugging Face name
+    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states
+    updates: int
+
+    @classmethod
+    def take(cls, decoder: Decoder, optimizer: Optimizer) -> Snapshot:
+        """Weights, both moments and random states, copied. As fast as memory is; from a GPU, into pinned memory."""
+        weights, moments = _copied(dict(hf_views(decoder))), _copied(optimizer.state())
+        if decoder.embed.weight.is_cuda:
+            torch.cuda.synchronize(decoder.embed.weight.device)  # bounded: by the copies above
+        return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments | _random(), optimizer.done)
+
+    def write(self, folder: Path, source: Path | None, wrote: Callable[[Path], None]) -> None:
+        """Make `folder`. source: whose tokenizer goes with it. wrote: is told of each big file. Raises CheckpointError."""
+        try:
+            folder.mkdir(parents=True)
+            write_model(folder, self.arch, self.weights.items(), source, self.dtype)
+            for file in sorted(folder.glob("*.safetensors")):
+                wrote(file)
+            save_file(self.optimizer, folder / OPTIMIZER)
+            wrote(folder / OPTIMIZER)
+            (folder / _STATE).write_text(json.dumps({"format": FORMAT, "updates": self.updates}))
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: {error}") from error
 
 
-def save_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, source: Path | None) -> None:
-    """Write `folder`, replacing an older checkpoint there and nothing else."""
-    folder = folder.resolve()
-    if folder.exists() and not (folder.is_dir() and ((folder / _STATE).is_file() or not any(folder.iterdir()))):
-        raise CheckpointError(f"{folder} exists and is no checkpoint: it is not overwritten; choose another folder")
-    partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
-    try:
-        save_folder(decoder, partial, tokenizer_from=source, dtype=decoder.embed.weight.dtype)
-        tensors = {name: t.contiguous().cpu() for name, t in (optimizer.state() | _random()).items()}
-        save_file(tensors, partial / _OPTIMIZER)
-        (partial / _STATE).write_text(json.dumps({"format": FORMAT, "updates": optimizer.done}))
-        for path in (partial / _OPTIMIZER, partial / _STATE, partial):
-            flush(path)
-        _replace(folder, partial)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
+def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def empty(like: Tensor) -> Tensor:
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+
+    return {name: empty(tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer) -> None:
-    """Put decoder, optimizer and random states back to where `save_checkpoint` found them. Raises CheckpointError."""
+    """Put decoder, optimizer and random states back to where the snapshot was taken. Raises CheckpointError."""
     updates = _read_state(folder / _STATE)
-    tensors = _read_tensors(folder / _OPTIMIZER)
+    tensors = _read_tensors(folder / OPTIMIZER)
     random = {name: tensors.pop(name) for name in (_CPU_RNG, _CUDA_RNG) if name in tensors}
     if _CPU_RNG not in random:
-        raise CheckpointError(f"{folder / _OPTIMIZER}: the random state is missing")
-    _check(folder / _OPTIMIZER, tensors, optimizer.expected(updates))
+        raise CheckpointError(f"{folder / OPTIMIZER}: the random state is missing")
+    _check(folder / OPTIMIZER, tensors, optimizer.expected(updates))
     weights = _read_weights(folder, decoder)
     with torch.no_grad():
         for (_, view), (_, saved) in zip(hf_views(decoder), hf_views(weights), strict=True):
@@ -72,16 +88,6 @@ def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer) -> Non
     torch.set_rng_state(random[_CPU_RNG])
     if _CUDA_RNG in random and torch.cuda.is_available():
         torch.cuda.set_rng_state(random[_CUDA_RNG])
-
-
-def _replace(folder: Path, by: Path) -> None:
-    """Between the two renames there is no `folder`: what stands aside is then the last checkpoint, still whole."""
-    old = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
-    if folder.exists():
-        os.replace(folder, old)
-    os.replace(by, folder)
-    flush(folder.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _read_weights(folder: Path, decoder: Decoder) -> Decoder:
@@ -107,8 +113,8 @@ def _random() -> dict[str, Tensor]:
 
 def _read_state(file: Path) -> int:
     try:
-        state = json.loads(file.read_text())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        state = parse_json(file.read_bytes())
+    except (OSError, CodecError) as error:
         raise CheckpointError(f"{file}: not readable ({error}); expected the folder of a checkpoint") from None
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(

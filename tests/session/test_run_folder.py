@@ -1,0 +1,153 @@
+"""What a start that is killed leaves in the run folder, and that the next start takes it up."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from tidemill import faults, run_folder, warm_start
+from tidemill.config import ConfigError, build, dump
+from tidemill.durable import put_in_place, write_json
+from tidemill.faults import Fault, FaultError, Faults
+from tidemill.recipe import RunConfig
+from tidemill.run_folder import RunFolder
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return build(RunConfig, {"env": "guess", "model": "new:0.1m", "run_dir": str(tmp_path / "run")})
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Path:
+    return folder_of(tmp_path / "start", "weights")
+
+
+def folder_of(path: Path, text: str) -> Path:
+    path.mkdir(parents=True)
+    (path / "config.json").write_text(text)
+    return path
+
+
+def killed_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, point: str) -> None:
+    """Where a kill would come, an exception that nobody handles comes once: it leaves the same files."""
+    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(f"{point}:*:raise")], tmp_path / "log", 0))
+
+
+def test_a_start_that_is_killed_before_the_folder_is_a_runs_is_begun_anew(config, tmp_path, monkeypatch):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.json.partial").write_text('{"mod')
+    killed_at(monkeypatch, tmp_path, "controller:config")
+    with pytest.raises(FaultError):
+        RunFolder.open(config)
+    folder = RunFolder.open(config)
+    assert folder.recipe() == dump(config) and folder.logs.is_dir() and folder.checkpoints.is_dir()
+    assert not (tmp_path / "run" / "config.json.partial").exists()
+
+
+def test_somebody_elses_folder_is_refused(config, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("years of work")
+    with pytest.raises(ConfigError, match="not empty and holds no run"):
+        RunFolder.open(config)
+    assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_initial_is_whole_or_not_there(config, tmp_path, start, monkeypatch):
+    folder = RunFolder.open(config)
+    killed_at(monkeypatch, tmp_path, "controller:initial")
+    with pytest.raises(FaultError):
+        folder.keep_initial(start, copy=True)
+    assert not folder.initial.exists()
+    folder = RunFolder.open(config)
+    folder.claim(config, begun=False)
+    folder.keep_initial(start, copy=True)
+    assert (folder.initial / "config.json").read_text() == "weights"
+    (start / "config.json").write_text("other weights")
+    folder.claim(config, begun=True)
+    folder.keep_initial(start, copy=True)
+    assert (folder.initial / "config.json").read_text() == "weights", "a run that has begun keeps what it began with"
+    folder.claim(config, begun=False)
+    folder.keep_initial(start, copy=False)
+    assert folder.initial.is_symlink() and (folder.initial / "config.json").read_text() == "other weights"
+    folder.claim(config, begun=False)
+    assert (start / "config.json").exists() and not folder.initial.is_symlink()
+    assert not [p for p in folder.path.iterdir() if "partial" in p.name]
+
+
+def test_an_initial_that_is_being_removed_is_never_half_there(config, start, monkeypatch):
+    folder = RunFolder.open(config)
+    folder.keep_initial(start, copy=True)
+    monkeypatch.setattr(run_folder.shutil, "rmtree", lambda path, **_: killed(folder.initial) if path.exists() else None)
+
+    def killed(initial: Path) -> None:
+        assert not initial.exists()
+        raise FaultError
+
+    with pytest.raises(FaultError):
+        folder.claim(config, begun=False)
+
+
+def export_of(text: str):
+    async def export(target: str) -> None:
+        put_in_place(folder_of(Path(target).with_name(".final.partial"), text), Path(target))
+
+    return export
+
+
+@pytest.mark.parametrize("point", ["controller:final", "controller:report"])
+def test_a_run_that_is_killed_while_it_ends_is_not_complete(config, tmp_path, monkeypatch, point):
+    folder = RunFolder.open(config)
+    folder.write_report({"steps": 4}, complete=False)
+    killed_at(monkeypatch, tmp_path, point)
+    with pytest.raises(FaultError):
+        asyncio.run(folder.write_final(export_of("1")))
+    assert folder.summary() is None
+    asyncio.run(folder.write_final(export_of("2")))
+    folder.write_report({"steps": 8}, complete=True)
+    assert folder.summary() == {"steps": 8} and (folder.final / "config.json").read_text() == "2"
+    assert not (folder.path / "interrupted.json").exists()
+
+
+def test_between_its_two_renames_the_old_folder_is_whole_and_the_next_one_clears_it_away(tmp_path, monkeypatch):
+    target = folder_of(tmp_path / "final", "old")
+    real, calls = run_folder.os.replace, []
+
+    def replace(a, b):
+        calls.append(Path(b).name)
+        if len(calls) == 2:
+            raise FaultError
+        real(a, b)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("tidemill.durable.os.replace", replace)
+        with pytest.raises(FaultError):
+            put_in_place(folder_of(tmp_path / ".final.partial", "new"), target)
+    assert calls == [".final.replaced", "final"] and not target.exists()
+    assert (tmp_path / ".final.replaced" / "config.json").read_text() == "old"
+    put_in_place(tmp_path / ".final.partial", target)
+    assert (target / "config.json").read_text() == "new" and [p.name for p in tmp_path.iterdir()] == ["final"]
+
+
+def test_a_file_of_json_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
+    path = tmp_path / "report.json"
+    write_json(path, {"a": 1})
+    with monkeypatch.context() as patch:
+        patch.setattr("tidemill.durable.os.replace", lambda a, b: (_ for _ in ()).throw(FaultError()))
+        with pytest.raises(FaultError):
+            write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    write_json(path, {"a": 3})
+    assert json.loads(path.read_text()) == {"a": 3} and [p.name for p in tmp_path.iterdir()] == ["report.json"]
+
+
+def test_two_runs_that_warm_up_at_once_keep_one_result(tmp_path):
+    kept = tmp_path / "warm-starts" / "abc"
+    for name in ("one", "two"):
+        beside = folder_of(kept.with_name(f"abc.{name}.partial"), name)
+        (beside / warm_start.RECORD).write_text("{}")
+        warm_start.keep(beside, kept)
+    assert (kept / "config.json").read_text() == "one" and [p.name for p in kept.parent.iterdir()] == ["abc"]

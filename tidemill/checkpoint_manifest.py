@@ -1,0 +1,164 @@
+"""`manifest.json`: what a checkpoint is, and every file of it with its size and a hash of its contents.
+
+    seal(folder, position)     hash and flush every file, then write the manifest, last of all
+    verify(folder)             sizes, then hashes; the position, or CheckpointError with the reason
+
+A manifest is read as if an enemy had written it: bounded, by declared types, and its paths are only compared with those of
+files that were found, so that no name in it is ever opened.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import stat
+import threading
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Annotated, Literal
+
+import msgspec
+
+from tidemill.durable import flush_tree
+from tidemill.protocols import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+MAX_BYTES = 4 << 20
+MAX_FILES = 10_000
+_CHUNK = 1 << 20
+_NAME = re.compile(r"step-(\d{6,15})")
+
+Count = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    step: int  # steps done: the weights are version `step`
+    incarnation: int
+    next_id: int  # admission id: with the ledger, all there is to know about the data position
+
+
+class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: Count
+    blake2b: Hash
+
+
+class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    format: Literal[1]
+    step: Count
+    incarnation: Count
+    next_id: Count
+    files: Annotated[dict[str, File], msgspec.Meta(min_length=1, max_length=MAX_FILES)]  # by path, with slashes
+    blake2b: Hash  # of the manifest itself, with "" here
+
+    def own_digest(self) -> str:
+        return blake2b(msgspec.json.encode(msgspec.structs.replace(self, blake2b="")), digest_size=32).hexdigest()
+
+    @property
+    def position(self) -> Position:
+        return Position(self.step, self.incarnation, self.next_id)
+
+
+_decoder = msgspec.json.Decoder(Manifest, strict=True)
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:06d}"
+
+
+def step_of(name: str) -> int | None:
+    """The step that a folder's name says, or None when it is not the name of a checkpoint."""
+    found = _NAME.fullmatch(name)
+    return int(found[1]) if found and name == name_of(int(found[1])) else None
+
+
+def seal(folder: Path, position: Position, stop: threading.Event) -> Path:
+    """Make what is in `folder` last, and the manifest with it. Returns the manifest's path. stop: give up, as soon as it is
+    set. Raises OSError."""
+    files = {name: File(path.stat().st_size, _digest(path, stop)) for name, path in _files(folder).items()}
+    manifest = Manifest(FORMAT, position.step, position.incarnation, position.next_id, files, "")
+    manifest = msgspec.structs.replace(manifest, blake2b=manifest.own_digest())
+    path = folder / MANIFEST
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
+    flush_tree(folder)
+    return path
+
+
+def verify(folder: Path) -> Position:
+    """Raises CheckpointError unless every file that the manifest names is there, byte for byte, and no other one is in a
+    folder of it, where it might be read for one of ours."""
+    manifest = read_manifest(folder)
+    try:
+        found, entries = _files(folder), _entries(folder)
+        if lost := sorted(manifest.files.keys() - found.keys()):
+            raise CheckpointError(f"{folder}: {len(lost)} files are missing, among them {lost[0][:200]!r}")
+        if surplus := sorted(name for name in entries.keys() - manifest.files.keys() if "/" in name):
+            raise CheckpointError(f"{folder}: {surplus[0]} does not belong there")
+        for name, file in manifest.files.items():
+            if (size := found[name].lstat().st_size) != file.size:
+                raise CheckpointError(f"{found[name]} holds {size} bytes, its manifest says {file.size}")
+        for name, file in manifest.files.items():
+            if _digest(found[name]) != file.blake2b:
+                raise CheckpointError(f"{found[name]} is damaged: its contents are not those that were written")
+    except OSError as error:
+        raise CheckpointError(f"{folder}: {error}") from None
+    return manifest.position
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """Raises CheckpointError when there is none, or it is not one of ours, or it is not this folder's."""
+    path = folder / MANIFEST
+    try:
+        raw = _read(path)
+        manifest = _decoder.decode(raw)
+    except (OSError, msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable: {str(error)[:300]}") from None
+    if manifest.own_digest() != manifest.blake2b:
+        raise CheckpointError(f"{path} is damaged: its contents are not those that were written")
+    if step_of(folder.name) != manifest.step:
+        raise CheckpointError(f"{path} is that of step {manifest.step}")
+    return manifest
+
+
+def strangers(folder: Path) -> list[str]:
+    """Paths below `folder` that its manifest does not name: nobody of us put them there."""
+    ours = {*read_manifest(folder).files, MANIFEST}
+    return sorted(name for name in _entries(folder) if name not in ours)
+
+
+def _read(path: Path) -> bytes:
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe there must not hold us up
+    with open(descriptor, "rb") as file:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise ValueError("it is no file")
+        raw = file.read(MAX_BYTES + 1)
+    if len(raw) > MAX_BYTES:
+        raise ValueError(f"it is longer than {MAX_BYTES} bytes")
+    return raw
+
+
+def _files(folder: Path) -> dict[str, Path]:
+    """Regular files below `folder` by their relative paths, except the manifest. Links are no files."""
+    return {name: p for name, p in _entries(folder).items() if name != MANIFEST and stat.S_ISREG(p.lstat().st_mode)}
+
+
+def _entries(folder: Path) -> dict[str, Path]:
+    """Everything below `folder` that is no folder. No link is followed."""
+    if folder.is_symlink():
+        raise NotADirectoryError(f"{folder} is a link")
+    found = (Path(place, name) for place, folders, files in os.walk(folder) for name in [*folders, *files])
+    return {p.relative_to(folder).as_posix(): p for p in found if p.is_symlink() or not p.is_dir()}
+
+
+def _digest(path: Path, stop: threading.Event | None = None) -> str:
+    """BLAKE2b, 32 bytes. Raises InterruptedError, an OSError, when it is to stop."""
+    total = blake2b(digest_size=32)
+    with open(path, "rb", buffering=0) as file:
+        while chunk := file.read(_CHUNK):
+            if stop is not None and stop.is_set():
+                raise InterruptedError(f"{path}: stopped while it was read")
+            total.update(chunk)
+    return total.hexdigest()
