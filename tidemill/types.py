@@ -66,6 +66,7 @@ class Published:
 
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow float32
+MOST_TOP_LOGPROBS = 20  # alternatives that may be asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,7 @@ class SamplingParams:
             "top_k": (self.top_k >= 0, ">= 0 (0 is off)"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
             "max_tokens": (self.max_tokens >= 1, ">= 1"),
-            "top_logprobs": (0 <= self.top_logprobs <= 20, "in 0..20"),
+            "top_logprobs": (0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, f"in 0..{MOST_TOP_LOGPROBS}"),
         }
         for name, (ok, expected) in checks.items():
             if not ok:

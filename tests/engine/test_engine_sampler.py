@@ -113,3 +113,10 @@ def test_non_finite_logits_are_an_error():
     logits[1, 3] = torch.nan
     with pytest.raises(FloatingPointError, match="not finite"):
         sample(logits, rows([SamplingParams()] * 2, np.array([0.3, 0.3])))
+
+
+@pytest.mark.parametrize("vocab", [40, 700])
+def test_no_row_at_all(vocab):
+    """A step that only scores samples nothing."""
+    got = sample(torch.zeros(0, vocab), rows([], np.zeros(0)))
+    assert len(got.tokens) == len(got.logprobs) == 0 and not got.supports

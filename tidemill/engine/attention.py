@@ -76,15 +76,12 @@ class PagedCache:
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""
-        heads = np.arange(self.arch.kv_heads)
-        pages, offsets = np.divmod(plan.writes, self.page_size)
-        writes = self._tensor(((pages[:, None] * len(heads) + heads) * self.page_size + offsets[:, None]).reshape(-1))
+        writes = self.write_index(plan.writes)
         decode = {w: self._decode_blocks(plan, table, w) for w in set(self.windows)}
         chunks = {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
-        width = 2 * self.arch.head_dim
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            self._by_token[layer].index_copy_(0, writes, torch.cat((k, v), dim=-1).view(-1, width))
+            self.write(layer, writes, k, v)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             window = self.windows[layer]
             if decode[window]:
@@ -97,15 +94,25 @@ class PagedCache:
 
         return attend
 
+    def write_index(self, writes: np.ndarray) -> Tensor:
+        """[N * K] int64 into all heads' tokens, for `writes` [N] as a plan has them."""
+        heads = np.arange(self.arch.kv_heads)
+        pages, offsets = np.divmod(writes, self.page_size)
+        return self.tensor(((pages[:, None] * len(heads) + heads) * self.page_size + offsets[:, None]).reshape(-1))
+
+    def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
+        """k, v [N, K, E] go where `write_index` says."""
+        self._by_token[layer].index_copy_(0, index, torch.cat((k, v), dim=-1).view(-1, 2 * self.arch.head_dim))
+
     def _decode(self, layer: int, q: Tensor, block: DecodeBlock) -> Tensor:
         """q [n, H, E] float32, scaled -> [n, H, E] float32."""
         n, size, heads = block.last - block.first, self.arch.head_dim, self.arch.kv_heads
-        kv = self._gather(layer, block.index).view(n * heads, block.length, 2 * size)
+        kv = self.gather(layer, block.index).view(n * heads, block.length, 2 * size)
         scores = torch.bmm(q.reshape(n * heads, -1, size), kv[..., :size].transpose(1, 2))  # [n * K, G, T]
         scores.view(n, -1, block.length).add_(block.mask)
         return torch.bmm(torch.softmax(scores, dim=-1), kv[..., size:]).view(q.shape)
 
-    def _gather(self, layer: int, index: Tensor) -> Tensor:
+    def gather(self, layer: int, index: Tensor) -> Tensor:
         """Pages by index, in float32, in scratch memory that the next call overwrites."""
         shape = (len(index), self._by_page.shape[-1])
         size = shape[0] * shape[1]
@@ -139,8 +146,8 @@ class PagedCache:
             low = np.maximum(plan.lengths[first:last] - (window or math.inf), 0)[:, None]
             seen = (position < plan.lengths[first:last, None]) & (position >= low)
             mask = np.where(seen, np.float32(0), np.float32(-np.inf))[:, None]
-            index = self._index(table, slots, begin, pages)
-            blocks.append(DecodeBlock(first, last, pages * size, index, self._tensor(mask)))
+            index = self.page_index(table, slots, begin, pages)
+            blocks.append(DecodeBlock(first, last, pages * size, index, self.tensor(mask)))
             first = last
         return blocks
 
@@ -165,22 +172,22 @@ class PagedCache:
         key = (begins[:, None] * self.page_size + np.arange(pages * self.page_size))[:, None]  # [n, 1, T]
         mask = (key <= position) & (key > position - (window or math.inf))
         return ChunkBlock(
-            queries=self._tensor(queries),
-            flat=self._tensor(np.flatnonzero(real)),
-            targets=self._tensor(queries[real]),
-            index=self._index(table, slots, begins, pages),
-            mask=self._tensor(mask[:, None]),
+            queries=self.tensor(queries),
+            flat=self.tensor(np.flatnonzero(real)),
+            targets=self.tensor(queries[real]),
+            index=self.page_index(table, slots, begins, pages),
+            mask=self.tensor(mask[:, None]),
         )
 
-    def _index(self, table: np.ndarray, slots: np.ndarray, begins: np.ndarray, pages: int) -> Tensor:
+    def page_index(self, table: np.ndarray, slots: np.ndarray, begins: np.ndarray, pages: int) -> Tensor:
         """[rows * K * pages] into the pages of all heads, row by row and head by head."""
         columns = begins[:, None] + np.arange(pages)
         inside = columns < table.shape[1]
         page = np.where(inside, table[slots[:, None], np.minimum(columns, table.shape[1] - 1)], NULL_PAGE).astype(np.int64)
         heads = np.arange(self.arch.kv_heads)
-        return self._tensor((page[:, None, :] * len(heads) + heads[:, None]).reshape(-1))
+        return self.tensor((page[:, None, :] * len(heads) + heads[:, None]).reshape(-1))
 
-    def _tensor(self, array: np.ndarray) -> Tensor:
+    def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 

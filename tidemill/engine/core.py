@@ -22,9 +22,12 @@ import psutil
 import torch
 
 from tidemill import faults
+from tidemill.config import ConfigError
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache, page_bytes
 from tidemill.engine.blocks import BlockManager
+from tidemill.engine.invariant import run_invariant
+from tidemill.engine.machine_check import check_machine
 from tidemill.engine.requests import Request, Slots, Stream, completion, scored
 from tidemill.engine.runner import Output, Probe, Probed, run
 from tidemill.engine.scheduler import Chunk, Plan, Salt, Scheduler, Sequence
@@ -83,9 +86,16 @@ class NativeEngine:
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
         device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
         self._device = torch.device(device)
+        if settings.batch_invariant and device != "cpu":
+            raise ConfigError(
+                f"engine.batch_invariant with device='auto', which is {device!r} here: it is for float32 on the CPU; "
+                "set engine.device='cpu', or turn batch_invariant off"
+            )
         decoder = decoder.to(self._device, getattr(torch, settings.dtype)).requires_grad_(False)
         self._arch, self._dtype = decoder.arch, decoder.embed.weight.dtype
         self._weights = serve(decoder, version)
+        if settings.batch_invariant:
+            check_machine(self._weights, settings.page_size)
         self._staging = Staging(receiver) if receiver is not None else None
         self._versions = [version]  # every version served, in order; tokens are stamped with an index into it
         context = min(settings.context or self._arch.context, self._arch.context)
@@ -236,7 +246,9 @@ class NativeEngine:
         positions = self._scheduler.length[slots]
         params = self._slots.params(slots, positions)
         top = int(self._slots.top[slots].max(initial=0))
-        output = run(self._weights, cache, plan, self._scheduler.table, params, top, [self._probe(c) for c in plan.probes])
+        compute = run_invariant if self.settings.batch_invariant else run
+        probes = [self._probe(c) for c in plan.probes]
+        output = compute(self._weights, cache, plan, self._scheduler.table, params, top, probes)
         self._record(plan, output, positions)
         self._activity.step(start, time.monotonic())
 

@@ -30,6 +30,11 @@ class RowParams:
     min_p: np.ndarray  # [R] float64
     uniform: np.ndarray  # [R] float64 in [0, 1), see `uniforms`
 
+    @property
+    def truncated(self) -> np.ndarray:
+        """[R] bool: rows that do not choose among the whole vocabulary."""
+        return (self.temperature != 0) & ((self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0))
+
 
 @dataclass(slots=True)
 class Sampled:
@@ -55,7 +60,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
 def sample(logits: Tensor, ask: RowParams) -> Sampled:
     """One token for each row of `logits` [R, V] float32. Raises FloatingPointError when logits are not finite numbers."""
     greedy = ask.temperature == 0
-    truncated = ~greedy & ((ask.top_p < 1) | (ask.top_k > 0) | (ask.min_p > 0))
+    truncated = ask.truncated
     uniform = _column(ask.uniform, logits.device)
     model = logprobs = torch.log_softmax(logits, dim=-1)  # at temperature 1 without truncation this is all there is
     if tempered := bool((ask.temperature != 1).any()):
@@ -94,7 +99,7 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
         size = next((n for n in (BLOCK, BLOCK // 2, BLOCK // 4) if width % n == 0), BLOCK)
         if width % size:
             probabilities = torch.nn.functional.pad(probabilities, (0, -width % size))
-        blocks = probabilities.view(rows, -1, size)
+        blocks = probabilities.view(rows, probabilities.shape[1] // size, size)  # rows may be 0: a step that only scores
         block, rest = _search(blocks.sum(dim=-1).double(), uniform, scale=True)
         inside = blocks.gather(1, block[:, :, None].expand(-1, -1, size)).squeeze(1).double()
         return block * size + _search(inside, rest, scale=False)[0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from tidemill.config import Config
 
@@ -19,3 +19,13 @@ class EngineSettings(Config):
     context: int | None = Field(None, ge=2)  # None: the model's
     in_flight: Literal["keep", "finish", "recompute"] = "keep"  # see `types.InFlight`
     prefix_cache: bool = True
+    batch_invariant: bool = False  # a row's bits depend on nothing but its own tokens: float32 on the CPU, see `invariant`
+
+    @model_validator(mode="after")
+    def _check_invariant(self) -> Self:
+        if self.batch_invariant and (self.dtype != "float32" or self.device == "cuda"):
+            raise ValueError(
+                f"batch_invariant with dtype={self.dtype!r} and device={self.device!r}: it is for float32 on the CPU; "
+                "set dtype='float32' and device='cpu', or turn batch_invariant off"
+            )
+        return self
