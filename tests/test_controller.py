@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -33,6 +34,9 @@ class World:
     lags: list[int] = field(default_factory=list)
     torn: int = 0
     saved: list[int] = field(default_factory=list)
+    writing: bool = False
+    write_s: float = 5.0
+    broken: bool = False
     evaluated: list[int] = field(default_factory=list)
     log: list[str] = field(default_factory=list)
 
@@ -71,6 +75,14 @@ class World:
         self.torn += before != self.weights
         self.serving = served
         return self.serving
+
+    async def write(self, step: int) -> None:
+        self.writing = True
+        await asyncio.sleep(self.write_s)
+        if self.broken:
+            raise OSError("the disk is full")
+        self.writing = False
+        self.saved.append(step)
 
     # ledger
     def admit(self, group_id: int, task: Task) -> None:
@@ -138,8 +150,10 @@ def controller(
         world.evaluated.append(version.step)
         return {}
 
-    async def checkpoint(step: int, next_id: int) -> None:
-        world.saved.append(step)
+    async def checkpoint(step: int, next_id: int) -> Coroutine[None, None, None]:
+        assert not world.writing, "one at a time"
+        await asyncio.sleep(1)
+        return world.write(step)
 
     return Controller(
         Schedule(steps, **schedule),
@@ -234,10 +248,61 @@ def test_checkpoints_come_when_due_and_at_the_end():
     assert world.saved == [3, 6, 7]
 
 
+def test_checkpoints_are_written_beside_the_next_steps_one_at_a_time_and_all_before_the_end():
+    def seconds(write_s: float) -> float:
+        world, loop = World(sigma=0.1, write_s=write_s), VirtualTimeLoop()
+        with asyncio.Runner(loop_factory=lambda: loop) as runner:
+            runner.run(controller(world, steps=8, batch=2, max_lag=1, checkpoint_every=2).run())
+        assert world.saved == [2, 4, 6, 8]
+        return loop.now
+
+    at_once = seconds(0)
+    assert seconds(15) == at_once, "nobody waits for one that is written within two steps"
+    assert seconds(500) >= at_once + 1500, "one that takes longer is waited for: by the next one, and by the end"
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_ones():
+    world = World(broken=True)
+    with pytest.raises(OSError, match="the disk is full"):
+        run_virtually(controller(world, steps=100, batch=2, max_lag=1, checkpoint_every=2).run())
+    assert 2 <= world.weights <= 3 and world.saved == []
+
+
+def test_a_crash_leaves_no_write_behind():
+    world = World(write_s=1e9)
+    run = controller(world, steps=100, batch=2, max_lag=1, checkpoint_every=1, roller=LateExplosion(world))
+    with pytest.raises(RuntimeError, match="env exploded"):
+        run_virtually(run.run())
+    assert world.weights > 0 and world.writing and world.saved == []
+
+
+def test_steps_that_were_trained_again_are_saved_at_once():
+    world = World(weights=5)
+    run = controller(world, steps=7, batch=2, max_lag=1, first=5, saved=2, incarnation=1)
+    run.buffer = Buffer(batch=2, max_lag=1, total=4, next_id=10)
+    run_virtually(run.run())
+    assert world.saved == [5, 7]
+    world = World(weights=5)
+    run = controller(world, steps=7, batch=2, max_lag=1, first=5, saved=5)
+    run.buffer = Buffer(batch=2, max_lag=1, total=4, next_id=10)
+    run_virtually(run.run())
+    assert world.saved == [7], "it stands already"
+
+
 class Exploding:
     async def rollout(self, group_id: int, task: Task) -> Group:
         await asyncio.sleep(1)
         raise RuntimeError("env exploded")
+
+
+class LateExplosion:
+    def __init__(self, world: World) -> None:
+        self.world = world
+
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        if self.world.weights:
+            raise RuntimeError("env exploded")
+        return await self.world.rollout(group_id, task)
 
 
 class Stuck:
@@ -287,7 +352,7 @@ def test_a_run_that_drops_everything_says_so():
 
 def test_a_verifier_that_always_fails_stops_the_run_with_its_reason():
     with pytest.raises(RunFailed, match="division by zero"):
-        run_virtually(controller(Unscorable(), steps=3, batch=2, max_lag=1, patience=5).run())
+        run_virtually(controller(Unscorable(), steps=3, batch=2, max_lag=1).run())
 
 
 def test_a_run_that_goes_on_uses_what_had_finished_and_samples_the_rest_again():
@@ -305,3 +370,35 @@ def test_a_run_that_goes_on_uses_what_had_finished_and_samples_the_rest_again():
     assert sorted(world.fates) == list(range(10, 16))
     assert all(fate == ["trained"] for fate in world.fates.values())
     assert world.lags[0] == 1 and max(world.lags) <= 1
+
+
+@pytest.mark.parametrize("max_lag", [0, 2])
+def test_deterministic_what_samples_a_group_does_not_depend_on_time(max_lag):
+    """Runs that differ in every duration sample each group at the same versions and train the same steps."""
+
+    def versions(seed: int, deterministic: bool) -> tuple[dict[int, set[int]], list[list[int]]]:
+        times = random.Random(seed)
+        world = World(sigma=1.5, train_s=times.uniform(1, 40), sync_s=times.uniform(0, 5))
+        sampled: dict[int, set[int]] = {}
+        steps: list[list[int]] = []
+
+        class Roller:
+            async def rollout(self, group_id: int, task: Task) -> Group:
+                world.rng = random.Random(seed * 1000 + group_id)  # durations differ from run to run,
+                group = await world.rollout(group_id, task)
+                group.trajectories[0].outcome = Score(float(group_id % 3 > 0))  # outcomes do not: a third is dropped
+                sampled[group_id] = set(group.trajectories[0].versions.tolist())
+                return group
+
+        begin = world.begin_step
+        world.begin_step = lambda step, incarnation, ids: (steps.append(list(ids)), begin(step, incarnation, ids))
+        run_virtually(
+            controller(world, steps=8, batch=4, max_lag=max_lag, roller=Roller(), deterministic=deterministic).run()
+        )
+        assert max(world.lags) <= max_lag
+        return {g: v for g, v in sampled.items() if any(g in ids for ids in steps)}, steps
+
+    expected = versions(1, True)
+    assert all(len(v) == 1 for v in expected[0].values())
+    assert all(versions(seed, True) == expected for seed in range(2, 12))
+    assert max_lag == 0 or any(versions(seed, False) != expected for seed in range(2, 12)), "the test cannot fail"

@@ -22,6 +22,7 @@ from typing import Any
 from tidemill.config import ConfigError, build
 from tidemill.envs.environment import FunctionEnvironment, TaskSource
 from tidemill.envs.make import reward_environment
+from tidemill.loading import check_not_loading
 from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.sinks import Callback
 from tidemill.protocols import Environment
@@ -63,6 +64,7 @@ def train(
     dictionaries: steps=200, max_lag=2, algorithm="dapo", rollout={"group_size": 16}.
     Raises ConfigError when the settings, the model or the environment are not usable.
     """
+    check_not_loading("tidemill.train() is called")
     by_name = isinstance(env, str | dict)
     if by_name and tasks is not None:
         raise ConfigError("tasks belong to a reward function or an @environment given as an object; `env` here is a name")
@@ -79,8 +81,8 @@ def _to_the_end(running: Coroutine[Any, Any, Ended]) -> Ended:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(running)
-    with ThreadPoolExecutor(1) as thread:
-        return thread.submit(asyncio.run, running).result()
+    with ThreadPoolExecutor(1) as thread:  # bounded: it is the run itself
+        return thread.submit(asyncio.run, running).result()  # bounded: as above, the run itself
 
 
 def _maker(env: Any, tasks: TaskSource | None) -> Callable[[WorkerPool], Environment]:

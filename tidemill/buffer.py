@@ -47,7 +47,7 @@ class Buffer:
         self._used = len(self._live)
         self._next_id = next_id
         self._quota = None if total is None else total - len(self._live)  # groups that may still be admitted
-        self._changed = asyncio.Condition()
+        self._changed = asyncio.Condition()  # bounded: nothing waits while it holds it
 
     @property
     def used(self) -> int:
@@ -65,6 +65,7 @@ class Buffer:
     async def admit(self) -> int:
         """Wait for a slot and return the id of the group that may now be rolled out."""
         async with self._changed:
+            # bounded: slots come back with each publication, whose calls have deadlines
             await self._changed.wait_for(lambda: self._used < self.slots and (self._quota is None or self._quota > 0))
             self._used += 1
             if self._quota is not None:
@@ -93,12 +94,19 @@ class Buffer:
     async def take(self) -> Group:
         """The oldest finished group among the `window` ids that start at the oldest one still waiting."""
         async with self._changed:
+            # bounded: an episode and its judging have limits
             await self._changed.wait_for(lambda: self._candidate() is not None)
             group = self._candidate()
             assert group is not None
             del self._live[group.id]
             self._changed.notify_all()
             return group
+
+    async def settled(self) -> None:
+        """Wait until nothing is being rolled out, and nothing more may be until slots are released."""
+        async with self._changed:
+            # bounded: an episode and its judging have limits
+            await self._changed.wait_for(lambda: (self._used == self.slots or self._quota == 0) and all(self._live.values()))
 
     async def release(self, count: int) -> None:
         """The engines hold the weights of a step that trained on `count` groups."""

@@ -7,21 +7,24 @@ its own (`local`, by way of `remote_worker`). Heavy imports happen here, when a 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.config import Config, build
+from tidemill.controller import first_cause
 from tidemill.engine.settings import EngineSettings
 from tidemill.orchestration.inline import Inline
 from tidemill.orchestration.local import Local
-from tidemill.orchestration.placement import Built, Placement
+from tidemill.orchestration.placement import Built, Handle, Liveness, Placement
+from tidemill.orchestration.wire import PeerDied
+from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Trainer
-from tidemill.recipe import PlacementSettings
+from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
+from tidemill.supervision import Budget, Supervisor
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Version
@@ -30,8 +33,10 @@ T = TypeVar("T")
 
 UNPUBLISHED = Version(-1)  # what an engine holds before the first publication; nothing may be sampled from it
 START_S = 300.0  # to import torch and read the weights
-ENGINE_DEADLINES = {"generate": 3600.0, "score": 600.0, "update": 600.0}
-TRAINER_DEADLINES = dict.fromkeys(("forward", "forward_backward", "apply", "publish", "save", "load", "export"), 3600.0)
+ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0}
+TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
+    ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export"), 3600.0
+)
 
 
 class EngineSpec(Config):
@@ -108,52 +113,95 @@ def in_thread() -> Callable[[Callable[[], T]], asyncio.Future[T]]:
 @dataclass(frozen=True, slots=True)
 class Parts:
     trainer: Trainer
-    engines: list[Engine]
+    pool: EnginePool
+    supervisor: Supervisor
+    handles: Callable[[], list[Handle[Any]]]  # of the processes there are now: the trainer's, then the engines'
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Engines that end are started again; when one cannot be, or the trainer ends, so does the body: with that cause."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                watching = [group.create_task(self.supervisor.run()), group.create_task(self._trainer_ends())]
+                yield
+                for each in watching:
+                    each.cancel()
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from failures
+
+    async def _trainer_ends(self) -> None:
+        handle = self.handles()[0]
+        raise PeerDied(handle.name, await handle.wait())  # bounded: it watches, for as long as the run goes on
 
 
-def make_placement(settings: PlacementSettings, logs: Path) -> Placement:
-    return Inline(build_role) if settings.kind == "inline" else Local(logs, start_deadline=START_S)
+def make_placement(settings: PlacementSettings, logs: Path, supervise: SuperviseSettings) -> Placement:
+    if settings.kind == "inline":
+        return Inline(build_role)
+    return Local(
+        logs, start_deadline=START_S, liveness=Liveness(supervise.heartbeat_s, supervise.silent_s, supervise.stuck_s)
+    )
 
 
 @asynccontextmanager
 async def start_parts(
-    settings: PlacementSettings, engine: EngineSettings, trainer: TrainerSpec, logs: Path
+    config: RunConfig, trainer: TrainerSpec, logs: Path, tell: Callable[[str, dict[str, Any]], None]
 ) -> AsyncIterator[Parts]:
-    """Trainer and engines, started at the same time where they are processes, and stopped at the end however it comes."""
-    placement = make_placement(settings, logs)
-    served = EngineSpec(model=trainer.model, engine=engine, carrier=settings.sync.carrier)
+    """Trainer and engines, started at the same time where they are processes, and stopped at the end however it comes.
+
+    tell: is told of engines that were lost and that came back (kind of event, details).
+    """
+    settings, supervise = config.placement, config.supervise
+    placement = make_placement(settings, logs, supervise)
+    served = EngineSpec(model=trainer.model, engine=config.engine, carrier=settings.sync.carrier)
+
+    async def start_trainer() -> Handle[Trainer]:
+        return await _start(placement, Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES)
+
+    async def start_engine(index: int) -> Handle[Engine]:
+        return await _start(placement, Engine, served, f"engine-{index}", settings.engine_threads, ENGINE_DEADLINES)
+
+    def budget() -> Budget:
+        return Budget(supervise.restarts, supervise.window_s, supervise.backoff_s)
+
+    started: list[Handle[Any]] = []
+
+    async def kept(starting: Awaitable[Handle[T]]) -> Handle[T]:
+        handle = await starting  # bounded: a start has a deadline
+        started.append(handle)  # at once: a sibling's failure must not leave it running
+        return handle
+
     async with AsyncExitStack() as stack:
-        start = partial(_start, placement, stack)
+        stack.push_async_callback(_stop_all, started)
         async with asyncio.TaskGroup() as group:
-            starting = group.create_task(start(Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES))
-            engines = [
-                group.create_task(start(Engine, served, f"engine-{i}", settings.engine_threads, ENGINE_DEADLINES))
-                for i in range(settings.engines)
-            ]
-        yield Parts(starting.result(), [task.result() for task in engines])
+            first = group.create_task(kept(start_trainer()))
+            others = [group.create_task(kept(start_engine(i))) for i in range(settings.engines)]
+        trainer_handle, engines = first.result(), [task.result() for task in others]
+        pool = EnginePool([handle.proxy for handle in engines])
+        supervisor = Supervisor(pool, engines, lambda index: kept(start_engine(index)), budget, tell)
+        yield Parts(trainer_handle.proxy, pool, supervisor, lambda: [trainer_handle, *supervisor.handles])
+
+
+async def _stop_all(handles: list[Handle[Any]]) -> None:
+    """Side by side; those that have ended are done at once."""
+    results = await asyncio.gather(*(handle.stop() for handle in handles), return_exceptions=True)
+    if failed := [result for result in results if isinstance(result, BaseException)]:
+        raise failed[0]
 
 
 @asynccontextmanager
-async def start_engine(
-    settings: PlacementSettings, engine: EngineSettings, model: Path, logs: Path, threads: int
-) -> AsyncIterator[Engine]:
+async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int) -> AsyncIterator[Engine]:
     """One engine that serves a folder's weights as they are, as version 0, and is never updated."""
-    async with AsyncExitStack() as stack:
-        spec = EngineSpec(model=model, engine=engine)
-        yield await _start(make_placement(settings, logs), stack, Engine, spec, "engine-0", threads, ENGINE_DEADLINES)
+    placement = make_placement(config.placement, logs, config.supervise)
+    spec = EngineSpec(model=model, engine=config.engine)
+    handle = await _start(placement, Engine, spec, "engine-0", threads, ENGINE_DEADLINES)
+    try:
+        yield handle.proxy
+    finally:
+        await handle.stop()
 
 
 async def _start(
-    placement: Placement,
-    stack: AsyncExitStack,
-    protocol: type[T],
-    spec: Config,
-    name: str,
-    threads: int,
-    deadlines: dict[str, float],
-) -> T:
-    """Start a role that ends with `stack`."""
+    placement: Placement, protocol: type[T], spec: Config, name: str, threads: int, deadlines: dict[str, float]
+) -> Handle[T]:
     tree = spec.model_dump(mode="json", exclude={"role", "name"})
-    handle = await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)
-    stack.push_async_callback(handle.stop)
-    return handle.proxy
+    return await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)

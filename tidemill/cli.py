@@ -86,6 +86,29 @@ def ledger(run: RunDir, as_json: AsJson = False) -> None:
 
 
 @app.command()
+def why(run: RunDir, as_json: AsJson = False) -> None:
+    """Who waits for whom, since when; and of a run that has ended, the first cause."""
+    from tidemill.commands import why as command
+
+    raise typer.Exit(command.why(run, as_json))
+
+
+@app.command()
+def drill(
+    recipe: Annotated[Path, typer.Argument(help="a TOML file")],
+    overrides: Overrides = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="how long")] = 5.0,
+    every: Annotated[float, typer.Option(min=1.0, help="seconds between two faults, on average")] = 20.0,
+    seed: Annotated[int, typer.Option(help="of the schedule of faults")] = 0,
+    as_json: AsJson = False,
+) -> None:
+    """Run a recipe while its parts are killed, frozen and starved, and say what was lost; status 1 when anything was."""
+    from tidemill.commands import drill as command
+
+    raise typer.Exit(command.drill(recipe, minutes, every, seed, overrides or [], as_json))
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """What this machine has, and whether the parts work on it."""
     from tidemill.commands import doctor as command
@@ -95,14 +118,34 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def parity(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, or a run (its final/)")],
+    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, or a run's")],
     length: Annotated[int, typer.Option(min=8, help="tokens of a compared row")] = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the logprobs of engine, trainer and transformers on a model; status 1 when they differ."""
+    """Compare the logprobs of engine, trainer and transformers on a model; of a run, also those it recorded."""
     from tidemill.commands import parity
 
     raise typer.Exit(parity.parity(model, length, as_json))
+
+
+reward = typer.Typer(help="Look at a recipe's reward before anything is trained on it.", no_args_is_help=True)
+app.add_typer(reward, name="reward")
+
+
+@reward.command("test")
+def reward_test(
+    recipe: Annotated[Path, typer.Argument(help="a TOML file")],
+    overrides: Overrides = None,
+    answers: Annotated[
+        Path | None,
+        typer.Option(help='JSONL of replies of your own: {"reply" or "answer": ..., "expect": "pass" or "fail"}'),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Score right, empty and nonsensical replies; status 1 when right ones fail or nonsense passes."""
+    from tidemill.commands import reward as command
+
+    raise typer.Exit(command.test(recipe, answers, overrides or [], as_json))
 
 
 @app.command()
@@ -123,6 +166,14 @@ def serve(
     raise typer.Exit(serve.serve(model, host, port, api_key, context, dtype, threads))
 
 
+def _tell(error: Exception) -> None:
+    """What happened, as the last line; what is known beside it (the end of a log, a traceback from elsewhere) before it."""
+    first, *rest = str(error).splitlines() or [type(error).__name__]
+    for line in [*rest, *getattr(error, "__notes__", ())]:
+        print(line, file=sys.stderr)
+    print(f"error: {first}", file=sys.stderr)
+
+
 def main() -> None:
     """Errors that are the user's affair, or the world's, are one sentence and a non-zero status; bugs are tracebacks."""
     from tidemill.config import ConfigError
@@ -131,10 +182,10 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(error)
         sys.exit(2)
     except KNOWN as error:
-        print(f"error: {error}", file=sys.stderr)
+        _tell(error)
         sys.exit(1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)

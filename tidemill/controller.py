@@ -14,14 +14,15 @@ This module knows protocols only: no torch, no engine, no process. Tests run it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from tidemill import faults
+from tidemill.breaker import Gate
 from tidemill.buffer import Buffer
 from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
-from tidemill.types import Array, Group, InfraError, LossSpec, Metrics, Sample, Task, TrainResult, Unscorable, Version
+from tidemill.types import Array, Group, LossSpec, Metrics, Sample, Task, TrainResult, Version
 
 ROLE = "controller"  # of this process, to faults
 
@@ -74,11 +75,12 @@ class Schedule:
 
     steps: int
     first: int = 0  # > 0 when a run goes on
+    saved: int = 0  # step of the newest checkpoint; 0: there is none
     incarnation: int = 0
     eval_every: int = 0  # 0: never
     checkpoint_every: int = 0  # 0: only at the end
     probe_every: int = 0  # 0: never
-    patience: int = 3  # groups in a row of which no attempt could be judged, before the run is stopped
+    deterministic: bool = False  # what samples a group is a function of the group alone
     barren: int = 100  # times a step's groups dropped in a row, before the run is stopped
 
 
@@ -87,7 +89,10 @@ class Hooks:
     """What is done at set points of the loop, each awaited. `None` is not done."""
 
     evaluate: Callable[[Version], Awaitable[Metrics]] | None = None
-    checkpoint: Callable[[int, int], Awaitable[None]] | None = None  # (steps done, next admission id)
+    # (steps done, next admission id) -> when the state has been copied: what writes it, while the next steps are trained
+    checkpoint: Callable[[int, int], Awaitable[Coroutine[Any, Any, None]]] | None = None
+    # whether engines and trainer agree on what the present version sampled: raises before the update, or returns
+    agree: Callable[[Version, Sequence[Group], Sequence[Sample], Sequence[Array]], Awaitable[None]] | None = None
     probe: Callable[[Version, Sequence[Sample], Sequence[Array]], Awaitable[None]] | None = None
 
 
@@ -103,12 +108,14 @@ class Controller:
     algorithm: Algorithm
     observer: Observer
     hooks: Hooks = field(default_factory=Hooks)
+    gate: Gate = field(default_factory=Gate)
     restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # a run that goes on: finished, or in flight
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
+    step: int = 0  # steps done
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _unscored: int = 0
     _dropped: int = 0
-    _saved: int = -1  # step of the latest checkpoint
+    _saved: int = 0  # step of the latest checkpoint
+    _saving: asyncio.Task[None] | None = None
 
     def stop(self) -> None:
         """Ask the run to end after the step it is in."""
@@ -120,7 +127,7 @@ class Controller:
             async with asyncio.TaskGroup() as group:
                 # Nothing is sampled before the engines serve what this run published.
                 publishing = group.create_task(self._publish(self.schedule.first, 0))
-                await asyncio.wait({publishing})
+                await asyncio.wait({publishing})  # bounded: its calls have deadlines
                 workers = [group.create_task(self._rollout_forever(), name=f"rollout-{i}") for i in range(self.buffer.slots)]
                 workers += [group.create_task(self._restore(each)) for each in self.restored]
                 done = await self._train(group, publishing)
@@ -132,7 +139,10 @@ class Controller:
 
     async def _rollout_forever(self) -> None:
         while True:
-            group_id = await self.buffer.admit()
+            async with self.gate.door:  # bounded: a pause has its limit, and slots come back with each publication
+                await self.gate.opens()
+                group_id = await self.buffer.admit()
+                self.gate.admitted(group_id)
             task = self.task_at(group_id)
             self.ledger.admit(group_id, task)
             self.observer.admitted(group_id)
@@ -166,31 +176,39 @@ class Controller:
             await self.buffer.drop(group.id)
 
     async def _train(self, tasks: asyncio.TaskGroup, publishing: asyncio.Task[Version]) -> int:
-        step = first = self.schedule.first
+        step, self._saved = self.schedule.first, self.schedule.saved
+        self.step = step
+        if step > self._saved:  # steps were trained again: not once more
+            await self._checkpoint(tasks, step)
         while step < self.schedule.steps:
             groups = await self._take_batch()
             if groups is None:
                 break
             if not self._known(groups):  # one engine serves the new version already, another has yet to commit it
-                await publishing
+                await publishing  # bounded: its calls have deadlines
             self._check(step, groups)
             self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
             faults.reach(ROLE, "train", step)
             prepared, result = await accumulate(self.trainer, self.algorithm, groups)
+            # bounded: its calls have deadlines
             served = await publishing  # the update may not touch weights that are still being read
+            if self.hooks.agree:
+                await self.hooks.agree(served, groups, prepared.samples, result.logprobs)
             if self.hooks.probe and self._due(step, self.schedule.probe_every):
                 await self.hooks.probe(served, prepared.samples, result.logprobs)
             metrics = await self.trainer.apply(prepared.scale)
             faults.reach(ROLE, "apply", step)
-            step += 1
+            self.step = step = step + 1
             self.ledger.end_step(step - 1, self.schedule.incarnation, prepared.metrics | metrics)
             await self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
+            if self.schedule.deterministic:  # all that these weights' predecessor is to sample, it has sampled
+                await self.buffer.settled()
             if step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every):
-                await self._checkpoint(step)
+                await self._checkpoint(tasks, step)
             publishing = tasks.create_task(self._publish(step, len(groups)))
-        await publishing
-        if step > max(self._saved, first):  # asked to stop: nothing that was trained is lost
-            await self._checkpoint(step)
+        await publishing  # bounded: its calls have deadlines
+        if step > self._saved:  # asked to stop: nothing that was trained is lost
+            await self._checkpoint(tasks, step)
         return step
 
     async def _take_batch(self) -> list[Group] | None:
@@ -201,6 +219,7 @@ class Controller:
 
         taking, stopping = asyncio.ensure_future(take()), asyncio.ensure_future(self._stopping.wait())
         try:
+            # bounded: episodes and judging have limits
             await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return None if stopping.done() else taking.result()  # what was taken stays pending: it was never begun
         finally:
@@ -225,12 +244,15 @@ class Controller:
             self.observer.evaluated(step, results)
         return served
 
-    async def _checkpoint(self, step: int) -> None:
+    async def _checkpoint(self, tasks: asyncio.TaskGroup, step: int) -> None:
+        """Stalls for a copy of the state. A write that fails ends the run at once; its end waits for the last one."""
         self._saved = step
         faults.reach(ROLE, "checkpoint", step)
         if self.hooks.checkpoint:
-            await self.hooks.checkpoint(step, self.buffer.next_id)
-            self.ledger.event("checkpoint", {"step": step})
+            if self._saving:
+                await asyncio.wait({self._saving})  # bounded: its call of the trainer has a deadline
+            write = await self.hooks.checkpoint(step, self.buffer.next_id)
+            self._saving = tasks.create_task(write, name=f"checkpoint-{step}")
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0
@@ -248,11 +270,10 @@ class Controller:
                 raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
 
     def _watch_outcomes(self, group: Group) -> None:
-        """Stop when nothing can be judged any more: a broken verifier must not look like a policy that earns nothing."""
-        failures = [t.outcome.reason for t in group.trajectories if isinstance(t.outcome, InfraError | Unscorable)]
-        self._unscored = self._unscored + 1 if len(failures) == len(group.trajectories) else 0
-        if self._unscored >= self.schedule.patience:
-            raise RunFailed(f"{self._unscored} groups in a row could not be scored; the latest reason: {failures[0]}")
+        """A broken verifier must not look like a policy that earns nothing: see `breaker`."""
+        why = self.gate.judged(group.id, group.task.env, [t.outcome for t in group.trajectories])
+        if why is not None:
+            raise RunFailed(why)
 
     def _watch_drops(self, reason: str) -> None:
         """Stop when nothing that is sampled carries a gradient: it would go on for ever, and say nothing."""

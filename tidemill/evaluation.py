@@ -35,10 +35,10 @@ class Evaluator:
         places, run = asyncio.Semaphore(CONCURRENT), next(self._runs)  # each evaluation's episodes are new ones
 
         async def attempt(index: int, task: Task) -> Trajectory:
-            async with places:
-                async with self._pool.lease() as engine:
-                    seeds = lambda turn: derive_seed(self._seed, "eval", task.id, turn)  # noqa: E731
-                    played = await self._episodes.play(task, engine, f"eval/{run}/{index}", seeds)
+            async with places:  # bounded: an episode has its limit
+                seeds = lambda turn: derive_seed(self._seed, "eval", task.id, turn)  # noqa: E731
+                key = f"eval/{run}/{index}"
+                played = await self._pool.run(lambda engine: self._episodes.play(task, engine, key, seeds))
                 await self._episodes.judge(task, [played])
             return played
 

@@ -7,6 +7,7 @@ It keeps engine mismatch (lag 0) and staleness (lag > 0) apart, and changes noth
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 from collections import Counter, deque
@@ -15,14 +16,16 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.algorithms.mismatch import LogprobGap, Mismatch
+from tidemill.algorithms.mismatch import LogprobGap, Mismatch, lag_zero
+from tidemill.breaker import Change
 from tidemill.observability.display import Display
 from tidemill.observability.memory import PeakMemory
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.shares import shares
 from tidemill.observability.sinks import Fanout
 from tidemill.observability.trace import Trace
-from tidemill.protocols import Engine, Trainer
+from tidemill.pool import EnginePool
+from tidemill.protocols import PeerLost, Trainer
 from tidemill.seeds import derive_seed
 from tidemill.types import (
     TRUNCATED,
@@ -39,12 +42,13 @@ from tidemill.types import (
 )
 
 KINDS = {  # of the two pools' time; what is left is waiting
-    "train": ("train", "apply", "forward", "save"),
+    "train": ("train", "apply", "forward", "snapshot"),  # "save" goes on beside them
     "generate": ("generate",),
     "sync": ("publish", "stage", "commit"),
 }
 CONTROLLER = "controller"
 RATE_S = 10.0
+MOST_REASONS = 100
 PROBED_ROWS = 4  # of a batch, at each probe
 
 
@@ -79,6 +83,10 @@ class Totals:
     probe: LogprobGap = field(default_factory=LogprobGap)  # matched version, by score()
     probe_off: int = 0  # probes that met another version: not counted as matched
     versions: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)  # scored, unscorable, infra_errors
+    reasons: Counter[str] = field(default_factory=Counter)  # why there is no score; the first MOST_REASONS kinds of it
+    pauses: int = 0  # of admission, by the breaker
+    paused_s: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)  # process -> peak bytes
 
     @property
@@ -93,7 +101,8 @@ class Totals:
 class Monitor:
     def __init__(self, sinks: Fanout, display: Display, trace: Trace) -> None:
         self._sinks, self._display, self.trace = sinks, display, trace
-        self._parts: list[Engine | Trainer] = []
+        self._trainer: Trainer | None = None
+        self._pool: EnginePool | None = None
         self._window, self.totals = StepMetrics(), Totals()
         self._recent: deque[Group] = deque(maxlen=1)  # the latest groups that were rolled out
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
@@ -103,9 +112,9 @@ class Monitor:
         self._judging: list[Span] = []
         self._memory = PeakMemory()  # of this process
 
-    def attach(self, trainer: Trainer, engines: Sequence[Engine], judging: list[Span], batch: int) -> None:
+    def attach(self, trainer: Trainer, pool: EnginePool, judging: list[Span], batch: int) -> None:
         """The parts to ask for telemetry. judging: the rollouts' own spans, which this takes. batch: groups a step."""
-        self._parts, self._judging, self._last = [trainer, *engines], judging, time.monotonic()
+        self._trainer, self._pool, self._judging, self._last = trainer, pool, judging, time.monotonic()
         self._recent = deque(maxlen=batch)
 
     def header(self, lines: Sequence[str]) -> None:
@@ -118,6 +127,29 @@ class Monitor:
         count(self._window, group, dropped)
         self._recent.append(group)
         self.totals.tokens += sum(t.sampled for t in group.trajectories)
+        self._judged(group)
+
+    def _judged(self, group: Group) -> None:
+        """Count the outcomes; the first one without a score is shown, of each kind."""
+        for outcome in (t.outcome for t in group.trajectories):
+            kind = "infra_errors" if isinstance(outcome, InfraError) else "scored"
+            kind = "unscorable" if isinstance(outcome, Unscorable) else kind
+            self.totals.outcomes[kind] += 1
+            if isinstance(outcome, InfraError | Unscorable):
+                if self.totals.outcomes[kind] == 1:
+                    self._display.note(f"an attempt has no score and is not trained on ({kind}): {outcome.reason}")
+                if outcome.reason in self.totals.reasons or len(self.totals.reasons) < MOST_REASONS:
+                    self.totals.reasons[outcome.reason] += 1
+
+    def judging(self, change: Change) -> None:
+        """Admission pauses because judging fails, or goes on."""
+        self._display.note(change.text)
+        if change.kind == "paused":
+            self._window.add("judging/pauses", 1)
+            self.totals.pauses += 1
+        else:
+            self._window.add("judging/paused_s", change.seconds)
+            self.totals.paused_s += change.seconds
 
     def published(self, version: Version) -> None:
         self._version = version
@@ -128,27 +160,29 @@ class Monitor:
         self._sinks.log(step, {f"eval/{name}": value for name, value in results.items()})
         self._display.evaluated(step, results)
 
-    async def probe(self, served: Version, samples: Sequence[Sample], logprobs: Sequence[Array], engine: Engine) -> None:
+    async def probe(
+        self, served: Version, samples: Sequence[Sample], logprobs: Sequence[Array], pool: EnginePool
+    ) -> LogprobGap:
         """Score rows of the batch on an engine whose weights are those the trainer has just used (I1)."""
-        if not samples:
-            return
+        found = LogprobGap()
         first = derive_seed("probe", served.step)
         for i in range(min(PROBED_ROWS, len(samples))):
             index = (first + i * 7919) % len(samples)
             sample = samples[index]
-            scored = await engine.score(sample.tokens, served.policy, sample.temperature, 0)
+            scored = await pool.run(lambda e, s=sample: e.score(s.tokens, served.policy, s.temperature, 0))
             if scored.version != served:
                 self.totals.probe_off += 1
             elif sample.mask.any():
-                self.totals.probe.add(scored.logprobs[sample.mask], logprobs[index][sample.mask])
+                found.add(scored.logprobs[sample.mask], logprobs[index][sample.mask])
+        self.totals.probe.merge(found)
+        return found
 
     async def trained(
         self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
     ) -> None:
-        gap = Mismatch()
-        present = {(g.id, t.sample) for g in groups for t in g.trajectories if set(t.sources) == {self._version}}
-        for sample, logprobs in zip(samples, result.logprobs, strict=True):
-            matched = (sample.group, sample.sample) in present  # of this very version, not of an earlier life of its step
+        assert self._version is not None, "a step trains on what a published version sampled"
+        gap, present = Mismatch(), lag_zero(groups, samples, self._version)
+        for sample, logprobs, matched in zip(samples, result.logprobs, present, strict=True):
             gap.add(sample.logprobs, logprobs, sample.mask, matched)
         self.totals.mismatch.merge(gap)
         lags = [step - group.oldest for group in groups]
@@ -178,7 +212,11 @@ class Monitor:
 
     async def _times(self) -> Metrics:
         """Rates and shares since the last step, over all processes of the two pools."""
-        telemetry = [await part.telemetry() for part in self._parts]
+        assert self._trainer is not None and self._pool is not None
+        telemetry = [await self._trainer.telemetry()]
+        for engine in self._pool.engines:
+            with contextlib.suppress(PeerLost):  # it is started again; what it did since the last step is not known
+                telemetry.append(await engine.telemetry())
         begin, now = self._last, time.monotonic()
         self._last = now
         for each in telemetry:
@@ -205,7 +243,6 @@ class Monitor:
         self.trace.collect(telemetry)
 
     def close(self) -> None:
-        self._display.close()
         self._sinks.close()
 
 

@@ -1,48 +1,134 @@
-"""The rollout pool: several engines that act as one.
+"""The rollout pool: several engines that act as one, and may come and go.
 
-A group lives on one engine, so that its siblings share the prompt's KV pages, and goes to the engine with the fewest live
-groups. A version is published when every engine serves it and all name the same fingerprint; only then are slots released,
-which is what the lag bound counts on.
+    work -> the least loaded engine that is up; lost with it -> the same work again, on another one
+    publish -> every engine that is up commits; one that is lost meanwhile is left out
+    admit -> an engine that was started (again) is brought to the present version, then it is up
+
+A group lives on one engine, so that its siblings share the prompt's KV pages. A version is published when every engine that
+is up serves it and all name the same fingerprint; only then are slots released, which is what the lag bound counts on. An
+engine that comes back commits the present version under the same lock, so it never samples from an older one.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
 
-from tidemill.protocols import Engine, PolicyMismatch, Trainer
-from tidemill.types import Version
+from tidemill.observability.waits import waiting
+from tidemill.orchestration.wire import RemoteError
+from tidemill.protocols import Engine, EngineFailed, PeerLost, PolicyMismatch, Trainer
+from tidemill.types import Published, Version
+
+T = TypeVar("T")
+LOST = (PeerLost, EngineFailed, RemoteError)  # of an engine: what it was doing is done again elsewhere
+
+
+@dataclass(slots=True)
+class Member:
+    """A place in the pool."""
+
+    index: int
+    engine: Engine | None  # None: it is down
+    load: int = 0  # groups
 
 
 class EnginePool:
-    def __init__(self, engines: Sequence[Engine]) -> None:
+    def __init__(self, engines: Sequence[Engine], lost: Callable[[int, str], None] | None = None) -> None:
+        """lost: is told of an engine that cannot go on, and has it come back by `admit`. Without it a loss is an error."""
         if not engines:
             raise ValueError("a rollout pool needs at least one engine")
-        self.engines = list(engines)
-        self._load = [0] * len(self.engines)
+        self._members = [Member(i, engine) for i, engine in enumerate(engines)]
+        self._lost = lost
+        self._changed = asyncio.Condition()  # bounded: nothing waits while it holds it
+        self._committing = asyncio.Lock()  # bounded: held for updates, which have deadlines
+        self._published: Published | None = None
 
-    @asynccontextmanager
-    async def lease(self) -> AsyncIterator[Engine]:
-        """The least loaded engine, counted as loaded by one more group while the context is open."""
-        index = min(range(len(self._load)), key=self._load.__getitem__)
-        self._load[index] += 1
+    @property
+    def engines(self) -> list[Engine]:
+        """Those that are up."""
+        return [member.engine for member in self._members if member.engine is not None]
+
+    def supervised(self, lost: Callable[[int, str], None]) -> None:
+        self._lost = lost
+
+    async def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:
+        """Do `work` on the least loaded engine; again, on another one, when the engine is lost before it is done."""
+        while True:
+            member, engine = await self._least_loaded()
+            member.load += 1
+            try:
+                return await work(engine)
+            except LOST as loss:
+                self._down(member, engine, loss)
+            finally:
+                member.load -= 1
+
+    async def publish(self, published: Published) -> Version:
+        """Have every engine serve this version, at least one. Raises PolicyMismatch when one says it serves another."""
+        async with self._committing:
+            self._published = published
+            up = [(member, member.engine) for member in self._members if member.engine is not None]
+            await asyncio.gather(*(self._commit(member, engine, published) for member, engine in up))
+        await self._least_loaded()  # when all were lost: the first one to come back has committed this version
+        return published.version
+
+    async def admit(self, index: int, engine: Engine) -> None:
+        """An engine that was started joins, once it serves the present version."""
+        member = self._members[index]
+        async with self._committing:
+            if self._published is not None:
+                await self._update(index, engine, self._published)
+            member.engine = engine
+        async with self._changed:
+            self._changed.notify_all()
+
+    def drop(self, index: int) -> None:
+        """The engine is no more."""
+        self._members[index].engine = None
+
+    async def _commit(self, member: Member, engine: Engine, published: Published) -> None:
         try:
-            yield self.engines[index]
-        finally:
-            self._load[index] -= 1
+            await self._update(member.index, engine, published)
+        except LOST as loss:
+            self._down(member, engine, loss)
+
+    async def _update(self, index: int, engine: Engine, published: Published) -> None:
+        served = await engine.update(published)
+        if served != published.version:
+            raise PolicyMismatch(f"engine {index} serves {served} ({served.fingerprint}), published was {published.version}")
+
+    def _down(self, member: Member, engine: Engine, loss: Exception) -> None:
+        if self._lost is None:
+            raise loss
+        if member.engine is engine:  # the first to notice
+            member.engine = None
+            self._lost(member.index, str(loss).partition("\n")[0])
+
+    async def _least_loaded(self) -> tuple[Member, Engine]:
+        """Waits while all are down: whoever supervises them brings one back, or ends the run."""
+        if not self.engines:
+            async with self._changed:
+                with waiting("engines", "one that is up"):
+                    await self._changed.wait_for(lambda: self.engines)  # bounded: by the budget of restarts
+        member = min((m for m in self._members if m.engine is not None), key=lambda m: m.load)
+        assert member.engine is not None
+        return member, member.engine
 
 
 class PoolPublisher:
     """`protocols.Publisher` from one trainer to a pool."""
 
-    def __init__(self, trainer: Trainer, pool: EnginePool) -> None:
-        self._trainer, self._pool = trainer, pool
+    def __init__(self, trainer: Trainer, pool: EnginePool, tell: Callable[[Version, str], None] | None = None) -> None:
+        """tell: is told, once for each reason, why a version holds the weights of the one before."""
+        self._trainer, self._pool, self._tell = trainer, pool, tell
+        self._told: set[str] = set()
 
     async def publish(self, version: Version) -> Version:
         published = await self._trainer.publish(version)
-        served = await asyncio.gather(*(engine.update(published) for engine in self._pool.engines))
-        for index, each in enumerate(served):
-            if each != published.version:
-                raise PolicyMismatch(f"engine {index} serves {each} ({each.fingerprint}), published was {published.version}")
-        return published.version
+        served = await self._pool.publish(published)
+        if published.note and self._tell is not None and published.note not in self._told:
+            self._told.add(published.note)
+            self._tell(served, published.note)
+        return served

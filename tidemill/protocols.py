@@ -25,6 +25,7 @@ from tidemill.types import (
     Telemetry,
     TrainResult,
     Trajectory,
+    Unscorable,
     Version,
 )
 
@@ -104,11 +105,18 @@ class Trainer(Protocol):
         """Write the serving weights for engines to stage; the result's version carries their fingerprint."""
         ...
 
-    async def save(self, folder: str) -> None:
-        """Everything a resume needs of the trainer: weights, optimizer, schedule, RNG. `folder` is created."""
+    async def snapshot(self) -> None:
+        """Copy all that a resume needs of the trainer: weights, optimizer, schedule, RNG. The next step may run at once."""
         ...
 
-    async def load(self, folder: str) -> None: ...
+    async def save(self, folder: str) -> None:
+        """Write the latest snapshot, and give its memory back. `folder` is created. Every other method may be called
+        meanwhile, and changes nothing of what is written. Raises CheckpointError when it cannot be written."""
+        ...
+
+    async def load(self, folder: str) -> None:
+        """Go on from what `save` wrote. Raises CheckpointError when it does not fit, and is then as it was before."""
+        ...
 
     async def export(self, folder: str) -> None:
         """The weights, configuration and tokenizer as a Hugging Face folder."""
@@ -124,6 +132,10 @@ class PolicyMismatch(RuntimeError):
 
 class TrainingDiverged(ArithmeticError):
     """The gradient is not finite. No step was taken; the weights are those of before."""
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that cannot be read or written, or is not this trainer's. The message says what differs."""
 
 
 class PeerLost(ConnectionError):
@@ -166,6 +178,23 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+Gold = str | list[str] | Unscorable
+
+
+@runtime_checkable
+class Checkable(Protocol):
+    """What an environment may say besides, so that its verdicts can be checked before anything is trained on them."""
+
+    def gold(self, task: Task) -> Gold:
+        """The reply that must earn the full score (several: one a turn), or why none is known."""
+        ...
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the verdict on an attempt may depend on its siblings."""
+        ...
 
 
 class Roller(Protocol):

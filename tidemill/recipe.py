@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.config import Config, ConfigError, load
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.settings import EnvSettings, parse_env
+from tidemill.envs.settings import EnvironmentWorkers, EnvSettings, parse_env
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
@@ -31,6 +31,7 @@ class PlacementSettings(Config):
     engine_threads: int = Field(1, ge=1)  # of each engine
     trainer_threads: int = Field(1, ge=1)
     sync: SyncSettings = SyncSettings()
+    environment: EnvironmentWorkers = EnvironmentWorkers()
 
 
 class RolloutSettings(Config):
@@ -45,6 +46,11 @@ class RolloutSettings(Config):
     min_p: float = Field(0.0, ge=0, lt=1)
     window: int = Field(1, ge=1)  # look-ahead past the oldest unfinished group, see `buffer`
     episode_s: float = Field(600.0, gt=0)  # an episode that takes longer ends as an infrastructure error
+
+    @property
+    def truncated(self) -> bool:
+        """Whether less than the model's whole distribution is sampled from."""
+        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
 
 
 class WarmupSettings(Config):
@@ -68,16 +74,30 @@ class RecordSettings(LogSettings):
     """What is kept of a run, besides the ledger and the metrics, which always are."""
 
     checkpoint_every: int = Field(50, ge=0)  # steps; 0: only at the end
-    checkpoints: int = Field(2, ge=1)  # how many are kept
+    checkpoints: int = Field(2, ge=1)  # how many are kept; a resume falls back on an older one when the newest is damaged
+    keep_every: int = Field(0, ge=0)  # steps; checkpoints of every such step are kept for good; 0: of none
     probe_every: int = Field(5, ge=0)  # steps between matched-version logprob probes; 0: never
+
+
+class SuperviseSettings(Config):
+    """How processes are watched, and what is done when one ends."""
+
+    resume: bool = False  # go on by itself when the trainer has ended
+    restarts: int = Field(5, ge=0)  # of an engine, or resumes of the run, within the window; then the run stops
+    window_s: float = Field(600.0, gt=0)
+    backoff_s: float = Field(1.0, ge=0)  # before the first restart; each further one waits twice as long
+    heartbeat_s: float = Field(1.0, gt=0)  # between two heartbeats
+    silent_s: float = Field(60.0, gt=0)  # without an answer, before a process is killed; longer than one step of an engine
+    stuck_s: float = Field(900.0, gt=0)  # in a call without progress, before a process is killed
 
 
 SHORT: dict[str, Callable[[str], Any]] = {
     "env": parse_env,
     "algorithm": lambda name: {"name": name},
     "placement": lambda kind: {"kind": kind},
+    "supervise": lambda resume: {"resume": resume},
 }
-"""Keys that may be a short string, and the tables these stand for."""
+"""Keys that may be a plain value, and the tables these stand for."""
 
 
 class RunConfig(Config):
@@ -88,6 +108,7 @@ class RunConfig(Config):
     steps: int = Field(100, ge=1)
     max_lag: int = Field(1, ge=0)
     seed: int = Field(0, ge=0)
+    deterministic: bool = False  # the same weights to the last bit, whatever interrupts the run: float32 on the CPU
     placement: PlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()
     engine: EngineSettings = EngineSettings()
@@ -96,19 +117,37 @@ class RunConfig(Config):
     warmup: WarmupSettings = WarmupSettings()
     eval: EvalSettings = EvalSettings()
     record: RecordSettings = RecordSettings()
+    supervise: SuperviseSettings = SuperviseSettings()
+
+    @property
+    def coarsest(self) -> str:
+        """The dtype of the lowest precision that a logprob passes through, in the trainer or in an engine."""
+        used = (self.trainer.dtype, self.trainer.serving_dtype, self.engine.dtype)
+        return "bfloat16" if "bfloat16" in used else "float32"
 
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        return {key: SHORT[key](value) if key in SHORT and isinstance(value, str) else value for key, value in tree.items()}
+        return {
+            key: SHORT[key](value) if key in SHORT and not isinstance(value, dict | Config) else value
+            for key, value in tree.items()
+        }
 
     @model_validator(mode="before")
     @classmethod
     def _short_forms(cls, given: Any) -> Any:
-        return cls.expanded(given) if isinstance(given, dict) else given
+        if not isinstance(given, dict):
+            return given
+        tree = cls.expanded(given)
+        return _exactly(tree) if tree.get("deterministic") is True else tree
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         self.algorithm.check(self.rollout.group_size)
+        if self.deterministic and (self.warmup.accuracy or self.rollout.window > 1):
+            raise ValueError(
+                "deterministic = true: a warm-up ends by the clock, and a window above 1 takes groups as they finish; set "
+                "warmup.accuracy = 0 (give the initial/ of a run that was warmed up as the model) and rollout.window = 1"
+            )
         widest = self.max_lag * self.rollout.groups + 1
         if self.rollout.window > widest:
             raise ValueError(
@@ -117,7 +156,30 @@ class RunConfig(Config):
         return self
 
 
-MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "record", "scoring"})
+EXACT = {
+    "engine": {"batch_invariant": True, "in_flight": "finish", "dtype": "float32", "device": "cpu"},
+    "trainer": {"dtype": "float32", "serving_dtype": "float32", "device": "cpu"},
+}
+"""What `deterministic = true` settles."""
+
+
+def _exactly(tree: dict[str, Any]) -> dict[str, Any]:
+    for table, settled in EXACT.items():
+        given = tree.get(table, {})
+        if isinstance(given, Config):
+            given = given.model_dump()
+        elif not isinstance(given, dict):
+            continue  # no table at all: refused as that
+        for key, value in settled.items():
+            if given.get(key, value) not in (value, "auto"):
+                raise ValueError(
+                    f"{table}.{key} = {given[key]!r} does not go with deterministic = true, which needs {value!r}"
+                )
+        tree = {**tree, table: {**given, **settled}}
+    return tree
+
+
+MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "record", "scoring", "supervise"})
 """Keys that may differ when a run goes on. Any other one would change what the recorded part of the run means."""
 
 
@@ -129,6 +191,12 @@ def load_recipe(files: Sequence[str | Path], overrides: Iterable[str] = (), base
 
 def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
     """Refuse to go on with a run under a recipe that is not its own."""
+    if new.get("deterministic"):
+        threads = ("engine_threads", "trainer_threads")
+        if any(old["placement"][key] != new["placement"][key] for key in threads):
+            raise ConfigError(
+                f"{folder} is deterministic: with other numbers of threads its sums would differ in their bits"
+            )
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and k not in MAY_CHANGE)
     if changed:
         raise ConfigError(

@@ -14,10 +14,13 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from tidemill.envs.chat import EpisodeChat, EpisodeOver, rollout_seeds
+from tidemill.controller import first_cause
+from tidemill.envs.bounded import Overdue, bounded
+from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, rollout_seeds
 from tidemill.envs.template import Tokenizer
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Environment
+from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
 from tidemill.types import Finish, Group, InfraError, Outcome, SamplingParams, Span, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
@@ -38,17 +41,17 @@ class Episodes:
         chat = EpisodeChat(engine, self.tokenizer, self.params, context=self.context, key=key, seeds=seeds, sample=sample)
         finish: Finish | None = None
         outcome: Outcome | None
-        limit = asyncio.timeout(self.limit_s)
         try:
-            async with limit:
-                outcome = await self.environment.run(task, chat)
+            outcome = await bounded(self.environment.run(task, chat), self.limit_s)
+            if outcome is not None:  # what it returns is the user's affair as well
+                outcome = outcome_of(outcome, f"environment {self.environment.name}")
         except EpisodeOver as over:
             outcome, finish = Unscorable(str(over)), over.finish
+        except EnvironmentLost:
+            raise
         except Exception as error:  # the environment is the user's code: whatever it raises is that attempt's affair
             logger.warning("environment %s raised on task %s", self.environment.name, task.id, exc_info=error)
-            reason = (
-                f"the episode took longer than {self.limit_s:g} s" if limit.expired() else f"{type(error).__name__}: {error}"
-            )
+            reason = f"the episode took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
             outcome, finish = InfraError(reason), Finish.ENV_ERROR
             await engine.abort(key)
         if chat.failure is not None:  # also when the environment swallowed it: an engine's failure is no outcome
@@ -67,19 +70,19 @@ class Episodes:
 
     async def _outcomes(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
         """What `judge` says. That it raises, hangs or answers for another number of attempts is no score of any."""
-        limit = asyncio.timeout(self.limit_s)
         try:
-            async with limit:
-                outcomes = await self.environment.judge(task, attempts)
-            if len(outcomes) == len(attempts):
-                return outcomes
-            reason = f"judge gave {len(outcomes)} outcomes for {len(attempts)} attempts"
+            outcomes = await bounded(self.environment.judge(task, attempts), self.limit_s)
+            return outcomes_of(outcomes, f"environment {self.environment.name}", len(attempts))
+        except EnvironmentLost:
+            raise
         except Exception as error:  # the user's code, as above
             logger.warning("environment %s could not judge task %s", self.environment.name, task.id, exc_info=error)
-            reason = (
-                f"judging took longer than {self.limit_s:g} s" if limit.expired() else f"{type(error).__name__}: {error}"
-            )
-        return [InfraError(reason) for _ in attempts]
+            reason = f"judging took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
+            return [InfraError(reason) for _ in attempts]
+
+
+def _reason(error: Exception) -> str:
+    return clip(str(error) if isinstance(error, EpisodeFailed) else f"{type(error).__name__}: {error}")
 
 
 class Rollout:
@@ -90,12 +93,20 @@ class Rollout:
         self.spans: list[Span] = []  # judging, for the trace; taken by whoever asks
 
     async def rollout(self, group_id: int, task: Task) -> Group:
-        async with self._pool.lease() as engine:
-            attempts = await asyncio.gather(*(self._attempt(engine, group_id, task, i) for i in range(self._size)))
+        attempts = await self._pool.run(lambda engine: self._attempts(engine, group_id, task))
         start = time.monotonic()
         await self._episodes.judge(task, attempts)
         self.spans.append(Span("reward", start, time.monotonic(), {"group": group_id}))
         return Group(group_id, task, attempts)
+
+    async def _attempts(self, engine: Engine, group_id: int, task: Task) -> list[Trajectory]:
+        """All siblings, or the first error: then the others have ended too."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                playing = [group.create_task(self._attempt(engine, group_id, task, i)) for i in range(self._size)]
+        except BaseExceptionGroup as failures:
+            raise first_cause(failures) from None
+        return [each.result() for each in playing]
 
     async def _attempt(self, engine: Engine, group_id: int, task: Task, sample: int) -> Trajectory:
         return await self._episodes.play(

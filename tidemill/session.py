@@ -11,37 +11,44 @@ import asyncio
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
+from tidemill.agreement import Agreement
 from tidemill.algorithms.prepare import Algorithm
+from tidemill.breaker import Breaker, Change, Gate
 from tidemill.buffer import Buffer
 from tidemill.build import Parts, TrainerSpec, start_parts
-from tidemill.checkpoints import Checkpoints, Position
+from tidemill.checkpoint_manifest import Position
+from tidemill.checkpoints import Checkpoints
 from tidemill.config import ConfigError, dump
 from tidemill.controller import Controller, Hooks, Schedule, first_cause
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.template import check_prompts
+from tidemill.envs.workers import in_workers
 from tidemill.evaluation import Evaluator
+from tidemill.exact import Recorded, take_up_exactly
+from tidemill.health import forget_failure, record_failure, reporting
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
 from tidemill.model_folder import ModelFolder, resolve_model
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
-from tidemill.pool import EnginePool, PoolPublisher
-from tidemill.protocols import Environment
+from tidemill.pool import PoolPublisher
+from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
 from tidemill.resume import Standing, take_up
+from tidemill.reward_check import QUICK_TASKS, vouch
 from tidemill.rollout import Episodes, Rollout
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Metrics, SamplingParams, Task, Version
+from tidemill.supervision import Budget
+from tidemill.types import Array, Metrics, Sample, SamplingParams, Task, Version
 from tidemill.warm_start import WarmStart, kept_start, warm_start
 
 
@@ -56,6 +63,11 @@ class Session:
     model: ModelFolder
     monitor: Monitor
     note: Callable[[str], None]
+
+    def tell(self, kind: str, detail: dict[str, Any]) -> None:
+        """An event that the user should see, and the ledger keep."""
+        self.ledger.event(kind, detail)
+        self.note(f"{kind.replace('_', ' ')}: {', '.join(str(value) for value in detail.values())}".partition("\n")[0])
 
     def task_at(self, group_id: int) -> Task:
         tasks = self.environment.tasks("train")
@@ -103,6 +115,24 @@ async def run(
 
     callbacks: called with (step, metrics). make: an environment from Python objects instead of `config.env`.
     """
+    supervise = config.supervise
+    budget = Budget(supervise.restarts, supervise.window_s, supervise.backoff_s)
+    try:
+        while True:
+            try:
+                return await _once(config, display, callbacks, make)
+            except PeerLost as lost:
+                if not supervise.resume:
+                    raise
+                cause = str(lost).partition("\n")[0]
+                pause = budget.spend(cause)
+                display.note(f"{cause}; going on by itself in {pause:g} s")
+                await asyncio.sleep(pause)  # bounded: by the budget
+    finally:
+        display.close()
+
+
+async def _once(config: RunConfig, display: Display, callbacks: Sequence[Callback], make: EnvironmentMaker | None) -> Ended:
     folder = RunFolder.open(config)
     with _ledger(folder) as ledger:  # from here on this process is the folder's only writer
         folder.claim(config, begun=ledger.next_group_id() > 0)
@@ -114,23 +144,56 @@ async def run(
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
-        scorer = WorkerPool(**config.scoring.model_dump())
-        sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=display.note)
-        monitor = Monitor(sinks, display, Trace(config.record.trace_events))
+        forget_failure(folder.path)
         try:
-            environment = make(scorer) if make else make_environment(config.env, scorer)
-            try:
-                model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
-                session = Session(config, folder, ledger, environment, model, monitor, display.note)
-                _describe(session)
-                return await _run(session)
-            finally:
-                await environment.close()
-        except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+            return await _with_environment(config, folder, ledger, display, callbacks, make)
+        except BaseException as error:
+            cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
+            record_failure(folder.path, cause)
+            if cause is error:
+                raise
+            raise cause from error
+
+
+async def _with_environment(
+    config: RunConfig,
+    folder: RunFolder,
+    ledger: SqliteLedger,
+    display: Display,
+    callbacks: Sequence[Callback],
+    make: EnvironmentMaker | None,
+) -> Ended:
+    scorer = WorkerPool(**config.scoring.workers_as())
+    sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=display.note)
+    monitor = Monitor(sinks, display, Trace(config.record.trace_events))
+    try:
+        environment = make(scorer) if make else make_environment(config.env, scorer)
+        lost, written = _lost_worker(config, ledger, display.note), None if make else config.env
+        environment = in_workers(environment, config.placement.environment, lost, display.note, written)
+        try:
+            model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
+            session = Session(config, folder, ledger, environment, model, monitor, display.note)
+            _describe(session)
+            if ledger.next_group_id() == 0:
+                await _vouch(session)
+            return await _run(session)
         finally:
-            await scorer.close()
-            monitor.close()
+            await environment.close()
+    finally:
+        await scorer.close()
+        monitor.close()
+
+
+def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], None]) -> Callable[[str], float]:
+    """What is done when an environment worker was lost: say it, record it, and pay for another."""
+    budget = Budget(config.supervise.restarts, config.supervise.window_s, config.supervise.backoff_s)
+
+    def lost(reason: str) -> float:
+        ledger.event("environment_worker_lost", {"reason": reason})
+        note(f"environment worker lost: {reason}")
+        return budget.spend(reason)
+
+    return lost
 
 
 def _describe(session: Session) -> None:
@@ -138,7 +201,7 @@ def _describe(session: Session) -> None:
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(config.eval.final_tasks)
     longest = check_prompts([*train, *held_out], session.model.tokenizer, session.context)
-    if (config.rollout.top_p, config.rollout.top_k, config.rollout.min_p) != (1.0, 0, 0.0):
+    if config.rollout.truncated:
         session.note(
             "top_p, top_k and min_p: the trainer's logprobs are of the whole distribution (the sampled support is recorded, "
             "not yet used), so importance ratios are biased and the mismatch at lag 0 is not 0"
@@ -156,6 +219,18 @@ def _describe(session: Session) -> None:
     )
 
 
+async def _vouch(session: Session) -> None:
+    config, there_are = session.config, len(session.environment.tasks("train"))
+    await vouch(
+        session.environment,
+        [session.task_at(position) for position in range(min(there_are, QUICK_TASKS))],
+        limit_s=config.rollout.episode_s,
+        accepted=config.scoring.accept,
+        record=session.ledger.event,
+        note=session.note,
+    )
+
+
 async def _run(session: Session) -> Ended:
     config, folder, ledger = session.config, session.folder, session.ledger
     begin = time.monotonic()
@@ -168,8 +243,9 @@ async def _run(session: Session) -> Ended:
         folder=folder.weights,
         seed=config.seed,
     )
-    async with start_parts(config.placement, config.engine, spec, folder.logs) as parts:
-        done = await _train(session, parts)
+    async with start_parts(config, spec, folder.logs, session.tell) as parts:
+        async with parts.watched():
+            done = await _train(session, parts)
         if done == config.steps:
             await folder.write_final(parts.trainer.export)
     report = make_report(session.monitor.totals, session.monitor.trace, ledger, start, config, time.monotonic() - begin)
@@ -192,40 +268,70 @@ async def _start(session: Session) -> WarmStart:
 
 async def _train(session: Session, parts: Parts) -> int:
     config, ledger = session.config, session.ledger
-    pool = EnginePool(parts.engines)
+    pool = parts.pool
     algorithm = Algorithm(config.algorithm.with_fixed_length(config.rollout.max_tokens))
-    checkpoints = Checkpoints(session.folder.checkpoints, config.record.checkpoints)
-    standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
-    contexts = [(await engine.capabilities()).context for engine in parts.engines]  # less than the model's where KV is short
+    kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
+    checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
+    if config.deterministic:
+        standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
+    else:
+        standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
+    contexts = [(await engine.capabilities()).context for engine in pool.engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
     roller = Rollout(pool, episodes, config.rollout.group_size, config.seed)
-    session.monitor.attach(parts.trainer, parts.engines, roller.spans, config.rollout.groups)
+    recorded = Recorded(ledger, roller) if config.deterministic else None
+    session.monitor.attach(parts.trainer, pool, roller.spans, config.rollout.groups)
+
+    def unchanged(version: Version, why: str) -> None:
+        session.tell("weights_unchanged", {"version": str(version), "why": why})
+
     controller = Controller(
         _schedule(config, standing),
         _buffer(config, standing),
         session.task_at,
-        roller,
+        recorded or roller,
         parts.trainer,
-        PoolPublisher(parts.trainer, pool),
-        ledger,
+        PoolPublisher(parts.trainer, pool, unchanged),
+        recorded or ledger,
         algorithm,
         session.monitor,
         _hooks(session, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
+        gate=_gate(session),
         restored=standing.left,
         versions=standing.versions,
     )
-    async with _stop_on_signals(controller.stop, session.note):
+
+    def now() -> dict[str, Any]:
+        buffer = controller.buffer
+        versions = [version.step for version in controller.versions.values()]
+        slots = {"slots": buffer.slots, "used": buffer.used, "finished": buffer.ready}
+        return {"step": controller.step, "steps": config.steps, "version": max(versions, default=None), "buffer": slots}
+
+    async with _stop_on_signals(controller.stop, session.note), reporting(session.folder.path, parts.handles, now):
         return await controller.run()
+
+
+def _gate(session: Session) -> Gate:
+    scoring = session.config.scoring
+
+    def tell(change: Change) -> None:
+        detail = {"verifier": change.verifier, "share": change.share, "reason": change.reason, "seconds": change.seconds}
+        session.ledger.event(f"judging_{change.kind}", detail)
+        session.monitor.judging(change)
+
+    return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
 
 
 def _schedule(config: RunConfig, standing: Standing) -> Schedule:
     return Schedule(
         steps=config.steps,
         first=standing.step,
+        saved=standing.saved,
         incarnation=standing.incarnation,
         eval_every=config.eval.every or config.steps,
         checkpoint_every=config.record.checkpoint_every,
         probe_every=config.record.probe_every,
+        deterministic=config.deterministic,
     )
 
 
@@ -247,11 +353,15 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: 
         ends = version.step in (0, config.steps)
         return await evaluator(session.held_out(config.eval.final_tasks if ends else config.eval.tasks), version)
 
-    async def checkpoint(step: int, next_id: int) -> None:
-        await checkpoints.save(parts.trainer, Position(step, standing.incarnation, next_id))
-        session.ledger.retain(checkpoint=step)  # what a resume can still need stays
+    async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
+        return await checkpoints.begin(parts.trainer, Position(step, standing.incarnation, next_id))
 
-    return Hooks(evaluate, checkpoint, partial(session.monitor.probe, engine=parts.engines[0]))
+    agreement = Agreement(parts.trainer, config.coarsest, config.rollout.truncated)
+
+    async def probe(version: Version, samples: Sequence[Sample], logprobs: Sequence[Array]) -> None:
+        agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, parts.pool))
+
+    return Hooks(evaluate, checkpoint, agreement, probe)
 
 
 @contextmanager

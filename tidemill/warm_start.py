@@ -8,17 +8,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
+import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tidemill import faults
 from tidemill.build import TrainerSpec, start_parts
 from tidemill.config import dump
-from tidemill.durable import write_json
+from tidemill.controller import ROLE
+from tidemill.durable import put_in_place, write_json
 from tidemill.evaluation import Evaluator
 from tidemill.model_folder import NEW, ModelFolder
-from tidemill.pool import EnginePool, PoolPublisher
+from tidemill.pool import PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
 from tidemill.run_folder import RunFolder, read_json
@@ -71,6 +73,7 @@ async def _train(
 ) -> WarmedUp:
     cores = os.cpu_count() or 1
     placement = config.placement.model_copy(update={"engines": 1, "trainer_threads": cores, "engine_threads": cores})
+    parts_of = config.model_copy(update={"placement": placement})
     settings = config.trainer.model_copy(
         update={"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
     )
@@ -82,16 +85,28 @@ async def _train(
         folder=folder.weights,
         seed=config.seed,
     )
-    async with start_parts(placement, config.engine, spec, folder.logs / "warmup") as parts:
-        pool = EnginePool(parts.engines)
-        publisher, evaluator = PoolPublisher(parts.trainer, pool), Evaluator(pool, episodes, config.seed)
-        warmed = await warm_up(config.warmup, tasks, model.tokenizer, parts.trainer, publisher, evaluator, config.seed, note)
-        beside = kept.with_name(f"{kept.name}.{secrets.token_hex(4)}.partial")
+    async with start_parts(parts_of, spec, folder.logs / "warmup", lambda kind, detail: note(f"{kind}: {detail}")) as parts:
+        publisher, evaluator = PoolPublisher(parts.trainer, parts.pool), Evaluator(parts.pool, episodes, config.seed)
+        async with parts.watched():
+            warmed = await warm_up(
+                config.warmup, tasks, model.tokenizer, parts.trainer, publisher, evaluator, config.seed, note
+            )
+        beside = kept.with_name(f"{kept.name}.{config.run_dir.name}.partial")  # this run's own
         kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(beside, ignore_errors=True)  # cut off by a kill
         await parts.trainer.export(str(beside))
     write_json(beside / RECORD, asdict(warmed))
-    os.rename(beside, kept)
+    faults.reach(ROLE, "warm-start", path=beside / RECORD)
+    keep(beside, kept)
     return warmed
+
+
+def keep(beside: Path, kept: Path) -> None:
+    """Of two runs that warmed up at the same time, the first one's result is kept."""
+    if (kept / RECORD).is_file():
+        shutil.rmtree(beside)
+    else:
+        put_in_place(beside, kept)
 
 
 def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str:

@@ -49,7 +49,7 @@ async def test_killed_child_fails_pending_calls_at_once(tmp_path: Path, temporar
     began = time.monotonic()
     for call in calls:
         with pytest.raises(
-            PeerDied, match=r"engine-0 died: killed by SIGKILL; the end of .*engine-0.log:\n.*printed to stdout"
+            PeerDied, match=r"engine-0 died: killed by SIGKILL; its log: .*engine-0.log\n.*printed to stdout"
         ):
             await call
     assert time.monotonic() - began < 2
@@ -197,10 +197,10 @@ def test_tail_is_bounded(tmp_path: Path) -> None:
     path.write_text("\n".join(f"line {i} {'x' * 50}" for i in range(10_000)))
     assert len(log.tail()) < 6000
     assert "line 9999" in log.tail()
-    assert Log.at(path).tail() == f"{path} is empty"  # what an earlier process wrote is not this one's
+    assert Log.at(path).tail() == f"its log: {path} (empty)"  # what an earlier process wrote is not this one's
     with open(path, "a") as file:
         file.write("\nthe last words")
-    assert Log(path, path.stat().st_size - 14).tail() == f"the end of {path}:\n  | the last words"
+    assert Log(path, path.stat().st_size - 14).tail() == f"its log: {path}\n  | the last words"
 
 
 QUICK = Liveness(every_s=0.02, silent_s=0.5, stuck_s=0.5)
@@ -238,4 +238,15 @@ async def test_a_slow_child_that_makes_progress_lives(tmp_path: Path, temporary:
     assert vitals.alive and vitals.heard < 5 and vitals.progress > 0 and vitals.busy[0][0] == "hold"
     await child.proxy.release("x")
     await slow
+    await child.stop()
+
+
+async def test_a_watcher_that_was_stopped_itself_kills_nobody(tmp_path: Path, temporary: Path) -> None:
+    child = await start(tmp_path, liveness=QUICK)
+    await asyncio.sleep(0.05)  # a heartbeat is under way, or about to be
+    for _ in range(3):
+        time.sleep(1.0)  # as if this process had been stopped
+        await asyncio.sleep(0)
+        await child.proxy.pid()
+    assert child.alive
     await child.stop()

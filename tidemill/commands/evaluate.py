@@ -7,6 +7,7 @@ that its report calls accuracy_after, and `initial` gives accuracy_before.
 from __future__ import annotations
 
 import asyncio
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings
 from tidemill.envs.template import check_prompts
+from tidemill.envs.workers import in_workers
 from tidemill.evaluation import Evaluator
 from tidemill.model_folder import ModelFolder
 from tidemill.pool import EnginePool
@@ -33,6 +35,7 @@ from tidemill.recipe import RunConfig, load_recipe
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
 from tidemill.session import context_of, make_episodes
+from tidemill.supervision import Budget
 from tidemill.types import Metrics
 
 Which = Literal["final", "initial"]
@@ -135,16 +138,17 @@ def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[
 
 async def _run(subject: Subject) -> Evaluated:
     config, begin = subject.config, time.monotonic()
-    scorer = WorkerPool(**config.scoring.model_dump())
+    scorer = WorkerPool(**config.scoring.workers_as())
     try:
+        budget = Budget(config.supervise.restarts, config.supervise.window_s, config.supervise.backoff_s)
         environment = make_environment(config.env, scorer)
+        environment = in_workers(environment, config.placement.environment, budget.spend, _note, config.env)
         try:
             model = ModelFolder.open(subject.model)
             tasks = environment.tasks("eval")[: subject.tasks]
             check_prompts(tasks, model.tokenizer, context_of(config, model))
             with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
-                parts = (config.placement, config.engine, model.path, Path(logs), usable_cores())
-                async with start_engine(*parts) as engine:
+                async with start_engine(config, model.path, Path(logs), usable_cores()) as engine:
                     evaluator = Evaluator(EnginePool([engine]), make_episodes(config, environment, model), config.seed)
                     results = await evaluator(tasks)
             same = subject.recorded is not None and subject.recorded[0] == results["n"]
@@ -154,6 +158,10 @@ async def _run(subject: Subject) -> Evaluated:
             await environment.close()
     finally:
         await scorer.close()
+
+
+def _note(text: str) -> None:
+    print(text, file=sys.stderr)
 
 
 def as_figures(results: Metrics) -> dict[str, Any]:

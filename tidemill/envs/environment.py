@@ -20,7 +20,8 @@ from tidemill.config import ConfigError
 from tidemill.envs.chat import ContextFull
 from tidemill.envs.judge import Judge
 from tidemill.envs.tasks import Splits, check_splits, split_by_hash, task_of, unique
-from tidemill.protocols import Chat
+from tidemill.protocols import Chat, Checkable, Gold
+from tidemill.rewards.gold import Teller, told_by
 from tidemill.rewards.outcome import outcome_of
 from tidemill.types import InfraError, Outcome, Task, Trajectory, Unscorable
 
@@ -46,6 +47,15 @@ class SingleTurn:
     async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
         return await self._judge(task, attempts)
 
+    @property
+    def grouped(self) -> bool:
+        return not isinstance(self._judge, Checkable) or self._judge.grouped
+
+    def gold(self, task: Task) -> Gold:
+        if not isinstance(self._judge, Checkable):
+            return Unscorable("its judge does not say what would be right")
+        return self._judge.gold(task)
+
     async def close(self) -> None:
         return None
 
@@ -53,16 +63,18 @@ class SingleTurn:
 class FunctionEnvironment:
     """An episode written as an async function; see `environment`."""
 
-    def __init__(self, function: Episode, tasks: TaskSource | None = None) -> None:
+    grouped = False
+
+    def __init__(self, function: Episode, tasks: TaskSource | None = None, gold: Teller | None = None) -> None:
         if not inspect.iscoroutinefunction(function) or len(inspect.signature(function).parameters) != 2:
             raise ConfigError(f"environment {function!r}: expected `async def NAME(task, chat)`")
         self.name = function.__name__
-        self._function, self._source = function, tasks
+        self.function, self._source, self._teller = function, tasks, gold
         self._splits: Splits | None = None
 
     def with_tasks(self, tasks: TaskSource) -> FunctionEnvironment:
         """The same episode on other tasks."""
-        return FunctionEnvironment(self._function, tasks)
+        return FunctionEnvironment(self.function, tasks, self._teller)
 
     @property
     def has_tasks(self) -> bool:
@@ -80,10 +92,15 @@ class FunctionEnvironment:
     async def run(self, task: Task, chat: Chat) -> Outcome | None:
         """The episode's outcome. A conversation that outgrows the context is Unscorable, unless the function decides."""
         try:
-            value = await self._function(task, chat)
+            value = await self.function(task, chat)
         except ContextFull as full:
             return Unscorable(str(full))
         return outcome_of(value, f"environment {self.name}")
+
+    def gold(self, task: Task) -> Gold:
+        if self._teller is None:
+            return Unscorable("the environment does not say what would be right: give it @environment(gold=...)")
+        return told_by(self._teller, task)
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
         return [InfraError(f"environment {self.name} left the attempt undecided")] * len(attempts)
@@ -95,18 +112,22 @@ class FunctionEnvironment:
 @overload
 def environment(function: Episode) -> FunctionEnvironment: ...
 @overload
-def environment(*, tasks: TaskSource) -> Callable[[Episode], FunctionEnvironment]: ...
 def environment(
-    function: Episode | None = None, *, tasks: TaskSource | None = None
+    *, tasks: TaskSource | None = None, gold: Teller | None = None
+) -> Callable[[Episode], FunctionEnvironment]: ...
+def environment(
+    function: Episode | None = None, *, tasks: TaskSource | None = None, gold: Teller | None = None
 ) -> FunctionEnvironment | Callable[[Episode], FunctionEnvironment]:
     """Make an environment of `async def NAME(task, chat)`, which returns a Score, Unscorable, InfraError or a number.
 
     tasks: a list of tasks or of rows with a "prompt", a tenth of which is held out by hash; or a function from
     "train" and "eval" to such lists. Without it the recipe has to name data.
+    gold: the reply that must earn the full score, or a list with one a turn, from the task: called with whichever of `task`,
+    `prompt` and the data's columns it asks for by name. `tidemill reward test` and the start of a run check against it.
     """
     if function is not None:
-        return FunctionEnvironment(function, tasks)
-    return lambda decorated: FunctionEnvironment(decorated, tasks)
+        return FunctionEnvironment(function, tasks, gold)
+    return lambda decorated: FunctionEnvironment(decorated, tasks, gold)
 
 
 def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:

@@ -19,7 +19,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Literal
 
-from tidemill import codec
+from tidemill import codec, faults
 from tidemill.durable import flush
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
@@ -102,7 +102,7 @@ class SqliteLedger(LedgerReads):
         """Payloads to disk, then their rows: a row never points at bytes that are not there."""
         if not group.trajectories:
             raise LedgerError(f"group {group.id} has no trajectory: drop it with a reason instead")
-        with self._lock:
+        with self._lock:  # bounded: by SQLite's time-out
             self._expect_in_flight(group.id)
             try:
                 payloads = [codec.encode(t) for t in group.trajectories]
@@ -110,6 +110,7 @@ class SqliteLedger(LedgerReads):
                 raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
             assert self._segments is not None
             with explained(self.folder):
+                faults.reach("controller", "record", group.id)
                 locations = self._segments.append(group.id, payloads)
             rows = [
                 trajectory_row(group.id, i, t, at)
@@ -224,7 +225,7 @@ class SqliteLedger(LedgerReads):
         """
         assert self._segments is not None
         bound = min(checkpoint, (self.last_step() or 0) + 1 - steps)
-        with self._lock:
+        with self._lock:  # bounded: by SQLite's time-out
             return retain(self._db, self._write, self._trajectories, self._segments.current, bound, max_bytes)
 
     def close(self) -> None:
@@ -247,7 +248,7 @@ class SqliteLedger(LedgerReads):
         """One transaction: all of it, or nothing."""
         if self._mode == "read":
             raise LedgerError(f"the ledger in {str(self.folder)!r} was opened for reading only")
-        with self._lock, explained(self.folder):
+        with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
             self._db.execute("BEGIN IMMEDIATE")
             try:
                 yield self._db
@@ -267,11 +268,15 @@ class SqliteLedger(LedgerReads):
     def _expect_schema(self) -> None:
         if not _tables(self._db):
             raise RunFolderError(f"{str(self.folder)!r} holds an empty ledger: a start was interrupted; start it again")
-        schema = self.meta()["schema"]
+        schema = self.meta().get("schema")
         if schema != str(VERSION):
             raise RunFolderError(
                 f"{str(self.folder)!r} has a ledger of schema {schema}; this version reads {VERSION}: use its own"
             )
+        with contextlib.closing(sqlite3.connect(":memory:", timeout=_BUSY_S)) as fresh:
+            fresh.executescript(SCHEMA)
+            if _definitions(fresh) != _definitions(self._db):
+                raise LedgerError(f"the ledger in {str(self.folder)!r} is damaged: its tables are not those that were made")
 
     def _last_segment(self) -> int:
         return self._one("SELECT coalesce(max(segment), 0) FROM trajectories")[0]
@@ -321,6 +326,10 @@ def _expect(folder: Path, mode: str) -> None:
 
 def _tables(db: sqlite3.Connection) -> int:
     return db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]
+
+
+def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
+    return sorted(map(tuple, db.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master")))
 
 
 def _replay_hint(step: int, last: int) -> str:

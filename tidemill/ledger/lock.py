@@ -39,6 +39,22 @@ class FolderLock:
             os.close(self._descriptor)
 
 
+def holder(folder: Path) -> int | None:
+    """The process that writes to this folder now; None when there is none. For other processes than that one."""
+    path = folder / "ledger.lock"
+    if not path.is_file():
+        return None
+    descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return None
+    except (BlockingIOError, PermissionError):
+        pid = os.pread(descriptor, 32, 0).strip()
+        return int(pid) if pid.isdigit() else None
+    finally:
+        os.close(descriptor)  # and the lock, if it was granted
+
+
 def _identity(path: Path) -> tuple[int, int]:
     status = path.stat()
     return status.st_dev, status.st_ino

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sqlite3
 import threading
 from pathlib import Path
@@ -37,6 +36,7 @@ class LedgerReads:
 
     def __init__(self, folder: Path, db: sqlite3.Connection) -> None:
         db.row_factory = sqlite3.Row
+        # bounded: held for one statement, which SQLite's time-out bounds
         self.folder, self._db, self._lock = folder, db, threading.RLock()
         self._trajectories = folder / "trajectories"
 
@@ -63,14 +63,44 @@ class LedgerReads:
         """The latest step that was begun; None before the first."""
         return self._one("SELECT max(step) FROM steps")[0]
 
+    def next_step(self) -> int:
+        """The first step that was never begun."""
+        last = self.last_step()
+        return 0 if last is None else last + 1
+
+    def waiting_at(self, step: int, next_id: int) -> list[int]:
+        """Groups below `next_id` that were neither dropped nor trained before `step`, in order."""
+        sql = "SELECT id FROM groups WHERE id < ? AND fate IS NOT 'dropped' AND (step IS NULL OR step >= ?) ORDER BY id"
+        return [r[0] for r in self._rows(sql, next_id, step)]
+
+    def task_of(self, group_id: int) -> Task:
+        row = self._one(f"SELECT {_TASK} FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?", group_id)
+        if row is None:
+            raise LedgerError(f"group {group_id} was never admitted")
+        return _task(row)
+
+    def has_finished(self, group_id: int) -> bool:
+        return self._one("SELECT 1 FROM groups WHERE id = ? AND finished_at IS NOT NULL", group_id) is not None
+
+    def has_payload(self, group_id: int) -> bool:
+        """Whether it has finished and its trajectories were not removed by retention."""
+        sql = "SELECT count(*), count(gone_at) FROM trajectories WHERE group_id = ?"
+        recorded, gone = self._one(sql, group_id)
+        return recorded > 0 and gone == 0
+
+    def fate(self, group_id: int) -> str | None:
+        """ "trained", "dropped: REASON", or None while it is pending."""
+        row = self._one("SELECT fate, reason FROM groups WHERE id = ?", group_id)
+        if row is None or row["fate"] is None:
+            return None
+        return row["fate"] if row["reason"] is None else f"dropped: {row['reason']}"
+
     def steps(self, *, since: int = 0, live: bool = True) -> list[StepRecord]:
         """Steps from `since` on, in order; with `live`, only the incarnation of each that is in the weights."""
         source = "live_steps JOIN steps USING (step, incarnation)" if live else "steps"
         rows = self._rows(f"SELECT steps.* FROM {source} WHERE step >= ? ORDER BY step, incarnation", since)
         return [
-            StepRecord(
-                r["step"], r["incarnation"], r["begun_at"], r["ended_at"], r["runs"], json.loads(r["metrics"] or "{}")
-            )
+            StepRecord(r["step"], r["incarnation"], r["begun_at"], r["ended_at"], r["runs"], _parsed(r["metrics"] or "{}"))
             for r in rows
         ]
 
@@ -123,11 +153,11 @@ class LedgerReads:
     def evaluations(self) -> list[EvalRecord]:
         """By step; of a step that was evaluated again after a resume, the latest."""
         rows = self._rows("SELECT * FROM evals WHERE id IN (SELECT max(id) FROM evals GROUP BY step) ORDER BY step")
-        return [EvalRecord(r["step"], r["at"], r["n"], r["accuracy"], json.loads(r["metrics"])) for r in rows]
+        return [EvalRecord(r["step"], r["at"], r["n"], r["accuracy"], _parsed(r["metrics"])) for r in rows]
 
     def events(self, kind: str | None = None) -> list[Event]:
         rows = self._rows("SELECT * FROM events WHERE ?1 IS NULL OR kind = ?1 ORDER BY id", kind)
-        return [Event(r["id"], r["at"], r["kind"], json.loads(r["detail"])) for r in rows]
+        return [Event(r["id"], r["at"], r["kind"], _parsed(r["detail"])) for r in rows]
 
     def meta(self) -> dict[str, str]:
         return {r["key"]: r["value"] for r in self._rows("SELECT key, value FROM meta ORDER BY key")}
@@ -163,8 +193,15 @@ class LedgerReads:
             return self._db.execute(sql, args).fetchone()
 
 
+def _parsed(text: str) -> Any:
+    try:
+        return codec.parse_json(text)
+    except (codec.CodecError, TypeError) as error:
+        raise LedgerError(f"the ledger holds something that it did not write: {error}") from None
+
+
 def _task(row: sqlite3.Row) -> Task:
-    return Task(row["task_id"], json.loads(row["prompt"]), json.loads(row["data"]), row["env"])
+    return Task(row["task_id"], _parsed(row["prompt"]), _parsed(row["data"]), row["env"])
 
 
 def _sample(row: sqlite3.Row) -> SampleRow:

@@ -127,11 +127,11 @@ def explained(folder: Path) -> Iterator[None]:
     """Turn an error of the disk or of SQLite into a LedgerError that says what to do."""
     try:
         yield
-    except (sqlite3.Error, OSError) as error:
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last: text of a damaged page
         raise LedgerError(f"the ledger in {str(folder)!r}: {_advice(error)}") from error
 
 
-def _advice(error: sqlite3.Error | OSError) -> str:
+def _advice(error: sqlite3.Error | OSError | UnicodeDecodeError) -> str:
     name = error.sqlite_errorname if isinstance(error, sqlite3.Error) and hasattr(error, "sqlite_errorname") else ""
     number = error.errno if isinstance(error, OSError) else None
     kept = "what was recorded before is safe"
@@ -141,7 +141,7 @@ def _advice(error: sqlite3.Error | OSError) -> str:
         return f"another program holds it ({error}); end the sqlite3 session that has a transaction open, then start again"
     if name.startswith("SQLITE_READONLY") or number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to write ({error}); {kept}: check the owner and the mount of the folder"
-    if name.startswith("SQLITE_CORRUPT") or name == "SQLITE_NOTADB":
+    if name.startswith("SQLITE_CORRUPT") or name == "SQLITE_NOTADB" or isinstance(error, UnicodeDecodeError):
         return f"the file is damaged ({error}); keep a copy of the folder and try `sqlite3 ledger.sqlite .recover`"
     if name.startswith("SQLITE_IOERR") or number == errno.EIO:
         return f"the disk failed ({error}); {kept}: check the disk, then start the same command again"

@@ -7,8 +7,6 @@ writing and publishing need no second copy of the weights. A folder appears unde
 from __future__ import annotations
 
 import json
-import os
-import secrets
 import shutil
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -19,7 +17,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tidemill.durable import flush
+from tidemill.codec import CodecError, parse_json
+from tidemill.durable import put_in_place
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.slices import Coverage, Slice
@@ -39,6 +38,7 @@ _TEMPLATES = "additional_chat_templates"
 _INDEX = "model.safetensors.index.json"
 _OTHER_FILES = ("config.json", "generation_config.json", _INDEX)
 _CLASSES = {family: f"{family.capitalize()}ForCausalLM" for family in ("llama", "mistral", "qwen2", "qwen3")}
+MAX_SHARD_BYTES = 4 << 30
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
@@ -122,6 +122,7 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
     """
     folder = Path(folder)
     arch = Architecture.from_folder(folder)
+    _check_size(arch, folder)
     decoder, heads = empty_decoder(arch, dtype, device), list[Tensor]()
 
     def wanted() -> Iterator[Slice]:
@@ -141,6 +142,15 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
             "set tie_word_embeddings to false"
         )
     return decoder
+
+
+def _check_size(arch: Architecture, folder: Path) -> None:
+    """Before memory is taken for what config.json says: the files must be able to hold it."""
+    with torch.device("meta"):
+        weights = sum(parameter.numel() for parameter in Decoder(arch).parameters())
+    held = sum(file.stat().st_size for file in _weight_files(folder) if file.exists())
+    if weights > held:  # each takes two bytes and more
+        raise UnsupportedModel(f"{folder}: config.json describes {weights:,} weights, its safetensors have {held:,} bytes")
 
 
 def _folder_slices(folder: Path) -> Iterator[Slice]:
@@ -166,10 +176,10 @@ def _weight_files(folder: Path) -> list[Path]:
     index = folder / _INDEX
     if index.exists():
         try:
-            names = set(json.loads(index.read_text())["weight_map"].values())
-        except (json.JSONDecodeError, KeyError, AttributeError, TypeError):
+            names = set(parse_json(index.read_bytes())["weight_map"].values())
+            return [folder / Path(name).name for name in sorted(names)]  # whatever it says: of this folder
+        except (CodecError, KeyError, AttributeError, TypeError):
             raise UnsupportedModel(f"{index}: expected JSON with a 'weight_map' from tensor to file") from None
-        return [folder / name for name in sorted(names)]
     if (single := folder / "model.safetensors").exists():
         return [single]
     pickled = any(folder.glob("*.bin"))
@@ -183,31 +193,45 @@ def save_folder(
     *,
     tokenizer_from: str | Path | None,
     dtype: torch.dtype,
-    max_shard_bytes: int = 4 << 30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> None:
     """Write a Hugging Face folder: weights in `dtype`, configuration, and tokenizer and generation configuration as they
     are in the folder `tokenizer_from`.
 
-    Everything is written beside `folder`, flushed to disk, and moved there by rename. A model folder that is there already
-    is replaced. Raises ValueError when `folder` holds anything else, or `tokenizer_from` holds no tokenizer.
+    Everything is written beside `folder`, as `.NAME.partial`, flushed to disk, and moved there by rename. A model folder
+    that is there already is replaced. Raises ValueError when `folder` holds anything else, or `tokenizer_from` holds no
+    tokenizer.
     """
-    assert decoder.arch.raw, "an Architecture made by from_dict or from_folder knows its config.json"
     folder = Path(folder).resolve()
     _check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    partial = folder.with_name(f".{folder.name}.partial-{secrets.token_hex(4)}")
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # cut off by a kill
     partial.mkdir()
     try:
-        _write_json(partial / "config.json", _config(decoder.arch, dtype))
-        if tokenizer_from is not None:
-            _copy_tokenizer(Path(tokenizer_from), partial)
-        _write_weights(decoder, partial, dtype, max_shard_bytes)
-        for path in [*partial.rglob("*"), partial]:
-            flush(path)
-        _move_into_place(partial, folder)
-        flush(folder.parent)
+        write_model(partial, decoder.arch, hf_views(decoder), tokenizer_from, dtype, max_shard_bytes)
+        put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
+
+
+def write_model(
+    folder: Path,
+    arch: Architecture,
+    tensors: Iterable[tuple[str, Tensor]],
+    tokenizer_from: str | Path | None,
+    dtype: torch.dtype,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+) -> None:
+    """The files of a Hugging Face folder, in a folder that is there. tensors: (Hugging Face name, tensor), of all weights.
+
+    They are neither flushed nor moved: a kill leaves some of them.
+    """
+    assert arch.raw, "an Architecture made by from_dict or from_folder knows its config.json"
+    _write_json(folder / "config.json", _config(arch, dtype))
+    if tokenizer_from is not None:
+        _copy_tokenizer(Path(tokenizer_from), folder)
+    _write_weights(tensors, folder, dtype, max_shard_bytes)
 
 
 def _config(arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
@@ -217,9 +241,9 @@ def _config(arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
     return kept | {"architectures": [_CLASSES[arch.family]], key: str(dtype).removeprefix("torch.")}
 
 
-def _write_weights(decoder: Decoder, folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
+def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:
     shards, room, total = [], 0, 0
-    for name, view in hf_views(decoder):
+    for name, view in tensors:
         size = view.numel() * dtype.itemsize
         if not shards or size > room:
             shards.append({})
@@ -256,21 +280,9 @@ def _check_replaceable(folder: Path) -> None:
     ours = {*TOKENIZER_FILES, *_OTHER_FILES, _TEMPLATES}
     others = sorted(p.name for p in folder.iterdir() if p.name not in ours and p.suffix != ".safetensors")
     if others:
-        raise ValueError(f"{folder} holds {others[0]!r}, which is no part of a saved model: choose another folder")
-
-
-def _move_into_place(partial: Path, folder: Path) -> None:
-    if not folder.exists() or not any(folder.iterdir()):
-        os.replace(partial, folder)
-        return
-    old = folder.with_name(f".{folder.name}.replaced-{secrets.token_hex(4)}")
-    os.replace(folder, old)
-    try:
-        os.replace(partial, folder)
-    except OSError:
-        os.replace(old, folder)
-        raise
-    shutil.rmtree(old)
+        raise ValueError(
+            f"{folder} holds {others[0]!r}, which is no part of a saved model: move it, or choose another folder"
+        )
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

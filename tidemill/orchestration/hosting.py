@@ -61,6 +61,7 @@ REPORT_LENGTH = 4  # bytes that say how long the report is
 def host(build: Factory) -> None:
     """Serve what `build` makes of the launch on stdin. Ends the process: status 0 after a close, 1 when it did not start."""
     told = _die_with_parent()
+    # bounded: the parent writes it at once, and we die with it
     launch = msgspec.json.decode(sys.stdin.buffer.read() or b"null", type=Launch | None)
     if launch is None or os.getppid() != launch.parent:
         sys.exit(1)  # the parent went before the kernel was asked to tell us
@@ -97,12 +98,12 @@ async def _serve(build: Factory, launch: Launch) -> int:
 
 async def _built(build: Factory, launch: Launch) -> Built:
     built = build(launch.spec | {"role": launch.role, "name": launch.name})
-    return await built if inspect.isawaitable(built) else built
+    return await built if inspect.isawaitable(built) else built  # bounded: by the parent's limit for a start
 
 
 async def _run(server: Server, stopping: asyncio.Event) -> None:
     async def stop() -> None:
-        await stopping.wait()
+        await stopping.wait()  # bounded: a watch that ends with the server
         server.stop()
 
     waiting = asyncio.create_task(stop())
@@ -130,5 +131,5 @@ def _die_with_parent() -> bool:
 
 def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_POLL_S)
+        time.sleep(_POLL_S)  # bounded: a watch, for which nobody waits
     os._exit(1)

@@ -21,10 +21,11 @@ T = TypeVar("T")
 class InlineHandle(Generic[T]):
     def __init__(self, name: str, proxy: T, closable: bool) -> None:
         self.name, self.proxy, self._closable = name, proxy, closable
+        self._closed = False
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
 
     async def wait(self) -> str:
-        return await asyncio.shield(self._ended)
+        return await asyncio.shield(self._ended)  # bounded: until `stop`, for those who want to know
 
     def vitals(self) -> Vitals:
         return Vitals(self.name, os.getpid(), not self._ended.done(), 0.0, 0.0, [])
@@ -34,18 +35,17 @@ class InlineHandle(Generic[T]):
             self._ended.set_result(why)
 
     async def stop(self, deadline: float = 10.0) -> str:
-        if not self._ended.done():
-            how = "was stopped"
-            if self._closable:
-                try:
-                    async with asyncio.timeout(deadline):
-                        await cast(Any, self.proxy).close()
-                except TimeoutError:
-                    how = f"did not close within {deadline:g} s"
-                except Exception as error:  # it has ended all the same, but say so
-                    how = f"was stopped; its close() failed: {error}"
-            if not self._ended.done():
-                self._ended.set_result(how)
+        how = "was stopped"
+        if self._closable and not self._closed:
+            self._closed = True
+            try:
+                async with asyncio.timeout(deadline):
+                    await cast(Any, self.proxy).close()
+            except TimeoutError:
+                how = f"did not close within {deadline:g} s"
+            except Exception as error:  # it has ended all the same, but say so
+                how = f"was stopped; its close() failed: {error}"
+        self.kill(how)
         return self._ended.result()
 
 
@@ -65,7 +65,7 @@ class Inline:
         check_deadlines(protocol, deadlines)
         try:
             built = self._build(spec | {"role": role, "name": name})
-            target, served = await built if inspect.isawaitable(built) else built
+            target, served = await built if inspect.isawaitable(built) else built  # bounded: it is this process's own start
         except Exception as error:  # the same as from a process of its own
             if keeps_its_type(error):
                 raise

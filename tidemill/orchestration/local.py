@@ -40,6 +40,7 @@ START_S = 120.0  # a cold import of torch from a network disk takes its time
 _KILL_S = 10.0  # for the kernel to end a process that was sent SIGKILL
 _PIPE_S = 1.0  # to read what a process wrote before it ended
 _STACKS_S = 0.5  # to write the stacks of all threads
+_MOST_REPORT = 1 << 20  # bytes
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
@@ -55,13 +56,13 @@ class Log:
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def tail(self) -> str:
-        """Its last lines, indented, under a heading; at most `_TAIL_BYTES` are read."""
+        """Where it is, and its last lines, indented; at most `_TAIL_BYTES` are read."""
         with open(self.path, "rb") as file:
             file.seek(max(self.since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
         if not lines:
-            return f"{self.path} is empty"
-        return "\n".join([f"the end of {self.path}:", *(f"  | {line}" for line in lines)])
+            return f"its log: {self.path} (empty)"
+        return "\n".join([f"its log: {self.path}", *(f"  | {line}" for line in lines)])
 
 
 class LocalProcess(Generic[T]):
@@ -92,7 +93,7 @@ class LocalProcess(Generic[T]):
         return self._process.returncode is None
 
     async def wait(self) -> str:
-        return await asyncio.shield(self._watching)
+        return await asyncio.shield(self._watching)  # bounded: until `stop`, for those who want to know
 
     def vitals(self) -> Vitals:
         return Vitals(self.name, self.pid, self.alive, time.monotonic() - self._heard, self._beat.progress, self._beat.busy)
@@ -152,9 +153,12 @@ class LocalProcess(Generic[T]):
         """Heartbeats, until one is missing, or until they tell of no progress for too long."""
         moved, since = -1.0, time.monotonic()
         while True:
+            asked = time.monotonic()
             try:
                 self._beat = await self._connection.ping(liveness.silent_s)
             except PeerTimeout:
+                if time.monotonic() - asked > 1.5 * liveness.silent_s:
+                    continue  # it is we who were stopped, or starved: the answer may be lying here
                 self.kill(f"was silent for {liveness.silent_s:g} s ({_state(self.pid)}) and was killed")
                 return
             except (PeerDied, RemoteError, ValueError):
@@ -166,10 +170,10 @@ class LocalProcess(Generic[T]):
                 method = self._beat.busy[0][0]
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.pid, signal.SIGUSR1)  # `hosting` has it write all its stacks to the log
-                await asyncio.sleep(_STACKS_S)
+                await asyncio.sleep(_STACKS_S)  # bounded: once, then it is killed
                 self.kill(f"made no progress for {liveness.stuck_s:g} s in {method}() and was killed")
                 return
-            await asyncio.sleep(liveness.every_s)
+            await asyncio.sleep(liveness.every_s)  # bounded: a watch, cancelled by `stop`
 
 
 async def spawn(
@@ -285,10 +289,10 @@ async def _reported(fd: int, process: asyncio.subprocess.Process, name: str, log
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     reading, ended = asyncio.create_task(_read(reader)), asyncio.create_task(process.wait())
     try:
-        await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({reading, ended}, return_when=asyncio.FIRST_COMPLETED)  # bounded: by `spawn`
         await asyncio.wait({reading}, timeout=_PIPE_S if ended.done() else 0)
         if not reading.done() or reading.exception() is not None:
-            raise StartFailed(f"{name} did not start: {_describe(await ended)}; {log.tail()}")
+            raise StartFailed(f"{name} did not start: {_describe(await ended)}; {log.tail()}")  # bounded: by `spawn`
     finally:
         reading.cancel()
         ended.cancel()
@@ -305,7 +309,10 @@ async def _reported(fd: int, process: asyncio.subprocess.Process, name: str, log
 
 
 async def _read(reader: asyncio.StreamReader) -> bytes:
-    return await reader.readexactly(int.from_bytes(await reader.readexactly(REPORT_LENGTH), "big"))
+    length = int.from_bytes(await reader.readexactly(REPORT_LENGTH), "big")  # bounded: by `spawn`
+    if length > _MOST_REPORT:
+        raise codec.CodecError(f"a report of {length} bytes, at most {_MOST_REPORT} are taken")
+    return await reader.readexactly(length)  # bounded: by `spawn`
 
 
 async def _greet(connection: Connection[Any], folder: str, seconds: float) -> None:

@@ -78,6 +78,7 @@ class Server:
         reading = asyncio.create_task(self._read())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
+            # bounded: it serves until it is told, or its parent ends it
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()
@@ -87,11 +88,11 @@ class Server:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._socket.close(linger=_LINGER_MS)
-            self._context.term()
+            self._context.term()  # bounded: by the sockets' linger
 
     async def _read(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
+            frames = await self._socket.recv_multipart(copy=False)  # bounded: a watch; calls have their own deadlines
             identity = frames[0].bytes
             if len(frames) != 4 or not hmac.compare_digest(frames[1].bytes, self._token):
                 self.refused += 1
@@ -184,10 +185,11 @@ class Connection(Generic[T]):
     ) -> None:
         self.name = name
         self._methods, self._token = methods_of(protocol), token.encode()
+        _check_seconds("calls", deadline)
         self._deadline, self._deadlines, self._max_frame = deadline, check_deadlines(protocol, deadlines), max_frame
         self._context = zmq.asyncio.Context()
         self._socket = _socket(self._context, zmq.DEALER, max_frame)
-        self._socket.connect(address)
+        self._socket.connect(address)  # bounded: ZeroMQ connects in the background
         self._ids = itertools.count()
         self._pending: dict[int, asyncio.Future[memoryview]] = {}
         self._gone: str | None = None
@@ -226,7 +228,7 @@ class Connection(Generic[T]):
         self._reading.cancel()
         await asyncio.gather(self._reading, return_exceptions=True)
         self._socket.close(linger=0)
-        self._context.term()
+        self._context.term()  # bounded: by the sockets' linger
 
     async def _request(self, request: Call | Hello | Ping, payload: bytes, what: str, seconds: float) -> memoryview:
         if self._gone is not None:
@@ -259,7 +261,7 @@ class Connection(Generic[T]):
 
     async def _read(self) -> None:
         while True:
-            frames = await self._socket.recv_multipart(copy=False)
+            frames = await self._socket.recv_multipart(copy=False)  # bounded: a watch; calls have their own deadlines
             try:
                 reply = codec.decode(frames[0].buffer, Reply)
             except CodecError:
@@ -277,10 +279,17 @@ class Connection(Generic[T]):
 
 
 def check_deadlines(protocol: type, deadlines: Mapping[str, float] | None) -> dict[str, float]:
-    """Raises ValueError when one is for a method that the protocol does not have."""
+    """Raises ValueError when one is for a method that the protocol does not have, or would be a wait without end."""
     if unknown := set(deadlines or {}) - set(methods_of(protocol)):
         raise ValueError(f"deadlines for {sorted(unknown)}: {protocol.__name__} has {sorted(methods_of(protocol))}")
+    for method, seconds in (deadlines or {}).items():
+        _check_seconds(method, seconds)
     return dict(deadlines or {})
+
+
+def _check_seconds(what: str, seconds: float) -> None:
+    if not 0 < seconds < float("inf"):
+        raise ValueError(f"deadline of {what} = {seconds!r}: expected more than 0 seconds, and not for ever")
 
 
 def connect(

@@ -116,7 +116,7 @@ def rebuild(failed: Failed, peer: str) -> Exception:
     """The exception to raise here: the nearest known ancestor of the one raised there."""
     for kind in failed.kinds:
         if kind in _REBUILT:
-            error = _REBUILT[kind](failed.message)
+            error = _REBUILT[kind](failed.message or kind)
             error.add_note(f"--- traceback in {peer} ---\n{failed.trace}")
             return error
     return RemoteError(peer, failed.kinds[0] if failed.kinds else "Exception", failed.message, failed.trace)

@@ -3,51 +3,64 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import re
+import secrets
 import signal
 import sys
+import sysconfig
 import time
 from collections.abc import Callable
 from typing import Self
 
 import psutil
 
+from tidemill.processes import guard
 from tidemill.processes.frames import HEADER_BYTES, framed, size_of
 
 STARTUP_LIMIT_S = 120.0  # to start Python and to import what the user's code imports
 REAP_LIMIT_S = 5.0  # for a killed process to be gone
+MOST_OUTPUT = 64 << 20  # bytes that a worker may print from one frame to the next
 _LAST_WORDS_S = 0.2  # for the pipe of a process that is gone to be read to its end
-_TAIL = 4096  # bytes of a worker's output that are kept, for the reason of a failure
-_TRACED = re.compile(r'most recent call first\):\s+File "(.*?)", line (\d+) in (\S+)')  # as faulthandler writes it
+_TAIL = 16384  # bytes of a worker's output that are kept, for the reason of a failure
+_TRACED = "(most recent call first):\n"  # as faulthandler writes it
+_FRAME = re.compile(r'  File "(.*?)", line (\d+) in (\S+)\n')
+_LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+MARK_NAME = "TIDEMILL_WORKER"
+MARK = f"{MARK_NAME}={secrets.token_hex(8)}."  # begins the mark of each of this process's workers, see `guard`
+_numbers = itertools.count()
 
 
 class Child:
     """Use as: `await start(...)`, `await send(...)` and `await receive(...)`, `kill()`, `await reap()`."""
 
-    def __init__(self, process: asyncio.subprocess.Process, title: str) -> None:
+    def __init__(self, process: asyncio.subprocess.Process, title: str, mark: str) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self.pid, self.title = process.pid, title
+        self.pid, self.title, self._mark = process.pid, title, mark
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
-        self._output = bytearray()
+        self._output, self._printed = bytearray(), 0
         self._draining = asyncio.ensure_future(self._drain(process.stderr))
 
     @classmethod
     async def start(cls, module: str, title: str, memory_mb: int) -> Self:
         """Run `python -m MODULE MEMORY_MB PARENT`. title: what messages call it."""
         # A fixed hash seed: what a user's code makes of a set must not differ from run to run.
+        mark = f"{MARK}{next(_numbers)}."
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", module, str(memory_mb), str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # a process group of its own, and no Ctrl-C from the terminal
-            env={**os.environ, "PYTHONHASHSEED": "0"},
+            env={**os.environ, "PYTHONHASHSEED": "0", MARK_NAME: mark.partition("=")[2]},
         )
-        return cls(process, title)
+        return cls(process, title, mark)
 
     def post(self, body: bytes) -> None:
         """Send one frame without waiting for the worker to read it. To a worker that is gone it goes nowhere."""
+        self._printed = 0
         self._stdin.write(framed(body))
 
     async def send(self, body: bytes) -> None:
@@ -73,9 +86,10 @@ class Child:
         _signal(os.killpg, self.pid)
 
     async def reap(self) -> None:
-        """Wait until the killed process is gone and its pipes are closed."""
+        """Wait until the killed process is gone and its pipes are closed, and kill what it left in no group of its own."""
         self._stdin.close()
         await self._exited()
+        guard.sweep(self._mark.encode())
         self._draining.cancel()
         await asyncio.wait([self._draining], timeout=REAP_LIMIT_S)
 
@@ -85,17 +99,34 @@ class Child:
         if code is None:
             return f"{self.title} closed its pipe"
         await asyncio.wait([self._draining], timeout=_LAST_WORDS_S)  # longer only while others hold the pipe
+        if self._printed > MOST_OUTPUT:
+            return f"{self.title} printed more than {MOST_OUTPUT >> 20} MiB in one call and was killed"
         how = f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
         last = self.last_words()
         return f"{self.title} {how}" + (f"; its last words: {last}" if last else "")
 
     def last_words(self) -> str:
-        """The last line of its output; where it was, when a crash or `faulthandler` wrote that down."""
-        output = bytes(self._output).decode(errors="replace").strip()
-        if traced := _TRACED.findall(output):
-            file, line, function = traced[-1]
+        """The last line of its output; where it was, when a crash or `where` wrote that down."""
+        output = bytes(self._output).decode(errors="replace")
+        _, traced, frames = output.rpartition(_TRACED)
+        if traced and (calls := _FRAME.findall(frames)):  # of the innermost call first: that of the user's own code, if any
+            file, line, function = next((c for c in calls if not c[0].startswith(_LIBRARIES)), calls[0])
             return f"in {function}, {file}:{line}"
-        return output.rsplit("\n", 1)[-1][-300:]
+        return output.strip().rsplit("\n", 1)[-1][-300:]
+
+    async def where(self) -> str:
+        """What a worker that registered `faulthandler` for SIGUSR1 is doing now; empty when it can not say."""
+        if self._process.returncode is not None:
+            return "it is gone"
+        if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
+            return "it is stopped"
+        self._output.clear()
+        deadline = time.monotonic() + _LAST_WORDS_S
+        os.kill(self.pid, signal.SIGUSR1)
+        while time.monotonic() < deadline and _TRACED.encode() not in self._output:
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.02)  # for its other lines
+        return self.last_words()
 
     async def _exited(self) -> int | None:
         """Its exit status, or None when it does not end. `Process.wait` would also wait for every holder of its stderr."""
@@ -108,6 +139,10 @@ class Child:
         # bounded: `reap` cancels it
         while chunk := await stderr.read(1 << 16):
             self._output = (self._output + chunk)[-_TAIL:]
+            self._printed += len(chunk)
+            if self._printed > MOST_OUTPUT:  # reading on would keep this process busy with nothing
+                self.kill()
+                return
 
 
 def _signal(send: Callable[[int, int], None], target: int) -> None:

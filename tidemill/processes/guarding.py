@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tidemill.processes import guard
-from tidemill.processes.child import REAP_LIMIT_S
+from tidemill.processes.child import MARK, REAP_LIMIT_S
 
 
 class Guard:
@@ -25,7 +25,7 @@ class Guard:
         async with self._lock:
             if self._process is None:
                 self._process = await asyncio.create_subprocess_exec(
-                    *(sys.executable, "-I", "-S", str(Path(guard.__file__))),
+                    *(sys.executable, "-I", "-S", str(Path(guard.__file__)), MARK),
                     stdin=asyncio.subprocess.PIPE,
                     stdout=asyncio.subprocess.DEVNULL,
                     start_new_session=True,

@@ -6,6 +6,7 @@ processes that it forks lose the frames. The process dies with its parent, by th
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import resource
@@ -16,12 +17,13 @@ from typing import BinaryIO
 from tidemill import faults
 from tidemill.processes.frames import framed
 
-_PR_SET_PDEATHSIG = 1
+_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def settle(memory_mb: int, parent: int) -> tuple[int, int]:
     """Limits, the tie to the parent, and the file descriptors of the frames: (in, out)."""
     _die_with(parent)
+    _stand_apart()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
@@ -50,6 +52,14 @@ def _take_pipes() -> tuple[int, int]:
 
     os.register_at_fork(after_in_child=lose_frames)
     return frames_in, frames_out
+
+
+def _stand_apart() -> None:
+    """Linux: what its children leave behind comes back to it, where it is seen; and memory runs out here first."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # not everywhere allowed
+            file.write("1000")
 
 
 def _die_with(parent: int) -> None:

@@ -1,13 +1,16 @@
 """`NativeTrainer`: the Trainer protocol over the project's own decoder, on one device.
 
 Every call is one blocking function handed to `offload`. By default that calls it where it stands, so that a breakpoint
-works; a process host passes a one-thread executor, so that its event loop stays free. The learning rate's schedule counts
-optimizer updates. A supervised warm-up is a trainer of its own: it ends in a folder, and another one begins there.
+works; a process host passes a one-thread executor, so that its event loop stays free. `save` alone runs beside the others:
+it writes a snapshot, which nobody changes. The learning rate's schedule counts optimizer updates. A supervised warm-up is a
+trainer of its own: it ends in a folder, and another one begins there.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -15,13 +18,16 @@ import torch
 
 from tidemill import faults
 from tidemill.models.decoder import Decoder
+from tidemill.models.served import Contents, checked, words_of
 from tidemill.models.slices import Sender, Slice
 from tidemill.models.weights import save_folder, serving_slices
+from tidemill.protocols import CheckpointError, PolicyMismatch
 from tidemill.trainer import step
-from tidemill.trainer.checkpoint import load_checkpoint, save_checkpoint
+from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.trainer.telemetry import Recorder
+from tidemill.trainer.unchanged import Announced, why_unchanged
 from tidemill.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
 
 T = TypeVar("T")
@@ -69,6 +75,9 @@ class NativeTrainer:
         )
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = offload, Recorder(process)
+        self._snapshot: Snapshot | None = None
+        self._announced: Announced | None = None  # what was published last; None before, and after `load`
+        self._applied: Metrics = {}  # what the optimizer said of its latest update
 
     @property
     def updates(self) -> int:
@@ -100,13 +109,14 @@ class NativeTrainer:
         def run() -> Metrics:
             faults.reach(self._recorder.process, "apply", self.updates)
             with self._recorder.span("apply"):
-                metrics = self._optimizer.apply(scale)
+                self._applied = self._optimizer.apply(scale)
             self._recorder.count("updates", 1)
-            return metrics
+            return self._applied
 
         return await self._offload(run)
 
     async def publish(self, version: Version) -> Published:
+        """Raises PolicyMismatch, and nothing becomes visible, when what is about to be sent is not what this trainer has."""
         sender = self._sender
         if sender is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
@@ -114,11 +124,25 @@ class NativeTrainer:
         def run() -> Published:
             faults.reach(self._recorder.process, "publish", version.step)
             with self._recorder.span("publish", step=version.step):
-                published = sender.send(version, self._stream(version))
+                published = self._send(version, sender)
             self._recorder.count("published_bytes", published.bytes)
             return published
 
         return await self._offload(run)
+
+    def _send(self, version: Version, sender: Sender) -> Published:
+        dtype, before = self.settings.serving_dtype, self._announced
+        own = Contents.of(self.decoder, DTYPES[dtype])
+        masters = own.words if dtype == "float32" else words_of(self.decoder)
+        announced = Announced(own, masters, self.updates)
+        version = replace(version, fingerprint=own.fingerprint)
+        published = sender.send(version, checked(self._stream(version), own, before and before.contents))
+        if published.version != version:
+            raise PolicyMismatch(
+                f"the carrier announces {published.version} ({published.version.fingerprint}), not {version}"
+            )
+        self._announced = announced
+        return replace(published, note=why_unchanged(before, announced, self._applied, dtype))
 
     def _stream(self, version: Version) -> Iterator[Slice]:
         for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype])):
@@ -126,12 +150,30 @@ class NativeTrainer:
             if count == 0:
                 faults.reach(self._recorder.process, "stream", version.step)
 
-    async def save(self, folder: str) -> None:
+    async def snapshot(self) -> None:
         def run() -> None:
-            with self._recorder.span("save"):
-                save_checkpoint(Path(folder), self.decoder, self._optimizer, self._source)
+            faults.reach(self._recorder.process, "snapshot", self.updates)
+            self._snapshot = None  # of a save that never came: its memory first
+            with self._recorder.span("snapshot"):
+                self._snapshot = Snapshot.take(self.decoder, self._optimizer)
 
         await self._offload(run)
+
+    async def save(self, folder: str) -> None:
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is None:
+            raise CheckpointError(f"{folder}: there is no snapshot to write; save() comes after snapshot(), once")
+
+        def wrote(file: Path) -> None:
+            self._recorder.count("saved_files", 1)
+            phase = "save-optimizer" if file.name == OPTIMIZER else "save"
+            faults.reach(self._recorder.process, phase, snapshot.updates, path=file)
+
+        def run() -> None:
+            with self._recorder.span("save"):
+                snapshot.write(Path(folder), self._source, wrote)
+
+        await asyncio.to_thread(run)  # bounded: by the disk; a caller in another process has its deadline
 
     async def load(self, folder: str) -> None:
         """Go on from `folder`. A checkpoint that does not fit is a CheckpointError, and leaves the trainer as it was."""
@@ -139,6 +181,7 @@ class NativeTrainer:
         def run() -> None:
             with self._recorder.span("load"):
                 load_checkpoint(Path(folder), self.decoder, self._optimizer)
+            self._announced = None
 
         await self._offload(run)
 
@@ -151,14 +194,16 @@ class NativeTrainer:
         await self._offload(run)
 
     def progress(self) -> float:
-        return self._compute.passes[0] + self._recorder.counters.get("updates", 0.0)
+        done = self._recorder.counters
+        return self._compute.passes[0] + done.get("updates", 0.0) + done.get("saved_files", 0.0)
 
     async def telemetry(self) -> Telemetry:
         return self._recorder.drain()
 
     async def close(self) -> None:
-        """Give back the carrier and the gradients' memory."""
+        """Give back the carrier, and the memory of gradients and snapshot."""
         self._optimizer.forget()
+        self._snapshot = None
         if self._sender is not None:
             self._sender.close()
 

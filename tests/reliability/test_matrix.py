@@ -1,0 +1,167 @@
+"""Role x phase x fault: the run goes on, or ends within its deadline with the first cause as its last line. Never a hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+from runs import Run
+
+GOES_ON = "goes on"  # status 0
+DIES = "dies"  # with the controller; else a pattern of the last line
+KILLED = r"error: trainer died: killed by SIGKILL"
+SILENT = r"error: trainer was silent for 5 s \(its state is 'stopped'\) and was killed"
+RAISED = r"a fault on purpose"
+FULL = r"No space left on device"
+DEADLINE_S = 90.0
+
+CELLS: dict[str, str] = {
+    # an engine that is lost in any way is started again
+    "engine:generate:2:kill": GOES_ON,
+    "engine:generate:2:stop": GOES_ON,
+    "engine:generate:2:raise": GOES_ON,
+    "engine:generate:2:slow:2": GOES_ON,
+    "engine:generate:0:kill": GOES_ON,
+    "engine:stage:0:kill": GOES_ON,
+    "engine:stage:0:stop": GOES_ON,
+    "engine:stage:2:kill": GOES_ON,
+    "engine:stage:2:stop": GOES_ON,
+    "engine:stage:2:raise": GOES_ON,
+    "engine:commit:2:kill": GOES_ON,
+    "engine:commit:2:stop": GOES_ON,
+    "engine:commit:2:raise": GOES_ON,
+    "engine:stage:8:kill": GOES_ON,  # the last publication, before the last evaluation
+    "engine:generate:8:kill": GOES_ON,  # in the last evaluation
+    # the trainer has no second: the run ends, and goes on by the same command
+    "trainer:train:2:kill": KILLED,
+    "trainer:train:2:stop": SILENT,
+    "trainer:train:2:raise": RAISED,
+    "trainer:train:2:slow:2": GOES_ON,
+    "trainer:apply:2:kill": KILLED,
+    "trainer:apply:2:stop": SILENT,
+    "trainer:apply:2:raise": RAISED,
+    "trainer:publish:2:kill": KILLED,
+    "trainer:publish:2:stop": SILENT,
+    "trainer:publish:2:raise": RAISED,
+    "trainer:stream:2:kill": KILLED,
+    "trainer:stream:2:stop": SILENT,
+    "trainer:stream:2:raise": RAISED,
+    "trainer:snapshot:3:kill": KILLED,
+    "trainer:snapshot:3:raise": RAISED,
+    "trainer:save:3:kill": KILLED,
+    "trainer:save:3:stop": SILENT,
+    "trainer:save:3:raise": RAISED,
+    "trainer:save:3:disk-full": FULL,
+    "trainer:save:3:slow:2": GOES_ON,
+    "trainer:train:7:kill": KILLED,  # the last step
+    "trainer:save:8:kill": KILLED,
+    "trainer:publish:8:kill": KILLED,
+    # the controller
+    "controller:admit:5:kill": DIES,
+    "controller:admit:5:raise": RAISED,
+    "controller:finish:5:kill": DIES,
+    "controller:finish:5:raise": RAISED,
+    "controller:record:5:disk-full": FULL,
+    "controller:record:5:kill": DIES,
+    "controller:train:2:kill": DIES,
+    "controller:train:2:raise": RAISED,
+    "controller:apply:2:kill": DIES,
+    "controller:apply:2:raise": RAISED,
+    "controller:publish:2:kill": DIES,
+    "controller:publish:2:raise": RAISED,
+    "controller:checkpoint:3:kill": DIES,
+    "controller:manifest:3:torn-write": DIES,
+    "controller:manifest:3:disk-full": FULL,
+    "controller:rename:3:kill": DIES,
+    "controller:train:7:kill": DIES,
+    # verifiers and environments: an attempt without a score, never the run's end
+    "reward:call:3:kill": GOES_ON,
+    "reward:call:3:stop": GOES_ON,
+    "reward:call:3:raise": GOES_ON,
+    "reward:call:0:kill": GOES_ON,
+    "environment:episode:3:kill": GOES_ON,
+    "environment:episode:3:stop": GOES_ON,
+    "environment:episode:3:raise": GOES_ON,
+    "environment:reply:3:kill": GOES_ON,
+    "environment:reply:3:stop": GOES_ON,
+    "environment:reply:3:raise": GOES_ON,
+}
+QUICK = ("engine:generate:2:kill", "trainer:save:3:disk-full", "controller:train:2:kill", "environment:reply:3:kill")
+
+
+def run_of(fault: str, folder) -> Run:
+    return Run(folder, env="repeat" if fault.startswith("environment") else "score", eval_every=4)
+
+
+def meets(fault: str, tmp_path) -> None:
+    run = run_of(fault, tmp_path)
+    ended = run.train(fault, limit_s=DEADLINE_S)
+    assert fault in run.happened(), f"it was never met\n{ended.errors}"
+    if CELLS[fault] == DIES:
+        assert ended.status == -signal.SIGKILL
+    elif CELLS[fault] == GOES_ON:
+        assert ended.status == 0, ended.errors
+    else:
+        assert ended.status == 1, ended.errors
+        assert re.search(CELLS[fault], ended.last_line), ended.errors
+    run.check(complete=ended.status == 0)
+    if ended.status != 0:
+        again = run.train(limit_s=DEADLINE_S)
+        assert again.status == 0, again.errors
+        run.check()
+
+
+@pytest.mark.parametrize("fault", QUICK)
+def test_a_fault_is_survived_or_ends_the_run_by_name(fault, tmp_path):
+    meets(fault, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", [fault for fault in CELLS if fault not in QUICK])
+def test_every_cell_of_the_matrix(fault, tmp_path):
+    meets(fault, tmp_path)
+
+
+@pytest.mark.slow
+def test_a_run_resumes_by_itself_when_its_trainer_ends(tmp_path):
+    run = run_of("", tmp_path)
+    faults = "trainer:train:2:kill trainer:stream:5:stop"
+    ended = run.train(faults, "supervise.resume=true", limit_s=DEADLINE_S)
+    assert ended.status == 0, ended.errors
+    assert set(run.happened()) == set(faults.split())
+    run.check()
+    notes = [line["text"] for line in ended.lines if line["kind"] == "note"]
+    assert sum("going on by itself" in note for note in notes) == 2, notes
+
+
+@pytest.mark.slow
+def test_two_engines_and_one_of_them_dies_for_good(tmp_path):
+    """Its budget is spent: a clear stop, which names the first cause."""
+    run = Run(tmp_path, engines=2)
+    faults = "engine-1:generate:1:kill " + " ".join(f"engine-1:stage:*:kill:{i}" for i in range(4))
+    ended = run.train(faults, "supervise.restarts=2", limit_s=DEADLINE_S)
+    assert ended.status == 1 and "engine-1" in ended.last_line and "started again 2 times" in ended.last_line, ended.errors
+    run.check(complete=False)
+    assert run.train().status == 0
+    run.check()
+
+
+@pytest.mark.slow
+def test_a_controller_that_was_stopped_goes_on_and_kills_nobody(tmp_path):
+    """Ctrl-Z, a debugger, a laptop's lid: longer than any heartbeat may be late."""
+    run = run_of("", tmp_path)
+    process = run.start()
+    status, end = run.folder / "status.json", time.monotonic() + 60
+    while not status.exists() and time.monotonic() < end:
+        time.sleep(0.02)
+    os.kill(process.pid, signal.SIGSTOP)
+    time.sleep(8)
+    os.kill(process.pid, signal.SIGCONT)
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 0, errors
+    run.check()
+    assert not [line for line in map(json.loads, out.splitlines()) if "engine lost" in line.get("text", "")]

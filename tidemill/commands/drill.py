@@ -1,0 +1,70 @@
+"""`tidemill drill RECIPE`: run it while its parts are killed, frozen and starved, and say what was lost."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.text import Text
+
+from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.config import ConfigError
+from tidemill.drill import Drill, Outcome, command_for, reached
+from tidemill.recipe import load_recipe
+
+ENDLESS = 1_000_000  # steps: a drill of so many minutes is stopped, it does not come to its end
+
+
+def drill(recipe: Path, minutes: float, every: float, seed: int, overrides: Sequence[str], as_json: bool) -> int:
+    """The exit status: 0 when nothing was lost, trained twice or left behind, else 1."""
+    given = [o.partition("=")[0] for o in overrides]
+    named = [] if "run_dir" in given else [f"run_dir=runs/{recipe.stem}-drill"]
+    patient = ["supervise.resume=true", "supervise.restarts=100000", "supervise.backoff_s=0.5", "supervise.silent_s=5"]
+    lasting = [*overrides, *named, f"steps={ENDLESS}", *(p for p in patient if p.partition("=")[0] not in given)]
+    config = load_recipe([recipe], lasting)
+    if config.run_dir.exists() and any(config.run_dir.iterdir()):
+        raise ConfigError(f"{config.run_dir} exists: a drill begins a run of its own; remove it, or give run_dir=...")
+    screen = console()
+    note = (lambda text: None) if as_json else (lambda text: screen.print(text, style="dim"))
+    seconds = 60 * minutes
+    parts = Drill(
+        config,
+        command_for(recipe, lasting),
+        seconds=seconds,
+        calm_s=min(120.0, seconds / 5),
+        every_s=every,
+        seed=seed,
+        note=note,
+    )
+    outcome = parts.run()
+    if as_json:
+        print_json(asdict(outcome) | {"ok": outcome.ok})
+    else:
+        _show(config.run_dir, outcome)
+    return 0 if outcome.ok else 1
+
+
+def _show(run: Path, outcome: Outcome) -> None:
+    screen, groups = console(), outcome.groups
+    kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(reached(outcome).items()))
+    back = [f.recovered_s for f in outcome.faults if f.recovered_s is not None]
+    typical = f"; the next step ended {statistics.median(back):.1f} s later (median)" if back else ""
+    share = outcome.rate / outcome.calm_rate if outcome.calm_rate else 0.0
+    rows: list[tuple[str | Text, str | Text]] = [
+        ("time", f"{outcome.seconds / 60:.1f} min, the first {outcome.calm_s / 60:.1f} undisturbed"),
+        ("faults", f"{len(outcome.faults)}: {kinds}{typical}"),
+        ("controller", f"started {outcome.starts} times, exit statuses {outcome.statuses}"),
+        ("groups", ", ".join(f"{key} {value}" for key, value in groups.items())),
+        ("speed", f"{outcome.calm_rate:.1f} -> {outcome.rate:.1f} groups/s trained: {100 * share:.0f} % of undisturbed"),
+    ]
+    for role, (before, after) in sorted(outcome.memory.items()):
+        files = outcome.files[role]
+        rows.append((role, f"{before:.0f} -> {after:.0f} MB resident, {files[0]} -> {files[1]} open files"))
+    rows.append(("left over", Text("; ".join(outcome.left) or "no process", "bold red" if outcome.left else "")))
+    lost = groups.get("lost", 0) or groups.get("trained_twice", 0)
+    verdict = Text("NOT conserved", "bold red") if lost else Text("nothing lost, nothing trained twice", "green")
+    rows.append(("ledger", verdict))
+    screen.print(Text(str(run), "bold"))
+    print_rows(screen, rows)

@@ -1,0 +1,112 @@
+"""`tidemill why RUN`: who waits for whom, since when; and of a run that has ended, the first cause."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+from rich.text import Text
+
+from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.health import EVERY_S, FAILURE, STATUS
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.ledger.lock import holder
+from tidemill.run_folder import RunFolder, read_json
+
+LATE_S = 5 * EVERY_S  # a status older than this is of a controller that does not turn
+
+
+def why(run: Path, as_json: bool) -> int:
+    """The exit status: 0 for a run that goes on or is complete, 1 for one that is stuck or ended before its last step."""
+    about = standing(RunFolder.existing(run))
+    if as_json:
+        print_json(about)
+    else:
+        _show(run, about)
+    return 0 if about["state"] in ("running", "complete") else 1
+
+
+def standing(folder: RunFolder) -> dict[str, Any]:
+    """state: running, stuck, complete, failed, stopped or killed; and what is known beside it."""
+    status = read_json(folder.path / STATUS) if (folder.path / STATUS).is_file() else None
+    failure = read_json(folder.path / FAILURE) if (folder.path / FAILURE).is_file() else None
+    pid = holder(folder.path)
+    if pid is not None:
+        late = status is None or status["pid"] != pid or time.time() - status["at"] > LATE_S
+        state, failure = ("stuck" if late and _stopped(pid) else "running"), None
+    elif folder.summary() is not None:
+        state, failure = "complete", None
+    elif failure is not None:
+        state = "stopped" if failure["kind"] in ("CancelledError", "KeyboardInterrupt") else "failed"
+    else:
+        state = "stopped" if (folder.path / "interrupted.json").is_file() else "killed"
+    with SqliteLedger(folder.path, mode="read") as ledger:
+        counts = ledger.counts().figures()
+        events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind != "checkpoint"][-5:]
+    return {"state": state, "pid": pid, "status": status, "failure": failure, "groups": counts, "events": events}
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _show(run: Path, about: dict[str, Any]) -> None:
+    screen, status = console(), about["status"]
+    live = about["state"] in ("running", "stuck")
+    rows: list[tuple[str | Text, str | Text]] = [("state", Text(_state(about), "green" if live else "bold"))]
+    if (failure := about["failure"]) is not None:
+        first, *rest = failure["message"].splitlines() or [failure["kind"]]
+        rows.append(("first cause", Text(first, "bold red")))
+        rows += [("", line) for line in rest]
+    if status is not None:
+        rows.append(("at", f"step {status.get('step', '?')} of {status.get('steps', '?')}, {_age(status['at'])}"))
+        rows += [("waits" if i == 0 else "", _wait(w, status["at"])) for i, w in enumerate(status["waits"])]
+        rows += [("processes" if i == 0 else "", _process(p)) for i, p in enumerate(status["processes"])]
+    rows += [("events" if i == 0 else "", _event(e)) for i, e in enumerate(about["events"])]
+    screen.print(Text(str(run), "bold"))
+    print_rows(screen, rows)
+    if failure is not None and about["state"] == "failed":
+        screen.print(Text(failure["trace"], "dim"))
+
+
+def _state(about: dict[str, Any]) -> str:
+    went = "the same command goes on from there"
+    match about["state"]:
+        case "running":
+            return f"running, process {about['pid']}"
+        case "stuck":
+            return f"process {about['pid']} is stopped (SIGSTOP): kill -CONT {about['pid']} lets it go on"
+        case "complete":
+            return "complete"
+        case "stopped":
+            return f"stopped when it was asked to; {went}"
+        case "failed":
+            return f"ended by an error; {went} once its cause is gone"
+    return f"killed: it ended without a word (kill -9, out of memory, power); {went}"
+
+
+def _wait(wait: dict[str, Any], now: float) -> str:
+    times = f" × {wait['count']}" if wait["count"] > 1 else ""
+    limit = f" of at most {wait['limit_s']:g} s" if wait["limit_s"] is not None else ""
+    return f"the controller for {wait['peer']}: {wait['what']}{times}, since {now - wait['since']:.1f} s{limit}"
+
+
+def _process(process: dict[str, Any]) -> str:
+    busy = ", ".join(f"{method} for {seconds:.1f} s" for method, seconds in process["busy"][:3]) or "idle"
+    alive = f"heard {process['heard']:.1f} s before" if process["alive"] else "ended"
+    return f"{process['name']} ({process['pid']}): {alive}, {busy}"
+
+
+def _event(event: dict[str, Any]) -> str:
+    detail = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("at", "kind"))
+    return f"{_age(event['at'])}: {event['kind']}, {detail}".partition("\n")[0]
+
+
+def _age(at: float) -> str:
+    seconds = max(0.0, time.time() - at)
+    return f"{seconds:.0f} s ago" if seconds < 120 else f"{seconds / 60:.0f} min ago"

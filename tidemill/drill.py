@@ -1,0 +1,299 @@
+"""A run that is made to suffer: its parts are killed, frozen and starved on a schedule, and then the losses are counted.
+
+    train in a process of its own -> a calm while -> every so often one fault at one part, chosen by a seed -> stop -> count
+
+kill      SIGKILL to an engine, the trainer, a reward or environment worker; to the controller, which is then started again
+freeze    SIGSTOP until the run has noticed by itself and killed it; the controller is let go on after some seconds
+starve    stopped nine tenths of the time for some seconds: slow, which must not be taken for dead
+disk      the controller is killed, and the first checkpoint after that finds the disk full (by a fault, see `faults`)
+
+Nothing here reaches into the run: it gets signals and the environment of a process, as from any system that fails.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+from tidemill.faults import LOG_VARIABLE, VARIABLE
+from tidemill.health import STATUS
+from tidemill.ledger.ledger import SqliteLedger, has_ledger
+from tidemill.recipe import RunConfig
+from tidemill.run_folder import read_json
+
+ROLES = {"tidemill.scoring.worker": "reward", "tidemill.envs.worker": "environment"}  # by module; others by status.json
+STARVED_S, FROZEN_S, DUTY_S, RUN_SHARE = 5.0, 3.0, 0.2, 0.1
+STOP_S = 120.0  # to end after its step when asked to
+TICK_S = 0.25
+
+Schedule = tuple[tuple[str, str, float], ...]
+FAULTS: Schedule = (  # what, whom, how often beside the others
+    ("kill", "engine", 4),
+    ("kill", "trainer", 3),
+    ("kill", "reward", 3),
+    ("kill", "environment", 3),
+    ("kill", "controller", 1),
+    ("freeze", "engine", 3),
+    ("freeze", "trainer", 2),
+    ("freeze", "reward", 2),
+    ("freeze", "environment", 2),
+    ("freeze", "controller", 1),
+    ("starve", "engine", 2),
+    ("starve", "trainer", 2),
+    ("disk", "controller", 1),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    at: float  # seconds since the drill began
+    what: str
+    whom: str  # the process
+    recovered_s: float | None = None  # until the next step ended; None: not before the next fault
+
+
+@dataclass(slots=True)
+class Outcome:
+    seconds: float = 0.0
+    calm_s: float = 0.0
+    faults: list[Fault] = field(default_factory=list)
+    starts: int = 0  # of the controller
+    statuses: list[int] = field(default_factory=list)  # exit statuses of the controller, in order
+    calm_rate: float = 0.0  # trained groups a second before the first fault
+    rate: float = 0.0  # and after it
+    groups: dict[str, Any] = field(default_factory=dict)
+    memory: dict[str, tuple[float, float]] = field(default_factory=dict)  # role -> MB after the calm, and at the end
+    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # role -> open descriptors, likewise
+    left: list[str] = field(default_factory=list)  # processes still there after the end
+
+    @property
+    def ok(self) -> bool:
+        return not self.left and not self.groups.get("lost", 1) and not self.groups.get("trained_twice", 1)
+
+
+class Drill:
+    def __init__(
+        self,
+        config: RunConfig,
+        command: list[str],
+        *,
+        seconds: float,
+        calm_s: float,
+        every_s: float,
+        seed: int,
+        note: Callable[[str], None],
+    ) -> None:
+        """command: trains `config`, and goes on with it when it is run again. every_s: the mean time between two faults."""
+        self._config, self._command, self._note = config, command, note
+        self._seconds, self._calm_s, self._every_s = seconds, calm_s, every_s
+        self._rng = random.Random(seed)
+        self._folder = config.run_dir
+        self._log = self._folder.with_name(self._folder.name + ".faults")
+        self._process: subprocess.Popen[bytes] | None = None
+        self._output: IO[bytes] | None = None
+        self._armed = ""
+        self.outcome = Outcome()
+
+    def run(self) -> Outcome:
+        begin = time.monotonic()
+        self._folder.parent.mkdir(parents=True, exist_ok=True)
+        with open(self._folder.with_name(self._folder.name + ".log"), "ab") as self._output:
+            try:
+                self._loop(begin)
+                self._stop()
+            finally:
+                self._end()
+        self.outcome.seconds = time.monotonic() - begin
+        with SqliteLedger(self._folder, mode="read") as ledger:
+            self.outcome.groups = ledger.counts().figures()
+        self.outcome.left = [" ".join(p.cmdline()[:4]) for p in self._all()]
+        return self.outcome
+
+    def _loop(self, begin: float) -> None:
+        self._start()
+        steps = _steps(self._folder)
+        while steps == _steps(self._folder):  # the clock runs from the first step on: a start is not the run's speed
+            self._tick()
+        calm, trained = time.monotonic(), _trained(self._folder)
+        self._wait(lambda: time.monotonic() - calm >= self._calm_s)
+        now = time.monotonic()
+        self.outcome.calm_s = now - calm
+        self.outcome.calm_rate = (_trained(self._folder) - trained) / max(now - calm, 1e-9)
+        first, sizes, trained = now, self._sizes(), _trained(self._folder)
+        while time.monotonic() - begin < self._seconds and not self._complete():
+            pause = self._rng.uniform(0.5, 1.5) * self._every_s
+            fault, hit = self._fault(begin), time.monotonic()
+            steps, back = _steps(self._folder), None
+            while time.monotonic() - hit < pause and time.monotonic() - begin < self._seconds and not self._complete():
+                self._tick()
+                if back is None and _steps(self._folder) > steps:
+                    back = time.monotonic() - hit
+            if fault is not None:
+                self.outcome.faults.append(Fault(fault.at, fault.what, fault.whom, back))
+                came = "" if back is None else f"; the next step ended {back:.1f} s later"
+                self._note(f"{fault.at:6.0f} s  {fault.what} {fault.whom}{came}")
+        self.outcome.rate = (_trained(self._folder) - trained) / max(time.monotonic() - first, 1e-9)
+        ends = self._sizes()
+        self.outcome.memory = {k: (sizes[k][0], ends[k][0]) for k in sizes.keys() & ends.keys()}
+        self.outcome.files = {k: (sizes[k][1], ends[k][1]) for k in sizes.keys() & ends.keys()}
+
+    def _start(self) -> None:
+        environment = os.environ | {LOG_VARIABLE: str(self._log), VARIABLE: self._armed}
+        self._process = subprocess.Popen(
+            self._command,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=self._output,
+            stderr=self._output,
+            start_new_session=True,
+        )
+        self.outcome.starts += 1
+
+    def _tick(self) -> None:
+        """One look: a controller that has ended is started again, unless the run is complete."""
+        assert self._process is not None
+        time.sleep(TICK_S)
+        status = self._process.poll()
+        if status is not None and not self._complete():
+            self.outcome.statuses.append(status)
+            if status == 2 or self.outcome.starts > 3 + 2 * len(self.outcome.faults):
+                raise RuntimeError(f"the run does not start: status {status}, see {self._folder}.log")
+            self._start()
+
+    def _wait(self, done: Callable[[], bool]) -> None:
+        while not done() and not self._complete():
+            self._tick()
+
+    def _complete(self) -> bool:
+        return (self._folder / "report.json").is_file()
+
+    def _fault(self, begin: float) -> Fault | None:
+        """Does one thing to one process. None when there is nobody to do it to."""
+        parts = self._parts()
+        kinds = {name.partition("-")[0] for name in parts}
+        able = [f for f in FAULTS if f[1] in kinds]
+        if not able:
+            return None
+        what, role, _ = self._rng.choices(able, [weight for _, _, weight in able])[0]
+        name = self._rng.choice(sorted(n for n in parts if n.partition("-")[0] == role))
+        at = time.monotonic() - begin
+        if what == "disk":
+            self._armed = f"trainer:save:*:disk-full:{len(self.outcome.faults)}"  # the number makes it another fault
+        with suppress(psutil.NoSuchProcess):
+            self._do("kill" if what == "disk" else what, parts[name], role)
+        return Fault(at, what, name)
+
+    def _do(self, what: str, process: psutil.Process, role: str) -> None:
+        if what == "kill":
+            process.kill()
+        elif what == "starve":
+            end = time.monotonic() + STARVED_S
+            while time.monotonic() < end:
+                process.suspend()
+                time.sleep(DUTY_S * (1 - RUN_SHARE))
+                process.resume()
+                time.sleep(DUTY_S * RUN_SHARE)
+        else:
+            process.suspend()
+            if role == "controller":  # nobody watches the controller but its user
+                time.sleep(FROZEN_S)
+                process.resume()
+
+    def _parts(self) -> dict[str, psutil.Process]:
+        """The run's processes there are now, by name."""
+        assert self._process is not None
+        parts: dict[str, psutil.Process] = {}
+        named: dict[int, str] = {}
+        with suppress(Exception):  # half-written by nobody, but perhaps not there yet
+            named = {p["pid"]: p["name"] for p in read_json(self._folder / STATUS)["processes"] if p["alive"]}
+        with suppress(psutil.NoSuchProcess):
+            controller = psutil.Process(self._process.pid)
+            parts["controller"] = controller
+            for child in controller.children(recursive=True):
+                with suppress(psutil.NoSuchProcess):
+                    module = next((m for m in child.cmdline() if m in ROLES), "")
+                    if name := named.get(child.pid) or (f"{ROLES[module]}-{child.pid}" if module else ""):
+                        parts[name] = child
+        return parts
+
+    def _sizes(self) -> dict[str, tuple[float, int]]:
+        """Resident megabytes and open descriptors, by role: of its largest process."""
+        sizes: dict[str, tuple[float, int]] = {}
+        for name, process in self._parts().items():
+            role = name.partition("-")[0]
+            with suppress(psutil.NoSuchProcess):
+                mb, files = process.memory_info().rss / 1e6, process.num_fds()
+                before = sizes.get(role, (0.0, 0))
+                sizes[role] = max(before[0], mb), max(before[1], files)
+        return sizes
+
+    def _stop(self) -> None:
+        """Ask it to end after its step, as Ctrl-C does."""
+        assert self._process is not None
+        for each in self._all():
+            with suppress(psutil.NoSuchProcess):
+                each.resume()
+        running = self._process.poll() is None
+        if running and not self._complete():
+            self._process.send_signal(signal.SIGINT)
+        with suppress(subprocess.TimeoutExpired):
+            self.outcome.statuses.append(self._process.wait(STOP_S))
+
+    def _end(self) -> None:
+        for each in self._all():
+            with suppress(psutil.NoSuchProcess):
+                each.kill()
+        if self._process is not None:
+            self._process.wait(STOP_S)
+
+    def _all(self) -> list[psutil.Process]:
+        """Every process of this drill, orphans too: they have its variable."""
+        return [p for p in psutil.process_iter() if p.pid != os.getpid() and _marked(p, str(self._log))]
+
+
+def _marked(process: psutil.Process, log: str) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE and process.environ().get(LOG_VARIABLE) == log
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+@contextmanager
+def _ledger(folder: Path) -> Iterator[SqliteLedger | None]:
+    if not (folder / "ledger.sqlite").is_file() or not has_ledger(folder):
+        yield None
+        return
+    with SqliteLedger(folder, mode="read") as ledger:
+        yield ledger
+
+
+def _steps(folder: Path) -> int:
+    """Steps that have ended, repeated ones included."""
+    with _ledger(folder) as ledger:
+        return sum(s.runs for s in ledger.steps(live=False) if s.ended_at is not None) if ledger else 0
+
+
+def _trained(folder: Path) -> int:
+    with _ledger(folder) as ledger:
+        return ledger.counts().trained if ledger else 0
+
+
+def reached(outcome: Outcome) -> Counter[str]:
+    """How many faults of each kind: "kill engine" -> 3."""
+    return Counter(f"{fault.what} {fault.whom.partition('-')[0]}" for fault in outcome.faults)
+
+
+def command_for(recipe: Path, overrides: list[str]) -> list[str]:
+    return [sys.executable, "-m", "tidemill.cli", "train", str(recipe), *overrides]

@@ -1,0 +1,81 @@
+"""What a run says of itself while it lives, and the last it said: `status.json` and `failure.json` in its folder.
+
+    status.json    once a second: where it is, which processes it has, who waits for whom and since when
+    failure.json   once, when it ends by an error: the first cause, with the traceback of whichever process it came from
+
+`tidemill why` reads both. Neither is needed to go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import time
+import traceback
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from tidemill.durable import write_json
+from tidemill.observability.waits import Wait, open_waits
+from tidemill.orchestration.placement import Handle
+
+EVERY_S = 1.0
+STATUS, FAILURE = "status.json", "failure.json"
+
+
+@asynccontextmanager
+async def reporting(
+    folder: Path, handles: Callable[[], list[Handle[Any]]], more: Callable[[], dict[str, Any]]
+) -> AsyncIterator[None]:
+    """Keep `status.json` up to date while the body runs. more: what else to say, as JSON data."""
+    started = time.time()
+
+    def write() -> None:
+        processes = [asdict(handle.vitals()) for handle in handles()]
+        about = {"pid": os.getpid(), "started": started, "at": time.time(), "processes": processes, "waits": _together()}
+        with contextlib.suppress(OSError):  # a full disk is the ledger's to report
+            write_json(folder / STATUS, about | more())
+
+    async def keep_writing() -> None:
+        while True:
+            write()
+            await asyncio.sleep(EVERY_S)  # bounded: as long as the body runs
+
+    task = asyncio.create_task(keep_writing())
+    try:
+        yield
+    finally:
+        task.cancel()
+        write()
+
+
+def record_failure(folder: Path, error: BaseException) -> None:
+    """The first cause, for whoever asks later. Nothing here may hide the error itself."""
+    with contextlib.suppress(OSError):
+        about = {
+            "at": time.time(),
+            "pid": os.getpid(),
+            "kind": type(error).__name__,
+            "message": str(error),
+            "trace": "".join(traceback.format_exception(error)),  # with the notes, which hold other processes' tracebacks
+        }
+        write_json(folder / FAILURE, about)
+
+
+def forget_failure(folder: Path) -> None:
+    (folder / FAILURE).unlink(missing_ok=True)
+
+
+def _together() -> list[dict[str, Any]]:
+    """Equal waits as one, with their number; the longest first."""
+    groups: dict[tuple[str, str], list[Wait]] = {}
+    for wait in open_waits():
+        groups.setdefault((wait.peer, wait.what), []).append(wait)
+    return [
+        {"peer": peer, "what": what, "count": len(waits), "since": waits[0].since, "limit_s": waits[0].limit_s}
+        for (peer, what), waits in groups.items()
+    ]

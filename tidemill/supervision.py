@@ -1,0 +1,99 @@
+"""Engines that end are started again, as long as that helps.
+
+    ended -> budget (so many restarts in a window, each after a longer pause) -> start -> pool.admit (present version) -> up
+                     \\-> spent: RunFailed, with the first cause
+
+The trainer has no second: when it ends, the run ends with it, in a state that can be gone on from.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+
+from tidemill.controller import RunFailed
+from tidemill.orchestration.placement import Handle, StartFailed
+from tidemill.pool import LOST, EnginePool
+from tidemill.protocols import Engine
+
+LONGEST_PAUSE_S = 60.0
+
+
+@dataclass(slots=True)
+class Budget:
+    """How often something may be started again."""
+
+    restarts: int  # within the window
+    window_s: float
+    backoff_s: float  # before the first of them; each further one waits twice as long
+    clock: Callable[[], float] = time.monotonic
+    _spent: deque[float] = field(default_factory=deque)
+    _first: str = ""
+
+    def spend(self, reason: str) -> float:
+        """One restart, for this reason: how long to wait before it. Raises RunFailed when there is none left."""
+        now = self.clock()
+        while self._spent and now - self._spent[0] > self.window_s:
+            self._spent.popleft()
+        if not self._spent:
+            self._first = reason
+        if len(self._spent) >= self.restarts:
+            end = f"; the first time: {self._first}" if self._first != reason else ""
+            raise RunFailed(
+                f"{reason}; it was started again {len(self._spent)} times within {self.window_s:g} s already "
+                f"(supervise.restarts){end}"
+            )
+        self._spent.append(now)
+        return min(self.backoff_s * 2 ** (len(self._spent) - 1), LONGEST_PAUSE_S)
+
+
+class Supervisor:
+    """Of a pool's engines. `run` ends only by an error: a spent budget."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        handles: Sequence[Handle[Engine]],
+        start: Callable[[int], Awaitable[Handle[Engine]]],
+        budget: Callable[[], Budget],
+        tell: Callable[[str, dict], None],
+    ) -> None:
+        """start: makes the process of a place again. budget: of one place. tell: of (kind of event, details)."""
+        self._pool, self._start, self._tell = pool, start, tell
+        self.handles = list(handles)
+        self._budgets = [budget() for _ in handles]
+        pool.supervised(self._lost)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            for index in range(len(self.handles)):
+                group.create_task(self._keep_up(index))
+
+    def _lost(self, index: int, why: str) -> None:
+        """The pool met an engine that cannot go on; its process may not know."""
+        self.handles[index].kill(f"was killed: {why}")
+
+    async def _keep_up(self, index: int) -> None:
+        while True:
+            handle = self.handles[index]
+            how = await handle.wait()  # bounded: it watches, for as long as the run goes on
+            self._pool.drop(index)
+            await handle.stop()
+            self._tell("engine_lost", {"engine": handle.name, "how": how})
+            await self._bring_back(index, f"{handle.name} {how}")
+
+    async def _bring_back(self, index: int, reason: str) -> None:
+        while True:
+            pause = self._budgets[index].spend(reason)
+            await asyncio.sleep(pause)  # bounded: by the budget
+            try:
+                handle = self.handles[index] = await self._start(index)
+                await self._pool.admit(index, handle.proxy)
+            except (StartFailed, *LOST, TimeoutError) as error:
+                reason = str(error)
+                continue
+            self._tell("engine_restarted", {"engine": handle.name, "after_s": pause})
+            return
