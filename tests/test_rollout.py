@@ -104,6 +104,10 @@ async def test_a_judge_that_fails_scores_nothing(kind):
             await asyncio.get_running_loop().create_future()
         return [Score(1.0)]
 
-    expected = {"raises": "ZeroDivisionError: boom", "miscounts": "1 outcomes for 2", "hangs": "longer than 0.05 s"}[kind]
+    expected = {
+        "raises": "ZeroDivisionError: boom",
+        "miscounts": "1 values: expected a list of 2",
+        "hangs": "longer than 0.05 s",
+    }[kind]
     outcomes = await roll(FakeEnvironment(ask, judge))
     assert all(isinstance(o, InfraError) and expected in o.reason for o in outcomes)

@@ -39,6 +39,7 @@ def make_report(
         "max_lag_seen": totals.max_lag,
         "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
         "groups": counts.figures(),
+        "judging": judging(totals),
         "mismatch_lag0": {
             "mean": matched["logprob_gap"],
             "p99": matched["logprob_gap_p99"],
@@ -52,6 +53,13 @@ def make_report(
         "time": time_shares(trace, begin, end),
         "overlap": engine_and_trainer(trace, begin, end),
     }
+
+
+def judging(totals: Totals) -> dict[str, Any]:
+    """The attempts of this process: how many have a score, why the others have none (the commonest reasons), pauses."""
+    counts = {kind: totals.outcomes[kind] for kind in ("scored", "unscorable", "infra_errors")}
+    reasons = dict(totals.reasons.most_common(5))
+    return {**counts, "reasons": reasons, "pauses": totals.pauses, "paused_s": round(totals.paused_s, 1)}
 
 
 def time_shares(trace: Trace, begin: float, end: float) -> dict[str, float]:

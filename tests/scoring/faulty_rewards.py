@@ -144,3 +144,126 @@ def counts(completion: str) -> float:
 def _note(path: str, pid: int) -> None:
     with open(path, "a") as file:
         file.write(f"{pid}\n")
+
+
+def prints_a_gigabyte(completion: str) -> float:
+    line = b"noise" * (1 << 18)
+    for _ in range((1 << 30) // len(line)):
+        os.write(1, line)
+    return 1.0
+
+
+def returns_a_gigabyte(completion: str) -> str:
+    return "x" * (1 << 30)
+
+
+def returns_a_gigabyte_of_bytes(completion: str) -> bytes:
+    return bytes(1 << 30)
+
+
+def raises_a_gigabyte(completion: str) -> float:
+    raise ValueError("x" * (1 << 30))
+
+
+def nan_part(completion: str) -> Score:
+    return Score(1.0, {"format": float("nan")})
+
+
+def text_part(completion: str) -> Score:
+    return Score(1.0, {"format": "good"})  # type: ignore[dict-item]
+
+
+def complex_score(completion: str) -> Score:
+    return Score(True and 1 << 2000)
+
+
+def recurses(completion: str) -> float:
+    def deeper(n: int) -> int:
+        return deeper(n + 1) + len(repr(n))
+
+    return deeper(0)
+
+
+def closes_everything(completion: str) -> float:
+    os.closerange(0, 256)
+    return 1.0
+
+
+def stops_itself(completion: str) -> float:
+    os.kill(os.getpid(), 19)
+    return 1.0
+
+
+def kills_its_group(completion: str) -> float:
+    os.killpg(0, 9)
+    return 1.0
+
+
+def daemonises(completion: str, pids: str) -> float:
+    """A grandchild in a session of its own, whose parent is gone."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            _note(pids, os.getpid())
+            time.sleep(600)
+        os._exit(0)
+    os.wait()
+    while not os.path.exists(pids):
+        time.sleep(0.01)
+    return 1.0
+
+
+def daemonises_and_dies(completion: str, pids: str) -> float:
+    daemonises(completion, pids)
+    os._exit(0)
+
+
+def daemonises_and_sleeps(completion: str, pids: str) -> float:
+    daemonises(completion, pids)
+    time.sleep(600)
+    return 1.0
+
+
+def leaves_a_thread_that_holds_the_interpreter(completion: str) -> float:
+    import threading
+
+    threading.Timer(0.2, holds_the_interpreter, [completion]).start()
+    return 1.0
+
+
+def disturbs(completion: str) -> float:
+    os.chdir("/")
+    os.environ.pop("PATH")
+    os.environ["DISTURBED"] = "1"
+    sys.stdout = None  # type: ignore[assignment]
+    sys.setrecursionlimit(333)
+    import signal
+
+    signal.setitimer(signal.ITIMER_REAL, 0.3)
+    return 1.0
+
+
+def is_undisturbed(completion: str) -> float:
+    print("to stdout")
+    time.sleep(0.6)
+    return float(
+        os.getcwd() != "/" and "PATH" in os.environ and "DISTURBED" not in os.environ and sys.getrecursionlimit() > 333
+    )
+
+
+KINDS = {
+    "sleeps": sleeps, "segfaults": segfaults, "exits": exits, "raises": raises, "nan": nan, "inf": inf, "string": string,
+    "prints": prints_a_gigabyte, "returns": returns_a_gigabyte, "closes": closes_everything, "stops": stops_itself,
+    "forks": daemonises_and_sleeps, "forks and dies": daemonises_and_dies,
+}  # fmt: skip
+
+
+def now_and_then(completion: str, fault: str, pids: str) -> float:
+    """For a run: half of the replies to each task meet its fault, the others are judged."""
+    from zlib import crc32
+
+    drawn = crc32(completion.encode())
+    if drawn % 2:
+        return drawn % 100 / 100
+    _note(pids + ".calls", os.getpid())
+    return KINDS[fault](completion, f"{pids}.{os.getpid()}") if "forks" in fault else KINDS[fault](completion)

@@ -241,6 +241,6 @@ async def test_in_process_for_debugging(capsys):
 
 
 def test_settings():
-    assert WorkerPool(**build(ScoringSettings, {}).model_dump()).limit_s == 10.0
+    assert WorkerPool(**build(ScoringSettings, {}).workers_as()).limit_s == 10.0
     with pytest.raises(ConfigError, match="limit_s"):
         build(ScoringSettings, {"limit_s": 0})

@@ -50,6 +50,12 @@ def _tell(config: RunConfig, ended: Ended, as_json: bool) -> None:
     if before is not None and after is not None and n is not None:
         print(f"  held-out accuracy {before:.3f} -> {after:.3f} on {n:,} tasks")
     print(f"  ledger: {groups['admitted']:,} groups = {' + '.join(parts)} + {groups['lost']} lost")
+    judging = report.get("judging")  # an older run's report has none
+    if judging and (judging["infra_errors"] or judging["unscorable"]):
+        scored, errors, unscorable = (judging[k] for k in ("scored", "infra_errors", "unscorable"))
+        print(
+            f"  judged: {scored:,} scored, {errors:,} infrastructure errors and {unscorable:,} unscorable (not trained on)"
+        )
     print(f"  next:   tidemill samples {folder} --worst 3 --tokens  ·  tidemill eval {folder}  ·  tidemill new mytask")
 
 

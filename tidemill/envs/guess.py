@@ -53,7 +53,7 @@ def guess_game(settings: GuessSettings) -> FunctionEnvironment:
         "eval": [_task(settings, *game) for game in games[:held_out]],
         "train": [_task(settings, *game) for game in games[held_out : held_out + settings.size]],
     }
-    return FunctionEnvironment(guess, tasks.__getitem__)
+    return FunctionEnvironment(guess, tasks.__getitem__, gold=lambda number: str(number))
 
 
 def _task(settings: GuessSettings, low: int, high: int, number: int) -> Task:

@@ -13,8 +13,11 @@ from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from tidemill.config import ConfigError
+from tidemill.envs.bounded import Overdue, bounded
 from tidemill.loading import load_object, reference_of
-from tidemill.rewards.named import named_reward
+from tidemill.protocols import Gold
+from tidemill.rewards.gold import Teller, gold_reply, teller_beside
+from tidemill.rewards.named import NAMED, named_reward
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
 from tidemill.rewards.signature import Signature, group_values, signature_of, single_values
 from tidemill.types import InfraError, Outcome, Task, Trajectory
@@ -46,6 +49,8 @@ class RewardJudge:
         """
         self._scorer, self._options = scorer, dict(options or {})
         self._function: Callable[..., Any] | None = None  # set when it is awaited here
+        self._teller: Teller | None = None  # of a user's reward
+        self._form = NAMED[reward].gold if isinstance(reward, str) and reward in NAMED else None
         self._reference, self.signature = self._resolve(reward)
         unknown = [key for key in self._options if key not in self.signature.names and not self.signature.rest]
         if unknown:
@@ -56,6 +61,13 @@ class RewardJudge:
     def check(self, columns: set[str]) -> None:
         """Raise ConfigError when the tasks lack a column that the reward needs."""
         self.signature.check({*columns, *self._options})
+
+    @property
+    def grouped(self) -> bool:
+        return self.signature.group
+
+    def gold(self, task: Task) -> Gold:
+        return gold_reply(task, self.signature, self._teller, self._form)
 
     async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
         texts = [attempt.text for attempt in attempts]
@@ -83,19 +95,19 @@ class RewardJudge:
 
     async def _awaited(self, kwargs: dict[str, Any]) -> Any:
         assert self._function is not None
-        name, limit = self.signature.name, asyncio.timeout(self._scorer.limit_s)
+        name = self.signature.name
         try:
-            async with limit:
-                return await self._function(**kwargs)
+            return await bounded(self._function(**kwargs), self._scorer.limit_s)
+        except Overdue:
+            return InfraError(f"{name} did not return within {self._scorer.limit_s:g} s and was cancelled")
         except Exception as error:  # the user's code may raise anything; none of it is a score
-            if isinstance(error, TimeoutError) and limit.expired():
-                return InfraError(f"{name} did not return within {self._scorer.limit_s:g} s and was cancelled")
             return InfraError(f"{name} raised {type(error).__name__}: {clip(str(error))}")
 
     def _resolve(self, reward: str | Callable[..., Any]) -> tuple[str, Signature]:
         if isinstance(reward, str) and ":" not in reward:
             return named_reward(reward)
         function = load_object(reward) if isinstance(reward, str) else reward
+        self._teller = teller_beside(function)
         signature = signature_of(function, reward if isinstance(reward, str) else function.__name__)
         if signature.awaits:
             self._function = function

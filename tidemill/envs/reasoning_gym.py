@@ -19,7 +19,8 @@ from tidemill.config import ConfigError
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import Scorer
 from tidemill.envs.settings import ReasoningGymSettings
-from tidemill.types import InfraError, Outcome, Score, Task, Trajectory
+from tidemill.protocols import Gold
+from tidemill.types import InfraError, Outcome, Score, Task, Trajectory, Unscorable
 
 MAKING_LIMIT_S = 600.0
 _DRAWS = 3  # entries looked at for each task wanted, at most: small datasets repeat themselves
@@ -54,6 +55,15 @@ class GymJudge:
             alone = await asyncio.gather(*(self._score(task, [text]) for text in texts))
             outcomes = [outcome for (outcome,) in alone]
         return [_all_or_nothing(outcome) for outcome in outcomes] if self._binary else outcomes
+
+    grouped = False
+
+    def gold(self, task: Task) -> Gold:
+        answer = task.data["answer"]
+        if answer is None:
+            return Unscorable(f"{self._name} names no answer for it")
+        tag = self._fixed["answer_tag"]
+        return f"<{tag}>{answer}</{tag}>" if tag else answer
 
     async def _score(self, task: Task, texts: list[str]) -> list[Outcome]:
         about = {"index": task.data["index"], "question": task.data["question"]}

@@ -13,18 +13,21 @@ from tidemill.rewards.signature import Signature
 @dataclass(frozen=True, slots=True)
 class Named:
     reference: str
+    gold: str  # the reply that answers with {answer}; empty: it can not be told
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # options without a default
     package: str = ""  # an extra it imports, in the worker
 
 
+BOXED = "\\boxed{{{answer}}}"
+
 # Stated here rather than read off the functions: inspecting `math` would import its package into the controller.
 NAMED = {
-    "exact": Named("tidemill.rewards.functions:exact", options=("normalise",)),
-    "regex": Named("tidemill.rewards.functions:regex", options=("pattern", "normalise"), needs=("pattern",)),
-    "numeric": Named("tidemill.rewards.functions:numeric", options=("tolerance",)),
-    "last_boxed": Named("tidemill.rewards.functions:last_boxed"),
-    "math": Named("tidemill.rewards.math:score", package="math_verify"),
+    "exact": Named("tidemill.rewards.functions:exact", "{answer}", options=("normalise",)),
+    "regex": Named("tidemill.rewards.functions:regex", "", options=("pattern", "normalise"), needs=("pattern",)),
+    "numeric": Named("tidemill.rewards.functions:numeric", "{answer}", options=("tolerance",)),
+    "last_boxed": Named("tidemill.rewards.functions:last_boxed", BOXED),
+    "math": Named("tidemill.rewards.math:score", BOXED, package="math_verify"),
 }
 
 

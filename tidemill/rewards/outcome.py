@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +19,12 @@ def outcome_of(value: Any, name: str) -> Outcome:
     anything else is an InfraError that says what came.
     """
     if isinstance(value, Outcome):
-        return value
+        return _checked(value, name)
     if value is None:
         return Unscorable(f"{name} returned None")
     number = _number(value)
     if number is None:
-        return InfraError(f"{name} returned {clip(repr(value))} ({type(value).__name__}): expected a number or None")
+        return InfraError(f"{name} returned {shown(value)} ({type(value).__name__}): expected a number or None")
     if not math.isfinite(number):
         return InfraError(f"{name} returned {number}: expected a finite number or None")
     return Score(number)
@@ -34,13 +35,38 @@ def outcomes_of(values: Any, name: str, count: int) -> list[Outcome]:
     if hasattr(values, "tolist"):
         values = values.tolist()  # an array, or a torch tensor
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != count:
-        given = f"{len(values)} values" if hasattr(values, "__len__") else clip(repr(values))
+        given = f"{len(values)} values" if hasattr(values, "__len__") else shown(values)
         return [InfraError(f"{name} returned {given}: expected a list of {count} numbers")] * count
     return [outcome_of(value, name) for value in values]
 
 
+def shown(value: Any) -> str:
+    """A user's value in few characters, however large it is: `repr` of it would take as much memory again."""
+    if isinstance(value, bytes | bytearray):
+        value = value[:SHOWN]
+    return clip(_repr.repr(value))
+
+
 def clip(text: str, length: int = SHOWN) -> str:
     return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+
+
+_repr = reprlib.Repr()
+_repr.maxstring = _repr.maxother = _repr.maxlong = SHOWN
+
+
+def _checked(outcome: Outcome, name: str) -> Outcome:
+    """An outcome that the user made: its fields may hold anything."""
+    if not isinstance(outcome, Score):
+        reason = outcome.reason if isinstance(outcome.reason, str) else shown(outcome.reason)
+        return type(outcome)(clip(reason))
+    parts = outcome.parts if isinstance(outcome.parts, dict) else {"parts": outcome.parts}
+    numbers = {part: _number(value) for part, value in {"value": outcome.value, **parts}.items()}
+    for part, number in numbers.items():
+        if not isinstance(part, str) or number is None or not math.isfinite(number):
+            given = outcome.value if part == "value" else parts[part]
+            return InfraError(f"{name} returned a Score whose {part} is {shown(given)}: expected a finite number")
+    return Score(float(outcome.value), {part: float(value) for part, value in parts.items()})
 
 
 def _number(value: Any) -> float | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from pydantic import Field
 
 from tidemill.config import Config
@@ -13,3 +15,14 @@ class ScoringSettings(Config):
     workers: int = Field(2, ge=0, description="worker processes; 0 judges inside the controller, for breakpoint()")
     limit_s: float = Field(10.0, gt=0, description="seconds one call may take before its worker is killed")
     memory_mb: int = Field(0, ge=0, description="address space of a worker in MB; 0 is unlimited")
+    max_error_share: float = Field(
+        0.05, ge=0, le=1, description="of the latest outcomes: with more infrastructure errors admission pauses"
+    )
+    pause_s: float = Field(600.0, gt=0, description="seconds that it may pause, before the run ends")
+    accept: tuple[Literal["gold", "garbage"], ...] = Field(
+        (), description="begin although gold replies fail, or garbage passes, the check of the reward"
+    )
+
+    def workers_as(self) -> dict[str, Any]:
+        """What the worker pool is made of."""
+        return self.model_dump(include={"workers", "limit_s", "memory_mb"})

@@ -7,6 +7,7 @@ late. What else keeps the code apart is in `processes.inside`.
 from __future__ import annotations
 
 import os
+import signal
 import sys
 from typing import BinaryIO
 
@@ -20,7 +21,7 @@ from tidemill.scoring.invoke import failed, invoke, load
 def main(memory_mb: int, parent: int) -> None:
     frames_in, frames_out = inside.settle(memory_mb, parent)
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
-    here = os.getpid()
+    here, before = os.getpid(), Surroundings()
     while frame := _read(requests):
         request: Request = codec.decode(frame, Request)
         reason = load(request)
@@ -29,7 +30,25 @@ def main(memory_mb: int, parent: int) -> None:
         outcomes = failed(request, reason) if reason else invoke(request)
         if os.getpid() != here:
             os._exit(0)  # a fork that the function made came back from it too
+        before.restore()
         _write(replies, _done(request, outcomes))
+
+
+class Surroundings:
+    """What one call may change that the next one would meet: working folder, environment, a pending alarm, the streams."""
+
+    def __init__(self) -> None:
+        self._folder, self._variables, self._depth = os.getcwd(), dict(os.environ), sys.getrecursionlimit()
+        self._streams = sys.stdin, sys.stdout, sys.stderr
+
+    def restore(self) -> None:
+        os.chdir(self._folder)
+        if os.environ != self._variables:
+            os.environ.clear()
+            os.environ.update(self._variables)
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        sys.setrecursionlimit(self._depth)
+        sys.stdin, sys.stdout, sys.stderr = self._streams
 
 
 def _done(request: Request, outcomes: list) -> Done:
@@ -42,8 +61,8 @@ def _done(request: Request, outcomes: list) -> Done:
 
 def _read(pipe: BinaryIO) -> bytes:
     """The next frame; empty at the end of file."""
-    header = pipe.read(HEADER_BYTES)
-    return pipe.read(size_of(header)) if len(header) == HEADER_BYTES else b""
+    header = pipe.read(HEADER_BYTES)  # bounded: it lives as long as who started it
+    return pipe.read(size_of(header)) if len(header) == HEADER_BYTES else b""  # bounded: as above
 
 
 def _write(pipe: BinaryIO, message: Reply) -> None:

@@ -1,0 +1,119 @@
+"""`tidemill reward test`: what a recipe's reward says of replies whose worth is known, before anything is trained."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from tidemill.commands.screen import console, print_json, print_rows, visible
+from tidemill.config import ConfigError
+from tidemill.envs.make import make_environment
+from tidemill.envs.order import task_order
+from tidemill.envs.workers import in_workers
+from tidemill.recipe import RunConfig, load_recipe
+from tidemill.reward_check import Check, Line, Own, check
+from tidemill.scoring.pool import WorkerPool
+from tidemill.supervision import Budget
+
+TASKS = 32
+BUDGET_S = 300.0
+COLOURS = {"ok": "green", "fails": "bold red", "passes": "bold red", "not judged": "bold yellow", "not checked": "yellow"}
+
+
+def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: bool) -> int:
+    """The exit status: 1 when gold fails, garbage passes, a reply of the user's own is not judged as expected, or one that a
+    verdict is needed on could not be judged."""
+    config = load_recipe([recipe], overrides)
+    own = read_answers(answers) if answers else []
+    screen = console(stderr=True)
+    busy = screen.status(f"{recipe}: scoring replies whose worth is known ...")
+    with busy if screen.is_terminal and not as_json else nullcontext():
+        found = asyncio.run(_check(config, own))
+    if as_json:
+        print_json(asdict(found))
+    else:
+        _show(found)
+    return int(any(line.bad for line in found.lines))
+
+
+def read_answers(path: Path) -> list[Own]:
+    """Lines of {"reply" or "answer": TEXT, "expect": "pass" or "fail", "task": ID}; `expect` is "fail" unless given."""
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--answers {path} is not readable: {error}") from None
+    found = [_own(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    if not found:
+        raise ConfigError(f"--answers {path} is empty: expected one object a line")
+    return found
+
+
+def _own(line: str, where: str) -> Own:
+    try:
+        row = json.loads(line)
+    except (json.JSONDecodeError, RecursionError) as error:
+        raise ConfigError(f"{where} is not JSON: {error}") from None
+    texts = [row[key] for key in ("reply", "answer") if key in row] if isinstance(row, dict) else []
+    if len(texts) != 1 or not isinstance(texts[0], str) or not row.keys() <= {"reply", "answer", "expect", "task"}:
+        raise ConfigError(f'{where}: expected {{"reply": TEXT or "answer": TEXT, "expect": "pass" or "fail", "task": ID}}')
+    expect, task = row.get("expect", "fail"), row.get("task", "")
+    if expect not in ("pass", "fail") or not isinstance(task, str):
+        raise ConfigError(f"{where}: expect = {expect!r}, task = {task!r}: expected 'pass' or 'fail', and a task's id")
+    return Own(texts[0], expect, task, formatted="answer" in row)
+
+
+async def _check(config: RunConfig, own: Sequence[Own]) -> Check:
+    scorer = WorkerPool(**config.scoring.workers_as())
+    try:
+        budget = Budget(config.supervise.restarts, config.supervise.window_s, config.supervise.backoff_s)
+        environment = make_environment(config.env, scorer)
+        environment = in_workers(
+            environment, config.placement.environment, budget.spend, console(stderr=True).print, config.env
+        )
+        try:
+            tasks = environment.tasks("train")
+            order = [
+                task_order(len(tasks), config.seed, i) for i in range(min(TASKS, len(tasks)))
+            ]  # those a run begins with
+            chosen = {tasks[i].id: tasks[i] for i in order}
+            named = {each.task for each in own if each.task}
+            chosen |= {task.id: task for split in ("train", "eval") for task in environment.tasks(split) if task.id in named}
+            if unknown := named - chosen.keys():
+                raise ConfigError(f"--answers names task {min(unknown)!r}, and {environment.name} has none of that id")
+            limit_s = config.rollout.episode_s
+            await scorer.start()  # so that the slowest call is no start of a process
+            return await check(
+                environment, list(chosen.values()), limit_s=limit_s, budget_s=BUDGET_S, own=own, without_gold=True
+            )
+        finally:
+            await environment.close()
+    finally:
+        await scorer.close()
+
+
+def _show(found: Check) -> None:
+    screen = console()
+    screen.print(Text.assemble((found.environment, "bold"), f", {found.tasks} tasks"))
+    table = Table(box=None, pad_edge=False, padding=(0, 2))
+    for title in ("kind", "n", "mean score", "passed", "unscorable", "infra errors", "slowest", "verdict"):
+        table.add_column(title, justify="left" if title in ("kind", "verdict") else "right", no_wrap=True)
+    for line in found.lines:
+        table.add_row(*_cells(line))
+    screen.print(table)
+    if whys := {line.why: line.kind for line in reversed(found.lines) if line.why}:
+        print_rows(screen, [(kind, visible(why)) for why, kind in reversed(whys.items())])
+
+
+def _cells(line: Line) -> list[Text]:
+    mean = "–" if line.mean is None else f"{line.mean:.3f}"
+    slowest = "–" if line.slowest_s is None else f"{line.slowest_s:.2f} s"
+    counts = (line.passed, line.unscorable, line.infra_errors)
+    plain = [line.kind, str(line.n), mean, *(f"{count:,}" for count in counts), slowest]
+    return [*map(Text, plain), Text(line.verdict, COLOURS[line.verdict])]

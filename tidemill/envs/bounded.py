@@ -1,0 +1,53 @@
+"""Awaiting a user's coroutine in this process: it ends at its limit, and takes nothing else with it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+GRACE_S = 1.0  # for a coroutine that was cancelled to put things in order
+logger = logging.getLogger(__name__)
+_abandoned: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks weakly
+
+
+class Overdue(TimeoutError):
+    """The limit came before the result."""
+
+
+async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
+    """What `work` returns or raises. Overdue after `limit_s` seconds, also when it refuses to be cancelled (a bare
+    `except:` in a loop does): it is then left to itself.
+
+    SystemExit and a cancellation that nobody asked for are raised as RuntimeError: the one would end the event loop, the
+    other, without a word, the task that waits here.
+    """
+    task = asyncio.ensure_future(_contained(work))
+    try:
+        await asyncio.wait({task}, timeout=limit_s)
+    finally:
+        if not task.done():
+            task.cancel()
+            await asyncio.wait({task}, timeout=GRACE_S)
+        if not task.done():
+            logger.warning("%s does not end though it was cancelled: it is left behind", work)
+            _abandoned.add(task)
+            task.add_done_callback(_abandoned.discard)
+    if not task.done() or task.cancelled():
+        raise Overdue(f"no result within {limit_s:g} s")
+    return task.result()
+
+
+async def _contained(work: Coroutine[Any, Any, T]) -> T:
+    try:
+        return await work  # bounded: by `bounded`
+    except SystemExit as exit_:
+        raise RuntimeError(f"SystemExit: {exit_.code}") from exit_
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError("CancelledError: it was cancelled from within") from error

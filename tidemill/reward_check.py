@@ -1,0 +1,339 @@
+"""A reward's verdicts on replies whose worth is known, before anything is trained on them.
+
+    tasks x (gold, empty, garbage, the user's own) -> episodes without a model -> the environment's judge -> a verdict a kind
+
+Gold is what the environment says must earn the full score; it fails when more than `WRONG` of it does not. Garbage is no
+answer to anything, so it passes when it earns the full score every time, or more often than a constant reply could: more
+than the commonest gold reply would by two standard errors. Partial scores are nobody's business here. Where the gold reply
+of no task is known there is nothing to be right or wrong about: that is said, and nothing is checked. A reply that could
+not be judged is neither. Token ids, where a reward asks for them, are the reply's bytes: no model is needed.
+"""
+
+from __future__ import annotations
+
+import string
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import sqrt
+from random import Random
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from tidemill.config import ConfigError
+from tidemill.evaluation import SOLVED
+from tidemill.protocols import Checkable, Engine, Environment, Gold
+from tidemill.rewards.outcome import clip
+from tidemill.rollout import Episodes
+from tidemill.seeds import derive_seed
+from tidemill.types import (
+    Array,
+    Completion,
+    Finish,
+    InfraError,
+    Outcome,
+    SamplingParams,
+    Score,
+    Task,
+    Trajectory,
+    Unscorable,
+    Version,
+)
+
+WRONG = 0.05  # of the gold replies may fall short: a few wrong labels are in every set of tasks
+HOPELESS = 3  # replies in a row, from the first on, that could not be judged: the others would not be either
+MOST_TURNS = 64
+QUICK_TASKS, QUICK_S = 8, 10.0  # of the check that a run begins with
+OWN = "own"
+LONG = 20_000  # characters of the longest garbage
+END = 256  # a token after the bytes: a reply ends with it
+REFUSAL = "I'm sorry, but I can't help with that."
+Verdict = Literal["ok", "fails", "passes", "not judged", "not checked"]
+
+
+@dataclass(frozen=True, slots=True)
+class Own:
+    """A reply of the user's, and what it must earn."""
+
+    text: str
+    expect: Literal["pass", "fail"]
+    task: str = ""  # an id; empty: any
+    formatted: bool = False  # an answer, to be put into the form of a gold reply
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    task: Task
+    kind: str
+    reply: str
+    outcome: Outcome
+    seconds: float
+    expect: Literal["pass", "fail"] = "fail"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """What came of one kind of reply."""
+
+    kind: str
+    n: int
+    mean: float | None  # of the scores; None where there is none
+    passed: int  # earned the full score
+    unscorable: int
+    infra_errors: int
+    slowest_s: float | None
+    verdict: Verdict
+    why: str = ""
+
+    @property
+    def bad(self) -> bool:
+        return self.verdict in ("fails", "passes", "not judged")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    environment: str
+    tasks: int
+    lines: list[Line]
+
+    def refused(self, accepted: Sequence[str] = ()) -> dict[str, str]:
+        """What training must not begin with: "gold" or "garbage" -> why, without what the user accepts by name."""
+        gold = [line.why for line in self.lines if line.kind == "gold" and line.bad]
+        passing = [line.why for line in self.lines if line.verdict == "passes" and not line.kind.startswith(OWN)]
+        named = {"gold": gold, "garbage": passing}  # what could not be judged got no score
+        return {name: whys[0] for name, whys in named.items() if whys and name not in accepted}
+
+
+async def vouch(
+    environment: Environment,
+    tasks: Sequence[Task],
+    *,
+    limit_s: float,
+    accepted: Sequence[str],
+    record: Callable[[str, dict[str, Any]], None],
+    note: Callable[[str], None],
+) -> None:
+    """Before a run begins: the quick form. Raises ConfigError when gold fails or garbage passes, unless `accepted` names it.
+
+    record: an event for the ledger, what was accepted included. note: what the user should see.
+    """
+    found = await check(environment, tasks[:QUICK_TASKS], limit_s=limit_s, budget_s=QUICK_S)
+    wrong, refused = found.refused(), found.refused(accepted)
+    over = {name: why for name, why in wrong.items() if name not in refused}
+    record("reward_check", {"verdicts": {line.kind: line.verdict for line in found.lines}, "accepted": over})
+    if refused:
+        name, why = next(iter(refused.items()))
+        raise ConfigError(
+            f"the reward of {environment.name} can not be trained on: {why}. `tidemill reward test RECIPE` shows more; when "
+            f"that is how it has to be: scoring.accept=['{name}']"
+            + (", and when the right reply has another form: a function `gold` beside the reward" if name == "gold" else "")
+        )
+    for name, why in over.items():
+        note(f"scoring.accept names {name!r}, so the run begins although {why}")
+    for line in [line for line in found.lines if line.verdict in ("not judged", "not checked")][:1]:
+        note(f"the reward was not checked, {line.why}" if line.verdict == "not checked" else f"beware: {line.why}")
+
+
+async def check(
+    environment: Environment,
+    tasks: Sequence[Task],
+    *,
+    limit_s: float,
+    budget_s: float,
+    own: Sequence[Own] = (),
+    without_gold: bool = False,
+) -> Check:
+    """Try every kind of reply on `tasks`, for about `budget_s` seconds. limit_s: of one episode.
+
+    without_gold: try garbage also where no gold reply is known; else nothing is tried then.
+    """
+    golds = {task.id: _gold(environment, task) for task in tasks}
+    begin, tried = time.monotonic(), list[Tried]()
+    for task in tasks:
+        gold = golds[task.id]
+        if isinstance(gold, Unscorable) and not without_gold and not own:
+            continue
+        replies = _replies(environment, task, gold, own)
+        for batch in [replies] if _grouped(environment) else [[reply] for reply in replies]:
+            if tried and (time.monotonic() - begin > budget_s or _hopeless(tried)):
+                break
+            tried += await _try(Episodes(environment, _Bytes(), SamplingParams(), 1 << 40, limit_s), task, batch)
+    return Check(environment.name, len({t.task.id for t in tried}), _lines(tried, golds))
+
+
+def _gold(environment: Environment, task: Task) -> Gold:
+    if isinstance(environment, Checkable):
+        return environment.gold(task)
+    return Unscorable("the environment does not say what would be right: it has no method `gold`")
+
+
+def _grouped(environment: Environment) -> bool:
+    return not isinstance(environment, Checkable) or environment.grouped
+
+
+def _hopeless(tried: Sequence[Tried]) -> bool:
+    return len(tried) >= HOPELESS and all(isinstance(t.outcome, InfraError) for t in tried)
+
+
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    kind: str
+    texts: list[str]  # one a turn, the last one again and again
+    expect: Literal["pass", "fail"] = "fail"
+
+
+def _replies(environment: Environment, task: Task, gold: Gold, own: Sequence[Own]) -> list[_Reply]:
+    known = [] if isinstance(gold, Unscorable) else [gold] if isinstance(gold, str) else gold
+    found = [_Reply("gold", known, "pass")] if known else []
+    texts = {"empty": "", **_garbage(task)}
+    wrapped = _formatted(environment, task, texts["letters"])
+    if wrapped is not None and wrapped != texts["letters"]:
+        texts["formatted"] = wrapped
+    found += [_Reply(kind, [text]) for kind, text in texts.items() if [text.strip()] != [k.strip() for k in known]]
+    for number, each in enumerate(own, 1):
+        if each.task not in ("", task.id):
+            continue
+        text = _formatted(environment, task, each.text) if each.formatted else each.text
+        if text is None:
+            raise ConfigError(f"answer {each.text!r:.60}: {environment.name} has no form for it; give the whole `reply`")
+        found.append(_Reply(f"{OWN} {number}", [text], each.expect))
+    return found
+
+
+def _garbage(task: Task) -> dict[str, str]:
+    """Replies that answer nothing, the same for a task each time."""
+    draw = Random(derive_seed("garbage", task.id))
+    words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(LONG // 5)]
+    prompt = task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])
+    return {
+        "letters": " ".join(words[:4]),
+        "digits": "".join(draw.choices(string.digits, k=17)),
+        "echo": prompt,
+        "refusal": REFUSAL,
+        "long": " ".join(words)[:LONG],
+    }
+
+
+def _formatted(environment: Environment, task: Task, answer: str) -> str | None:
+    """`answer` in the form of a gold reply, where the environment derives that from the task's `answer`; else None."""
+    first, second, wanted = (
+        _gold(environment, replace(task, data={**task.data, "answer": each})) for each in ("one", "two", answer)
+    )
+    return wanted if isinstance(wanted, str) and "answer" in task.data and first != second else None
+
+
+async def _try(episodes: Episodes, task: Task, replies: Sequence[_Reply]) -> list[Tried]:
+    """Play and judge these replies as one group; when that fails as a whole, each by itself, so that none hides another."""
+    begin = time.monotonic()
+    attempts = [await _play(episodes, task, reply) for reply in replies]
+    await episodes.judge(task, attempts)
+    seconds = time.monotonic() - begin
+    if len(replies) > 1 and all(isinstance(attempt.outcome, InfraError) for attempt in attempts):
+        return [tried for reply in replies for tried in await _try(episodes, task, [reply])]
+    shown = [clip(" | ".join(reply.texts), 60) for reply in replies]
+    return [
+        Tried(task, reply.kind, text, attempt.outcome or Unscorable("no outcome"), seconds, reply.expect)
+        for reply, text, attempt in zip(replies, shown, attempts, strict=True)
+    ]
+
+
+async def _play(episodes: Episodes, task: Task, reply: _Reply) -> Trajectory:
+    engine = cast(Engine, _Script(reply.texts))  # an episode asks it for nothing but replies
+    return await episodes.play(task, engine, f"check/{reply.kind}", lambda turn: turn)
+
+
+class _Bytes:
+    """A tokenizer of UTF-8 bytes: any text, unchanged."""
+
+    name_or_path: str = "bytes"
+    chat_template: Any = None
+    bos_token_id: int | None = None
+    eos_token_id: int | None = END
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode("utf-8", "surrogatepass"))
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
+        return bytes(i for i in token_ids if i < END).decode("utf-8", "surrogatepass")
+
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
+        raise AssertionError("it has no template")
+
+
+class _Script:
+    """Says what is written, a reply a turn, then the last one again; the context is full after MOST_TURNS."""
+
+    def __init__(self, texts: Sequence[str]) -> None:
+        self._texts, self._turn = texts, 0
+
+    async def generate(self, tokens: Array, params: SamplingParams, policy: str, key: str) -> Completion:
+        text = self._texts[min(self._turn, len(self._texts) - 1)]
+        self._turn += 1
+        said = np.array([*_Bytes().encode(text), END], np.int32)
+        nothing, finish = np.zeros(len(said), np.float32), Finish.STOP if self._turn < MOST_TURNS else Finish.CONTEXT
+        return Completion(said, nothing, nothing, np.zeros(len(said), np.int32), (Version(0),), finish, len(tokens))
+
+    async def abort(self, key: str) -> None:
+        return None
+
+
+def _lines(tried: Sequence[Tried], golds: dict[str, Gold]) -> list[Line]:
+    reasons = [gold.reason for gold in golds.values() if isinstance(gold, Unscorable)]
+    unknown = f"no gold reply is known: {reasons[0]}" if len(reasons) == len(golds) and reasons else ""
+    lines = [] if any(t.kind == "gold" for t in tried) else [Line("gold", 0, None, 0, 0, 0, None, "not checked", unknown)]
+    repeated = Counter(str(golds[id_]) for id_ in {t.task.id for t in tried} if not isinstance(golds[id_], Unscorable))
+    chance = max(repeated.values()) / repeated.total() if repeated else 0.0
+    for kind in dict.fromkeys(t.kind for t in tried):
+        those = [t for t in tried if t.kind == kind]
+        known = [t for t in those if kind.startswith(OWN) or not isinstance(golds[t.task.id], Unscorable)]
+        verdict, why = _verdict(kind, known, chance) if known else ("not checked", unknown)
+        lines.append(_line(kind, those, verdict, why))
+    return lines
+
+
+def _line(kind: str, those: Sequence[Tried], verdict: Verdict, why: str) -> Line:
+    scores = [t.outcome.value for t in those if isinstance(t.outcome, Score)]
+    return Line(
+        kind,
+        len(those),
+        sum(scores) / len(scores) if scores else None,
+        sum(score >= SOLVED for score in scores),
+        sum(isinstance(t.outcome, Unscorable) for t in those),
+        sum(isinstance(t.outcome, InfraError) for t in those),
+        max(t.seconds for t in those),
+        verdict,
+        why,
+    )
+
+
+def _verdict(kind: str, tried: Sequence[Tried], chance: float) -> tuple[Verdict, str]:
+    """See the module; `why` names an example."""
+    scored = [(t, t.outcome.value) for t in tried if isinstance(t.outcome, Score)]
+    if not scored:
+        reason = next(t.outcome.reason for t in tried if not isinstance(t.outcome, Score))
+        verdict: Verdict = "fails" if kind == "gold" else "not judged"
+        return verdict, f"{_named(kind, len(tried))} could not be judged: {reason}"
+    passed = [(t, value) for t, value in scored if value >= SOLVED]
+    short = [(t, value) for t, value in scored if value < SOLVED]
+    share = len(passed) / len(scored)
+    if tried[0].expect == "pass":
+        bad, allowed = short, WRONG if kind == "gold" else 0.0
+        if 1 - share <= allowed:
+            return "ok", ""
+        said, verdict = "score less than 1", "fails"
+    else:
+        own = kind.startswith(OWN)
+        beyond = chance + 2 * sqrt(chance * (1 - chance) / len(scored))
+        if not passed or (not own and share < 1 and share <= beyond):
+            return "ok", ""
+        bad, said, verdict = passed, "earn the full score", "passes"
+    example, value = bad[0]
+    return verdict, (
+        f"{len(bad)} of {_named(kind, len(scored))} {said}, such as {example.reply!r} to task {example.task.id}: {value:g}"
+    )
+
+
+def _named(kind: str, n: int) -> str:
+    return f"{n} {kind} repl{'y' if n == 1 else 'ies'}"
