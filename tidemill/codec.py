@@ -6,6 +6,7 @@ expects, so bytes from elsewhere can at worst be refused (`CodecError`); they ca
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -51,6 +52,14 @@ _encoder = msgspec.msgpack.Encoder(enc_hook=_pack)
 @lru_cache(maxsize=256)
 def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
     return msgspec.msgpack.Decoder(kind, dec_hook=_unpack)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """What JSON text from elsewhere says. Raises CodecError when it is none, or nested deeper than Python can follow."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 and numbers of 5000 digits are ValueErrors
+        raise CodecError(f"not JSON: {error}") from None
 
 
 def encode(value: Any) -> bytes:

@@ -150,6 +150,10 @@ class Running:
         assert self._loop is not None
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(30)
 
+    def requests(self) -> int:
+        """How many are being answered."""
+        return len(self._server.server_state.tasks)
+
     async def _serve(self) -> None:
         self._loop = asyncio.get_running_loop()
         await self._server.serve([self._socket])

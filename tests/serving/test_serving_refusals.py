@@ -142,6 +142,34 @@ def test_the_key(chats: Running) -> None:
             running.openai("wrong").completions.create(model=running.name, prompt="a")
 
 
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"host": "evil.example"},
+        {"host": "evil.example:80"},
+        {"origin": "https://evil.example"},
+        {"origin": "null"},
+        {"host": ""},
+        {"host": "[::1"},
+        {"host": "localhost.evil.example"},
+        {"host": "10.0.0.1"},
+        {"origin": "http://127.0.0.1@evil.example"},
+    ],
+)
+def test_pages_of_other_sites(chats: Running, headers: dict[str, str]) -> None:
+    """A browser would send these for them, to a server without a key; with one, they would lack it."""
+    response = post(chats, "completions", json={"model": chats.name, "prompt": "a"}, headers=headers)
+    assert response.status_code == 403 and "is not this machine" in response.json()["error"]["message"]
+    with Running(chats.folder, api_key="sesame") as running:
+        allowed = httpx.get(f"{running.url}/v1/models", headers={"authorization": "Bearer sesame"} | headers)
+        assert allowed.status_code == 200
+
+
+@pytest.mark.parametrize("headers", [{"host": "localhost:1"}, {"host": "[::1]:8"}, {"origin": "http://localhost:3000"}])
+def test_pages_of_this_machine(chats: Running, headers: dict[str, str]) -> None:
+    assert httpx.get(f"{chats.url}/v1/models", headers=headers).status_code == 200
+
+
 junk = st.recursive(
     st.none()
     | st.booleans()

@@ -63,7 +63,7 @@ class AlgorithmSettings(Config):
         name = given.get("name")
         if name is None:
             raise ValueError(f"name the preset to start from: one of {', '.join(PRESETS)}")
-        if name not in PRESETS:
+        if str(name) not in PRESETS:
             near = difflib.get_close_matches(str(name), PRESETS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(PRESETS)}"
             raise ValueError(f"unknown algorithm {name!r}; {hint}")

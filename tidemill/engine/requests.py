@@ -110,12 +110,13 @@ class Stream(AsyncIterator[Token]):
         if self.completion is not None:
             raise StopAsyncIteration
         try:
-            token = await self._request.stream.get()
+            token = await self._request.stream.get()  # bounded: an engine that fails fails its requests
         except asyncio.CancelledError:
             self._end(self._request)
             raise
         if token is not None:
             return token
+        # bounded: it is set before the stream ends
         result = await self._request.future  # done: this returns or raises at once
         assert isinstance(result, Completion)
         self.completion = result

@@ -137,7 +137,7 @@ def _why(order: Order, error: Exception) -> str:
 def main() -> None:
     replies = os.dup(1)
     os.dup2(2, 1)  # what the library prints is not a reply
-    order: Order = codec.decode(sys.stdin.buffer.read(), Order)
+    order: Order = codec.decode(sys.stdin.buffer.read(), Order)  # bounded: the parent writes it at once
     with os.fdopen(replies, "wb") as pipe:
         pipe.write(codec.encode(make(order)))
 

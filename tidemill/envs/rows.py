@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tidemill.codec import CodecError, parse_json
 from tidemill.config import ConfigError
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import RewardJudge, Scorer
@@ -70,9 +70,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ConfigError(f"{where} is not JSON: {error}") from None
+            row = parse_json(line)
+        except CodecError as error:
+            raise ConfigError(f"{where} is {error}") from None
         if not isinstance(row, dict):
             raise ConfigError(f"{where} is a {type(row).__name__}: expected one object a line")
         yield where, row

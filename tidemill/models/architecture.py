@@ -6,13 +6,25 @@ cannot express is refused by name: a model that is silently computed differently
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tidemill.codec import CodecError, parse_json
+
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+MOST = {  # the largest numbers that are believed: a config.json from elsewhere must not decide how much memory is taken
+    "vocab_size": 1 << 22,
+    "hidden_size": 1 << 18,
+    "num_hidden_layers": 1 << 10,
+    "num_attention_heads": 1 << 12,
+    "num_key_value_heads": 1 << 12,
+    "head_dim": 1 << 14,
+    "intermediate_size": 1 << 20,
+    "max_position_embeddings": 1 << 30,
+    "sliding_window": 1 << 30,
+    "original_max_position_embeddings": 1 << 30,
+}
 # What transformers assumes where config.json is silent.
 _KV_HEADS_DEFAULT = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _CONTEXT_DEFAULT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
@@ -60,41 +72,44 @@ class Architecture:
     def from_folder(cls, folder: str | Path) -> Architecture:
         path = Path(folder) / "config.json"
         try:
-            raw = json.loads(path.read_text())
+            raw = parse_json(path.read_bytes())
         except FileNotFoundError:
             raise UnsupportedModel(f"{folder}: no config.json there; expected a Hugging Face model folder") from None
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise UnsupportedModel(f"{path}: not valid JSON ({error})") from None
+        except (OSError, CodecError) as error:
+            raise UnsupportedModel(f"{path}: {error}") from None
+        if not isinstance(raw, dict):
+            raise UnsupportedModel(f"{path} holds {type(raw).__name__}: expected a JSON object")
         return cls.from_dict(raw)
 
     @classmethod
     def from_dict(cls, raw: dict[str, Any]) -> Architecture:
         family = raw.get("model_type")
-        if family not in FAMILIES:
+        if not isinstance(family, str) or family not in FAMILIES:
             raise UnsupportedModel(
-                f"model_type {family!r} is not one of {', '.join(FAMILIES)}: "
+                f"model_type {family!r:.80} is not one of {', '.join(FAMILIES)}: "
                 "use a model of these families (other architectures need the transformers trainer, which does not exist yet)"
             )
         _refuse_what_we_cannot_do(raw)
-        heads, hidden = raw["num_attention_heads"], raw["hidden_size"]
-        kv_heads = raw.get("num_key_value_heads", _KV_HEADS_DEFAULT.get(family)) or heads
-        head_dim = raw.get("head_dim", 128 if family == "qwen3" else None) or hidden // heads
+        heads, hidden = _whole(raw, "num_attention_heads"), _whole(raw, "hidden_size")
+        kv_heads = _whole(raw, "num_key_value_heads", _KV_HEADS_DEFAULT.get(family) or heads)
+        head_dim = _whole(raw, "head_dim", 128 if family == "qwen3" else hidden // heads)
         if heads % kv_heads:
             raise UnsupportedModel(f"num_attention_heads {heads}: not a multiple of num_key_value_heads {kv_heads}")
+        if head_dim < 2 or head_dim % 2:
+            raise UnsupportedModel(f"head_dim {head_dim}: rotary embeddings need an even number")
         theta, factor, llama3 = _rope(raw)
         bias = bool(raw.get("attention_bias", False)) and family in ("llama", "qwen3")
-        eos = raw.get("eos_token_id")
         return cls(
             family=family,
-            vocab=raw["vocab_size"],
+            vocab=_whole(raw, "vocab_size"),
             hidden=hidden,
-            layers=raw["num_hidden_layers"],
+            layers=_whole(raw, "num_hidden_layers"),
             heads=heads,
             kv_heads=kv_heads,
             head_dim=head_dim,
-            intermediate=raw["intermediate_size"],
-            context=raw.get("max_position_embeddings", _CONTEXT_DEFAULT[family]),
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
+            intermediate=_whole(raw, "intermediate_size"),
+            context=_whole(raw, "max_position_embeddings", _CONTEXT_DEFAULT[family]),
+            norm_eps=_number(raw, "rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_factor=factor,
             rope_llama3=llama3,
@@ -104,22 +119,42 @@ class Architecture:
             mlp_bias=bool(raw.get("mlp_bias", False)) and family == "llama",
             tied=bool(raw.get("tie_word_embeddings", False)),
             windows=_windows(raw),
-            eos_ids=tuple(eos if isinstance(eos, list) else [] if eos is None else [eos]),
+            eos_ids=_eos_ids(raw.get("eos_token_id")),
             raw=raw,
         )
 
 
+def _whole(given: dict[str, Any], key: str, default: int | None = None) -> int:
+    """A count of config.json; null means the default, where there is one."""
+    value = default if given.get(key) is None else given[key]
+    if type(value) is not int or not 1 <= value <= MOST[key]:
+        raise UnsupportedModel(f"config.json: {key} = {value!r:.80}: expected a whole number from 1 to {MOST[key]}")
+    return value
+
+
+def _number(given: dict[str, Any], key: str, default: float | None = None) -> float:
+    value: Any = default if given.get(key) is None else given[key]
+    if type(value) not in (int, float) or not 0 < value < 1e30:  # NaN is neither
+        raise UnsupportedModel(f"config.json: {key} = {value!r:.80}: expected a number above 0")
+    return float(value)
+
+
+def _eos_ids(given: Any) -> tuple[int, ...]:
+    ids = given if isinstance(given, list) else [] if given is None else [given]
+    if not all(type(each) is int and 0 <= each < 1 << 31 for each in ids):
+        raise UnsupportedModel(f"config.json: eos_token_id = {given!r:.80}: expected a token id, or a list of them")
+    return tuple(ids)
+
+
 def _refuse_what_we_cannot_do(raw: dict[str, Any]) -> None:
-    if missing := [key for key in _REQUIRED if not isinstance(raw.get(key), int)]:
-        raise UnsupportedModel(f"config.json: {', '.join(missing)} must be given as a whole number")
     if experts := raw.get("num_experts") or raw.get("num_local_experts"):
-        raise UnsupportedModel(f"a mixture of {experts} experts: only dense models are supported")
-    if raw.get("hidden_act", "silu") not in ("silu", "swish"):
-        raise UnsupportedModel(f"hidden_act {raw['hidden_act']!r}: only 'silu' is supported")
+        raise UnsupportedModel(f"a mixture of {experts!s:.80} experts: only dense models are supported")
+    if str(raw.get("hidden_act", "silu")) not in ("silu", "swish"):
+        raise UnsupportedModel(f"hidden_act {raw['hidden_act']!r:.80}: only 'silu' is supported")
     if raw.get("quantization_config"):
         raise UnsupportedModel("quantization_config: quantised weights cannot be trained; use the unquantised model")
     if raw.get("attention_dropout", 0):
-        raise UnsupportedModel(f"attention_dropout {raw['attention_dropout']}: set it to 0 in config.json")
+        raise UnsupportedModel(f"attention_dropout {raw['attention_dropout']!r:.80}: set it to 0 in config.json")
 
 
 _ROPE_NEEDS = {
@@ -133,48 +168,50 @@ def _rope(raw: dict[str, Any]) -> tuple[float, float, Llama3Rope | None]:
 
     Where both are given `rope_scaling` wins, as in transformers.
     """
-    rope = dict(raw.get("rope_scaling") or raw.get("rope_parameters") or {})
+    rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
+    if not isinstance(rope, dict):
+        raise UnsupportedModel(f"config.json: rope_scaling = {rope!r:.80}: expected an object")
     if nested := sorted(key for key, value in rope.items() if isinstance(value, dict)):
         raise UnsupportedModel(
             f"rope_parameters per layer type ({', '.join(nested)}): one rotary embedding for all layers is supported"
         )
-    theta = float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0)
+    theta = _number(rope, "rope_theta", _number(raw, "rope_theta", 10000.0))
     if rope.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)) != 1.0:
         raise UnsupportedModel("partial_rotary_factor: only full rotary embeddings are supported")
-    kind = rope.get("rope_type", rope.get("type", "default"))
+    kind = str(rope.get("rope_type", rope.get("type", "default")))
     if missing := [key for key in _ROPE_NEEDS.get(kind, ()) if key not in rope]:
         raise UnsupportedModel(f"rope type {kind!r}: config.json does not give its {', '.join(missing)}")
     match kind:
         case "default":
             return theta, 1.0, None
         case "linear":
-            return theta, float(rope["factor"]), None
+            return theta, _number(rope, "factor"), None
         case "llama3":
-            scaling = Llama3Rope(
-                float(rope["factor"]),
-                float(rope["low_freq_factor"]),
-                float(rope["high_freq_factor"]),
-                int(rope["original_max_position_embeddings"]),
-            )
-            return theta, 1.0, scaling
+            low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
+            if low >= high:
+                raise UnsupportedModel(f"config.json: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+            original = _whole(rope, "original_max_position_embeddings")
+            return theta, 1.0, Llama3Rope(_number(rope, "factor"), low, high, original)
         case other:
-            raise UnsupportedModel(f"rope type {other!r}: supported are 'default', 'linear' and 'llama3'")
+            raise UnsupportedModel(f"rope type {other[:80]!r}: supported are 'default', 'linear' and 'llama3'")
 
 
 def _windows(raw: dict[str, Any]) -> tuple[int | None, ...]:
-    layers, window = raw["num_hidden_layers"], raw.get("sliding_window", 4096)  # 4096: what transformers assumes
-    if raw["model_type"] in ("qwen2", "qwen3") and not raw.get("use_sliding_window", False):
-        window = None
-    if window is None or raw["model_type"] == "llama":
+    layers = _whole(raw, "num_hidden_layers")
+    sliding = raw["model_type"] == "mistral" or (raw["model_type"] != "llama" and raw.get("use_sliding_window", False))
+    if not sliding or raw.get("sliding_window", 0) is None:
         return (None,) * layers
+    window = _whole(raw, "sliding_window", 4096)  # what transformers assumes
     kinds = raw.get("layer_types")
     if kinds is not None and raw["model_type"] == "mistral":
         raise UnsupportedModel("layer_types in a mistral configuration: transformers ignores them there; remove them")
     if kinds is None:
-        first = raw.get("max_window_layers", 28) if raw["model_type"] != "mistral" else 0
+        first = 0 if raw["model_type"] == "mistral" else raw.get("max_window_layers", 28)
+        if type(first) is not int:
+            raise UnsupportedModel(f"config.json: max_window_layers = {first!r:.80}: expected a whole number")
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if unknown := set(kinds) - {"sliding_attention", "full_attention"}:
-        raise UnsupportedModel(f"layer_types {sorted(unknown)}: supported are 'full_attention' and 'sliding_attention'")
+    if not isinstance(kinds, list) or not set(map(str, kinds)) <= {"sliding_attention", "full_attention"}:
+        raise UnsupportedModel(f"layer_types {kinds!r:.80}: supported are 'full_attention' and 'sliding_attention'")
     if len(kinds) != layers:
         raise UnsupportedModel(f"layer_types has {len(kinds)} entries for {layers} layers")
-    return tuple(int(window) if kind == "sliding_attention" else None for kind in kinds)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)

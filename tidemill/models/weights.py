@@ -148,7 +148,10 @@ def _check_size(arch: Architecture, folder: Path) -> None:
     """Before memory is taken for what config.json says: the files must be able to hold it."""
     with torch.device("meta"):
         weights = sum(parameter.numel() for parameter in Decoder(arch).parameters())
-    held = sum(file.stat().st_size for file in _weight_files(folder) if file.exists())
+    files = _weight_files(folder)
+    if not all(file.is_file() for file in files):
+        return  # which one is missing is said when it is read
+    held = sum(file.stat().st_size for file in files)
     if weights > held:  # each takes two bytes and more
         raise UnsupportedModel(f"{folder}: config.json describes {weights:,} weights, its safetensors have {held:,} bytes")
 

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, asynccontextmanager
 from typing import Any, TypeVar
+from urllib.parse import urlsplit
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -27,6 +29,7 @@ from tidemill.serving.service import Prepared, Service
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+BODY_S = 60.0  # for a request's body to come
 
 
 def make_app(service: Service, api_key: str | None) -> Starlette:
@@ -51,7 +54,7 @@ def make_app(service: Service, api_key: str | None) -> Starlette:
             Route("/v1/completions", _answer(service, service.completion), methods=["POST"]),
             Route("/v1/chat/completions", _answer(service, service.chat), methods=["POST"]),
         ],
-        middleware=[] if api_key is None else [Middleware(KeyCheck, key=api_key)],
+        middleware=[Middleware(OriginCheck) if api_key is None else Middleware(KeyCheck, key=api_key)],
         exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )
@@ -77,6 +80,35 @@ class KeyCheck:
                 await reply(error.body(), error.status)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+class OriginCheck:
+    """Without a key: lets requests through that were meant for this machine, and that no page of another site made.
+
+    A browser sends what any page asks it to send to a loopback address, but it says whose page that was (`origin`), and
+    which name it thought it was calling (`host`).
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            given = {name: value.decode("latin-1") for name, value in scope["headers"] if name in (b"host", b"origin")}
+            for name, url in ((b"host", f"//{given.get(b'host', '')}"), (b"origin", given.get(b"origin"))):
+                if url is not None and not _names_loopback(url):
+                    message = f"{name.decode()} {given.get(name, '')[:100]!r} is not this machine: serve with --api-key"
+                    await reply(error_body(message, 403), 403)(scope, receive, send)
+                    return
+        await self._app(scope, receive, send)
+
+
+def _names_loopback(url: str) -> bool:
+    try:
+        name = urlsplit(url).hostname or ""
+        return name == "localhost" or ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return False
 
 
 class EventStream(Response):
@@ -109,16 +141,17 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T |
     """The result of `work`; None, and the work is cancelled, when the client leaves before. The body has been read."""
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
+        # bounded: by the tokens asked for; an engine that fails fails its requests
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         return working.result() if working.done() else None
     finally:
         for task in (working, leaving):
             task.cancel()
-        await asyncio.wait((working, leaving))
+        await asyncio.wait((working, leaving))  # bounded: both are cancelled
 
 
 async def _left(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+    while (await receive())["type"] != "http.disconnect":  # bounded: it is cancelled with the work
         pass
 
 
@@ -139,17 +172,20 @@ def _answer(
 
 
 async def _body(request: Request) -> bytes:
-    """At most MAX_BODY bytes are ever held, whatever the headers say."""
+    """At most MAX_BODY bytes are ever held, whatever the headers say, and not for longer than BODY_S."""
     too_large = ApiError(f"the body is larger than {MAX_BODY >> 20} MiB", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > MAX_BODY:
         raise too_large
     raw = bytearray()
     try:
-        async for part in request.stream():
-            raw += part
-            if len(raw) > MAX_BODY:
-                raise too_large
+        async with asyncio.timeout(BODY_S):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > MAX_BODY:
+                    raise too_large
+    except TimeoutError:
+        raise ApiError(f"the body did not come within {BODY_S:g} s", status=408) from None
     except ClientDisconnect:
         raise ApiError("the client left before its request was complete", status=499) from None
     return bytes(raw)

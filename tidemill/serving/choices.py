@@ -112,7 +112,7 @@ async def sample(engine: NativeEngine, tokenizer: Tokenizer, asked: Asked, *, li
     else:
         stream = engine.stream(asked.tokens, asked.params, POLICY, "")
         try:
-            async for token in stream:
+            async for token in stream:  # bounded: by the tokens asked for
                 piece = assembler.push(token)
                 if piece.text:
                     yield piece

@@ -10,8 +10,10 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tidemill.config import ConfigError
+from tidemill.serving.connection import BoundedConnection
 
 GRACE_S = 5  # for what is being answered when the server is told to stop
+CONNECTIONS = 1024  # at a time; each may hold a body (`bodies.MAX_BODY`)
 
 
 def bind(host: str, port: int, *, api_key: str | None) -> socket.socket:
@@ -46,7 +48,14 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: Starlette, announcement: str) -> None:
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="on", ws="none", timeout_graceful_shutdown=GRACE_S
+            app,
+            http=BoundedConnection,
+            ws="none",
+            lifespan="on",
+            log_level="warning",
+            access_log=False,
+            limit_concurrency=CONNECTIONS,
+            timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)
         self._announcement = announcement

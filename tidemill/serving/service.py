@@ -127,7 +127,7 @@ class Service:
         running = len(tasks)
         try:
             while running:
-                item = await arrived.get()
+                item = await arrived.get()  # bounded: by the tokens asked for; an engine that fails fails its requests
                 if isinstance(item, tuple):
                     yield item
                 else:
@@ -136,7 +136,7 @@ class Service:
         finally:
             for task in tasks:
                 task.cancel()
-            await asyncio.wait(tasks)
+            await asyncio.wait(tasks)  # bounded: they are cancelled
 
     async def _pieces(self, asked: Asked | None, echo: Piece | None) -> AsyncGenerator[Piece, None]:
         shift = 0

@@ -1,0 +1,27 @@
+"""What the static tests share: the package's source files, and the dotted name of a call."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def sources() -> Iterator[tuple[str, str]]:
+    """(path from the root, text) of every module of the package."""
+    for path in sorted((ROOT / "tidemill").rglob("*.py")):
+        yield str(path.relative_to(ROOT)), path.read_text()
+
+
+def dotted(node: ast.AST) -> str:
+    """`a.b.c` of names, attributes and calls; what cannot be named is `?`."""
+    match node:
+        case ast.Name(id=name):
+            return name
+        case ast.Attribute(value=value, attr=name):
+            return f"{dotted(value)}.{name}"
+        case ast.Call(func=function):
+            return dotted(function)
+    return "?"
