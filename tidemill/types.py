@@ -63,6 +63,7 @@ class Published:
     carrier: str  # which carrier wrote it: "shared_memory" | "checkpoint"
     location: str  # shared-memory segment name or folder
     bytes: int = 0
+    note: str = ""  # why these are the weights of the version before, though there was an update
 
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow float32

@@ -9,10 +9,10 @@ import torch
 
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.engine.weights import fingerprint_of
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
+from tidemill.models.served import Contents
 from tidemill.models.weights import serving_slices
 from tidemill.types import Published, SamplingParams, Version
 
@@ -107,7 +107,7 @@ class MemoryReceiver:
     def publish(self, step: int, model: Decoder, dtype: torch.dtype = torch.float32) -> Published:
         model = model.to(dtype)
         self.models[step] = model
-        return Published(Version(step, fingerprint=fingerprint_of(model)), "memory", str(step))
+        return Published(Version(step, fingerprint=Contents.of(model, dtype).fingerprint), "memory", str(step))
 
     def receive(self, published: Published):
         for piece in serving_slices(

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.models import fingerprint as module
-from tidemill.models.fingerprint import Fingerprint, fingerprint, tensor_sums
+from tidemill.models.fingerprint import Fingerprint, fingerprint, tensor_sums, word_sum
 from tidemill.models.slices import Slice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -163,3 +163,5 @@ def test_a_gpu_gives_the_same_integers() -> None:
     for dtype in DTYPES:
         whole = Slice.whole("w", tensor_of((300, 1000), dtype, 0))
         assert tensor_sums([whole]) == tensor_sums([Slice.whole("w", whole.tensor.cuda())])
+        for part in (whole.tensor, whole.tensor[:7, :3], whole.tensor[1:, 1:], whole.tensor[0, :1]):
+            assert word_sum(part) == word_sum(part.cuda())

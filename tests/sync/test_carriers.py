@@ -75,6 +75,12 @@ def cut(tensors: dict[str, torch.Tensor]) -> list[Slice]:
     return pieces
 
 
+def send(sender: Sender, version: Version, slices: Iterable[Slice]) -> Published:
+    """As a trainer does it: announced with what they come to."""
+    pieces = list(slices)
+    return sender.send(replace(version, fingerprint=fingerprint(pieces)), iter(pieces))
+
+
 def receive(published: Published, receiver: Receiver | None = None) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors put together, and the fingerprint of what came."""
     receiver = receiver or make_receiver(published.carrier)
@@ -93,7 +99,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 @pytest.mark.parametrize("shape_of", [whole, cut])
 def test_round_trip(sender: Sender, shape_of: Callable[..., list[Slice]]) -> None:
-    published = sender.send(Version(3, incarnation=1), shape_of(weights()))
+    published = send(sender, Version(3, incarnation=1), shape_of(weights()))
     got, digest = receive(published)
     assert same(got, weights())
     assert digest == published.version.fingerprint == fingerprint(whole(weights()))
@@ -105,7 +111,7 @@ def test_two_receivers_and_many_versions(sender: Sender) -> None:
     receivers = None
     digests = set()
     for step in range(5):
-        published = sender.send(Version(step), (s for s in cut(weights(step))))
+        published = send(sender, Version(step), (s for s in cut(weights(step))))
         receivers = receivers or [make_receiver(published.carrier) for _ in range(2)]
         for receiver in receivers:
             got, digest = receive(published, receiver)
@@ -121,20 +127,20 @@ def test_sizes_may_change_between_versions(sender: Sender) -> None:
     receiver = None  # one for all, so that what it keeps of a slot meets the slot's next size
     for step, rows in enumerate((3, 40, 4000, 2, 9000, 20, 7)):
         tensors = {"w": torch.arange(rows * 3.0).view(rows, 3) + step, "v": torch.ones(step + 1)}
-        published = sender.send(Version(step), whole(tensors))
+        published = send(sender, Version(step), whole(tensors))
         receiver = receiver or make_receiver(published.carrier)
         assert same(receive(published, receiver)[0], tensors)
 
 
 def test_the_version_before_stays_readable(sender: Sender) -> None:
-    first = sender.send(Version(0), whole(weights(0)))
-    second = sender.send(Version(1), whole(weights(1)))
+    first = send(sender, Version(0), whole(weights(0)))
+    second = send(sender, Version(1), whole(weights(1)))
     assert same(receive(first)[0], weights(0))
     assert same(receive(second)[0], weights(1))
 
 
 def test_an_old_version_is_not_taken_for_a_new_one(sender: Sender) -> None:
-    published = [sender.send(Version(step), whole(weights(step))) for step in range(3)]
+    published = [send(sender, Version(step), whole(weights(step))) for step in range(3)]
     with pytest.raises(PolicyMismatch):
         receive(published[0])  # its place has been taken, or it is gone
     for wrong in (
@@ -151,15 +157,15 @@ def test_an_old_version_is_not_taken_for_a_new_one(sender: Sender) -> None:
 
 
 def test_the_same_version_may_be_sent_again(sender: Sender) -> None:
-    sender.send(Version(4), whole(weights(0)))
-    again = sender.send(Version(4), whole(weights(1)))
+    send(sender, Version(4), whole(weights(0)))
+    again = send(sender, Version(4), whole(weights(1)))
     assert same(receive(again)[0], weights(1))
 
 
 def test_failed_send_is_never_visible(sender: Sender) -> None:
-    good = sender.send(Version(0), whole(weights(0)))
-    sender.send(Version(1), whole(weights(1)))
-    kept = sender.send(Version(2), whole(weights(2)))
+    good = send(sender, Version(0), whole(weights(0)))
+    send(sender, Version(1), whole(weights(1)))
+    kept = send(sender, Version(2), whole(weights(2)))
 
     def failing() -> Iterable[Slice]:
         yield from whole(weights(3))[:3]
@@ -167,12 +173,12 @@ def test_failed_send_is_never_visible(sender: Sender) -> None:
 
     for _ in range(3):
         with pytest.raises(MemoryError):
-            sender.send(Version(3), failing())
+            sender.send(Version(3, fingerprint="f"), failing())
         assert same(receive(kept)[0], weights(2))
         for location in (good.location, kept.location):
             with pytest.raises(PolicyMismatch):
                 receive(replace(kept, version=replace(kept.version, step=3), location=location))
-    assert same(receive(sender.send(Version(3), whole(weights(3))))[0], weights(3))
+    assert same(receive(send(sender, Version(3), whole(weights(3))))[0], weights(3))
 
 
 @pytest.mark.parametrize("case", ["gap", "twice", "nothing", "outside", "complex"])
@@ -186,7 +192,7 @@ def test_only_whole_tensors_can_be_sent(sender: Sender, case: str) -> None:
         "complex": [Slice.whole("w", w.to(torch.complex64))],
     }[case]
     with pytest.raises(ValueError):
-        sender.send(Version(0), slices)
+        sender.send(Version(0, fingerprint="f"), slices)
 
 
 def test_receiver_in_another_process(sender: Sender) -> None:
@@ -196,7 +202,7 @@ def test_receiver_in_another_process(sender: Sender) -> None:
         "p = msgspec.json.decode(sys.argv[1], type=Published)\n"
         "print(fingerprint(make_receiver(p.carrier).receive(p)))"
     )
-    published = sender.send(Version(1), cut(weights()))
+    published = send(sender, Version(1), cut(weights()))
     argument = msgspec.json.encode(published).decode()
     done = subprocess.run([sys.executable, "-c", script, argument], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == published.version.fingerprint, done.stderr
@@ -204,7 +210,7 @@ def test_receiver_in_another_process(sender: Sender) -> None:
 
 
 def test_close_leaves_nothing(sender: Sender, tmp_path: Path) -> None:
-    published = sender.send(Version(0), whole(weights()))
+    published = send(sender, Version(0), whole(weights()))
     receive(published)
     sender.close()
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
@@ -214,7 +220,7 @@ def test_close_leaves_nothing(sender: Sender, tmp_path: Path) -> None:
 
 
 def test_an_abandoned_receive_leaves_no_descriptor(sender: Sender) -> None:
-    published = sender.send(Version(0), whole(weights()))
+    published = send(sender, Version(0), whole(weights()))
     receiver = make_receiver(published.carrier)
     list(receiver.receive(published))
     before = len(os.listdir("/dev/fd"))
@@ -231,7 +237,7 @@ def test_a_decoder_arrives_as_it_was_served(sender: Sender, dtype: torch.dtype) 
     arch = Architecture.from_dict(raw | {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4})
     trained, serving = Decoder(arch), Decoder(arch).to(dtype)
     trained.initialise(torch.Generator().manual_seed(1))
-    published = sender.send(Version(1), serving_slices(trained, dtype))
+    published = send(sender, Version(1), serving_slices(trained, dtype))
     load_slices(serving, make_receiver(published.carrier).receive(published))
     assert fingerprint(serving_slices(serving, dtype)) == published.version.fingerprint
     assert same(serving.state_dict(), trained.to(dtype).state_dict())
@@ -240,7 +246,7 @@ def test_a_decoder_arrives_as_it_was_served(sender: Sender, dtype: torch.dtype) 
 def test_factories_follow_the_settings(tmp_path: Path) -> None:
     for carrier in ("shared_memory", "checkpoint"):
         made = make_sender(SyncSettings(carrier=carrier), tmp_path / carrier)
-        published = made.send(Version(0), whole(weights()))
+        published = send(made, Version(0), whole(weights()))
         assert published.carrier == carrier
         assert same(receive(published)[0], weights())
         made.close()

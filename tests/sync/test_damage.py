@@ -17,11 +17,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tidemill.models.fingerprint import fingerprint
+from tidemill.models.fingerprint import fingerprint, word_sum
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.sync.checkpoint import CheckpointReceiver, CheckpointSender
-from tidemill.sync.manifest import Block, Manifest, word_sum
+from tidemill.sync.manifest import Block, Manifest
 from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tidemill.types import Published, Version
 
@@ -30,6 +30,13 @@ TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(12.0, 24.0).vie
 
 def slices() -> list[Slice]:
     return [Slice.whole(name, tensor) for name, tensor in TENSORS.items()]
+
+
+PRINT = fingerprint(slices())
+
+
+def version(step: int, **more) -> Version:
+    return Version(step, fingerprint=PRINT, **more)
 
 
 def detected(published: Published) -> bool:
@@ -59,7 +66,7 @@ def patch(published: Published, at: int, data: bytes) -> None:
 @pytest.fixture
 def shared(tmp_path: Path):
     sender = SharedMemorySender(tmp_path, anonymous=False)
-    published = sender.send(Version(0), slices())
+    published = sender.send(version(0), slices())
     assert not detected(published)
     yield sender, published
     sender.close()
@@ -124,9 +131,9 @@ def test_slot_overwritten_under_a_reader(shared) -> None:
     sender, published = shared
     iterator = iter(SharedMemoryReceiver().receive(published))
     next(iterator)
-    sender.send(Version(1), slices())
+    sender.send(version(1), slices())
     next(iterator)  # the other slot: no harm
-    sender.send(Version(2), slices())  # the same values, even so: nobody may count on that
+    sender.send(version(2), slices())  # the same values, even so: nobody may count on that
     with pytest.raises(PolicyMismatch, match="overwritten"):
         list(iterator)
 
@@ -136,15 +143,15 @@ def test_overwritten_after_the_last_block(shared) -> None:
     iterator = iter(SharedMemoryReceiver().receive(published))
     for _ in TENSORS:
         next(iterator)
-    sender.send(Version(1), slices())
-    sender.send(Version(2), slices())
+    sender.send(version(1), slices())
+    sender.send(version(2), slices())
     with pytest.raises(PolicyMismatch, match="overwritten"):
         next(iterator)
 
 
 def test_half_written_slot_under_a_reader(shared) -> None:
     sender, published = shared
-    sender.send(Version(1), slices())
+    sender.send(version(1), slices())
     iterator = iter(SharedMemoryReceiver().receive(published))
     next(iterator)
 
@@ -154,7 +161,7 @@ def test_half_written_slot_under_a_reader(shared) -> None:
             next(iterator)
         yield from slices()[1:]
 
-    sender.send(Version(2), stuck())
+    sender.send(version(2), stuck())
 
 
 def test_files_of_dead_senders_are_removed_and_others_left(tmp_path: Path) -> None:
@@ -169,7 +176,7 @@ def test_files_of_dead_senders_are_removed_and_others_left(tmp_path: Path) -> No
     assert len(list(tmp_path.iterdir())) == 5
     after = SharedMemorySender(tmp_path, anonymous=False)
     assert len(list(tmp_path.iterdir())) == 5  # two of `alive`, two of `after`, the user's
-    assert not detected(alive.send(Version(0), slices()))
+    assert not detected(alive.send(version(0), slices()))
     alive.close()
     after.close()
     assert [p.name for p in tmp_path.iterdir()] == ["mine.slot"]
@@ -212,7 +219,7 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
-    published = CheckpointSender(tmp_path).send(Version(0), slices())
+    published = CheckpointSender(tmp_path).send(version(0), slices())
     assert not detected(published)
     DAMAGE[damage](Path(published.location) / "part-0000.safetensors")
     assert detected(published)
@@ -220,7 +227,7 @@ def test_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
 
 def test_manifest_of_another_version(tmp_path: Path) -> None:
     sender = CheckpointSender(tmp_path)
-    first, second = (sender.send(Version(v), slices()) for v in range(2))
+    first, second = (sender.send(version(v), slices()) for v in range(2))
     manifests = [Path(p.location) / "manifest.json" for p in (first, second)]
     manifests[1].write_bytes(manifests[0].read_bytes())
     with pytest.raises(PolicyMismatch, match="announced"):
@@ -237,12 +244,12 @@ def test_retention_spares_what_is_not_ours(tmp_path: Path) -> None:
     (tmp_path / "v000001.0").symlink_to(elsewhere)
     sender = CheckpointSender(tmp_path, keep=2)
     for step in range(2, 7):
-        sender.send(Version(step), slices())
-    sender.send(Version(1, incarnation=1), slices())
+        sender.send(version(step), slices())
+    sender.send(version(1, incarnation=1), slices())
     names = {p.name for p in tmp_path.iterdir()}
     assert names == {"v000000.0", "v000001.0", "notes", "v000006.0", "v000001.1"}
     with pytest.raises(FileExistsError):
-        sender.send(Version(0), slices())
+        sender.send(version(0), slices())
     sender.close()
     assert {p.name for p in tmp_path.iterdir()} == {"v000000.0", "v000001.0", "notes"}
     assert (elsewhere / ".tidemill-weights").exists()
@@ -258,9 +265,9 @@ def test_what_a_killed_sender_left_is_removed(tmp_path: Path) -> None:
 
 def test_one_folder_one_policy(tmp_path: Path) -> None:
     sender = CheckpointSender(tmp_path)
-    sender.send(Version(0), slices())
+    sender.send(version(0), slices())
     with pytest.raises(ValueError, match="folder of its own"):
-        sender.send(Version(0, policy="teacher"), slices())
+        sender.send(version(0, policy="teacher"), slices())
 
 
 # --- manifests from elsewhere --------------------------------------------------------------------------------------------

@@ -1,7 +1,9 @@
 import asyncio
 import json
 import os
+import resource
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,9 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer_cases import LOSSES, batch, decoder
 
-from tidemill.models.weights import hf_views, load_folder
-from tidemill.protocols import Trainer, TrainingDiverged
-from tidemill.trainer.checkpoint import CheckpointError
+from tidemill.models.fingerprint import fingerprint
+from tidemill.models.weights import hf_views, load_folder, serving_slices
+from tidemill.protocols import CheckpointError, Trainer, TrainingDiverged
+from tidemill.trainer import checkpoint
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Published, Version
@@ -27,6 +30,11 @@ def trainer(settings=SETTINGS, model=None, **more):
 async def one_step(t, seed):
     result = await t.forward_backward(batch(seed), LOSSES)
     return result, await t.apply(1 / 50)
+
+
+async def save(t, folder):
+    await t.snapshot()
+    await t.save(str(folder))
 
 
 def weights(t):
@@ -52,7 +60,7 @@ async def test_a_resumed_run_is_bit_for_bit_the_same(tmp_path):
         await one_step(straight, seed)
     torch.manual_seed(5)
     torch.rand(3)
-    await straight.save(str(tmp_path / "step-2"))
+    await save(straight, tmp_path / "step-2")
     draws = torch.rand(4)
     resumed = trainer(model=decoder(seed=9))
     await resumed.load(str(tmp_path / "step-2"))
@@ -67,7 +75,7 @@ async def test_a_resumed_run_is_bit_for_bit_the_same(tmp_path):
 async def test_a_gradient_in_the_making_is_no_part_of_what_is_loaded(tmp_path):
     t = trainer()
     await one_step(t, 0)
-    await t.save(str(tmp_path / "c"))
+    await save(t, tmp_path / "c")
     await one_step(t, 1)
     expected = weights(t)
     await t.forward_backward(batch(7), LOSSES)
@@ -78,7 +86,7 @@ async def test_a_gradient_in_the_making_is_no_part_of_what_is_loaded(tmp_path):
 
 async def test_before_the_first_update_there_is_no_optimizer_state(tmp_path):
     t = trainer()
-    await t.save(str(tmp_path / "c"))
+    await save(t, tmp_path / "c")
     other = trainer(model=decoder(seed=9))
     await one_step(other, 3)
     await other.load(str(tmp_path / "c"))
@@ -98,7 +106,8 @@ DAMAGE = {
     "format": (lambda f: (f / "trainer.json").write_text(json.dumps({"format": 99})), "format 99, expected 1"),
     "updates": (lambda f: (f / "trainer.json").write_text(json.dumps({"format": 1, "updates": -3})), "updates = -3"),
     "truncated": (lambda f: os.truncate(f / "optimizer.safetensors", 200), "optimizer.safetensors: not readable"),
-    "weights": (lambda f: os.truncate(f / "model.safetensors", 200), "model.safetensors"),
+    "weights": (lambda f: os.truncate(f / "model.safetensors", 200), "its safetensors have 200 bytes"),
+    "torn weights": (lambda f: os.truncate(f / "model.safetensors", 9000), "model.safetensors is not a readable"),
     "missing": (
         lambda f: rewrite(f / "optimizer.safetensors", lambda t: t.pop("exp_avg.norm.weight")),
         "1 tensors are missing, among them exp_avg.norm.weight",
@@ -120,7 +129,7 @@ async def test_a_checkpoint_that_does_not_fit_leaves_the_trainer_as_it_was(tmp_p
     change, message = DAMAGE[damage]
     t = trainer()
     await one_step(t, 0)
-    await t.save(str(tmp_path / "c"))
+    await save(t, tmp_path / "c")
     await one_step(t, 1)
     before = weights(t)
     change(tmp_path / "c")
@@ -131,29 +140,96 @@ async def test_a_checkpoint_that_does_not_fit_leaves_the_trainer_as_it_was(tmp_p
 
 async def test_another_models_checkpoint_is_refused(tmp_path):
     other = trainer(model=decoder(intermediate_size=32))
-    await other.save(str(tmp_path / "c"))
+    await save(other, tmp_path / "c")
     with pytest.raises(CheckpointError, match="another model than the one being trained: intermediate differ"):
         await trainer().load(str(tmp_path / "c"))
 
 
-async def test_saving_replaces_checkpoints_and_nothing_else(tmp_path):
+async def test_saving_needs_a_snapshot_and_a_folder_of_its_own(tmp_path):
     t = trainer()
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "thesis.txt").write_text("years of work")
-    with pytest.raises(CheckpointError, match="is no checkpoint: it is not overwritten"):
-        await t.save(str(tmp_path / "notes"))
-    await t.save(str(tmp_path / "c"))
+    with pytest.raises(CheckpointError, match="no snapshot to write"):
+        await t.save(str(tmp_path / "c"))
+    with pytest.raises(CheckpointError, match=r"notes: .*exists"):
+        await save(t, tmp_path / "notes")
+    with pytest.raises(CheckpointError, match="no snapshot to write"):  # its memory was given back
+        await t.save(str(tmp_path / "c"))
+    assert [p.name for p in tmp_path.rglob("*")] == ["notes", "thesis.txt"]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "config.json"])
+async def test_a_write_that_the_system_cuts_off_is_an_error_that_names_it(tmp_path, file):
+    """A limit on the size of files, one byte below this file's: a real write comes to a real end, as on a full disk."""
+    t = trainer()
     await one_step(t, 0)
-    await t.save(str(tmp_path / "c"))
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["c", "notes"]
-    again = trainer(model=decoder(seed=9))
-    await again.load(str(tmp_path / "c"))
-    assert equal(weights(again), weights(t)) and again.updates == 1
+    await save(t, tmp_path / "whole")
+    size = (tmp_path / "whole" / file).stat().st_size
+    await t.snapshot()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, hard))
+    try:
+        with pytest.raises(CheckpointError, match=r"cut: .*File too large"):
+            await t.save(str(tmp_path / "cut"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    await save(t, tmp_path / "again")  # and the trainer goes on
+
+
+async def test_what_is_written_is_the_moment_of_the_snapshot_whatever_is_trained_meanwhile(tmp_path, monkeypatch):
+    """Two further steps, one of them before the write begins and one while it goes on, change nothing of it."""
+    straight, other = trainer(), trainer()
+    for t in (straight, other):
+        await one_step(t, 0)
+        torch.manual_seed(11)
+        torch.rand(3)
+        await t.snapshot()
+    await straight.save(str(tmp_path / "at-once"))
+    torch.rand(5)
+    await one_step(other, 1)
+    half, go_on, real = threading.Event(), threading.Event(), checkpoint.save_file
+
+    def slow(*args, **kwargs):
+        half.set()
+        assert go_on.wait(20)
+        real(*args, **kwargs)
+
+    monkeypatch.setattr(checkpoint, "save_file", slow)
+    writing = asyncio.create_task(other.save(str(tmp_path / "late")))
+    assert await asyncio.to_thread(half.wait, 20), "the write had begun"
+    await one_step(other, 2)
+    assert other.updates == 3 and not writing.done()
+    go_on.set()
+    await writing
+    names = sorted(p.name for p in (tmp_path / "at-once").iterdir())
+    assert names == sorted(p.name for p in (tmp_path / "late").iterdir()) and "optimizer.safetensors" in names
+    for name in names:
+        assert (tmp_path / "late" / name).read_bytes() == (tmp_path / "at-once" / name).read_bytes(), name
+    resumed = trainer(model=decoder(seed=9))
+    await resumed.load(str(tmp_path / "late"))
+    for seed in (1, 2):
+        await one_step(resumed, seed)
+    assert equal(weights(resumed), weights(other))
+
+
+async def test_a_snapshot_shares_no_memory_and_is_given_back():
+    t = trainer()
+    await one_step(t, 0)
+    await t.snapshot()
+    taken = t._snapshot
+    live = {p.untyped_storage().data_ptr() for p in t.decoder.parameters()}
+    live |= {m.untyped_storage().data_ptr() for m in t._optimizer.state().values()}
+    copies = [*taken.weights.values(), *taken.optimizer.values()]
+    assert not live & {c.untyped_storage().data_ptr() for c in copies}
+    gone = weakref.ref(copies[0])
+    del taken, copies
+    await t.close()
+    assert gone() is None
 
 
 async def test_a_checkpoint_is_also_a_model_folder(tmp_path):
     t = trainer()
-    await t.save(str(tmp_path / "c"))
+    await save(t, tmp_path / "c")
     await t.export(str(tmp_path / "final"))
     for folder in ("c", "final"):
         assert equal(dict(hf_views(load_folder(tmp_path / folder))), weights(t))
@@ -191,7 +267,7 @@ async def test_publish_sends_the_weights_of_now(dtype):
     await t.publish(Version(0))
     await one_step(t, 0)
     published = await t.publish(Version(1))
-    assert published.version == Version(1)
+    assert published.version == Version(1, fingerprint=fingerprint(serving_slices(t.decoder, dtype)))
     assert equal(sender.sent[1], {n: w.to(dtype) for n, w in weights(t).items()})
     assert not equal(sender.sent[0], sender.sent[1])
     await t.forward_backward(batch(), LOSSES)
@@ -242,9 +318,9 @@ async def test_telemetry_tells_what_happened_since_it_was_last_asked(tmp_path):
     t = trainer(sender=Recording(), process="trainer-0")
     result, _ = await one_step(t, 0)
     await t.publish(Version(1))
-    await t.save(str(tmp_path / "c"))
+    await save(t, tmp_path / "c")
     first, second = await t.telemetry(), await t.telemetry()
-    assert [s.name for s in first.spans] == ["train", "apply", "publish", "save"] and second.spans == []
+    assert [s.name for s in first.spans] == ["train", "apply", "publish", "snapshot", "save"] and second.spans == []
     assert all(s.start <= s.end for s in first.spans) and first.spans[0].end <= first.spans[1].start
     assert first.counters == second.counters and first.counters["trained_tokens"] == result.metrics["tokens"]
     assert first.counters["updates"] == 1 and first.counters["published_bytes"] == 7
@@ -282,7 +358,7 @@ async def test_train_save_and_resume_on_cuda(tmp_path):
     cuda = SETTINGS.model_copy(update={"device": "cuda", "dtype": "bfloat16"})
     t = trainer(cuda)
     await one_step(t, 0)
-    await t.save(str(tmp_path / "c"))
+    await save(t, tmp_path / "c")
     other = trainer(cuda, model=decoder(seed=9))
     await other.load(str(tmp_path / "c"))
     assert equal(weights(t), weights(other))

@@ -1,4 +1,4 @@
-"""`tidemill parity`: engine, trainer and transformers compared on one model."""
+"""`tidemill parity`: engine, trainer and transformers compared on one model; of a run, also what it recorded."""
 
 from __future__ import annotations
 
@@ -10,20 +10,65 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.commands.located import model_of
+from tidemill.algorithms.mismatch import LogprobGap
+from tidemill.commands.located import is_run, model_of
 from tidemill.parity import TOLERANCE, Comparison, Report, check
+from tidemill.replay import Replay, VersionReplay, replay
+from tidemill.run_folder import RunFolder
 
 PAIRS = ("engine - transformers", "engine - trainer", "trainer - transformers")
 
 
-def parity(model: Path, length: int, as_json: bool) -> int:
-    """The exit status: 0 when everything agrees, 1 when something does not."""
-    report = asyncio.run(check(model_of(model), length))
+def parity(target: Path, length: int, as_json: bool) -> int:
+    """The exit status: 0 when everything agrees, 1 when something does not, or a run has nothing to replay."""
+    run = RunFolder.existing(target) if target.is_dir() and is_run(target) else None
+    replayed = asyncio.run(replay(run)) if run else None
+    model = run.initial if run and not run.final.is_dir() else model_of(target)  # one that goes on has no final/ yet
+    report = asyncio.run(check(model, length))
+    ok = report.ok and (replayed is None or replayed.ok)
+    live = ((run.summary() if run else None) or {}).get("mismatch_lag0")  # of every version, while it ran
     if as_json:
-        print(json.dumps(as_data(report), indent=2))
+        data = as_data(report)
+        print(json.dumps(data | {"replay": replay_data(replayed, live), "ok": ok} if replayed else data, indent=2))
     else:
         _show(report)
-    return 0 if report.ok else 1
+        if replayed:
+            _show_replay(replayed, live)
+    return 0 if ok else 1
+
+
+def replay_data(replayed: Replay, live: dict[str, Any] | None) -> dict[str, Any]:
+    """live: what the run itself measured on the latest weights, by trajectories and by probes."""
+    return {
+        "while_it_ran": live,
+        "dtype": replayed.dtype,
+        "limit": {"mean": replayed.limit.mean, "p99": replayed.limit.p99},
+        "versions": [_version_entry(each) for each in replayed.versions],
+        "strangers": replayed.strangers,
+        "replayed": replayed.replayed,
+        "not_on_disk": replayed.elsewhere,
+        "removed": replayed.removed,
+        "ok": replayed.ok,
+    }
+
+
+def _version_entry(each: VersionReplay) -> dict[str, Any]:
+    pairs = {"recorded - trainer": each.trainer, "recorded - engine": each.engine}
+    return {
+        "version": str(each.version),
+        "folder": each.folder,
+        "trajectories": each.trajectories,
+        "differ": each.off,
+        "first": each.first or None,
+        "causes": dict(each.findings),
+        **{pair: _gap_entry(gap) for pair, gap in pairs.items()},
+    }
+
+
+def _gap_entry(gap: LogprobGap) -> dict[str, Any]:
+    found = gap.metrics()
+    figures = {"mean": "logprob_gap", "p99": "logprob_gap_p99", "max": "logprob_gap_max"}
+    return {"tokens": gap.tokens} | {name: found[key] for name, key in figures.items()}
 
 
 def as_data(report: Report) -> dict[str, Any]:
@@ -75,3 +120,40 @@ def _show(report: Report) -> None:
     if missing:
         console.print(f"  not tested: the engine reported no {' and no '.join(missing)}", style="bold red")
     console.print("  parity holds" if report.ok else "  parity does NOT hold", style="green" if report.ok else "bold red")
+
+
+def _show_replay(replayed: Replay, live: dict[str, Any] | None) -> None:
+    console = Console()
+    if not console.is_terminal:
+        console.width = 160
+    if replayed.replayed:
+        table = Table(title=f"recorded trajectories, replayed ({replayed.dtype})", title_justify="left")
+        table.add_column("version", no_wrap=True)
+        for name in ("trajectories", "tokens"):
+            table.add_column(name, justify="right")
+        for pair in ("recorded - trainer", "recorded - engine"):
+            table.add_column(f"{pair}\nmean / p99 / max", justify="right")
+        table.add_column("", no_wrap=True)
+        for each in replayed.versions:
+            gaps = [
+                " / ".join(f"{_gap_entry(g)[k]:.1e}" for k in ("mean", "p99", "max")) for g in (each.trainer, each.engine)
+            ]
+            counts = f"{each.trajectories:,}", f"{each.trainer.tokens:,}"
+            verdict = f"{each.off} DIFFER" if each.off else "ok"
+            table.add_row(str(each.version), *counts, *gaps, verdict, style="bold red" if each.off else None)
+        console.print(table)
+    for each in replayed.versions:
+        for cause, count in each.findings.items():
+            console.print(f"  {each.version}: {cause}, in {count} looked at; first in {each.first}", style="bold red")
+    for stranger in replayed.strangers:
+        console.print(f"  {stranger}", style="bold red")
+    left = (
+        f"{replayed.elsewhere:,} of versions that are not on disk, or of several; {replayed.removed:,} removed by retention"
+    )
+    console.print(f"  not replayed: {left}", highlight=False)
+    if not replayed.replayed:
+        console.print(
+            "  there is no recorded trajectory of a version whose weights are on disk: nothing to replay", style="bold red"
+        )
+    elif replayed.ok:
+        console.print("  what was recorded is what these weights say", style="green")

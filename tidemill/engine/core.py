@@ -14,8 +14,9 @@ import hashlib
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import psutil
@@ -38,6 +39,8 @@ from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
 from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMismatch
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
+
+T = TypeVar("T")
 
 REMEMBERED_EPISODES = 16384  # whose prefix-cache salt is retained under `keep`
 SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.6}  # that the KV cache may take when kv_memory_mb is not given
@@ -111,7 +114,7 @@ class NativeEngine:
         self._activity = Activity()
         self._memory = PeakMemory()
         self._loop: asyncio.Task[None] | None = None
-        self._updating = asyncio.Lock()
+        self._updating = asyncio.Lock()  # bounded: an update has its caller's deadline
         self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for what is in flight
         self._failure: Exception | None = None
 
@@ -150,14 +153,14 @@ class NativeEngine:
             self._check_forward(published.version)
             faults.reach(self.name, "stage", published.version.step)
             begin = time.monotonic()
-            staging = asyncio.ensure_future(asyncio.to_thread(self._staging.stage, published, self._weights))
-            try:
-                staged = await asyncio.shield(staging)
-            except asyncio.CancelledError:
-                await asyncio.wait([staging])  # the spare decoder is in use until the thread is done
-                raise
+            staged = await _in_thread(self._staging.stage, published, self._weights)
             self._activity.span("stage", begin, time.monotonic(), version=str(published.version), bytes=published.bytes)
             await self._commit(staged)
+            try:
+                await _in_thread(self._staging.prove, self._weights, published.version)
+            except PolicyMismatch as error:
+                self._fail(error)  # nobody knows what it serves: nothing more is sampled from it
+                raise
             return self._weights.version
 
     async def abort(self, key: str) -> None:
@@ -206,7 +209,7 @@ class NativeEngine:
         if self._failure is None:
             self._fail(EngineFailed(f"engine {self.name} was closed"))
         if self._loop is not None:
-            await asyncio.wait([self._loop])
+            await asyncio.wait([self._loop])  # bounded: by one step
         async with self._updating:  # a staging thread may still be reading the carrier
             if self._staging is not None:
                 self._staging.close()
@@ -353,7 +356,7 @@ class NativeEngine:
     async def _result(self, request: Request) -> Any:
         assert request.future is not None
         try:
-            return await request.future
+            return await request.future  # bounded: by the tokens asked for, and the caller's deadline
         except asyncio.CancelledError:
             self._forget(request)
             raise
@@ -406,7 +409,7 @@ class NativeEngine:
             drained = asyncio.get_running_loop().create_future()
             self._draining = (staged, drained)
             try:
-                await drained
+                await drained  # bounded: by the longest sequence in flight, and the caller's deadline
             finally:
                 self._draining, self._scheduler.admitting = None, True
         else:
@@ -427,13 +430,27 @@ class NativeEngine:
         self._staging.retire(self._weights)
         self._weights = staged
         self._versions.append(staged.version)
-        self._scheduler.salt = _salt(staged.version)
+        before, self._scheduler.salt = self._scheduler.salt, _salt(staged.version)
         if self.settings.in_flight == InFlight.RECOMPUTE:
             self._scheduler.preempt_all(renew=True)
-        else:  # what is scored is of one version only: it starts again
-            for sequence in [s for s in self._scheduler.running.values() if s.probe]:
-                self._scheduler.preempt(sequence)
+        else:
+            self._begin_again(before)
         self._activity.span("commit", begin, time.monotonic(), version=str(staged.version))
+
+    def _begin_again(self, before: Salt) -> None:
+        """What is scored, and what began under the weights of `before` and has sampled nothing yet, starts again: all its
+        tokens are of the new version, so its KV must be too."""
+        scheduler = self._scheduler
+        for sequence in [s for s in scheduler.running.values() if s.probe or self._only_prompt(s, before)]:
+            scheduler.preempt(sequence)
+        for sequence in scheduler.waiting:
+            if self._only_prompt(sequence, before):
+                sequence.salt = None
+
+    def _only_prompt(self, sequence: Sequence, salt: Salt) -> bool:
+        """It has begun, under this salt, and has sampled nothing yet."""
+        begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt
+        return begun and self._scheduler.length[sequence.slot] == len(sequence.prompt)
 
     # -- ends and means --------------------------------------------------------------------------------------------
 
@@ -472,6 +489,17 @@ class NativeEngine:
                 f"kv_memory_mb={megabytes}: less than two KV pages of {each} bytes; give more memory to the cache"
             )
         return pages
+
+
+async def _in_thread(work: Callable[..., T], *given: Any) -> T:
+    """Cancelled, it ends when the thread does: what the thread reads or writes is in use until then."""
+    working = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    try:
+        return await asyncio.shield(working)  # bounded: by the caller's deadline
+    except asyncio.CancelledError:
+        # bounded: it reads this machine's memory or files
+        await asyncio.wait([working])
+        raise
 
 
 def _salt(version: Version) -> Salt:

@@ -1,21 +1,26 @@
 """The weights an engine serves, and the staging of the next ones beside them.
 
     receive -> copy into the spare decoder -> fingerprint what would be served -> compare     (the commit is the engine's)
+    after the commit: look at what is served now, once more
 
 The fingerprint is taken of the staged decoder, not of what the carrier delivered: it covers the copy as well. Two decoders
-take turns, so staging allocates nothing and generation goes on meanwhile.
+take turns, so staging allocates nothing and generation goes on meanwhile. A commit that changed the label only, or the
+decoder without its head, is found before its version is confirmed: the sums of the bytes that run are compared with those of
+the bytes that were proven.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.fingerprint import fingerprint
+from tidemill.models.served import Contents, words_of
 from tidemill.models.slices import Receiver, Slice
-from tidemill.models.weights import empty_decoder, hf_views, load_slices
+from tidemill.models.weights import empty_decoder, load_slices
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Published, Version
 
@@ -31,16 +36,13 @@ def serve(decoder: Decoder, version: Version) -> Weights:
     return Weights(decoder, decoder.head_weight.detach().float(), version)
 
 
-def fingerprint_of(decoder: Decoder) -> str:
-    return fingerprint(Slice.whole(name, view) for name, view in hf_views(decoder))
-
-
 class Staging:
     """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back."""
 
     def __init__(self, receiver: Receiver) -> None:
         self._receiver = receiver
         self._spare: Decoder | None = None
+        self._proven: tuple[Version, dict[str, int]] | None = None  # what was staged last: its version and its words
 
     def stage(self, published: Published, serving: Weights) -> Weights:
         """Blocking; runs in a thread. Raises PolicyMismatch when the result is not the version that was announced."""
@@ -50,17 +52,29 @@ class Staging:
         if self._spare is None:
             weight = serving.decoder.embed.weight
             self._spare = empty_decoder(serving.decoder.arch, weight.dtype, weight.device).requires_grad_(False)
+        totals: dict[str, int | None] = {}
         try:
-            load_slices(self._spare, self._receiver.receive(published))
+            load_slices(self._spare, _noting(self._receiver.receive(published), totals))
         except ValueError as error:
             raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
-        found = fingerprint_of(self._spare)
-        if found != version.fingerprint:
-            raise PolicyMismatch(
-                f"{version}: announced with fingerprint {version.fingerprint}, received {found}; "
-                f"still serving {serving.version}"
-            )
+        held = Contents.of(self._spare, self._spare.embed.weight.dtype)
+        if held.fingerprint != version.fingerprint:
+            raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
+        self._proven = version, held.words
         return serve(self._spare, version)
+
+    def prove(self, serving: Weights, version: Version) -> None:
+        """Blocking; runs in a thread while `serving` is in use. Raises PolicyMismatch unless it is what was staged last, as
+        `version`."""
+        assert self._proven is not None, "nothing was staged"
+        proven, words = self._proven
+        if not serving.version == proven == version:
+            raise PolicyMismatch(f"committed was {version}, staged {proven}, and {serving.version} is served")
+        found = words_of(serving.decoder)
+        if other := next((name for name in words if found.get(name) != words[name]), None):
+            raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
+        if not torch.equal(serving.head, serving.decoder.head_weight.detach().float()):
+            raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
 
     def retire(self, weights: Weights) -> None:
         """These are served no more: their decoder receives the next version."""
@@ -68,3 +82,20 @@ class Staging:
 
     def close(self) -> None:
         self._receiver.close()
+
+
+def _noting(slices: Iterable[Slice], totals: dict[str, int | None]) -> Iterator[Slice]:
+    for piece in slices:
+        totals[piece.name] = piece.total
+        yield piece
+
+
+def _difference(held: Contents, announced: Version, totals: dict[str, int | None], served: Version) -> str:
+    """How what was staged differs from what was announced."""
+    other = next((name for name, total in totals.items() if total is not None and held.totals[name] != total), None)
+    first = f"; the first tensor that differs is {other}" if other else ""
+    stale = f" (these are the weights of {served})" if held.fingerprint == served.fingerprint else ""
+    return (
+        f"announced with fingerprint {announced.fingerprint}, received {held.fingerprint}{stale}{first}; "
+        f"still serving {served}"
+    )

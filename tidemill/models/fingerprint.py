@@ -11,9 +11,11 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +31,7 @@ _BITS_FACTOR = _signed(0x9E3779B97F4A7C15)
 _INDEX_FACTOR = _signed(0xBF58476D1CE4E5B9)
 _MIX_FACTOR = _signed(0x94D049BB133111EB)
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = {"cpu": 1 << 17}  # elements at a time: an int64 temporary of 1 MiB, about what an L2 cache holds
+_CHUNK = {"cpu": 1 << 16}  # elements at a time: temporaries of 0.5 MiB, of which an L2 cache holds two
 _CHUNK_ELSEWHERE = 1 << 22
 
 
@@ -75,14 +77,69 @@ def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
     return total.sums()
 
 
+def word_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's bytes, taken as little-endian 64-bit words, modulo 2**64; the last may be short.
+
+    It runs at memory speed, where the tensor lies, and does not notice words that change places.
+    """
+    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    whole = raw.numel() // 8 * 8
+    if raw.device.type == "cpu":
+        words = int(raw[:whole].numpy().view("<u8").sum(dtype=np.uint64))
+    else:
+        aligned = raw if raw.storage_offset() % 8 == 0 else raw.clone()
+        words = int(aligned[:whole].view(torch.int64).sum())
+    return (words + int.from_bytes(raw[whole:].cpu().numpy().tobytes(), "little")) % (1 << 64)
+
+
 def _block_sum(piece: Slice) -> Tensor:
     """Scalar int64, on the block's device."""
     bits = piece.tensor.detach().view(_INTEGERS[piece.tensor.element_size()])
     strides = [math.prod(piece.shape[dim + 1 :]) for dim in range(bits.ndim)]
+    if bits.device.type == "cpu" and tuple(bits.shape[1:]) == piece.shape[1:]:
+        first = piece.offset[0] * strides[0] if strides else 0
+        return torch.tensor(_signed(_run_sum(bits.contiguous().reshape(-1).numpy(), first)))
     total = torch.zeros((), dtype=torch.int64, device=bits.device)
     for block, offset in _small_blocks(bits, piece.offset, _CHUNK.get(bits.device.type, _CHUNK_ELSEWHERE)):
         total += _mix(_weighted_indices(block, offset, strides).add(block.to(torch.int64), alpha=_BITS_FACTOR)).sum()
     return total
+
+
+class _Scratch(threading.local):
+    """Memory that is used again: fresh memory would cost as much as the arithmetic."""
+
+    def __init__(self) -> None:
+        self.arrays: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+
+    def of(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[size] uint64 each: weighted indices, and two to compute in."""
+        if size not in self.arrays:
+            indices = np.arange(size, dtype=np.uint64) * np.uint64(_INDEX_FACTOR % 2**64)
+            self.arrays = {size: (indices, np.empty_like(indices), np.empty_like(indices))}
+        return self.arrays[size]
+
+
+_scratch = _Scratch()
+
+
+def _run_sum(bits: np.ndarray, first: int) -> int:
+    """Of elements [n] whose indices are `first`, `first` + 1, ...: the same sum in NumPy, twice as fast as torch here."""
+    size, total = _CHUNK["cpu"], 0
+    indices, x, shifted = _scratch.of(size)
+    for at in range(0, len(bits), size):
+        part = bits[at : at + size]
+        y, z = x[: len(part)], shifted[: len(part)]
+        y.view(np.int64)[:] = part
+        y *= np.uint64(_BITS_FACTOR % 2**64)
+        y += indices[: len(part)]
+        y += np.uint64((first + at) * _INDEX_FACTOR % 2**64)
+        np.right_shift(y, np.uint64(32), out=z)
+        y ^= z
+        y *= np.uint64(_MIX_FACTOR % 2**64)
+        np.right_shift(y, np.uint64(29), out=z)
+        y ^= z
+        total += int(y.sum())
+    return total % 2**64
 
 
 def _small_blocks(bits: Tensor, offset: tuple[int, ...], limit: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:

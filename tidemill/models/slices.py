@@ -25,6 +25,7 @@ class Slice:
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]  # where this block begins, one number per dimension
     tensor: Tensor  # the block, in the dtype that is served
+    total: int | None = None  # what its owner says the whole tensor's fingerprint is: names the one that differs
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Slice:
@@ -35,7 +36,8 @@ class Sender(Protocol):
     """The trainer's side of a carrier."""
 
     def send(self, version: Version, slices: Iterable[Slice]) -> Published:
-        """Write the slices where receivers can stage them. The result's version carries their fingerprint. Blocking."""
+        """Write the slices where receivers can stage them. `version` carries the fingerprint of what they should come to,
+        which is not taken from them: that is what receivers hold them against. Blocking."""
         ...
 
     def close(self) -> None: ...

@@ -20,7 +20,6 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tidemill.durable import flush
-from tidemill.models.fingerprint import Fingerprint
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
@@ -98,7 +97,7 @@ class CheckpointReceiver:
 
 
 def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_bytes: int) -> Manifest:
-    fingerprint, blocks = Fingerprint(), []
+    blocks = []
     pending: dict[str, Tensor] = {}
     part = held = 0
     for item in slices:
@@ -112,11 +111,10 @@ def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_b
             block = Block.of(host, part=part)
         pending[block.key] = host.tensor
         held += block.length
-        fingerprint.add(host)
         blocks.append(block)
     if pending:
         save_file(pending, folder / _part_name(part))
-    return Manifest(replace(version, fingerprint=fingerprint.hexdigest()), blocks)
+    return Manifest(version, blocks)
 
 
 def _own(tensor: Tensor) -> Tensor:

@@ -3,9 +3,9 @@
     sender:    blocks while streaming -> Manifest -> encode          receiver: decode -> check -> each block's check
 
 A manifest from elsewhere is only data: decoding is strict and bounded, and `check` refuses one whose blocks do not tile
-their tensors exactly. The sum of a block (its 64-bit words, modulo 2**64) runs at memory speed; it names the tensor that is
-damaged. That the whole is right, positions included, is proved by the fingerprint in `version`, which the engine computes
-from what it received.
+their tensors exactly. The sum of a block (its 64-bit words, modulo 2**64) runs at memory speed; it names the tensor that was
+damaged on the way. That the whole is right, positions included, is proved by the fingerprint in `version`: the trainer takes
+it from its own parameters, the engine from what it would serve.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.models.fingerprint import word_sum
 from tidemill.models.slices import Coverage, Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Published, Version
@@ -50,6 +51,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     size: _Dims  # of the block
     dtype: str
     sum: int  # of its 64-bit words, see `word_sum`
+    total: int | None  # the fingerprint of the whole tensor, by its owner
     part: _Count = 0  # which file of the carrier holds it
     start: _Count = 0  # its first byte there; a safetensors file has an index of its own
 
@@ -60,7 +62,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if dtype not in DTYPES:
             raise ValueError(f"{item.name}: weights of dtype {dtype} cannot be sent; known: {', '.join(DTYPES)}")
         size, total = tuple(item.tensor.shape), word_sum(item.tensor)
-        return cls(item.name, tuple(item.shape), tuple(item.offset), size, dtype, total, part, start)
+        return cls(item.name, tuple(item.shape), tuple(item.offset), size, dtype, total, item.total, part, start)
 
     @property
     def length(self) -> int:
@@ -89,11 +91,11 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
         if word_sum(tensor) != self.sum:
             raise PolicyMismatch(f"{self.key}: its bytes are not those that were sent (the sum differs)")
-        return Slice(self.name, self.shape, self.offset, tensor)
+        return Slice(self.name, self.shape, self.offset, tensor, self.total)
 
 
 class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: Version  # with the fingerprint of all blocks
+    version: Version  # with the fingerprint of what the blocks should come to
     blocks: list[Block]
     format: str = FORMAT
 
@@ -144,11 +146,3 @@ _decoder = msgspec.json.Decoder(Manifest)
 def raw_bytes(tensor: Tensor) -> np.ndarray:
     """[bytes] uint8 view of a contiguous CPU tensor."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy()
-
-
-def word_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes, taken as little-endian 64-bit words, modulo 2**64; the last may be short."""
-    raw = raw_bytes(tensor.detach().cpu().contiguous())
-    whole = raw.size // 8 * 8
-    words = int(raw[:whole].view("<u8").sum(dtype=np.uint64))
-    return (words + int.from_bytes(raw[whole:].tobytes(), "little")) % (1 << 64)

@@ -1,0 +1,160 @@
+"""What an engine proves before it confirms a version, what an interrupted update leaves, and that a version's tokens have
+that version's KV."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import MemoryReceiver, decoder, engine, prompts, reference_logprobs
+
+from tidemill.engine import core
+from tidemill.engine.weights import Staging, serve
+from tidemill.models.decoder import Decoder
+from tidemill.models.served import Contents, checked, words_of
+from tidemill.models.slices import Slice
+from tidemill.models.weights import serving_slices
+from tidemill.protocols import EngineFailed, PolicyMismatch
+from tidemill.sync.carriers import make_receiver, make_sender
+from tidemill.sync.settings import SyncSettings
+from tidemill.types import Published, SamplingParams, Version
+
+
+async def until(condition) -> None:
+    for _ in range(10000):
+        if condition():
+            return
+        await asyncio.sleep(0)
+    raise AssertionError("it did not happen")
+
+
+def announce(sender: Any, step: int, model: Decoder) -> Published:
+    own = Contents.of(model, torch.float32)
+    return sender.send(Version(step, fingerprint=own.fingerprint), checked(serving_slices(model, torch.float32), own))
+
+
+class Paused:
+    """A receiver that stops in the middle of a version until it is let go on."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.reached, self.go_on = inner, threading.Event(), threading.Event()
+
+    def receive(self, published: Published) -> Iterator[Slice]:
+        for count, piece in enumerate(self.inner.receive(published)):
+            if count == 5 and not self.go_on.is_set():
+                self.reached.set()
+                assert self.go_on.wait(30)
+            yield piece
+
+    def close(self) -> None:
+        self.inner.close()
+
+
+@pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
+async def test_an_update_cancelled_while_staging_leaves_the_old_version_and_the_next_one_whole(carrier, tmp_path: Path):
+    sender = make_sender(SyncSettings(carrier=carrier), tmp_path)
+    receiver = Paused(make_receiver(carrier))
+    under_test = engine(receiver=receiver)  # type: ignore[arg-type]
+    new, text, params = decoder(seed=2), prompts(1)[0], SamplingParams(max_tokens=6, seed=1)
+    try:
+        updating = asyncio.ensure_future(under_test.update(announce(sender, 1, decoder(seed=1))))
+        assert await asyncio.to_thread(receiver.reached.wait, 30)
+        updating.cancel()
+        between = await under_test.generate(text, params, "policy", "")
+        assert between.sources == (Version(0),)
+        np.testing.assert_allclose(between.logprobs, reference_logprobs(decoder(), text, between.tokens), atol=2e-5)
+        receiver.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await updating
+        published = announce(sender, 2, new)
+        assert await under_test.update(published) == published.version
+        after = await under_test.generate(text, params, "policy", "")
+        assert after.sources == (published.version,)
+        np.testing.assert_allclose(after.logprobs, reference_logprobs(new, text, after.tokens), atol=2e-5)
+    finally:
+        receiver.go_on.set()
+        await under_test.close()
+        sender.close()
+
+
+async def inline(work, *given):
+    return work(*given)
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+async def test_a_prompt_that_straddles_a_commit_is_computed_again(chunk, monkeypatch):
+    """All its tokens are the new version's: were half of its KV the old one's, its logprobs would be nobody's."""
+    monkeypatch.setattr(core, "_in_thread", inline)
+    receiver, new = MemoryReceiver(), decoder(seed=1)
+    under_test = engine(receiver=receiver, prefill_chunk=chunk, page_size=4)
+    scheduler, params = under_test._scheduler, SamplingParams(max_tokens=6, seed=3)
+    text = prompts(1, 40, 41)[0]
+    try:
+        calls = [asyncio.ensure_future(under_test.generate(text, params, "policy", f"episode{i}")) for i in range(2)]
+        await until(lambda: scheduler.running and scheduler.computed[next(iter(scheduler.running))] > 8)
+        published = receiver.publish(1, new)
+        await under_test.update(published)
+        for completion in await asyncio.gather(*calls):
+            assert completion.sources == (published.version,)
+            np.testing.assert_allclose(completion.logprobs, reference_logprobs(new, text, completion.tokens), atol=2e-5)
+        again = await under_test.generate(text, params, "policy", "late")
+        assert again.cached_tokens > 0
+        np.testing.assert_allclose(again.logprobs, reference_logprobs(new, text, again.tokens), atol=2e-5)
+    finally:
+        await under_test.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_weights_that_change_behind_the_commit_end_the_engine(dtype, monkeypatch):
+    receiver = MemoryReceiver()
+    under_test = engine(receiver=receiver, dtype=dtype)
+    published = receiver.publish(1, decoder(seed=1), getattr(torch, dtype))
+    assert await under_test.update(published) == published.version
+    prove = Staging.prove
+
+    def late(self: Staging, serving: Any, version: Version) -> None:
+        serving.decoder.norm.weight[3] += 1
+        prove(self, serving, version)
+
+    monkeypatch.setattr(Staging, "prove", late)
+    try:
+        with pytest.raises(PolicyMismatch, match=r"other weights are served: model\.norm\.weight differs"):
+            await under_test.update(receiver.publish(2, decoder(seed=2), getattr(torch, dtype)))
+        with pytest.raises(EngineFailed, match="other weights"):
+            await under_test.generate(prompts(1)[0], SamplingParams(), "policy", "")
+    finally:
+        await under_test.close()
+
+
+def test_the_head_of_other_weights_is_noticed_in_low_precision_too():
+    receiver, model = MemoryReceiver(), decoder(dtype=torch.bfloat16)
+    published = receiver.publish(1, decoder(seed=1), torch.bfloat16)
+    old, under_test = serve(model, Version(0)), Staging(receiver)
+    staged = under_test.stage(published, old)
+    under_test.prove(staged, published.version)
+    staged.head = old.head
+    with pytest.raises(PolicyMismatch, match="the head that is served is another one"):
+        under_test.prove(staged, published.version)
+
+
+def test_names_that_do_not_cover_every_weight_are_refused(monkeypatch):
+    from tidemill.models import served
+
+    views = served.hf_views
+    monkeypatch.setattr(served, "hf_views", lambda d: ((n, v) for n, v in views(d) if not n.endswith("k_proj.weight")))
+    with pytest.raises(PolicyMismatch, match=r"cover \d+ of \d+ weights"):
+        Contents.of(decoder(), torch.float32)
+
+
+def test_words_and_totals_tell_tensors_apart():
+    one, other = Contents.of(decoder(), torch.float32), Contents.of(decoder(seed=1), torch.float32)
+    assert one == Contents.of(decoder(), torch.float32) and one.words == words_of(decoder())
+    random = [name for name in one.words if "norm" not in name]
+    assert random and all(one.words[name] != other.words[name] and one.totals[name] != other.totals[name] for name in random)
+    assert Contents.of(decoder(), torch.bfloat16).fingerprint != one.fingerprint

@@ -1,0 +1,476 @@
+"""Weight sync broken on purpose, in whole runs: each mutation is found before the next gradient step (I1).
+
+The runs are real and inline: controller, trainer, engine, carrier and ledger. Each mutation sets in with version `SICK`, at
+the place where a bug of its kind would stand; the steps that were taken by then are the only ones the run ever takes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from zlib import crc32
+
+import msgspec
+import pytest
+import torch
+
+from tidemill import faults
+from tidemill.config import build
+from tidemill.engine import core
+from tidemill.engine import weights as staging
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.weights import Staging, Weights
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.slices import Slice
+from tidemill.models.weights import hf_views
+from tidemill.observability.display import ProgressDisplay
+from tidemill.protocols import Chat, PolicyMismatch
+from tidemill.recipe import RunConfig
+from tidemill.session import run
+from tidemill.sync import checkpoint, manifest, shared_memory
+from tidemill.sync.checkpoint import CheckpointSender
+from tidemill.sync.manifest import Manifest
+from tidemill.sync.shared_memory import SharedMemorySender
+from tidemill.trainer import native
+from tidemill.trainer.native import NativeTrainer
+from tidemill.types import Outcome, Published, Score, Task, Trajectory, Version
+
+SICK, STEPS = 2, 3
+CARRIERS = ("shared_memory", "checkpoint")
+Q, Q1, OUT = (f"model.layers.{i}.self_attn.{name}_proj.weight" for i, name in ((0, "q"), (1, "q"), (1, "o")))
+
+
+class Checksum:
+    """A reward by every character, so that siblings differ and every step has a gradient."""
+
+    name = "checksum"
+
+    def tasks(self, split: str) -> list[Task]:
+        return [Task(f"{split}-{i}", f"{split} {i}") for i in range(8)]
+
+    async def run(self, task: Task, chat: Chat) -> Score:
+        return Score(crc32((await chat.reply(task.prompt)).encode()) % 1000 / 1000)
+
+    async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        return []
+
+    async def close(self) -> None: ...
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model") / "m"
+    fresh_model(folder, alphabet="abcdefghij0123456789 -=", context=48, **SIZES["0.1m"])
+    return folder
+
+
+def across(names: Iterable[str], others: Sequence[str] = CARRIERS) -> list[Any]:
+    """Every pair, of which each name's first is in the fast suite."""
+    return [
+        pytest.param(name, other, marks=[] if (i + j) % len(others) == 0 else pytest.mark.slow)
+        for i, name in enumerate(names)
+        for j, other in enumerate(others)
+    ]
+
+
+@dataclass
+class Run:
+    """A tiny run; what a mutation does depends on the version that is being published."""
+
+    model: Path
+    folder: Path
+    monkeypatch: pytest.MonkeyPatch
+    publishing: int = -1
+    applied: int = 0
+    after: list[str] = field(default_factory=list)
+
+    @property
+    def sick(self) -> bool:
+        return self.publishing >= SICK
+
+    def until(self, carrier: str, **settings: Any) -> int:
+        """Train to the end; the steps done."""
+        self._watch()
+        tree = {
+            "run_dir": str(self.folder / "run"),
+            "model": str(self.model),
+            "env": {"kind": "python", "path": "checksum:Checksum"},
+            "steps": STEPS,
+            "max_lag": 1,
+            "placement": {"kind": "inline", "sync": {"carrier": carrier}},
+            "rollout": {"groups": 2, "group_size": 2, "max_tokens": 3},
+            "eval": {"every": 0, "tasks": 1, "final_tasks": 1},
+            "trainer": {"lr": 1e-2},
+            "record": {"checkpoint_every": 0, "trace": False},
+        }
+        config = build(RunConfig, {**tree, **settings})
+        return asyncio.run(run(config, ProgressDisplay(STEPS, mode="quiet"), make=lambda _: Checksum())).steps
+
+    def _watch(self) -> None:
+        publish, apply = NativeTrainer.publish, NativeTrainer.apply
+
+        async def watched_publish(trainer: NativeTrainer, version: Version) -> Published:
+            self.publishing = version.step
+            return await publish(trainer, version)
+
+        async def watched_apply(trainer: NativeTrainer, scale: float) -> Any:
+            self.applied += 1
+            return await apply(trainer, scale)
+
+        self.monkeypatch.setattr(NativeTrainer, "publish", watched_publish)
+        self.monkeypatch.setattr(NativeTrainer, "apply", watched_apply)
+
+    def ended_steps(self) -> int:
+        with SqliteLedger(self.folder / "run", mode="read") as ledger:
+            return sum(step.ended_at is not None for step in ledger.steps())
+
+    def versions(self) -> list[int]:
+        with SqliteLedger(self.folder / "run", mode="read") as ledger:
+            return [version.step for version in ledger.versions()]
+
+
+@pytest.fixture
+def tiny(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    return Run(model, tmp_path, monkeypatch)
+
+
+# --- what the trainer streams --------------------------------------------------------------------------------------------
+
+Change = Callable[[list[Slice], list[Slice]], list[Slice]]  # (the slices, those of version 0)
+
+
+def changed(name: str, change: Callable[[torch.Tensor], torch.Tensor]) -> Change:
+    return lambda now, _: [replace(s, tensor=change(s.tensor.clone())) if s.name == name else s for s in now]
+
+
+def bump(tensor: torch.Tensor) -> torch.Tensor:
+    tensor.view(torch.int32)[3, 5] ^= 1  # the last bit of one element
+    return tensor
+
+
+def exchange(one: str, other: str) -> Change:
+    names = {one: other, other: one}
+    return lambda now, _: [replace(s, name=names.get(s.name, s.name)) for s in now]
+
+
+CHANGES: dict[str, Change] = {
+    "dropped": lambda now, _: [s for s in now if s.name != Q],
+    "swapped": exchange(Q, Q1),
+    "transposed": changed(OUT, lambda t: t.t()),
+    "one element changed": changed(Q, bump),
+    "rows exchanged": changed(Q, lambda t: t.flip(0)),  # the sum of words does not see it, the fingerprint does
+    "one tensor of an old version": lambda now, old: [
+        next(o for o in old if o.name == Q) if s.name == Q else s for s in now
+    ],
+    "an old version": lambda now, old: old,
+    "another dtype": changed(Q, lambda t: t.to(torch.bfloat16)),
+    "one tensor twice": lambda now, _: [*now, now[3]],
+}
+
+
+@pytest.mark.parametrize(("name", "carrier"), across(CHANGES))
+def test_a_trainer_that_streams_something_else(tiny: Run, name: str, carrier: str) -> None:
+    stream, kept = native.serving_slices, list[Slice]()
+
+    def mutated(decoder: Any, dtype: torch.dtype) -> Iterator[Slice]:
+        now = list(stream(decoder, dtype))
+        if not kept:
+            kept.extend(replace(s, tensor=s.tensor.clone()) for s in now)
+        yield from CHANGES[name](now, kept) if tiny.sick else now
+
+    tiny.monkeypatch.setattr(native, "serving_slices", mutated)
+    told = {"swapped": Q1, "transposed": OUT, "an old version": "", "one tensor twice": "a second time"}
+    found_by = "received .* first tensor that differs is" if name == "rows exchanged" else "about to be sent are not"
+    with pytest.raises(PolicyMismatch, match=f"{found_by}.*{told.get(name, Q)}"):
+        tiny.until(carrier)
+    assert_nothing_after(tiny)
+
+
+def assert_nothing_after(tiny: Run) -> None:
+    assert tiny.publishing == SICK, "the mutation was never reached"
+    assert tiny.applied == tiny.ended_steps() == SICK, "a gradient step was taken after the mutation"
+    assert tiny.versions() == list(range(SICK)), "a version that was mutated is recorded as served"
+
+
+# --- what the carrier does with it ---------------------------------------------------------------------------------------
+
+
+def sent_otherwise(tiny: Run, carrier: str, change: Change) -> None:
+    """The sender takes the trainer's stream, checked as it is, and writes something else."""
+    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[carrier]
+    send, kept = kind.send, list[Slice]()
+
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+        now = list(slices)
+        if not kept:
+            kept.extend(replace(s, tensor=s.tensor.clone()) for s in now)
+        return send(sender, version, iter(change(now, kept) if tiny.sick else now))
+
+    tiny.monkeypatch.setattr(kind, "send", mutated)
+
+
+@pytest.mark.parametrize(("name", "carrier"), across(name for name in CHANGES if name != "one tensor twice"))
+def test_a_carrier_that_writes_something_else(tiny: Run, name: str, carrier: str) -> None:
+    sent_otherwise(tiny, carrier, CHANGES[name])
+    with pytest.raises(PolicyMismatch, match=r"fingerprint|missing") as raised:
+        tiny.until(carrier)
+    if name in ("transposed", "one element changed", "rows exchanged"):
+        assert f"differs is {OUT if name == 'transposed' else Q}" in str(raised.value)
+    if name == "an old version":
+        assert "still serving policy@v1" in str(raised.value)
+    assert_nothing_after(tiny)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Run, carrier: str) -> None:
+    """Served weights unchanged while the trainer's changed."""
+    before: list[list[Slice]] = []
+
+    def same_again(now: list[Slice], _: list[Slice]) -> list[Slice]:
+        return before[-1]
+
+    sent_otherwise(tiny, carrier, same_again)
+    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[carrier]
+    inner = kind.send
+
+    def remember(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+        now = list(slices)
+        published = inner(sender, version, iter(now))
+        before.append([replace(s, tensor=s.tensor.clone()) for s in now])
+        return published
+
+    tiny.monkeypatch.setattr(kind, "send", remember)
+    with pytest.raises(PolicyMismatch, match=r"these are the weights of policy@v1"):
+        tiny.until(carrier)
+    assert_nothing_after(tiny)
+
+
+def put_nothing(tiny: Run) -> None:
+    """Half of the blocks are never written: the slot keeps those of the version before the last."""
+    put, count = shared_memory._Slot.put, iter(range(10**6))
+
+    def half(slot: Any, start: int, tensor: torch.Tensor) -> None:
+        if not (tiny.sick and next(count) >= 8):
+            put(slot, start, tensor)
+
+    tiny.monkeypatch.setattr(shared_memory._Slot, "put", half)
+
+
+def write_old_files(tiny: Run) -> None:
+    save = checkpoint.save_file
+    old: dict[str, torch.Tensor] = {}
+
+    def stale(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        old.update(old or {name: tensor.clone() for name, tensor in tensors.items()})
+        save(old if tiny.sick else tensors, path)
+
+    tiny.monkeypatch.setattr(checkpoint, "save_file", stale)
+
+
+@pytest.mark.parametrize(("carrier", "mutate"), [("shared_memory", put_nothing), ("checkpoint", write_old_files)])
+def test_bytes_that_are_not_those_of_the_manifest(tiny: Run, carrier: str, mutate: Callable[[Run], None]) -> None:
+    mutate(tiny)
+    with pytest.raises(PolicyMismatch, match="its bytes are not those that were sent"):
+        tiny.until(carrier)
+    assert_nothing_after(tiny)
+
+
+MANIFESTS: dict[str, Callable[[Manifest], Manifest]] = {
+    "of another version": lambda m: msgspec.structs.replace(m, version=replace(m.version, step=SICK - 1)),
+    "with another fingerprint": lambda m: msgspec.structs.replace(m, version=replace(m.version, fingerprint="0" * 32)),
+    "without a tensor": lambda m: msgspec.structs.replace(m, blocks=m.blocks[:-1]),
+    "with a tensor by another name": lambda m: with_block(m, name="model.layers.9.mlp.up_proj.weight"),
+    "with another sum": lambda m: with_block(m, sum=7),
+    "with another shape": lambda m: with_block(m, shape=m.blocks[0].shape[::-1], size=m.blocks[0].size[::-1]),
+    "in another format": lambda m: msgspec.structs.replace(m, format="tidemill-weights-0"),
+}
+
+
+def with_block(m: Manifest, **fields: Any) -> Manifest:
+    return msgspec.structs.replace(m, blocks=[msgspec.structs.replace(m.blocks[0], **fields), *m.blocks[1:]])
+
+
+@pytest.mark.parametrize(("name", "carrier"), across(MANIFESTS))
+def test_a_wrong_manifest(tiny: Run, name: str, carrier: str) -> None:
+    encode = manifest.Manifest.encode
+    mutated = lambda self: encode(MANIFESTS[name](self) if tiny.sick else self)  # noqa: E731
+    tiny.monkeypatch.setattr(manifest.Manifest, "encode", mutated)
+    with pytest.raises(PolicyMismatch):
+        tiny.until(carrier)
+    assert_nothing_after(tiny)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_the_place_of_an_old_version_is_announced(tiny: Run, carrier: str) -> None:
+    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[carrier]
+    send, places = kind.send, list[str]()
+
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+        published = send(sender, version, slices)
+        places.append(published.location)
+        return replace(published, location=places[-2]) if tiny.sick else published
+
+    tiny.monkeypatch.setattr(kind, "send", mutated)
+    with pytest.raises(PolicyMismatch, match="announced was policy@v2"):
+        tiny.until(carrier)
+    assert_nothing_after(tiny)
+
+
+def test_a_carrier_that_announces_another_version(tiny: Run) -> None:
+    send = SharedMemorySender.send
+
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+        published = send(sender, version, slices)
+        return replace(published, version=replace(version, fingerprint="1" * 32)) if tiny.sick else published
+
+    tiny.monkeypatch.setattr(SharedMemorySender, "send", mutated)
+    with pytest.raises(PolicyMismatch, match=r"the carrier announces policy@v2 .1111"):
+        tiny.until("shared_memory")
+    assert_nothing_after(tiny)
+
+
+# --- what the engine does with it ----------------------------------------------------------------------------------------
+
+LOADS: dict[str, Callable[[list[Slice], dict[str, torch.Tensor]], list[Slice]]] = {
+    "stops half-way": lambda now, views: now[: len(now) // 2],
+    "leaves one tensor as it was": lambda now, views: [s for s in now if s.name != Q],
+    "exchanges two": lambda now, views: exchange(Q, Q1)(now, []),
+    "transposes one": lambda now, views: changed(OUT, lambda t: t.t())(now, []),
+    "changes one element": lambda now, views: changed(Q, bump)(now, []),
+}
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_an_engine_that_stages_something_else(tiny: Run, name: str) -> None:
+    """It copies what it received wrongly, and does not notice: a copy without the checks of `load_slices`."""
+    load = staging.load_slices
+
+    def mutated(decoder: Any, slices: Iterator[Slice]) -> None:
+        if not tiny.sick:
+            return load(decoder, slices)
+        views = dict(hf_views(decoder))
+        for piece in LOADS[name]([replace(s, tensor=s.tensor.clone()) for s in slices], views):
+            views[piece.name].copy_(piece.tensor)
+
+    tiny.monkeypatch.setattr(staging, "load_slices", mutated)
+    with pytest.raises(PolicyMismatch, match=r"announced with fingerprint .*first tensor that differs is model\..*v1"):
+        tiny.until("shared_memory")
+    assert_nothing_after(tiny)
+
+
+COMMITS: dict[str, tuple[Callable[[Weights, Weights], Weights], str]] = {
+    "a new label on the old weights": (
+        lambda old, new: Weights(old.decoder, old.head, new.version),
+        "other weights are served",
+    ),
+    "the new decoder with the old head": (lambda old, new: Weights(new.decoder, old.head, new.version), "head"),
+    "the old decoder with the new head": (lambda old, new: Weights(old.decoder, new.head, new.version), "other weights"),
+    "nothing": (lambda old, new: old, "policy@v1 is served"),
+}
+
+
+@pytest.mark.parametrize(("name", "in_flight"), across(COMMITS, ("keep", "finish", "recompute")))
+def test_an_engine_that_commits_something_else(tiny: Run, name: str, in_flight: str) -> None:
+    swap, (commit, message) = NativeEngine._swap, COMMITS[name]
+
+    def mutated(engine: NativeEngine, staged: Weights) -> None:
+        swap(engine, commit(engine._weights, staged) if tiny.sick else staged)
+
+    tiny.monkeypatch.setattr(NativeEngine, "_swap", mutated)
+    with pytest.raises(PolicyMismatch, match=message):
+        tiny.until("shared_memory", engine={"in_flight": in_flight})
+    assert_nothing_after(tiny)
+
+
+def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Run) -> None:
+    stage = Staging.stage
+
+    def mutated(self: Staging, published: Published, serving: Weights) -> Weights:
+        staged = stage(self, published, serving)
+        if tiny.sick:
+            staged.decoder.layers[1].o.weight[0, 0] += 1e-3  # type: ignore[index,union-attr]
+        return staged
+
+    tiny.monkeypatch.setattr(Staging, "stage", mutated)
+    with pytest.raises(PolicyMismatch, match=f"other weights are served: {OUT} differs"):
+        tiny.until("shared_memory")
+    assert_nothing_after(tiny)
+
+
+# --- what no fingerprint sees: the right weights, and something else made of them ----------------------------------------
+
+
+def assert_refused_before_the_next_step(tiny: Run) -> None:
+    assert tiny.applied == tiny.ended_steps() == SICK and tiny.versions() == list(range(SICK + 1))
+
+
+def test_an_engine_that_computes_with_old_weights(tiny: Run) -> None:
+    compute, old = core.run, list[Weights]()
+
+    def mutated(weights: Weights, *given: Any) -> Any:
+        if weights.version.step == 0 and not old:
+            old.append(staging.serve(copy.deepcopy(weights.decoder), weights.version))
+        return compute(old[0] if weights.version.step >= SICK else weights, *given)
+
+    tiny.monkeypatch.setattr(core, "run", mutated)
+    with pytest.raises(PolicyMismatch, match=r"policy@v2: .* hold the same weights and disagree .*stale weights"):
+        tiny.until("shared_memory", max_lag=0)
+    assert_refused_before_the_next_step(tiny)
+
+
+@pytest.mark.parametrize("probe_only", [False, True])
+def test_an_engine_that_records_other_logprobs(tiny: Run, probe_only: bool) -> None:
+    generate, score = NativeEngine.generate, NativeEngine.score
+
+    async def mutated(engine: NativeEngine, *given: Any) -> Any:
+        completion = await generate(engine, *given)
+        if tiny.sick:
+            completion.logprobs = completion.model_logprobs
+        return completion
+
+    async def scored(engine: NativeEngine, tokens: Any, policy: str, temperature: float, top_k: int) -> Any:
+        return await score(engine, tokens, policy, 1.0 if tiny.sick else temperature, top_k)
+
+    name, patched = ("score", scored) if probe_only else ("generate", mutated)
+    tiny.monkeypatch.setattr(NativeEngine, name, patched)
+    rollout = {"groups": 2, "group_size": 2, "max_tokens": 3, "temperature": 0.7}
+    expected = "rows they were asked to score" if probe_only else r"temperature \(the engines sampled at temperature 1.0\)"
+    with pytest.raises(PolicyMismatch, match=expected):
+        tiny.until("shared_memory", max_lag=0, rollout=rollout, record={"probe_every": 1, "trace": False})
+    assert_refused_before_the_next_step(tiny)
+
+
+def test_weights_that_stay_the_same_are_explained_once(tiny: Run) -> None:
+    """The schedule ends at a learning rate of 0: the last version holds the weights of the one before."""
+    assert tiny.until("shared_memory", trainer={"lr": 1e-2, "schedule": "linear"}) == STEPS
+    with SqliteLedger(tiny.folder / "run", mode="read") as ledger:
+        events = [event.detail for event in ledger.events("weights_unchanged")]
+        *_, before, last = ledger.versions()
+    assert events == [{"version": f"policy@v{STEPS}", "why": "the learning rate is 0"}]
+    assert before.fingerprint == last.fingerprint
+
+
+# --- interrupted ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("fault", "carrier"), across(("trainer:stream:2:raise", "trainer:stream:2:disk-full")))
+def test_a_sender_that_ends_half_way(tiny: Run, fault: str, carrier: str) -> None:
+    log = tiny.folder / "faults.log"
+    armed = faults.Faults([faults.Fault.parse(fault)], log, os.getpid())
+    tiny.monkeypatch.setattr(faults, "_armed", armed)
+    with pytest.raises((faults.FaultError, OSError), match=r"on purpose|No space"):
+        tiny.until(carrier)
+    assert log.read_text().split() == [fault]
+    assert_nothing_after(tiny)
+
+
+@pytest.mark.parametrize("carrier", CARRIERS)
+def test_without_a_mutation_the_same_run_completes(tiny: Run, carrier: str) -> None:
+    assert tiny.until(carrier) == STEPS
+    assert tiny.applied == tiny.ended_steps() == STEPS and tiny.versions() == list(range(STEPS + 1))

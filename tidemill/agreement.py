@@ -1,0 +1,67 @@
+"""Engines and trainer must agree on what the present weights sampled, or there is no gradient step (I1).
+
+    a step's rows that version v sampled whole  ->  engine's logprobs, trainer's under v  ->  gross?  ->  PolicyMismatch
+
+Fingerprints prove that both hold the same weights; this proves that both make the same of them. The limits are far from
+rounding. Rows of older versions are expected to differ, and truncated sampling is another distribution: neither counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from tidemill.algorithms.diagnosis import Cause, Evidence, Hypothesis, diagnose
+from tidemill.algorithms.mismatch import GROSS, ROUNDING, LogprobGap, lag_zero
+from tidemill.protocols import PolicyMismatch, Trainer
+from tidemill.types import Array, Group, Sample, Version
+
+TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # tried to name a cause
+_LOOKED_AT = 16  # rows
+
+
+class Agreement:
+    def __init__(self, trainer: Trainer, dtype: str, truncated: bool) -> None:
+        """dtype: the coarsest that trainer or engines compute in. truncated: sampling by top-p, top-k or min-p."""
+        self._trainer, self._dtype, self._truncated = trainer, dtype, truncated
+
+    async def __call__(
+        self, served: Version, groups: Sequence[Group], samples: Sequence[Sample], logprobs: Sequence[Array]
+    ) -> None:
+        """Raise PolicyMismatch when the trainer's `logprobs` of what `served` sampled are grossly not the engines'."""
+        if self._truncated:
+            return
+        rows = [
+            (sample, np.where(sample.mask, values, np.nan))
+            for sample, values, present in zip(samples, logprobs, lag_zero(groups, samples, served), strict=True)
+            if present and sample.mask.any()
+        ]
+        if not rows:
+            return
+        gap = Evidence.joined([Evidence(s.logprobs, s.mask, values) for s, values in rows]).gap
+        if GROSS[self._dtype].exceeded(gap):
+            cause = await self._cause(rows[:_LOOKED_AT])
+            self._refuse(served, gap, "of what they sampled", f" The likely cause: {cause}.")
+
+    def check_probe(self, served: Version, gap: LogprobGap) -> None:
+        """The same of rows that an engine scored with these weights."""
+        self._refuse(served, gap, "of rows they were asked to score", "")
+
+    def _refuse(self, served: Version, gap: LogprobGap, what: str, cause: str) -> None:
+        if fault := GROSS[self._dtype].exceeded(gap):
+            raise PolicyMismatch(
+                f"{served}: engines and trainer hold the same weights and disagree on the logprobs {what}: {fault} "
+                f"({gap.tokens} tokens, {self._dtype}).{cause} No step was taken; `tidemill parity` on the run looks closer"
+            )
+
+    async def _cause(self, rows: Sequence[tuple[Sample, Array]]) -> str:
+        evidence = Evidence.joined([Evidence(s.logprobs, s.mask, values) for s, values in rows])
+        for temperature in TEMPERATURES:
+            values = await self._trainer.forward([replace(s, temperature=temperature) for s, _ in rows])
+            name = f"the engines sampled at temperature {temperature}"
+            evidence.others.append(Hypothesis(Cause.TEMPERATURE, name, np.concatenate(values)))
+        finding = diagnose(evidence, ROUNDING[self._dtype])
+        known = finding is not None and finding.cause is not Cause.UNKNOWN
+        return str(finding) if known else "unknown (stale weights, or another model, would look like this)"

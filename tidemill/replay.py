@@ -1,0 +1,316 @@
+"""Recorded logprobs held against the weights that are on disk: `tidemill parity` on a run.
+
+    initial/, checkpoints/, final/ -> fingerprint -> the versions they are;  ledger -> trajectories that one of them sampled
+    -> trainer's logprobs of them, engine's scores of them -> differences from what was recorded -> the class of each
+
+Only trajectories of a single version are replayed: under `keep`, a token of a later version has seen KV of an earlier one.
+A folder is taken for a version when its weights, in the serving dtype, have that version's fingerprint, not for its name.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from tidemill.algorithms.diagnosis import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
+from tidemill.algorithms.mismatch import ROUNDING, Limit, LogprobGap
+from tidemill.checkpoint_manifest import read_manifest
+from tidemill.config import build
+from tidemill.engine.core import NativeEngine
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.models.attention import packed_attention, packed_positions
+from tidemill.models.decoder import Decoder
+from tidemill.models.served import Contents
+from tidemill.models.weights import load_folder
+from tidemill.protocols import CheckpointError
+from tidemill.recipe import RunConfig
+from tidemill.run_folder import RunFolder
+from tidemill.trainer.native import NativeTrainer
+from tidemill.types import Array, Sample, Trajectory, Version
+
+ROWS = 64  # trajectories of each version
+DIAGNOSED = 4  # of those that differ: each is computed in every way that could explain it
+FITTED = 64  # tokens of a trajectory whose whole distribution is looked at
+TEMPERATURES = np.geomspace(0.1, 10.0, 41)
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Weights on disk, and the published versions they are."""
+
+    folder: Path
+    versions: tuple[Version, ...]
+
+
+@dataclass(slots=True)
+class Row:
+    group: int
+    place: int
+    trajectory: Trajectory
+    said: Array  # [T] the trainer's logprobs, at the recorded version and temperature
+    served: Array  # [T] an engine's
+
+
+@dataclass(slots=True)
+class VersionReplay:
+    """Of one version, in nats."""
+
+    version: Version
+    folder: str
+    trajectories: int
+    trainer: LogprobGap  # recorded against the trainer's
+    engine: LogprobGap  # recorded against an engine's
+    off: int = 0  # trajectories that differ by more than rounding
+    findings: Counter[str] = field(default_factory=Counter)  # of those looked at: class and detail
+    first: str = ""  # the first that differs
+
+
+@dataclass(slots=True)
+class Replay:
+    dtype: str
+    limit: Limit
+    versions: list[VersionReplay] = field(default_factory=list)
+    strangers: list[str] = field(default_factory=list)  # folders whose weights are not what was published
+    elsewhere: int = 0  # trajectories of versions whose weights are not on disk, or of several
+    removed: int = 0  # by retention
+
+    @property
+    def replayed(self) -> int:
+        return sum(each.trajectories for each in self.versions)
+
+    @property
+    def ok(self) -> bool:
+        return bool(self.replayed) and not self.strangers and not any(each.off for each in self.versions)
+
+
+async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
+    """Replay up to `rows` trajectories of each version whose weights are on disk."""
+    config = build(RunConfig, run.recipe())
+    result = Replay(config.coarsest, ROUNDING[config.coarsest])
+    with SqliteLedger(run.path, mode="read") as ledger:
+        stored, result.strangers = _stored(run, ledger.versions(), config)
+        chosen = _choose(ledger, stored, rows, result)
+    for version, picked in chosen.items():
+        if picked:
+            where = next(each for each in stored if version in each.versions)
+            result.versions.append(await _Replayer(config, stored, where, result.limit).of(version, picked))
+    return result
+
+
+# -- what there is -----------------------------------------------------------------------------------------------------
+
+
+def _candidates(run: RunFolder) -> Iterator[tuple[Path, int | None]]:
+    """Model folders of a run, and the step whose weights they should be; None: the last one's."""
+    if run.initial.is_dir():
+        yield run.initial, 0
+    for folder in sorted(run.checkpoints.glob("step-*")):
+        try:
+            yield folder / "trainer", read_manifest(folder).step
+        except CheckpointError:
+            continue  # unfinished, or set aside: nobody goes on from it
+    if run.final.is_dir():
+        yield run.final, None
+
+
+def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> tuple[list[Stored], list[str]]:
+    """Weights of published versions, and what is said of folders that hold none."""
+    dtype = getattr(torch, config.trainer.serving_dtype)
+    found, strangers = list[Stored](), list[str]()
+    last = max((version.step for version in published), default=0)
+    for folder, step in _candidates(run):
+        own = Contents.of(load_folder(folder), dtype).fingerprint
+        versions = tuple(version for version in published if version.fingerprint == own)
+        expected = [str(version) for version in published if version.step == (last if step is None else step)]
+        if versions:
+            found.append(Stored(folder, versions))
+        elif expected:  # a checkpoint may be of weights that were never published: the run ended before
+            strangers.append(f"{folder} holds weights that were never published; {expected[-1]} was expected there")
+    return found, strangers
+
+
+def _choose(
+    ledger: SqliteLedger, stored: Sequence[Stored], rows: int, result: Replay
+) -> dict[Version, list[tuple[int, int, Trajectory]]]:
+    """The latest trajectories of each stored version, whole of that version. Counts the others in `result`."""
+    chosen: dict[Version, list[tuple[int, int, Trajectory]]] = {v: [] for each in stored for v in each.versions}
+    steps = {version.step for version in chosen}
+    for line in ledger.samples(order="recent", limit=2**62):
+        if not line.sampled:
+            continue
+        if line.oldest != line.newest or line.oldest not in steps:
+            result.elsewhere += 1
+        elif line.gone:
+            result.removed += 1
+        elif any(len(picked) < rows for version, picked in chosen.items() if version.step == line.oldest):
+            trajectory = ledger.load_trajectory(line.group_id, line.place)
+            picked = chosen.get(trajectory.sources[0]) if len(trajectory.sources) == 1 else None
+            if picked is None:
+                result.elsewhere += 1  # of another life of that step
+            elif len(picked) < rows:
+                picked.append((line.group_id, line.place, trajectory))
+    return chosen
+
+
+# -- one version -------------------------------------------------------------------------------------------------------
+
+
+class _Replayer:
+    """Computes with the weights of one folder, in the ways the run did."""
+
+    def __init__(self, config: RunConfig, stored: Sequence[Stored], where: Stored, limit: Limit) -> None:
+        self._config, self._stored, self._where, self._limit = config, stored, where, limit
+        self._decoder = load_folder(where.folder)
+
+    async def of(self, version: Version, picked: Sequence[tuple[int, int, Trajectory]]) -> VersionReplay:
+        said = await self._trained(self._decoder, [t for *_, t in picked])
+        served = await self._served([t for *_, t in picked])
+        rows = [Row(*which, *both) for which, *both in zip(picked, said, served, strict=True)]
+        result = VersionReplay(version, str(self._where.folder), len(rows), LogprobGap(), LogprobGap())
+        for row in rows:
+            result.trainer.merge(gap_of(row.trajectory.logprobs, row.said, row.trajectory.mask))
+            result.engine.merge(gap_of(row.trajectory.logprobs, row.served, row.trajectory.mask))
+        off = self._off(rows, result)
+        result.off = len(off)
+        for row in off[:DIAGNOSED]:
+            result.findings[str(await self._explain(row, version))] += 1
+        if off:
+            result.first = f"group {off[0].group}, trajectory {off[0].place}"
+        return result
+
+    def _off(self, rows: Sequence[Row], result: VersionReplay) -> list[Row]:
+        """Those that differ. A short row may differ by chance in low precision, unless all of them together do."""
+        together = self._limit.exceeded(result.trainer) or self._limit.exceeded(result.engine)
+        slack = 1.0 if together or self._config.coarsest == "float32" else 4.0
+        limit = Limit(self._limit.mean * slack, self._limit.p99 * slack)
+        found = []
+        for row in rows:
+            evidence = _evidence(row)
+            scored = gap_of(row.trajectory.logprobs, row.served, row.trajectory.mask)
+            if evidence.strays or limit.exceeded(evidence.gap) or limit.exceeded(scored):
+                found.append(row)
+        return found
+
+    async def _trained(self, decoder: Decoder, trajectories: Sequence[Trajectory], dtype: str | None = None) -> list[Array]:
+        """Logprobs [T] of every token but the first."""
+        settings = self._config.trainer.model_copy(update={"dtype": dtype} if dtype else {})
+        trainer = NativeTrainer(decoder, settings, steps=1)
+        try:
+            return await trainer.forward([_sample(t) for t in trajectories])
+        finally:
+            await trainer.close()
+
+    async def _served(self, trajectories: Sequence[Trajectory]) -> list[Array]:
+        settings = self._config.engine
+        decoder = load_folder(self._where.folder, getattr(torch, self._config.trainer.serving_dtype))
+        engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=())
+        try:
+            return [(await engine.score(t.tokens, "policy", t.temperature, 0)).logprobs for t in trajectories]
+        finally:
+            await engine.close()
+
+    async def _explain(self, row: Row, version: Version) -> Finding:
+        evidence = _evidence(row)
+        if finding := diagnose(evidence, self._limit):
+            if finding.cause is not Cause.UNKNOWN:
+                return finding
+        else:
+            return Finding(Cause.UNKNOWN, "the trainer agrees with the record, an engine does not")
+        evidence.others = [*self._by_distribution(row), *await self._by_weights(row, version)]
+        evidence.low = (await self._trained(self._decoder, [row.trajectory], "bfloat16"))[0]
+        finding = diagnose(evidence, self._limit)
+        assert finding is not None
+        return finding
+
+    def _by_distribution(self, row: Row) -> Iterator[Hypothesis]:
+        trajectory = row.trajectory
+        sampled = np.flatnonzero(trajectory.mask)
+        where = sampled[sampled > 0][:FITTED]
+        if not where.size:
+            return
+        logits = self._logits(trajectory.tokens, where)
+        targets, recorded = trajectory.tokens[where].astype(np.int64), trajectory.logprobs[where]
+        support = trajectory.support
+        if support is not None and len(support.offsets) == len(sampled) + 1 and sampled[0] > 0:
+            scaled = logits / trajectory.temperature
+            kept = [scaled[i, support.ids[slice(*support.offsets[i : i + 2])]] for i in range(len(where))]
+            values = scaled[np.arange(len(where)), targets] - np.array([_log_sum_exp(row) for row in kept])
+            yield Hypothesis(Cause.TRUNCATED, "of the support that was kept", _placed(values, where, trajectory))
+        fitted = fit_temperature(logits, targets, recorded)
+        values = _at(logits, targets, fitted)
+        detail = f"sampled at {fitted:.3g}, recorded as {trajectory.temperature:.3g}"
+        yield Hypothesis(Cause.TEMPERATURE, detail, _placed(values, where, trajectory))
+
+    async def _by_weights(self, row: Row, version: Version) -> list[Hypothesis]:
+        found = []
+        for other in self._stored:
+            if version not in other.versions:
+                values = await self._trained(load_folder(other.folder), [row.trajectory])
+                found.append(Hypothesis(Cause.STALE, f"those of {other.versions[0]} fit, not of {version}", values[0]))
+        return found
+
+    @torch.inference_mode()
+    def _logits(self, tokens: Array, where: Array) -> Array:
+        """[n, V] float64: row i predicts the token at where[i]."""
+        decoder, size = self._decoder, len(tokens)
+        device = decoder.embed.weight.device
+        attend = packed_attention([size], decoder.arch.windows, device)
+        positions = packed_positions([size]).to(device)
+        hidden = decoder(torch.from_numpy(tokens.astype(np.int64)).to(device), positions, attend)
+        return decoder.logits(hidden[torch.from_numpy(where - 1).to(device)]).double().cpu().numpy()
+
+
+def fit_temperature(logits: Array, targets: Array, recorded: Array) -> float:
+    """The temperature at which `targets` [n] under `logits` [n, V] have most nearly the `recorded` logprobs."""
+
+    def distance(temperature: float) -> float:
+        return float(np.abs(_at(logits, targets, temperature) - recorded).mean())
+
+    best = int(np.argmin([distance(t) for t in TEMPERATURES]))
+    low, high = TEMPERATURES[max(best - 1, 0)], TEMPERATURES[min(best + 1, len(TEMPERATURES) - 1)]
+    return _smallest(distance, float(low), float(high))
+
+
+def _smallest(function: Callable[[float], float], low: float, high: float) -> float:
+    """Where `function` is smallest between two numbers, to nine digits (golden section)."""
+    ratio = (np.sqrt(5) - 1) / 2
+    for _ in range(45):
+        left, right = high - ratio * (high - low), low + ratio * (high - low)
+        low, high = (low, right) if function(left) < function(right) else (left, high)
+    return (low + high) / 2
+
+
+def _at(logits: Array, targets: Array, temperature: float) -> Array:
+    """[n] logprobs at this temperature."""
+    scaled = logits / temperature
+    return scaled[np.arange(len(targets)), targets] - _log_sum_exp(scaled)
+
+
+def _log_sum_exp(values: Array) -> Array:
+    most = values.max(-1, keepdims=True)
+    return np.log(np.exp(values - most).sum(-1)) + most[..., 0]
+
+
+def _placed(values: Array, where: Array, trajectory: Trajectory) -> Array:
+    """[T], NaN elsewhere."""
+    row = np.full(len(trajectory.tokens), np.nan)
+    row[where] = values
+    return row
+
+
+def _evidence(row: Row) -> Evidence:
+    return Evidence(row.trajectory.logprobs, row.trajectory.mask, row.said)
+
+
+def _sample(trajectory: Trajectory) -> Sample:
+    """Asks for every logprob there is, whatever the record says was sampled."""
+    size = len(trajectory.tokens)
+    zero = np.zeros(size, np.float32)
+    nowhere, unknown = np.zeros(size, bool), np.full(size, -1, np.int32)
+    sample = Sample(trajectory.tokens, nowhere, zero, unknown, zero, zero, temperature=trajectory.temperature)
+    return replace(sample, weights=(np.arange(size) > 0).astype(np.float32))
