@@ -41,11 +41,13 @@ def reference_of(function: Callable[..., Any]) -> str:
             f"{name} is a lambda or is defined inside a function, so a scoring worker cannot import it: "
             "define it at the top of a file, or make it `async def` to have it run here"
         )
-    source = inspect.getsourcefile(function)
+    source = Path(inspect.getsourcefile(function) or "")
     if module == "__main__" or module.startswith(_PREFIX):
-        if source is None or not Path(source).is_file():
+        if not source.is_file():
             raise ValueError(f"{name} comes from no file, so a scoring worker cannot import it: put it into one")
-        return f"{Path(source).resolve()}:{name}"
+        return f"{source.resolve()}:{name}"
+    if source.is_file() and "." not in module:  # a file beside the script: a worker's search path need not lead there
+        return f"{source.resolve()}:{name}"
     return f"{module}:{name}"
 
 
@@ -66,6 +68,9 @@ def _load_file(path: Path) -> ModuleType:
     name = f"{_PREFIX}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:
         return sys.modules[name]
+    known = sys.modules.get(path.stem)
+    if known is not None and getattr(known, "__file__", None) == str(path):  # imported under its own name before
+        return known
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
