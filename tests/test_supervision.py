@@ -181,7 +181,7 @@ def test_a_budget_is_of_a_window_and_its_pauses_grow():
     now = 0.0
     budget = Budget(restarts=3, window_s=100.0, backoff_s=1.0, clock=lambda: now)
     assert [budget.spend("a"), budget.spend("b"), budget.spend("c")] == [1.0, 2.0, 4.0]
-    with pytest.raises(RunFailed, match="d; it was started again 3 times within 100 s.*the first time: a"):
+    with pytest.raises(RunFailed, match=r"d; it was started again 3 times within 100 s.*the first time: a"):
         budget.spend("d")
     now = 101.0
     assert budget.spend("e") == 1.0

@@ -21,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -133,17 +133,19 @@ class Drill:
         self.outcome.calm_rate = (_trained(self._folder) - trained) / max(now - calm, 1e-9)
         first, sizes, trained = now, self._sizes(), _trained(self._folder)
         while time.monotonic() - begin < self._seconds and not self._complete():
-            pause = self._rng.uniform(0.5, 1.5) * self._every_s
             fault, hit = self._fault(begin), time.monotonic()
+            if fault is None:
+                self._tick()
+                continue
+            pause = self._rng.uniform(0.5, 1.5) * self._every_s
             steps, back = _steps(self._folder), None
             while time.monotonic() - hit < pause and time.monotonic() - begin < self._seconds and not self._complete():
                 self._tick()
                 if back is None and _steps(self._folder) > steps:
                     back = time.monotonic() - hit
-            if fault is not None:
-                self.outcome.faults.append(Fault(fault.at, fault.what, fault.whom, back))
-                came = "" if back is None else f"; the next step ended {back:.1f} s later"
-                self._note(f"{fault.at:6.0f} s  {fault.what} {fault.whom}{came}")
+            self.outcome.faults.append(replace(fault, recovered_s=back))
+            came = "" if back is None else f"; the next step ended {back:.1f} s later"
+            self._note(f"{fault.at:6.0f} s  {fault.what} {fault.whom}{came}")
         self.outcome.rate = (_trained(self._folder) - trained) / max(time.monotonic() - first, 1e-9)
         ends = self._sizes()
         self.outcome.memory = {k: (sizes[k][0], ends[k][0]) for k in sizes.keys() & ends.keys()}
@@ -180,12 +182,12 @@ class Drill:
         return (self._folder / "report.json").is_file()
 
     def _fault(self, begin: float) -> Fault | None:
-        """Does one thing to one process. None when there is nobody to do it to."""
+        """Does one thing to one process. None while there is nobody to do it to."""
         parts = self._parts()
         kinds = {name.partition("-")[0] for name in parts}
-        able = [f for f in FAULTS if f[1] in kinds]
-        if not able:
+        if "trainer" not in kinds:  # it is being started
             return None
+        able = [f for f in FAULTS if f[1] in kinds]
         what, role, _ = self._rng.choices(able, [weight for _, _, weight in able])[0]
         name = self._rng.choice(sorted(n for n in parts if n.partition("-")[0] == role))
         at = time.monotonic() - begin

@@ -33,7 +33,11 @@ async def take_up_exactly(
         step, next_id = position.step, position.next_id
     if step < begun:
         note(f"doing {begun - step} recorded steps again (from step {step}), to the last bit; nothing is sampled for them")
-    left: list[Group | tuple[int, Task]] = [ledger.load(group_id) for group_id in ledger.waiting_at(step, next_id)]
+    # In flight are, if any, groups of the version to be published next: those of a checkpoint that a stop asked for.
+    left = [
+        ledger.load(group_id) if ledger.has_finished(group_id) else (group_id, ledger.task_of(group_id))
+        for group_id in ledger.waiting_at(step, next_id)
+    ]
     known = {(v.incarnation, v.step): v for v in ledger.versions() if v.step <= step}
     return Standing(step, 0, next_id, left, known, saved=step)
 

@@ -61,9 +61,19 @@ def record_failure(folder: Path, error: BaseException) -> None:
             "pid": os.getpid(),
             "kind": type(error).__name__,
             "message": str(error),
-            "trace": "".join(traceback.format_exception(error)),  # with the notes, which hold other processes' tracebacks
+            "trace": _trace(error),
         }
         write_json(folder / FAILURE, about)
+
+
+def _trace(error: BaseException) -> str:
+    """Its traceback and its causes', with the notes, which hold the tracebacks of other processes."""
+    parts, each = list[str](), error
+    while True:
+        parts.insert(0, "".join(traceback.format_exception(each, chain=False)))
+        if each.__cause__ is None or isinstance(each.__cause__, BaseExceptionGroup):  # a group says what else was cancelled
+            return "\nwhich led to:\n\n".join(parts)
+        each = each.__cause__
 
 
 def forget_failure(folder: Path) -> None:

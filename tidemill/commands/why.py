@@ -15,6 +15,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.lock import holder
 from tidemill.run_folder import RunFolder, read_json
 
+ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing
 LATE_S = 5 * EVERY_S  # a status older than this is of a controller that does not turn
 
 
@@ -44,7 +45,7 @@ def standing(folder: RunFolder) -> dict[str, Any]:
         state = "stopped" if (folder.path / "interrupted.json").is_file() else "killed"
     with SqliteLedger(folder.path, mode="read") as ledger:
         counts = ledger.counts().figures()
-        events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind != "checkpoint"][-5:]
+        events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind not in ROUTINE][-5:]
     return {"state": state, "pid": pid, "status": status, "failure": failure, "groups": counts, "events": events}
 
 
