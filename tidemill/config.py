@@ -41,6 +41,9 @@ class Config(BaseModel):
         return tree
 
 
+_TOO_DEEP = "the settings are nested too deep: expected tables of keys and values"
+
+
 class ConfigError(ValueError):
     """The configuration, or something it names, is not usable. The message is for the user as it is."""
 
@@ -60,6 +63,8 @@ def load(kind: type[C], files: Iterable[str | Path] = (), overrides: Iterable[st
             _merge(tree, kind.expanded(part))
         except ValueError as error:
             raise ConfigError(str(error)) from None
+        except RecursionError:
+            raise ConfigError(_TOO_DEEP) from None
     return build(kind, tree)
 
 
@@ -68,6 +73,8 @@ def build(kind: type[C], tree: Mapping[str, Any]) -> C:
         return kind.model_validate(dict(tree))
     except ValidationError as error:
         raise ConfigError("; ".join(_sentence(kind, e) for e in error.errors()[:3])) from None
+    except RecursionError:
+        raise ConfigError(_TOO_DEEP) from None
 
 
 def dump(config: Config) -> dict[str, Any]:
@@ -80,7 +87,11 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"recipe {str(path)!r} does not exist: give the path of a TOML file") from None
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (
+        OSError,
+        ValueError,
+        RecursionError,
+    ) as error:  # bytes that are no UTF-8, and numbers of 5000 digits, are ValueErrors
         raise ConfigError(f"recipe {str(path)!r} is not readable as TOML: {error}") from None
 
 
@@ -90,7 +101,7 @@ def _override(item: str) -> dict[str, Any]:
         raise ConfigError(f"override {item!r}: expected key=value or key.sub=value")
     try:
         value: Any = tomllib.loads(f"x = {raw}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         value = None if raw == "none" else raw
     for part in reversed(key.replace("-", "_").split(".")):
         value = {part: value}

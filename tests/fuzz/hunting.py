@@ -8,6 +8,7 @@ together raise the peak of resident memory by more than MEMORY_MB.
 from __future__ import annotations
 
 import itertools
+import re
 import resource
 import signal
 import sys
@@ -47,6 +48,7 @@ class Bag:
 
 def hunt(target: Target, inputs: int, fixed: bool = True) -> Bag:
     """fixed: the same inputs each time. Raises what a failure raised, after hypothesis has shrunk its input."""
+    _forget_peak()
     bag, before, begin = Bag(), _peak_mb(), time.monotonic()
     with tempfile.TemporaryDirectory(prefix="tidemill-fuzz-") as folder, target.open(Path(folder)) as attack:
 
@@ -89,8 +91,15 @@ def _alarm(name: str) -> Iterator[None]:
 
 
 def _peak_mb() -> float:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / (1 << 20 if sys.platform == "darwin" else 1 << 10)
+    """The peak of resident memory; since `_forget_peak`, where the system can forget it."""
+    if sys.platform == "linux":
+        return int(re.findall(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())[0]) / 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (1 << 20)
+
+
+def _forget_peak() -> None:
+    if sys.platform == "linux":
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 # --- inputs --------------------------------------------------------------------------------------------------------------

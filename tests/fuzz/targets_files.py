@@ -24,6 +24,7 @@ from tidemill.envs.rows import row_splits
 from tidemill.envs.settings import RowsSettings
 from tidemill.envs.tasks import check_splits
 from tidemill.ledger import LedgerError, SqliteLedger
+from tidemill.ledger.rows import as_json
 from tidemill.ledger.segments import segment_path
 from tidemill.models.architecture import UnsupportedModel
 from tidemill.models.fresh import SIZES, fresh_model
@@ -54,6 +55,19 @@ RECIPE_TREES = edited(WHOLE, KEYS) | st.dictionaries(
     KEYS, trees(KEYS, KINDS | NUMBERS | st.text(max_size=8)), max_size=6
 ).map(lambda tree: MINIMAL | tree)
 
+NAMES = st.sampled_from((ROOT / "tests" / "options.txt").read_text().split())
+VALUES = (
+    st.integers(-2, 40).map(str)
+    | st.floats().map(repr)
+    | KINDS
+    | st.sampled_from(["true", "none", "{}", "[1]", "1e-4", '"a"'])
+)
+OVERRIDES = (
+    st.builds("{}={}".format, NAMES | st.lists(KEYS, min_size=1, max_size=3).map(".".join), VALUES | st.text(max_size=12))
+    | st.builds("{}={}".format, NAMES, VALUES)
+    | st.text(max_size=20)
+)
+
 
 @contextmanager
 def config_trees(_: Path) -> Iterator[Attack]:
@@ -69,7 +83,7 @@ def built_trees(_: Path) -> Iterator[Attack]:
 def config_files(folder: Path) -> Iterator[Attack]:
     def attack(raw: bytes) -> None:
         (folder / "recipe.toml").write_bytes(raw)
-        load(RunConfig, [folder / "recipe.toml"])
+        load(RunConfig, [folder / "recipe.toml"], base=MINIMAL)
 
     yield attack
 
@@ -94,12 +108,14 @@ def row_files(folder: Path) -> Iterator[Attack]:
         (folder / "rows.jsonl").write_bytes(raw)
         read = row_splits(RowsSettings(data=str(folder / "rows.jsonl"), reward="exact"))
         check_splits("rows", read, prompts_apart=True)
+        for each in (*read["train"], *read["eval"]):
+            as_json(each.data, each.id)  # the ledger can record what was accepted
 
     yield attack
 
 
 def row_lines() -> st.SearchStrategy[bytes]:
-    deep = st.integers(400, 3000).map(lambda n: b'{"prompt": "a", "answer": ' + b"[" * n + b"]" * n + b"}")
+    deep = st.integers(50, 3000).map(lambda n: b'{"prompt": "a", "answer": ' + b"[" * n + b"]" * n + b"}")
     sound = st.text(max_size=9).map(lambda text: json.dumps({"prompt": f"p{text}", "answer": text}).encode())
     columns = st.sampled_from(["prompt", "answer", "role", "content", "id", ""]) | st.text(max_size=4)
     messages = st.lists(st.fixed_dictionaries({"role": st.text(max_size=5), "content": st.text(max_size=5)}), max_size=3)
@@ -282,11 +298,7 @@ TARGETS = [
     ),
     Target(
         "recipe: overrides",
-        st.lists(
-            st.builds("{}={}".format, st.lists(KEYS, min_size=1, max_size=3).map(".".join), st.text(max_size=12))
-            | st.text(max_size=20),
-            max_size=4,
-        ),
+        st.lists(OVERRIDES, max_size=4),
         config_overrides,
         (ConfigError,),
     ),

@@ -13,6 +13,7 @@ from tidemill.seeds import derive_seed
 from tidemill.types import Task
 
 Splits = Mapping[str, Sequence[Task]]
+DEEPEST = 100  # levels of a task's data; whatever reads it later does so recursively
 
 
 def task_of(row: Mapping[str, Any], where: str, *, prompt_column: str = "prompt", template: str = "{prompt}") -> Task:
@@ -63,8 +64,15 @@ def check_splits(name: str, splits: Splits, *, prompts_apart: bool = False) -> N
     for task in (*splits["train"], *splits["eval"]):
         try:
             codec.encode(task.data)
-        except TypeError as error:
-            raise ConfigError(f"environment {name!r}: the data of task {task.id} is not plain JSON: {error}") from None
+        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # half characters, numbers beyond 64 bits
+            raise ConfigError(f"environment {name!r}: the data of task {task.id} cannot travel: {error}") from None
+        if _deeper(task.data, DEEPEST):
+            raise ConfigError(f"environment {name!r}: the data of task {task.id} is nested more than {DEEPEST} deep")
+
+
+def _deeper(value: Any, levels: int) -> bool:
+    inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+    return levels < 0 or any(_deeper(each, levels - 1) for each in inner)
 
 
 def unique(tasks: Sequence[Task]) -> list[Task]:
