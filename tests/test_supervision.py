@@ -100,6 +100,30 @@ async def test_work_of_a_lost_engine_is_done_again_on_another_one():
     running.cancel()
 
 
+async def test_a_late_word_of_an_engine_that_was_replaced_harms_nobody():
+    place = Place(count=1)
+    running = asyncio.create_task(place.supervisor.run())
+    old, late = place.handles[0].proxy, asyncio.Event()
+    tried: list[str] = []
+
+    async def work(engine: FakeEngine) -> str:
+        tried.append(engine.name)
+        if engine is old:
+            await late.wait()
+            raise PeerLost("engine-0 died")
+        return engine.name
+
+    working = asyncio.create_task(place.pool.run(work))
+    await until(lambda: tried)
+    place.handles[0].kill("died")
+    await until(lambda: not place.pool.engines)  # idle or not, it is no more
+    await until(lambda: place.pool.engines)
+    late.set()
+    assert await working == "again-1"
+    assert [engine.name for engine in place.pool.engines] == ["again-1"] and place.started == 1
+    running.cancel()
+
+
 async def test_without_a_supervisor_a_loss_is_an_error():
     pool = EnginePool([FakeEngine("a")])
     pool.engines[0].lost = True

@@ -243,10 +243,10 @@ async def test_a_slow_child_that_makes_progress_lives(tmp_path: Path, temporary:
 
 async def test_a_watcher_that_was_stopped_itself_kills_nobody(tmp_path: Path, temporary: Path) -> None:
     child = await start(tmp_path, liveness=QUICK)
-    await asyncio.sleep(0.05)  # a heartbeat is under way, or about to be
-    for _ in range(3):
-        time.sleep(1.0)  # as if this process had been stopped
-        await asyncio.sleep(0)
-        await child.proxy.pid()
+    blocked = asyncio.create_task(child.proxy.block(1.4))  # as if both had been stopped, with a heartbeat under way,
+    await asyncio.sleep(0.2)
+    time.sleep(1.0)  # and this process were the first to go on
+    await blocked
+    await child.proxy.pid()
     assert child.alive
     await child.stop()

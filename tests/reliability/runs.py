@@ -12,6 +12,7 @@ import time
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -70,8 +71,9 @@ class Run:
         more: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.steps, self.max_lag = folder / "run", steps, max_lag
+        self.folder, self.env, self.steps, self.max_lag = folder / "run", env, steps, max_lag
         self.log = folder / "faults.log"
+        self._temporary = TemporaryDirectory(prefix="t-")  # short: a socket's path may not be long
         if not (folder / "model").exists():
             fresh_model(folder / "model", alphabet=ALPHABET, context=64, **SIZES["0.1m"])
         self.recipe = folder / "recipe.toml"
@@ -91,7 +93,7 @@ class Run:
         self.recipe.write_text(text + more)
 
     def start(self, faults: str = "", *overrides: str) -> subprocess.Popen[str]:
-        mark = {VARIABLE: faults, LOG_VARIABLE: str(self.log), "OMP_NUM_THREADS": "1"}
+        mark = {VARIABLE: faults, LOG_VARIABLE: str(self.log), "OMP_NUM_THREADS": "1", "TMPDIR": self._temporary.name}
         command = [sys.executable, "-m", "tidemill.cli", "train", str(self.recipe), "--json", *overrides]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(command, env=os.environ | mark, text=True, start_new_session=True, **pipes)
@@ -146,6 +148,7 @@ class Run:
                 steps = [r[0] for r in db.execute("SELECT step FROM live_steps ORDER BY step")]
                 assert steps == list(range(self.steps))
         assert not (left := self.leftovers(15)), [p.cmdline() for p in left]
+        assert not (left := list(Path(self._temporary.name).glob("tidemill*"))), left
         assert not list(self.folder.glob("**/*.partial")) or not complete
 
     def report(self) -> dict[str, Any]:

@@ -24,7 +24,7 @@ STEPS, EVERY = 24, 3  # EVERY: steps between checkpoints, as in the recipe
 KILLS = int(os.environ.get("TIDEMILL_TEST_KILLS", "10"))  # of each run
 
 
-def places(rng: random.Random, begun: int, next_id: int) -> list[str]:
+def places(run: Run, rng: random.Random, begun: int, next_id: int) -> list[str]:
     """Faults that a run which has begun so many steps will meet soon, each at another phase."""
     step = begun + rng.randrange(2)
     saved = (begun // EVERY + 1) * EVERY
@@ -43,7 +43,7 @@ def places(rng: random.Random, begun: int, next_id: int) -> list[str]:
         f"engine-0:generate:{begun}:kill-all",
         f"engine-0:stage:{begun + 1}:kill-all",
         f"engine-0:commit:{begun + 1}:kill-all",
-        f"reward:call:{rng.randrange(8)}:kill-all",
+        f"{'reward:call' if run.env == 'score' else 'environment:episode'}:{rng.randrange(8)}:kill-all",
         f"trainer:snapshot:{saved}:kill-all",
         f"trainer:save:{saved}:kill-all",
         f"trainer:save:{saved}:torn-write",
@@ -72,9 +72,9 @@ def torment(run: Run, seed: int, kills: int) -> list[str]:
         if number % 5 == 4:
             happened.append(_killed_by_the_clock(run, rng))
         else:
-            fault = rng.choice(places(rng, *standing(run)))
+            fault = rng.choice(places(run, rng, *standing(run)))
             while fault in run.happened():
-                fault = rng.choice(places(rng, *standing(run)))
+                fault = rng.choice(places(run, rng, *standing(run)))
             ended = run.train(fault)
             assert fault in run.happened(), f"{fault} was never met: {ended.last_line}"
             if fault.endswith("disk-full"):
