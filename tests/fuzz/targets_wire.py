@@ -307,6 +307,7 @@ def http_wire(folder: Path) -> Iterator[Attack]:
                         answer += part
                 except ConnectionError:  # it has hung up: so it may
                     pass
+            answer = answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n")
             assert answer == b"" or answer.startswith((b"HTTP/1.1 2", b"HTTP/1.1 4")), answer[:200]
 
         yield attack
