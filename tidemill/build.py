@@ -32,6 +32,7 @@ from tidemill.types import Version
 T = TypeVar("T")
 
 UNPUBLISHED = Version(-1)  # what an engine holds before the first publication; nothing may be sampled from it
+GRACE_S = 1.0  # for the news of a process's end to arrive
 START_S = 300.0  # to import torch and read the weights
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0}
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
@@ -127,7 +128,14 @@ class Parts:
                 for each in watching:
                     each.cancel()
         except BaseExceptionGroup as failures:
-            raise first_cause(failures) from failures
+            cause = first_cause(failures)
+            if not isinstance(cause, PeerDied):  # an engine may be the first to notice: then the weights are gone
+                ending = asyncio.ensure_future(self._trainer_ends())
+                await asyncio.wait({ending}, timeout=GRACE_S)
+                if ending.done():
+                    cause = ending.exception() or cause
+                ending.cancel()
+            raise cause from failures
 
     async def _trainer_ends(self) -> None:
         handle = self.handles()[0]

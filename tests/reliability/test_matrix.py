@@ -139,12 +139,13 @@ def test_a_run_resumes_by_itself_when_its_trainer_ends(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_engines_and_one_of_them_dies_for_good(tmp_path):
+def test_an_engine_that_dies_again_and_again_ends_the_run(tmp_path):
     """Its budget is spent: a clear stop, which names the first cause."""
-    run = Run(tmp_path, engines=2)
-    faults = "engine-1:generate:1:kill " + " ".join(f"engine-1:stage:*:kill:{i}" for i in range(4))
+    run = run_of("", tmp_path)
+    faults = " ".join(f"engine-0:stage:*:kill:{i}" for i in range(4))
     ended = run.train(faults, "supervise.restarts=2", limit_s=DEADLINE_S)
-    assert ended.status == 1 and "engine-1" in ended.last_line and "started again 2 times" in ended.last_line, ended.errors
+    assert ended.status == 1 and "engine-0" in ended.last_line and "started again 2 times" in ended.last_line, ended.errors
+    assert len(run.happened()) == 3
     run.check(complete=False)
     assert run.train().status == 0
     run.check()
