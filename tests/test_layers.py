@@ -23,6 +23,7 @@ L3 = {"agreement", "pool", "supervision", "rollout", "controller", "monitor", "e
 L4 = {"recipe", "run_folder", "checkpoints", "model_folder", "build", "remote_worker", "warmup", "warm_start", "resume"}
 L4 |= {
     "session",
+    "assembly",
     "report",
     "api",
     "cli",

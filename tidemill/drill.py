@@ -284,7 +284,7 @@ def _ledger(folder: Path) -> Iterator[SqliteLedger | None]:
 def _steps(folder: Path) -> int:
     """Steps that have ended, repeated ones included."""
     with _ledger(folder) as ledger:
-        return sum(s.runs for s in ledger.steps(live=False) if s.ended_at is not None) if ledger else 0
+        return ledger.ended_steps() if ledger else 0
 
 
 def _trained(folder: Path) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 from rich.text import Text
 
+from tidemill.assembly import context_of, make_episodes
 from tidemill.build import start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.machine import usable_cores
@@ -34,7 +35,6 @@ from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
-from tidemill.session import context_of, make_episodes
 from tidemill.supervision import Budget
 from tidemill.types import Metrics
 

@@ -68,6 +68,10 @@ class LedgerReads:
         last = self.last_step()
         return 0 if last is None else last + 1
 
+    def ended_steps(self) -> int:
+        """How many steps have come to their end, repeated ones as often as they did."""
+        return self._one("SELECT coalesce(sum(runs), 0) FROM steps WHERE ended_at IS NOT NULL")[0]
+
     def waiting_at(self, step: int, next_id: int) -> list[int]:
         """Groups below `next_id` that were neither dropped nor trained before `step`, in order."""
         sql = "SELECT id FROM groups WHERE id < ? AND fate IS NOT 'dropped' AND (step IS NULL OR step >= ?) ORDER BY id"

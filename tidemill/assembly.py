@@ -1,0 +1,209 @@
+"""A session's parts, and the controller made of them.
+
+standing (see `resume`, `exact`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller -> steps done
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tidemill.agreement import Agreement
+from tidemill.algorithms.prepare import Algorithm
+from tidemill.breaker import Breaker, Change, Gate
+from tidemill.buffer import Buffer
+from tidemill.build import Parts
+from tidemill.checkpoint_manifest import Position
+from tidemill.checkpoints import Checkpoints
+from tidemill.controller import Controller, Hooks, Schedule
+from tidemill.envs.order import task_order
+from tidemill.evaluation import Evaluator
+from tidemill.exact import Recorded, take_up_exactly
+from tidemill.health import reporting
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.model_folder import ModelFolder
+from tidemill.monitor import Monitor
+from tidemill.pool import PoolPublisher
+from tidemill.protocols import Environment
+from tidemill.recipe import RunConfig
+from tidemill.resume import Standing, take_up
+from tidemill.rollout import Episodes, Rollout
+from tidemill.run_folder import RunFolder
+from tidemill.types import Array, Metrics, Sample, SamplingParams, Task, Version
+
+
+@dataclass(slots=True)
+class Session:
+    """A run's parts that need no process of their own."""
+
+    config: RunConfig
+    folder: RunFolder
+    ledger: SqliteLedger
+    environment: Environment
+    model: ModelFolder
+    monitor: Monitor
+    note: Callable[[str], None]
+
+    def tell(self, kind: str, detail: dict[str, Any]) -> None:
+        """An event that the user should see, and the ledger keep."""
+        self.ledger.event(kind, detail)
+        self.note(f"{kind.replace('_', ' ')}: {', '.join(str(value) for value in detail.values())}".partition("\n")[0])
+
+    def task_at(self, group_id: int) -> Task:
+        tasks = self.environment.tasks("train")
+        return tasks[task_order(len(tasks), self.config.seed, group_id)]
+
+    def held_out(self, count: int) -> Sequence[Task]:
+        return self.environment.tasks("eval")[:count]
+
+    def episodes(self) -> Episodes:
+        return make_episodes(self.config, self.environment, self.model)
+
+    @property
+    def context(self) -> int:
+        return context_of(self.config, self.model)
+
+
+def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> Episodes:
+    """How this recipe plays an episode with this model: the same in training and in every evaluation."""
+    r = config.rollout
+    params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, model.stop_ids)
+    return Episodes(environment, model.tokenizer, params, context_of(config, model), r.episode_s)
+
+
+def context_of(config: RunConfig, model: ModelFolder) -> int:
+    """Tokens that a sequence may hold."""
+    return min(config.engine.context or model.architecture.context, model.architecture.context)
+
+
+async def train(session: Session, parts: Parts) -> int:
+    """Train from where the run stands to its end, or until it is asked to stop. Returns the number of steps done."""
+    config, ledger = session.config, session.ledger
+    pool = parts.pool
+    algorithm = Algorithm(config.algorithm.with_fixed_length(config.rollout.max_tokens))
+    kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
+    checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
+    if config.deterministic:
+        standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
+    else:
+        standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
+    contexts = [(await engine.capabilities()).context for engine in pool.engines]  # less than the model's where KV is short
+    episodes = replace(session.episodes(), context=min(contexts))
+    roller = Rollout(pool, episodes, config.rollout.group_size, config.seed)
+    recorded = Recorded(ledger, roller) if config.deterministic else None
+    session.monitor.attach(parts.trainer, pool, roller.spans, config.rollout.groups)
+
+    def unchanged(version: Version, why: str) -> None:
+        session.tell("weights_unchanged", {"version": str(version), "why": why})
+
+    controller = Controller(
+        _schedule(config, standing),
+        _buffer(config, standing),
+        session.task_at,
+        recorded or roller,
+        parts.trainer,
+        PoolPublisher(parts.trainer, pool, unchanged),
+        recorded or ledger,
+        algorithm,
+        session.monitor,
+        _hooks(session, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
+        gate=_gate(session),
+        restored=standing.left,
+        versions=standing.versions,
+    )
+
+    def now() -> dict[str, Any]:
+        buffer = controller.buffer
+        versions = [version.step for version in controller.versions.values()]
+        slots = {"slots": buffer.slots, "used": buffer.used, "finished": buffer.ready}
+        return {"step": controller.step, "steps": config.steps, "version": max(versions, default=None), "buffer": slots}
+
+    async with _stop_on_signals(controller.stop, session.note), reporting(session.folder.path, parts.handles, now):
+        return await controller.run()
+
+
+def _gate(session: Session) -> Gate:
+    scoring = session.config.scoring
+
+    def tell(change: Change) -> None:
+        detail = {"verifier": change.verifier, "share": change.share, "reason": change.reason, "seconds": change.seconds}
+        session.ledger.event(f"judging_{change.kind}", detail)
+        session.monitor.judging(change)
+
+    return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
+
+
+def _schedule(config: RunConfig, standing: Standing) -> Schedule:
+    return Schedule(
+        steps=config.steps,
+        first=standing.step,
+        saved=standing.saved,
+        incarnation=standing.incarnation,
+        eval_every=config.eval.every or config.steps,
+        checkpoint_every=config.record.checkpoint_every,
+        probe_every=config.record.probe_every,
+        deterministic=config.deterministic,
+    )
+
+
+def _buffer(config: RunConfig, standing: Standing) -> Buffer:
+    return Buffer(
+        batch=config.rollout.groups,
+        max_lag=config.max_lag,
+        window=config.rollout.window,
+        total=(config.steps - standing.step) * config.rollout.groups,
+        next_id=standing.next_id,
+        live=standing.live,
+    )
+
+
+def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: Evaluator, standing: Standing) -> Hooks:
+    config = session.config
+
+    async def evaluate(version: Version) -> Metrics:
+        ends = version.step in (0, config.steps)
+        return await evaluator(session.held_out(config.eval.final_tasks if ends else config.eval.tasks), version)
+
+    async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
+        return await checkpoints.begin(parts.trainer, Position(step, standing.incarnation, next_id))
+
+    agreement = Agreement(parts.trainer, config.coarsest, config.rollout.truncated)
+
+    async def probe(version: Version, samples: Sequence[Sample], logprobs: Sequence[Array]) -> None:
+        agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, parts.pool))
+
+    return Hooks(evaluate, checkpoint, agreement, probe)
+
+
+@asynccontextmanager
+async def _stop_on_signals(stop: Callable[[], None], note: Callable[[str], None]) -> AsyncIterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second one ends it now."""
+    if threading.current_thread() is not threading.main_thread():  # there the signals are somebody else's
+        yield
+        return
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    assert task is not None
+    asked = False
+
+    def handle(name: str) -> None:
+        nonlocal asked
+        if asked:
+            task.cancel(f"{name} again")
+            return
+        asked = True
+        note(f"{name}: the run ends after this step; once more stops it now (the same command goes on later)")
+        stop()
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    for number in numbers:
+        loop.add_signal_handler(number, handle, number.name)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
