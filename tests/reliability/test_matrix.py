@@ -11,6 +11,9 @@ import time
 import pytest
 from runs import Run
 
+from tidemill.commands.why import standing
+from tidemill.run_folder import RunFolder
+
 GOES_ON = "goes on"  # status 0
 DIES = "dies"  # with the controller; else a pattern of the last line
 KILLED = r"error: trainer died: killed by SIGKILL"
@@ -109,6 +112,11 @@ def meets(fault: str, tmp_path) -> None:
         assert ended.status == 1, ended.errors
         assert re.search(CELLS[fault], ended.last_line), ended.errors
     run.check(complete=ended.status == 0)
+    about = standing(RunFolder.existing(run.folder))
+    assert about["state"] == ("killed" if CELLS[fault] == DIES else "complete" if ended.status == 0 else "failed")
+    if about["state"] == "failed":
+        assert re.search(CELLS[fault].removeprefix("error: "), about["failure"]["message"]), about["failure"]
+        assert "Traceback" in about["failure"]["trace"]
     if ended.status != 0:
         again = run.train(limit_s=DEADLINE_S)
         assert again.status == 0, again.errors
@@ -159,8 +167,10 @@ def test_a_controller_that_was_stopped_goes_on_and_kills_nobody(tmp_path):
     status, end = run.folder / "status.json", time.monotonic() + 60
     while not status.exists() and time.monotonic() < end:
         time.sleep(0.02)
+    assert standing(RunFolder.existing(run.folder))["state"] == "running"
     os.kill(process.pid, signal.SIGSTOP)
     time.sleep(8)
+    assert standing(RunFolder.existing(run.folder))["state"] == "stuck"
     os.kill(process.pid, signal.SIGCONT)
     out, errors = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0, errors

@@ -86,7 +86,8 @@ def test_a_reply_that_is_not_taken_ends_the_request(chats: Running, monkeypatch:
         said, begin = client.recv(12), time.monotonic()
         assert said == b"HTTP/1.1 200"
         while chats.requests():
-            assert time.monotonic() - begin < 30
+            assert time.monotonic() - begin < 60
+            time.sleep(0.02)  # the server is a thread of this process: a busy loop here would starve it of the interpreter
         with suppress(ConnectionError):
             while part := client.recv(1 << 16):
                 said = said[-20:] + part
