@@ -29,9 +29,8 @@ import torch
 
 from tidemill import health
 from tidemill.commands.training import DEMO
-from tidemill.engine import weights
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models import fingerprint
+from tidemill.models import fingerprint, served
 from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.trace import Trace
 from tidemill.orchestration.local import Local
@@ -39,7 +38,7 @@ from tidemill.orchestration.placement import Liveness
 from tidemill.protocols import Engine
 from tidemill.recipe import load_recipe
 from tidemill.session import run
-from tidemill.sync import manifest, shared_memory
+from tidemill.sync import manifest
 
 TARGET, TARGET_STALL = 0.03, 0.05
 LEDGER = ("admit", "finish", "drop", "begin_step", "end_step", "publish", "evaluation", "event", "retain")
@@ -76,9 +75,8 @@ def account_for(account: Account) -> None:
         account.wrap(SqliteLedger, name, "ledger")
     account.wrap(fingerprint.Fingerprint, "add", "fingerprints")
     account.wrap(fingerprint.Fingerprint, "sums", "fingerprints")
-    for module in (manifest, shared_memory, weights):
-        if hasattr(module, "word_sum"):
-            account.wrap(module, "word_sum", "fingerprints")
+    for module in (manifest, served):
+        account.wrap(module, "word_sum", "fingerprints")
     account.wrap(Trace, "collect", "tracing")
     account.wrap(Trace, "add", "tracing")
     account.wrap(Trace, "write", "tracing")

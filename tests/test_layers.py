@@ -16,7 +16,19 @@ from tidemill.recipe import RunConfig, load_recipe
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tidemill"
 
-L0 = {"types", "protocols", "config", "codec", "seeds", "loading", "durable", "faults", "processes", "observability"}
+L0 = {
+    "types",
+    "protocols",
+    "config",
+    "codec",
+    "seeds",
+    "loading",
+    "durable",
+    "faults",
+    "processes",
+    "threads",
+    "observability",
+}
 L1 = {"breaker", "buffer", "algorithms", "rewards", "models"}
 L2 = {"engine", "sync", "trainer", "envs", "scoring", "ledger", "orchestration"}
 L3 = {"agreement", "pool", "supervision", "rollout", "controller", "monitor", "evaluation"}

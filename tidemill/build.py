@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from tidemill.orchestration.local import Local
 from tidemill.orchestration.placement import Built, Handle, Liveness, Placement
 from tidemill.orchestration.wire import PeerDied
 from tidemill.pool import EnginePool
-from tidemill.protocols import Engine, Trainer
+from tidemill.protocols import Engine, PolicyMismatch, Trainer
 from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
 from tidemill.supervision import Budget, Supervisor
 from tidemill.sync.settings import SyncSettings
@@ -100,12 +101,12 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         steps=spec.steps,
         sender=make_sender(spec.sync, spec.folder),
         source=spec.model,
-        offload=in_thread() if offload else inline,
+        offload=one_thread() if offload else inline,
         process=spec.name,
     )
 
 
-def in_thread() -> Callable[[Callable[[], T]], asyncio.Future[T]]:
+def one_thread() -> Callable[[Callable[[], T]], asyncio.Future[T]]:
     """Runs blocking functions one after another in one thread."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
     return lambda function: asyncio.get_running_loop().run_in_executor(executor, function)
@@ -129,7 +130,7 @@ class Parts:
                     each.cancel()
         except BaseExceptionGroup as failures:
             cause = first_cause(failures)
-            if not isinstance(cause, PeerDied):  # an engine may be the first to notice: then the weights are gone
+            if isinstance(cause, PolicyMismatch):  # an engine may be the first to notice: then the weights are gone
                 ending = asyncio.ensure_future(self._trainer_ends())
                 await asyncio.wait({ending}, timeout=GRACE_S)
                 if ending.done():
@@ -140,6 +141,11 @@ class Parts:
     async def _trainer_ends(self) -> None:
         handle = self.handles()[0]
         raise PeerDied(handle.name, await handle.wait())  # bounded: it watches, for as long as the run goes on
+
+
+def budget_of(supervise: SuperviseSettings) -> Budget:
+    """A new one, of whatever may be started again."""
+    return Budget(supervise.restarts, supervise.window_s, supervise.backoff_s)
 
 
 def make_placement(settings: PlacementSettings, logs: Path, supervise: SuperviseSettings) -> Placement:
@@ -168,9 +174,6 @@ async def start_parts(
     async def start_engine(index: int) -> Handle[Engine]:
         return await _start(placement, Engine, served, f"engine-{index}", settings.engine_threads, ENGINE_DEADLINES)
 
-    def budget() -> Budget:
-        return Budget(supervise.restarts, supervise.window_s, supervise.backoff_s)
-
     started: list[Handle[Any]] = []
 
     async def kept(starting: Awaitable[Handle[T]]) -> Handle[T]:
@@ -185,7 +188,7 @@ async def start_parts(
             others = [group.create_task(kept(start_engine(i))) for i in range(settings.engines)]
         trainer_handle, engines = first.result(), [task.result() for task in others]
         pool = EnginePool([handle.proxy for handle in engines])
-        supervisor = Supervisor(pool, engines, lambda index: kept(start_engine(index)), budget, tell)
+        supervisor = Supervisor(pool, engines, lambda index: kept(start_engine(index)), partial(budget_of, supervise), tell)
         yield Parts(trainer_handle.proxy, pool, supervisor, lambda: [trainer_handle, *supervisor.handles])
 
 

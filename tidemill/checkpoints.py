@@ -12,7 +12,6 @@ What has no marker (`tidemill.checkpoint`) is not ours and is never touched. A d
 
 from __future__ import annotations
 
-import asyncio
 import os
 import shutil
 import threading
@@ -26,6 +25,7 @@ from tidemill.controller import ROLE
 from tidemill.durable import flush
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.protocols import CheckpointError, Trainer
+from tidemill.threads import in_thread
 
 T = TypeVar("T")
 MARKER = "tidemill.checkpoint"
@@ -103,14 +103,8 @@ class Checkpoints:
         self._ledger.retain(checkpoint=await self._in_thread(self._retire))
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """A cancellation waits for its end, for whoever goes on with the run must find nobody else in the folder."""
-        working = asyncio.ensure_future(asyncio.to_thread(function, *args))
-        try:
-            return await asyncio.shield(working)  # bounded: by the disk
-        except asyncio.CancelledError:
-            self._stopped.set()
-            await asyncio.wait({working})  # bounded: it has been told to stop
-            raise
+        """Cancelled, it waits for its end: whoever goes on with the run must find nobody else in the folder."""
+        return await in_thread(function, *args, stop=self._stopped)
 
     def _prepare(self, partial: Path, final: Path) -> None:
         self._clean()

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from tidemill import faults
 from tidemill.breaker import Gate
 from tidemill.buffer import Buffer
+from tidemill.observability.waits import waiting
 from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
 from tidemill.types import Array, Group, LossSpec, Metrics, Sample, Task, TrainResult, Version
 
@@ -219,8 +220,9 @@ class Controller:
 
         taking, stopping = asyncio.ensure_future(take()), asyncio.ensure_future(self._stopping.wait())
         try:
-            # bounded: episodes and judging have limits
-            await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            with waiting("the rollouts", "a step's groups"):
+                # bounded: episodes and judging have limits
+                await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return None if stopping.done() else taking.result()  # what was taken stays pending: it was never begun
         finally:
             taking.cancel()

@@ -27,6 +27,7 @@ from typing import IO, Any
 
 import psutil
 
+from tidemill.config import ConfigError
 from tidemill.faults import LOG_VARIABLE, VARIABLE
 from tidemill.health import STATUS
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
@@ -218,7 +219,7 @@ class Drill:
         assert self._process is not None
         parts: dict[str, psutil.Process] = {}
         named: dict[int, str] = {}
-        with suppress(Exception):  # half-written by nobody, but perhaps not there yet
+        with suppress(ConfigError):  # not there yet
             named = {p["pid"]: p["name"] for p in read_json(self._folder / STATUS)["processes"] if p["alive"]}
         with suppress(psutil.NoSuchProcess):
             controller = psutil.Process(self._process.pid)

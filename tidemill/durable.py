@@ -27,13 +27,15 @@ def flush_tree(folder: Path) -> None:
     flush(folder)
 
 
-def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Write beside, flush, then rename."""
+def write_json(path: Path, value: Mapping[str, Any], lasting: bool = True) -> None:
+    """Write beside, flush, then rename. lasting: else without the flushes, which wait for the disk; whole all the same."""
     beside = path.with_name(path.name + ".partial")
     beside.write_text(json.dumps(value, indent=2) + "\n")
-    flush(beside)
+    if lasting:
+        flush(beside)
     os.replace(beside, path)
-    flush(path.parent)
+    if lasting:
+        flush(path.parent)
 
 
 def put_in_place(partial: Path, folder: Path) -> None:

@@ -38,7 +38,7 @@ async def reporting(
         processes = [asdict(handle.vitals()) for handle in handles()]
         about = {"pid": os.getpid(), "started": started, "at": time.time(), "processes": processes, "waits": _together()}
         with contextlib.suppress(OSError):  # a full disk is the ledger's to report
-            write_json(folder / STATUS, about | more())
+            write_json(folder / STATUS, about | more(), lasting=False)  # in the event loop: no waiting for the disk
 
     async def keep_writing() -> None:
         while True:

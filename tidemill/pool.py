@@ -35,12 +35,11 @@ class Member:
 
 
 class EnginePool:
-    def __init__(self, engines: Sequence[Engine], lost: Callable[[int, str], None] | None = None) -> None:
-        """lost: is told of an engine that cannot go on, and has it come back by `admit`. Without it a loss is an error."""
+    def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise ValueError("a rollout pool needs at least one engine")
         self._members = [Member(i, engine) for i, engine in enumerate(engines)]
-        self._lost = lost
+        self._lost: Callable[[int, str], None] | None = None
         self._changed = asyncio.Condition()  # bounded: nothing waits while it holds it
         self._committing = asyncio.Lock()  # bounded: held for updates, which have deadlines
         self._published: Published | None = None
@@ -51,6 +50,7 @@ class EnginePool:
         return [member.engine for member in self._members if member.engine is not None]
 
     def supervised(self, lost: Callable[[int, str], None]) -> None:
+        """lost: is told of an engine that cannot go on, and has it come back by `admit`. Without it a loss is an error."""
         self._lost = lost
 
     async def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tidemill.assembly import Session, train
-from tidemill.build import TrainerSpec, start_parts
+from tidemill.build import TrainerSpec, budget_of, start_parts
 from tidemill.config import ConfigError, dump
 from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
@@ -34,7 +34,6 @@ from tidemill.report import make_report
 from tidemill.reward_check import QUICK_TASKS, vouch
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
-from tidemill.supervision import Budget
 from tidemill.warm_start import WarmStart, kept_start, warm_start
 
 
@@ -57,14 +56,13 @@ async def run(
 
     callbacks: called with (step, metrics). make: an environment from Python objects instead of `config.env`.
     """
-    supervise = config.supervise
-    budget = Budget(supervise.restarts, supervise.window_s, supervise.backoff_s)
+    budget = budget_of(config.supervise)
     try:
         while True:
             try:
                 return await _once(config, display, callbacks, make)
             except PeerLost as lost:
-                if not supervise.resume:
+                if not config.supervise.resume:
                     raise
                 cause = str(lost).partition("\n")[0]
                 pause = budget.spend(cause)
@@ -128,7 +126,7 @@ async def _with_environment(
 
 def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], None]) -> Callable[[str], float]:
     """What is done when an environment worker was lost: say it, record it, and pay for another."""
-    budget = Budget(config.supervise.restarts, config.supervise.window_s, config.supervise.backoff_s)
+    budget = budget_of(config.supervise)
 
     def lost(reason: str) -> float:
         ledger.event("environment_worker_lost", {"reason": reason})

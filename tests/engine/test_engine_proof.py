@@ -90,7 +90,7 @@ async def inline(work, *given):
 @pytest.mark.parametrize("chunk", [1, 7])
 async def test_a_prompt_that_straddles_a_commit_is_computed_again(chunk, monkeypatch):
     """All its tokens are the new version's: were half of its KV the old one's, its logprobs would be nobody's."""
-    monkeypatch.setattr(core, "_in_thread", inline)
+    monkeypatch.setattr(core, "in_thread", inline)
     receiver, new = MemoryReceiver(), decoder(seed=1)
     under_test = engine(receiver=receiver, prefill_chunk=chunk, page_size=4)
     scheduler, params = under_test._scheduler, SamplingParams(max_tokens=6, seed=3)

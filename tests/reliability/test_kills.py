@@ -141,8 +141,10 @@ def test_deterministic_runs_killed_ten_times(tmp_path, engines, max_lag, seed):
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_runs_killed_ten_times(tmp_path, seed):
-    """Not deterministic: the steps after a checkpoint are trained again from the record, in a new incarnation."""
+    """Not deterministic: the steps after a checkpoint are trained again from the record, in a new incarnation.
+
+    What is held is conservation and the lag bound, after every kill; the runs are too short for their accuracy to tell.
+    """
     env, placement = ("repeat", "score")[seed % 2], ("local", "inline")[seed // 2 % 2]
     run = Run(tmp_path, env=env, steps=STEPS, max_lag=(0, 1, 4)[seed % 3], engines=1 + seed % 2, placement=placement)
-    happened = torment(run, seed, KILLS)
-    assert run.report()["accuracy_after"] >= 0, happened
+    assert len(torment(run, seed, KILLS)) == KILLS

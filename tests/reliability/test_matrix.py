@@ -20,7 +20,7 @@ KILLED = r"error: trainer died: killed by SIGKILL"
 SILENT = r"error: trainer was silent for 5 s \(its state is 'stopped'\) and was killed"
 RAISED = r"a fault on purpose"
 FULL = r"No space left on device"
-DEADLINE_S = 90.0
+DEADLINE_S = 60.0
 
 CELLS: dict[str, str] = {
     # an engine that is lost in any way is started again

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from tidemill.assembly import context_of, make_episodes
-from tidemill.build import start_engine
+from tidemill.build import budget_of, start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.machine import usable_cores
 from tidemill.commands.screen import console, print_json, print_rows
@@ -35,7 +35,6 @@ from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
-from tidemill.supervision import Budget
 from tidemill.types import Metrics
 
 Which = Literal["final", "initial"]
@@ -140,7 +139,7 @@ async def _run(subject: Subject) -> Evaluated:
     config, begin = subject.config, time.monotonic()
     scorer = WorkerPool(**config.scoring.workers_as())
     try:
-        budget = Budget(config.supervise.restarts, config.supervise.window_s, config.supervise.backoff_s)
+        budget = budget_of(config.supervise)
         environment = make_environment(config.env, scorer)
         environment = in_workers(environment, config.placement.environment, budget.spend, _note, config.env)
         try:

@@ -12,6 +12,7 @@ from pathlib import Path
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.build import budget_of
 from tidemill.commands.screen import console, print_json, print_rows, visible
 from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
@@ -20,7 +21,6 @@ from tidemill.envs.workers import in_workers
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.reward_check import Check, Line, Own, check
 from tidemill.scoring.pool import WorkerPool
-from tidemill.supervision import Budget
 
 TASKS = 32
 BUDGET_S = 300.0
@@ -72,7 +72,7 @@ def _own(line: str, where: str) -> Own:
 async def _check(config: RunConfig, own: Sequence[Own]) -> Check:
     scorer = WorkerPool(**config.scoring.workers_as())
     try:
-        budget = Budget(config.supervise.restarts, config.supervise.window_s, config.supervise.backoff_s)
+        budget = budget_of(config.supervise)
         environment = make_environment(config.env, scorer)
         environment = in_workers(
             environment, config.placement.environment, budget.spend, console(stderr=True).print, config.env

@@ -10,13 +10,9 @@ where new weights are committed. Every sampled token is stamped with the version
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import os
 import time
-from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import psutil
@@ -27,6 +23,7 @@ from tidemill.config import ConfigError
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache, page_bytes
 from tidemill.engine.blocks import BlockManager
+from tidemill.engine.episodes import Episodes
 from tidemill.engine.invariant import run_invariant
 from tidemill.engine.machine_check import check_machine
 from tidemill.engine.requests import Request, Slots, Stream, completion, scored
@@ -38,36 +35,10 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
 from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMismatch
+from tidemill.threads import in_thread
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
 
-T = TypeVar("T")
-
-REMEMBERED_EPISODES = 16384  # whose prefix-cache salt is retained under `keep`
 SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.6}  # that the KV cache may take when kv_memory_mb is not given
-
-
-@dataclass(frozen=True, slots=True)
-class Episode:
-    """What is remembered of a key under `keep`: the salt its KV was written under, and the sequence so far.
-
-    Only a request that continues this very sequence gets the salt: a key that is used again for something else must not
-    find KV of weights that are gone.
-    """
-
-    salt: Salt
-    length: int
-    digest: bytes
-
-    @classmethod
-    def of(cls, salt: Salt, tokens: np.ndarray) -> Episode:
-        return cls(salt, len(tokens), _digest(tokens))
-
-    def goes_on_in(self, tokens: np.ndarray) -> bool:
-        return len(tokens) > self.length and _digest(tokens[: self.length]) == self.digest
-
-
-def _digest(tokens: np.ndarray) -> bytes:
-    return hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=16).digest()
 
 
 class NativeEngine:
@@ -110,7 +81,7 @@ class NativeEngine:
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
         self._requests: dict[Sequence, Request] = {}  # everything that waits or runs
         self._by_key: dict[str, set[Request]] = {}
-        self._episodes: OrderedDict[str, Episode] = OrderedDict()
+        self._episodes = Episodes()
         self._activity = Activity()
         self._memory = PeakMemory()
         self._loop: asyncio.Task[None] | None = None
@@ -153,11 +124,11 @@ class NativeEngine:
             self._check_forward(published.version)
             faults.reach(self.name, "stage", published.version.step)
             begin = time.monotonic()
-            staged = await _in_thread(self._staging.stage, published, self._weights)
+            staged = await in_thread(self._staging.stage, published, self._weights)
             self._activity.span("stage", begin, time.monotonic(), version=str(published.version), bytes=published.bytes)
             await self._commit(staged)
             try:
-                await _in_thread(self._staging.prove, self._weights, published.version)
+                await in_thread(self._staging.prove, self._weights, published.version)
             except PolicyMismatch as error:
                 self._fail(error)  # nobody knows what it serves: nothing more is sampled from it
                 raise
@@ -317,9 +288,7 @@ class NativeEngine:
         tokens = self._check(tokens, policy)
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
         sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens)
-        episode = self._episodes.get(key)
-        if episode is not None and episode.goes_on_in(tokens):
-            sequence.salt = episode.salt
+        sequence.salt = self._episodes.salt(key, tokens)
         request = Request(sequence, time.monotonic(), params=params, key=key, stops=tuple(dict.fromkeys(stops)))
         if stream:
             request.stream = asyncio.Queue()
@@ -384,10 +353,7 @@ class NativeEngine:
         slot = request.sequence.slot
         length = int(self._scheduler.length[slot]) if slot >= 0 else 0  # without a slot it never ran
         if self.settings.in_flight == InFlight.KEEP and request.key and request.sequence.salt is not None:
-            self._episodes[request.key] = Episode.of(request.sequence.salt, self._scheduler.tokens[slot, :length])
-            self._episodes.move_to_end(request.key)
-            if len(self._episodes) > REMEMBERED_EPISODES:
-                self._episodes.popitem(last=False)
+            self._episodes.remember(request.key, request.sequence.salt, self._scheduler.tokens[slot, :length])
         tokens = self._scheduler.tokens[slot, len(request.sequence.prompt) : length]
         self._finish(request, completion(request, finish, tokens, self._slots, self._versions, self.name))
 
@@ -489,17 +455,6 @@ class NativeEngine:
                 f"kv_memory_mb={megabytes}: less than two KV pages of {each} bytes; give more memory to the cache"
             )
         return pages
-
-
-async def _in_thread(work: Callable[..., T], *given: Any) -> T:
-    """Cancelled, it ends when the thread does: what the thread reads or writes is in use until then."""
-    working = asyncio.ensure_future(asyncio.to_thread(work, *given))
-    try:
-        return await asyncio.shield(working)  # bounded: by the caller's deadline
-    except asyncio.CancelledError:
-        # bounded: it reads this machine's memory or files
-        await asyncio.wait([working])
-        raise
 
 
 def _salt(version: Version) -> Salt:

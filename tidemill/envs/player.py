@@ -35,6 +35,7 @@ from tidemill.envs.frames import (
     ToWorker,
     Withdraw,
 )
+from tidemill.observability.waits import waiting
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.protocols import Chat
 
@@ -133,7 +134,8 @@ class Player:
         self.post(order)
         call = self._calls[order.id] = Call(self, order.id, chat)
         try:
-            return await call.ending  # bounded: by the caller's deadline, and by the watch over the worker
+            with waiting(f"an environment worker ({self._child.pid})", f"{type(order).__name__.lower()} of {self._name}"):
+                return await call.ending  # bounded: by the caller's deadline, and by the watch over the worker
         finally:
             call.stop()
             del self._calls[order.id]

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from tidemill import codec
+from tidemill.observability.waits import waiting
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 
@@ -34,7 +35,8 @@ class WorkerProcess(Child):
         )
         if not isinstance(started, Started) or started.id != request.id:
             raise WorkerFailed("protocol", f"the scoring worker of {request.name} answered out of turn")
-        done = await self._within(self._reply(), limit_s, f"{request.name} did not return")
+        with waiting("a scoring worker", request.name, limit_s):
+            done = await self._within(self._reply(), limit_s, f"{request.name} did not return")
         if not isinstance(done, Done) or done.id != request.id or len(done.outcomes) != max(1, request.count):
             raise WorkerFailed("protocol", f"the scoring worker of {request.name} answered out of turn")
         return done

@@ -1,0 +1,47 @@
+"""What an engine remembers of a conversation between two of its turns, under `keep`: the salt that its KV was written under.
+
+Only a request that continues this very sequence gets the salt: a key that is used again for something else must not find KV
+of weights that are gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from tidemill.engine.scheduler import Salt
+
+REMEMBERED = 16384  # episodes; the oldest go first
+
+
+@dataclass(frozen=True, slots=True)
+class _Episode:
+    salt: Salt
+    length: int  # tokens so far
+    digest: bytes  # of them
+
+
+class Episodes:
+    def __init__(self) -> None:
+        self._by_key: OrderedDict[str, _Episode] = OrderedDict()
+
+    def remember(self, key: str, salt: Salt, tokens: np.ndarray) -> None:
+        """The episode `key` stands at `tokens` [T] int32."""
+        self._by_key[key] = _Episode(salt, len(tokens), _digest(tokens))
+        self._by_key.move_to_end(key)
+        if len(self._by_key) > REMEMBERED:
+            self._by_key.popitem(last=False)
+
+    def salt(self, key: str, tokens: np.ndarray) -> Salt | None:
+        """The salt for a prompt that goes on where the episode `key` stood; None for any other."""
+        episode = self._by_key.get(key)
+        if episode is None or len(tokens) <= episode.length or _digest(tokens[: episode.length]) != episode.digest:
+            return None
+        return episode.salt
+
+
+def _digest(tokens: np.ndarray) -> bytes:
+    return hashlib.blake2b(tokens.astype(np.int32).tobytes(), digest_size=16).digest()
