@@ -30,7 +30,8 @@ async def take_up_exactly(
     else:
         folder, position = latest
         await trainer.load(str(folder / "trainer"))
-        step, next_id = position.step, position.next_id
+        # a power cut may have taken the last admissions: they are repeated, and sampled from the version to come, as then
+        step, next_id = position.step, min(position.next_id, ledger.next_group_id())
     if step < begun:
         note(f"doing {begun - step} recorded steps again (from step {step}), to the last bit; nothing is sampled for them")
     # In flight are, if any, groups of the version to be published next: those of a checkpoint that a stop asked for.

@@ -71,10 +71,12 @@ def test_what_is_not_there_is_told_not_guessed(tmp_path: Path) -> None:
         read_record(tmp_path, 1, 0, a)
 
 
-def test_a_failed_append_ends_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_flush_ends_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush that failed once is not trusted again: the next record goes to a new file."""
     out = writer(tmp_path, sync=True)
     (at,) = out.append(0, [b"kept"])
+    out.flush()
+    (other,) = out.append(1, [b"not sure"])
 
     def broken(_: int) -> None:
         raise OSError(5, "Input/output error")
@@ -82,13 +84,44 @@ def test_a_failed_append_ends_its_file(tmp_path: Path, monkeypatch: pytest.Monke
     with monkeypatch.context() as patch:
         patch.setattr(segments, "sync_file", broken)
         with pytest.raises(OSError, match="Input/output"):
+            out.flush()
+    (later,) = out.append(2, [b"again"])
+    assert (other.segment, later.segment) == (1, 2)
+    assert read_record(tmp_path, 0, 0, at) == b"kept" and read_record(tmp_path, 2, 0, later) == b"again"
+
+
+def test_a_failed_write_ends_its_file_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = writer(tmp_path)
+    (at,) = out.append(0, [b"kept"])
+
+    def full(descriptor: int, data: bytes) -> None:
+        os.write(descriptor, data[:7])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(segments, "_write_all", full)
+        with pytest.raises(OSError, match="No space"):
             out.append(1, [b"lost"])
     (later,) = out.append(1, [b"again"])
     assert later.segment == 2 and segment_path(tmp_path, 1).stat().st_size == HEADER_BYTES + 4
     assert read_record(tmp_path, 0, 0, at) == b"kept" and read_record(tmp_path, 1, 0, later) == b"again"
 
 
-def test_the_payload_is_durable_before_its_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_appended_is_flushed_once_and_before_its_file_is_left(tmp_path: Path, monkeypatch) -> None:
+    flushed: list[int] = []
+    monkeypatch.setattr(segments, "sync_file", lambda fd: flushed.append(os.fstat(fd).st_size))
+    out = writer(tmp_path, sync=True, limit=40)
+    out.append(0, [b"a"])
+    out.flush()
+    out.flush()
+    out.append(1, [b"b" * 30])
+    out.append(2, [b"c"])  # a new file
+    out.close()
+    assert flushed == [HEADER_BYTES + 1, 2 * HEADER_BYTES + 31, HEADER_BYTES + 1]
+
+
+def test_nothing_is_trained_on_that_is_not_on_the_medium(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step that begins flushes the payloads, then commits with a flush of the log, which holds all before it."""
     log: list[str] = []
     real = segments.sync_file
     monkeypatch.setattr(segments, "sync_file", lambda fd: (log.append(f"flushed {os.fstat(fd).st_size > 0}"), real(fd))[1])
@@ -96,25 +129,54 @@ def test_the_payload_is_durable_before_its_row(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(segments, "flush", folders.append)
     with SqliteLedger(tmp_path) as ledger:
         ledger.admit(0, task(0))
-        ledger._db.set_trace_callback(lambda sql: log.append(sql.split()[0] + " " + sql.split()[-1][:6]))
+        ledger._db.set_trace_callback(lambda sql: log.append(sql if sql.startswith("PRAGMA sync") else sql.split()[0]))
         ledger.finish(group(0, samples=1))
+        assert log[0] == "SELECT" and log[-1] == "COMMIT" and not any("flushed" in line or "FULL" in line for line in log)
+        log.clear()
+        ledger.begin_step(0, 0, [0])
         ledger._db.set_trace_callback(None)
-    words = [line.split()[0] for line in log]
-    assert log[words.index("flushed")] == "flushed True"
+    assert log[:2] == ["flushed True", "PRAGMA synchronous = FULL"]
+    assert log.index("BEGIN") < log.index("COMMIT") < log.index("PRAGMA synchronous = NORMAL")
     assert folders == [tmp_path / "trajectories"]  # the new file's name is durable too
-    assert words.index("flushed") < words.index("BEGIN") < words.index("INSERT") < words.index("COMMIT")
 
 
-@pytest.mark.parametrize(("durability", "level", "flushes"), [("power", 2, True), ("process", 1, False)])
-def test_durability_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability, level, flushes) -> None:
+@pytest.mark.parametrize(("durability", "flushes"), [("power", True), ("process", False)])
+def test_durability_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, durability, flushes) -> None:
     flushed: list[int] = []
     monkeypatch.setattr(segments, "sync_file", flushed.append)
+    levels: list[str] = []
     with SqliteLedger(tmp_path, durability=durability) as ledger:
-        assert ledger._db.execute("PRAGMA synchronous").fetchone()[0] == level
         assert ledger._db.execute("PRAGMA journal_mode").fetchone()[0] == "wal"
         ledger.admit(0, task(0))
         ledger.finish(group(0))
-    assert bool(flushed) == flushes
+        assert not flushed
+        ledger._db.set_trace_callback(lambda sql: levels.append(sql) if sql.startswith("PRAGMA sync") else None)
+        ledger.begin_step(0, 0, [0])
+        ledger._db.set_trace_callback(None)
+        assert ledger._db.execute("PRAGMA synchronous").fetchone()[0] == 1
+    assert bool(flushed) == flushes and ("PRAGMA synchronous = FULL" in levels) == flushes
+
+
+@pytest.mark.parametrize("taken", ["all of it", "its end", "the file"])
+def test_a_payload_that_a_power_cut_took_is_sampled_again(tmp_path: Path, taken: str) -> None:
+    with SqliteLedger(tmp_path, segment_bytes=1) as ledger:  # a file for each group
+        for i in range(3):
+            ledger.admit(i, task(i))
+            ledger.finish(group(i))
+        ledger.begin_step(0, 0, [0])
+    path = segment_path(tmp_path / "trajectories", 2)
+    if taken == "the file":
+        path.unlink()
+    else:
+        os.truncate(path, 0 if taken == "all of it" else path.stat().st_size - 1)
+    with SqliteLedger(tmp_path, mode="open") as ledger:
+        assert [(p.id, p.finished) for p in ledger.pending()] == [(1, False), (2, True)]
+        (event,) = ledger.events("payload_lost")
+        assert event.detail["group"] == 1
+        assert ledger.verify() == [] and ledger.counts().lost == 0
+        ledger.finish(group(1))
+        ledger.begin_step(1, 0, [1, 2])
+        assert ledger.load(1).id == 1
 
 
 def test_retention_spares_what_may_be_needed(tmp_path: Path) -> None:

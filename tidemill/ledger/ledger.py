@@ -1,12 +1,14 @@
 """The durable record of a run (I3): SQLite for what happened, segments for the tokens.
 
-    admit -> finish (payload on disk, then its rows) -> begin_step (fate 'trained', before the gradient) -> end_step
+    admit -> finish (payload written, then its rows) -> begin_step (fate 'trained', before the gradient) -> end_step
                                                      \\-> drop (fate 'dropped', with its reason)
 
-Every call is one transaction and is durable when it returns. With durability "power" (the default: synchronous=FULL and a
-flush of the payload) it survives a power cut; with "process" (synchronous=NORMAL, no flush) it survives the death of this
-process at any instant, but the last moments before a power cut may be missing, and a row may then outlive its payload,
-which `verify` and every `load` tell. In both the database itself stays consistent.
+Every call is one transaction, and survives the death of this process at any instant once it has returned. With durability
+"power" (the default) it survives a power cut as well, from the next call on that is not about a single group: those (a step
+that begins, a version, an event ...) flush the payloads, and then the log of all transactions up to their own. So nothing is
+ever trained on that is not on the medium, and what a power cut can take is groups without a fate, which are sampled again:
+`open` puts those back in flight whose row outlived their payload. With "process" nothing is flushed. In both the database
+itself stays consistent.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ def has_ledger(folder: str | Path) -> bool:
     folder = Path(folder)
     if not (folder / "ledger.sqlite").exists():
         return False
-    with explained(folder), contextlib.closing(_connect(folder, "read", False)) as db:
+    with explained(folder), contextlib.closing(_connect(folder, "read")) as db:
         return _tables(db) > 0
 
 
@@ -61,7 +63,7 @@ class SqliteLedger(LedgerReads):
         self._mode = mode
         self._guard: FolderLock | None = None
         self._segments: SegmentWriter | None = None
-        sync = durability == "power"
+        self._sync = sync = durability == "power"
         with explained(folder):
             if mode == "create":
                 (folder / "trajectories").mkdir(parents=True, exist_ok=True)
@@ -69,7 +71,7 @@ class SqliteLedger(LedgerReads):
             if mode != "read":
                 self._guard = FolderLock(folder)
             try:
-                super().__init__(folder, _connect(folder, mode, sync))
+                super().__init__(folder, _connect(folder, mode))
                 if mode == "create":
                     self._create()
                     if sync:
@@ -79,6 +81,8 @@ class SqliteLedger(LedgerReads):
                 if mode != "read":
                     first = max([*segment_numbers(self._trajectories), self._last_segment()]) + 1
                     self._segments = SegmentWriter(self._trajectories, limit=segment_bytes, sync=sync, first=first)
+                if mode == "open":
+                    self._renounce_lost()
             except BaseException:
                 self.close()
                 raise
@@ -86,7 +90,7 @@ class SqliteLedger(LedgerReads):
     def admit(self, group_id: int, task: Task) -> None:
         prompt, data = as_json(task.prompt, f"task {task.id!r}"), as_json(task.data, f"task {task.id!r}")
         digest = blake2b("\0".join((task.env, task.id, prompt, data)).encode(errors="replace"), digest_size=16).hexdigest()
-        with self._write() as db:
+        with self._write(lasting=False) as db:
             if db.execute("SELECT 1 FROM groups WHERE id = ?", (group_id,)).fetchone():
                 raise LedgerError(f"group {group_id} was admitted before")
             db.execute(
@@ -99,7 +103,7 @@ class SqliteLedger(LedgerReads):
             )
 
     def finish(self, group: Group) -> None:
-        """Payloads to disk, then their rows: a row never points at bytes that are not there."""
+        """Payloads, then their rows: a row never points at bytes that were not written."""
         if not group.trajectories:
             raise LedgerError(f"group {group.id} has no trajectory: drop it with a reason instead")
         with self._lock:  # bounded: by SQLite's time-out
@@ -116,7 +120,7 @@ class SqliteLedger(LedgerReads):
                 trajectory_row(group.id, i, t, at)
                 for i, (t, at) in enumerate(zip(group.trajectories, locations, strict=True))
             ]
-            with self._write() as db:
+            with self._write(lasting=False) as db:
                 db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(rows[0]))})", rows)
                 db.execute("UPDATE groups SET finished_at = ? WHERE id = ?", (time.time(), group.id))
 
@@ -124,7 +128,7 @@ class SqliteLedger(LedgerReads):
         """`reason` is a short, stable word: drops are counted by it."""
         if not reason:
             raise LedgerError(f"group {group_id} cannot be dropped without a reason")
-        with self._write() as db:
+        with self._write(lasting=False) as db:
             changed = db.execute(
                 "UPDATE groups SET fate = 'dropped', reason = ?, settled_at = ?, "
                 "dropped_after = (SELECT max(step) FROM steps) WHERE id = ? AND fate IS NULL",
@@ -244,19 +248,43 @@ class SqliteLedger(LedgerReads):
         self.close()
 
     @contextlib.contextmanager
-    def _write(self) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it, or nothing."""
+    def _write(self, lasting: bool = True) -> Iterator[sqlite3.Connection]:
+        """One transaction: all of it, or nothing. lasting: it, and all before it, is on the medium when this returns."""
         if self._mode == "read":
             raise LedgerError(f"the ledger in {str(self.folder)!r} was opened for reading only")
+        lasting = lasting and self._sync
         with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
-            self._db.execute("BEGIN IMMEDIATE")
+            if lasting:
+                if self._segments is not None:
+                    self._segments.flush()
+                self._flush_commits(True)
             try:
+                self._db.execute("BEGIN IMMEDIATE")
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
                 raise
+            finally:
+                if lasting:
+                    self._flush_commits(False)
+
+    def _flush_commits(self, on: bool) -> None:
+        """Whether a commit flushes the log: with its own pages go those of all commits before it."""
+        self._db.execute(f"PRAGMA synchronous = {'FULL' if on else 'NORMAL'}")
+        self._db.execute(f"PRAGMA fullfsync = {int(on)}")
+
+    def _renounce_lost(self) -> None:
+        """Groups that wait to be trained, but whose payload a power cut took, are in flight again."""
+        for row in self._rows("SELECT id FROM groups WHERE fate IS NULL AND finished_at IS NOT NULL ORDER BY id"):
+            try:
+                self.load(row["id"])
+            except LedgerError as error:
+                with self._write() as db:
+                    db.execute("DELETE FROM trajectories WHERE group_id = ?", (row["id"],))
+                    db.execute("UPDATE groups SET finished_at = NULL WHERE id = ?", (row["id"],))
+                self.event("payload_lost", {"group": row["id"], "reason": str(error)})
 
     def _create(self) -> None:
         if _tables(self._db):
@@ -298,7 +326,7 @@ class SqliteLedger(LedgerReads):
         return "is in flight" if row["finished_at"] is None else "has finished and is pending"
 
 
-def _connect(folder: Path, mode: str, sync: bool) -> sqlite3.Connection:
+def _connect(folder: Path, mode: str) -> sqlite3.Connection:
     if sqlite3.sqlite_version_info < (3, 37):
         raise RunFolderError(f"SQLite {sqlite3.sqlite_version} is too old for the ledger: use a Python with SQLite >= 3.37")
     access = {"create": "rwc", "open": "rw", "read": "ro"}[mode]
@@ -313,8 +341,7 @@ def _connect(folder: Path, mode: str, sync: bool) -> sqlite3.Connection:
             raise RunFolderError(
                 f"{str(folder)!r} cannot hold a ledger (journal mode {journal!r}): put run_dir on a local disk"
             )
-        db.execute(f"PRAGMA synchronous = {'FULL' if sync else 'NORMAL'}")
-        db.execute(f"PRAGMA fullfsync = {int(sync)}")
+        db.execute("PRAGMA synchronous = NORMAL")  # a commit waits for the disk when it says so: see `_write`
     return db
 
 

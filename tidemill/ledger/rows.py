@@ -33,7 +33,7 @@ def trajectory_row(group_id: int, place: int, t: Trajectory, at: Location) -> tu
         int(versions.min()) if sampled else None,
         int(versions.max()) if sampled else None,
         t.temperature,
-        float(np.mean(t.logprobs[t.mask], dtype=np.float64)) if sampled else None,
+        float(t.logprobs[t.mask].sum(dtype=np.float64)) / sampled if sampled else None,
         t.text[:TEXT_LIMIT].encode(errors="replace").decode(),
     )
 

@@ -3,7 +3,7 @@
     record = magic | payload length | crc32 | group id | place | payload        (24 bytes of header, little-endian)
 
 The checksum covers group id, place and payload, so a row that points at another trajectory's record is refused as surely
-as a flipped bit. A record is on disk before the row that points at it; what no row points at (a tail torn by a kill or a
+as a flipped bit. A record is written before the row that points at it; what no row points at (a tail torn by a kill or a
 full disk) is never read. Each writer begins a file of its own and never touches one that an earlier writer left.
 """
 
@@ -63,7 +63,7 @@ class SegmentWriter:
         self._folder, self._limit, self._sync = folder, limit, sync
         self._next = first
         self._descriptor: int | None = None
-        self._end = 0
+        self._end = self._flushed = 0  # bytes written, and of these: on the medium
 
     @property
     def current(self) -> int | None:
@@ -71,10 +71,9 @@ class SegmentWriter:
         return None if self._descriptor is None else self._next - 1
 
     def append(self, group_id: int, payloads: Sequence[bytes]) -> list[Location]:
-        """Write the payloads as places 0, 1, ... of a group and put them on disk. All lie in one file.
+        """Write the payloads as places 0, 1, ... of a group: all into one file, from which nobody's death takes them.
 
-        After an OSError nothing that was written here will be pointed at; the next append begins a new file, because a
-        kernel that failed to write a page once may report the next flush of it as a success.
+        After an OSError nothing that was written here will be pointed at, and the next append begins a new file.
         """
         if self._descriptor is None or self._end >= self._limit:
             self._begin()
@@ -87,34 +86,49 @@ class SegmentWriter:
             offset += HEADER_BYTES + len(payload)
         try:
             _write_all(self._descriptor, b"".join(parts))
-            if self._sync:
-                sync_file(self._descriptor)
         except OSError:
-            self._abandon()
+            with contextlib.suppress(OSError):  # give the torn tail's space back if the disk lets us
+                os.ftruncate(self._descriptor, self._end)
+            self._leave()
             raise
         self._end = offset
         return locations
 
+    def flush(self) -> None:
+        """Put on the medium what was appended: a power cut does not take it either.
+
+        After an OSError the next append begins a new file, because a kernel that failed to write a page once may report the
+        next flush of it as a success.
+        """
+        if self._descriptor is None or not self._sync or self._flushed == self._end:
+            return
+        try:
+            sync_file(self._descriptor)
+        except OSError:
+            self._leave()
+            raise
+        self._flushed = self._end
+
     def close(self) -> None:
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        try:
+            self.flush()
+        finally:
+            self._leave()
 
     def _begin(self) -> None:
         self.close()
         flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC
         self._descriptor = os.open(segment_path(self._folder, self._next), flags, 0o600)
         self._next += 1
-        self._end = 0
+        self._end = self._flushed = 0
         if self._sync:
             flush(self._folder)
 
-    def _abandon(self) -> None:
-        """Give the torn tail's space back if the disk lets us, and never write to this file again."""
+    def _leave(self) -> None:
+        """Never write to this file again."""
         if self._descriptor is not None:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._descriptor, self._end)
-        self.close()
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def checksum(group_id: int, place: int, payload: bytes | memoryview) -> int:

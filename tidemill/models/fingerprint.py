@@ -1,18 +1,18 @@
 """The content fingerprint of weights: what a version is identified by (I1).
 
-Every element's bits are mixed with the element's index in the whole tensor, and the results are added modulo 2^64. A sum
-does not care how the tensor was cut, nor in which order or on which device the slices are added. The mixer is not linear
-(multiply, xor-shift, multiply, xor-shift: the SplitMix64 finaliser, one round), and for a given index it is one-to-one in
-the bits: one changed element always changes the sum; swapped, moved or transposed elements change it up to a chance of
-about 2^-64. It tells accidents apart, it is no defence against someone who forges weights.
+Every element's bits, as an unsigned number, are multiplied by a key of 64 random bits, the last of which is 1, that belongs
+to the element's index in the whole tensor; the products are added modulo 2^64. A sum does not care how the tensor was cut,
+nor in which order or on which device the slices are added. One changed element always changes the sum, since its key is odd;
+any other difference (elements swapped, moved, transposed, negated) changes it up to a chance of 2^-32, the guarantee of
+multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2013). It tells accidents apart, it is no
+defence against someone who forges weights.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -27,12 +27,26 @@ def _signed(number: int) -> int:
     return (number + 2**63) % 2**64 - 2**63
 
 
-_BITS_FACTOR = _signed(0x9E3779B97F4A7C15)
-_INDEX_FACTOR = _signed(0xBF58476D1CE4E5B9)
-_MIX_FACTOR = _signed(0x94D049BB133111EB)
-_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-_CHUNK = {"cpu": 1 << 16}  # elements at a time: temporaries of 0.5 MiB, of which an L2 cache holds two
-_CHUNK_ELSEWHERE = 1 << 22
+_INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # eight bytes count as two elements of four
+_RUN = 1 << 15  # elements whose keys lie ready: these, and room to compute in, fit an L2 cache
+_BLOCK = 1 << 22  # elements at a time elsewhere than in runs
+
+
+def _random(numbers: np.ndarray) -> np.ndarray:
+    """uint64 -> uint64: SplitMix64's output for these states (Steele et al., 2014)."""
+    with np.errstate(over="ignore"):
+        x = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
+        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+_KEYS = _random(np.arange(_RUN, dtype=np.uint64)) | np.uint64(1)
+
+
+def _factors(first: int, count: int) -> np.ndarray:
+    """[count] uint64: what the runs `first`, `first` + 1, ... multiply the keys by; key(i) = _KEYS[i % _RUN] * that."""
+    return _random(np.arange(first, first + count, dtype=np.uint64) + np.uint64(1 << 32)) | np.uint64(1)
 
 
 class Fingerprint:
@@ -94,52 +108,50 @@ def word_sum(tensor: Tensor) -> int:
 
 def _block_sum(piece: Slice) -> Tensor:
     """Scalar int64, on the block's device."""
-    bits = piece.tensor.detach().view(_INTEGERS[piece.tensor.element_size()])
-    strides = [math.prod(piece.shape[dim + 1 :]) for dim in range(bits.ndim)]
-    if bits.device.type == "cpu" and tuple(bits.shape[1:]) == piece.shape[1:]:
-        first = piece.offset[0] * strides[0] if strides else 0
-        return torch.tensor(_signed(_run_sum(bits.contiguous().reshape(-1).numpy(), first)))
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    for block, offset in _small_blocks(bits, piece.offset, _CHUNK.get(bits.device.type, _CHUNK_ELSEWHERE)):
-        total += _mix(_weighted_indices(block, offset, strides).add(block.to(torch.int64), alpha=_BITS_FACTOR)).sum()
+    block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
+    if block.element_size() == 8:
+        block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
+    strides = [math.prod(shape[dim + 1 :]) for dim in range(block.ndim)]
+    if block.device.type == "cpu" and tuple(block.shape[1:]) == shape[1:]:
+        first = offset[0] * strides[0] if strides else 0
+        bits = block.contiguous().reshape(-1).view(torch.uint8).numpy().view(_INTEGERS[block.element_size()])
+        return torch.tensor(_signed(_run_sum(bits, first)))
+    keys = torch.from_numpy(_KEYS.view(np.int64)).to(block.device)
+    total = torch.zeros((), dtype=torch.int64, device=block.device)
+    for part, at in _small_blocks(block, offset, _BLOCK):
+        total += (_bits(part) * _keys_of(part.shape, at, strides, keys)).sum()
     return total
 
 
-class _Scratch(threading.local):
-    """Memory that is used again: fresh memory would cost as much as the arithmetic."""
-
-    def __init__(self) -> None:
-        self.arrays: dict[int, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-
-    def of(self, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """[size] uint64 each: weighted indices, and two to compute in."""
-        if size not in self.arrays:
-            indices = np.arange(size, dtype=np.uint64) * np.uint64(_INDEX_FACTOR % 2**64)
-            self.arrays = {size: (indices, np.empty_like(indices), np.empty_like(indices))}
-        return self.arrays[size]
-
-
-_scratch = _Scratch()
-
-
 def _run_sum(bits: np.ndarray, first: int) -> int:
-    """Of elements [n] whose indices are `first`, `first` + 1, ...: the same sum in NumPy, twice as fast as torch here."""
-    size, total = _CHUNK["cpu"], 0
-    indices, x, shifted = _scratch.of(size)
-    for at in range(0, len(bits), size):
-        part = bits[at : at + size]
-        y, z = x[: len(part)], shifted[: len(part)]
-        y.view(np.int64)[:] = part
-        y *= np.uint64(_BITS_FACTOR % 2**64)
-        y += indices[: len(part)]
-        y += np.uint64((first + at) * _INDEX_FACTOR % 2**64)
-        np.right_shift(y, np.uint64(32), out=z)
-        y ^= z
-        y *= np.uint64(_MIX_FACTOR % 2**64)
-        np.right_shift(y, np.uint64(29), out=z)
-        y ^= z
-        total += int(y.sum())
+    """Of elements [n] whose indices are `first`, `first` + 1, ...: a scalar product for each run of keys."""
+    room, total, at = np.empty(min(_RUN, len(bits)), np.uint64), 0, 0
+    factors = _factors(first // _RUN, len(bits) // _RUN + 2)
+    while at < len(bits):
+        run, begin = divmod(first + at, _RUN)
+        part = bits[at : at + _RUN - begin]
+        wide = room[: len(part)]
+        wide[:] = part
+        total += int(np.dot(wide, _KEYS[begin : begin + len(part)])) * int(factors[run - first // _RUN])
+        at += len(part)
     return total % 2**64
+
+
+def _bits(block: Tensor) -> Tensor:
+    """int64: the elements' bits as unsigned numbers."""
+    width = block.element_size()
+    signed = block.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[width])
+    return signed.to(torch.int64).bitwise_and_(2 ** (8 * width) - 1)
+
+
+def _keys_of(size: Sequence[int], offset: tuple[int, ...], strides: list[int], keys: Tensor) -> Tensor:
+    """int64, of a block's size: its elements' keys."""
+    index = torch.zeros((), dtype=torch.int64, device=keys.device)  # flat, in the whole tensor
+    for length, begin, stride in zip(size, offset, strides, strict=True):
+        index = index.unsqueeze(-1) + torch.arange(begin, begin + length, device=keys.device).mul_(stride)
+    first, last = (sum((b + more * (n - 1)) * s for b, n, s in zip(offset, size, strides, strict=True)) for more in (0, 1))
+    factors = torch.from_numpy(_factors(first // _RUN, last // _RUN - first // _RUN + 1).view(np.int64)).to(keys.device)
+    return keys[index % _RUN] * factors[index // _RUN - first // _RUN]
 
 
 def _small_blocks(bits: Tensor, offset: tuple[int, ...], limit: int) -> Iterator[tuple[Tensor, tuple[int, ...]]]:
@@ -152,20 +164,3 @@ def _small_blocks(bits: Tensor, offset: tuple[int, ...], limit: int) -> Iterator
     for part in bits.split(max(1, limit * bits.shape[dim] // bits.numel()), dim):
         yield from _small_blocks(part, (*offset[:dim], at, *offset[dim + 1 :]), limit)
         at += part.shape[dim]
-
-
-def _weighted_indices(block: Tensor, offset: tuple[int, ...], strides: list[int]) -> Tensor:
-    """int64, of the block's shape or broadcastable to it: flat index in the whole tensor * _INDEX_FACTOR, modulo 2^64."""
-    total = torch.zeros((), dtype=torch.int64, device=block.device)
-    for size, begin, stride in zip(block.shape, offset, strides, strict=True):
-        along = torch.arange(begin, begin + size, device=block.device).mul_(_signed(stride * _INDEX_FACTOR))
-        total = total.unsqueeze(-1) + along
-    return total
-
-
-def _mix(x: Tensor) -> Tensor:
-    """In place. `>>` repeats the sign, so the bits it brings in are masked off: only then is the mixer one-to-one."""
-    x ^= (x >> 32).bitwise_and_(2**32 - 1)
-    x *= _MIX_FACTOR
-    x ^= (x >> 29).bitwise_and_(2**35 - 1)
-    return x
