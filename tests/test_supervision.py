@@ -209,3 +209,7 @@ def test_a_budget_is_of_a_window_and_its_pauses_grow():
         budget.spend("d")
     now = 101.0
     assert budget.spend("e") == 1.0
+    now = 110.0
+    assert budget.spend("f") == 2.0
+    now = 171.0  # it had come back for a minute: no longer the same trouble
+    assert budget.spend("g") == 1.0

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 from tidemill.assembly import Session, train
 from tidemill.build import TrainerSpec, budget_of, start_parts
@@ -34,7 +35,10 @@ from tidemill.report import make_report
 from tidemill.reward_check import QUICK_TASKS, vouch
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
+from tidemill.supervision import Budget
 from tidemill.warm_start import WarmStart, kept_start, warm_start
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,23 +60,15 @@ async def run(
 
     callbacks: called with (step, metrics). make: an environment from Python objects instead of `config.env`.
     """
-    budget = budget_of(config.supervise)
     try:
-        while True:
-            try:
-                return await _once(config, display, callbacks, make)
-            except PeerLost as lost:
-                if not config.supervise.resume:
-                    raise
-                cause = str(lost).partition("\n")[0]
-                pause = budget.spend(cause)
-                display.note(f"{cause}; going on by itself in {pause:g} s")
-                await asyncio.sleep(pause)  # bounded: by the budget
+        return await _in_folder(config, display, callbacks, make)
     finally:
         display.close()
 
 
-async def _once(config: RunConfig, display: Display, callbacks: Sequence[Callback], make: EnvironmentMaker | None) -> Ended:
+async def _in_folder(
+    config: RunConfig, display: Display, callbacks: Sequence[Callback], make: EnvironmentMaker | None
+) -> Ended:
     folder = RunFolder.open(config)
     with _ledger(folder) as ledger:  # from here on this process is the folder's only writer
         folder.claim(config, begun=ledger.next_group_id() > 0)
@@ -172,9 +168,35 @@ async def _vouch(session: Session) -> None:
 
 
 async def _run(session: Session) -> Ended:
-    config, folder, ledger = session.config, session.folder, session.ledger
-    begin = time.monotonic()
-    start = await _start(session)
+    config, begin, budget = session.config, time.monotonic(), budget_of(session.config.supervise)
+    start = await _despite_losses(session, budget, partial(_start, session))
+    done = await _despite_losses(session, budget, partial(_attempt, session, start))
+    wall_s = time.monotonic() - begin
+    report = make_report(session.monitor.totals, session.monitor.trace, session.ledger, start, config, wall_s)
+    if config.record.trace:
+        session.monitor.trace.write(session.folder.trace)
+    session.folder.write_report(report, complete=done == config.steps)
+    return Ended(done, done == config.steps, report)
+
+
+async def _despite_losses(session: Session, budget: Budget, work: Callable[[], Awaitable[T]]) -> T:
+    """The result of `work`, which begins again from the record when the trainer is lost: under `supervise`, on a budget."""
+    while True:
+        try:
+            return await work()
+        except PeerLost as lost:
+            if not session.config.supervise.resume:
+                raise
+            cause = str(lost).partition("\n")[0]
+            session.ledger.event("run_resumed", {"cause": cause})
+            pause = budget.spend(cause)
+            session.note(f"{cause}; going on by itself in {pause:g} s")
+            await asyncio.sleep(pause)  # bounded: by the budget
+
+
+async def _attempt(session: Session, start: WarmStart) -> int:
+    """Start the processes, train from where the record stands, end the processes. The number of steps done."""
+    config, folder = session.config, session.folder
     spec = TrainerSpec(
         model=start.path,
         trainer=config.trainer,
@@ -188,11 +210,7 @@ async def _run(session: Session) -> Ended:
             done = await train(session, parts)
         if done == config.steps:
             await folder.write_final(parts.trainer.export)
-    report = make_report(session.monitor.totals, session.monitor.trace, ledger, start, config, time.monotonic() - begin)
-    if config.record.trace:
-        session.monitor.trace.write(folder.trace)
-    folder.write_report(report, complete=done == config.steps)
-    return Ended(done, done == config.steps, report)
+    return done
 
 
 async def _start(session: Session) -> WarmStart:

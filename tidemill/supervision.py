@@ -20,6 +20,7 @@ from tidemill.pool import LOST, EnginePool
 from tidemill.protocols import Engine
 
 LONGEST_PAUSE_S = 60.0
+SOON_S = 60.0  # what was started again and lived for longer had come back: its next end is another story
 
 
 @dataclass(slots=True)
@@ -28,10 +29,11 @@ class Budget:
 
     restarts: int  # within the window
     window_s: float
-    backoff_s: float  # before the first of them; each further one waits twice as long
+    backoff_s: float  # before the first of them; each further one soon after it waits twice as long
     clock: Callable[[], float] = time.monotonic
     _spent: deque[float] = field(default_factory=deque)
     _first: str = ""
+    _row: int = 0  # restarts before this one that did not last
 
     def spend(self, reason: str) -> float:
         """One restart, for this reason: how long to wait before it. Raises RunFailed when there is none left."""
@@ -46,8 +48,9 @@ class Budget:
                 f"{reason}; it was started again {len(self._spent)} times within {self.window_s:g} s already "
                 f"(supervise.restarts){end}"
             )
+        self._row = self._row + 1 if self._spent and now - self._spent[-1] < SOON_S else 0
         self._spent.append(now)
-        return min(self.backoff_s * 2 ** (len(self._spent) - 1), LONGEST_PAUSE_S)
+        return min(self.backoff_s * 2**self._row, LONGEST_PAUSE_S)
 
 
 class Supervisor:
