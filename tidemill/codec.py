@@ -17,6 +17,7 @@ import numpy as np
 _DTYPES = {
     np.dtype(n).str: np.dtype(n) for n in ("int8", "uint8", "bool", "int32", "int64", "float16", "float32", "float64")
 }
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 class CodecError(ValueError):
@@ -25,9 +26,10 @@ class CodecError(ValueError):
 
 def _pack(value: Any) -> Any:
     if isinstance(value, np.ndarray):
-        if value.dtype.str not in _DTYPES:
+        name = _NAMES.get(value.dtype)
+        if name is None:
             raise TypeError(f"arrays of dtype {value.dtype} do not travel; known: {sorted(_DTYPES)}")
-        return (value.dtype.str, value.shape, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
+        return (name, value.shape, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} does not travel")

@@ -230,8 +230,8 @@ def test_tasks_are_stored_once_and_hold_any_text(ledger: SqliteLedger) -> None:
     for i in range(3):
         ledger.admit(i, odd)
     ledger.admit(3, Task("odd", "another prompt", {}, "e"))
-    assert raw(ledger).execute("SELECT count(*) FROM tasks").fetchone() == (2,)
     assert ledger.pending()[1].task == odd
+    assert raw(ledger).execute("SELECT count(*) FROM tasks").fetchone() == (2,)
     with pytest.raises(LedgerError, match="task 'bad' holds something that is not plain JSON"):
         ledger.admit(4, Task("bad", "x", {"set": {1, 2}}))
     with pytest.raises(LedgerError, match="group 3 cannot be recorded"):
@@ -321,10 +321,54 @@ def test_a_full_disk_is_told_and_loses_nothing(tmp_path: Path) -> None:
         with pytest.raises(LedgerError, match=r"the disk is full .* free some space and start the same command again"):
             for i in range(3, 200):
                 ledger.admit(i, task(i))
-        admitted = ledger.counts().admitted
+            ledger.event("begun", {})
         ledger._db.execute("PRAGMA max_page_count = 100000")
-        fill(ledger, (admitted,))
-        assert ledger.counts().conserved and ledger.verify() == []
+        fill(ledger, (200,))
+        assert ledger.counts().admitted == 201 and ledger.counts().conserved and ledger.verify() == []
+
+
+def test_admissions_are_recorded_with_the_next_call(tmp_path: Path) -> None:
+    """Also when that call failed at first."""
+    with SqliteLedger(tmp_path) as ledger:
+        ledger.admit(0, task(0))
+        ledger.admit(1, task(1))
+        outside = raw(ledger)
+        assert outside.execute("SELECT count(*) FROM groups").fetchone() == (0,)
+        outside.execute("BEGIN IMMEDIATE")  # somebody's sqlite3 session
+        ledger._db.execute("PRAGMA busy_timeout = 1")
+        with pytest.raises(LedgerError, match="locked"):
+            ledger.event("said", {})
+        outside.execute("ROLLBACK")
+        assert outside.execute("SELECT count(*) FROM groups").fetchone() == (0,)
+        ledger.event("said", {})
+        assert outside.execute("SELECT count(*) FROM groups").fetchone() == (2,)
+        with pytest.raises(LedgerError, match="group 1 was admitted before"):
+            ledger.admit(1, task(1))
+        ledger.admit(2, task(2))
+        assert ledger.next_group_id() == 3  # a read sees them
+        ledger.admit(3, task(3))
+    with SqliteLedger(tmp_path, mode="open") as ledger:
+        assert [p.id for p in ledger.pending()] == [0, 1, 2, 3]
+        with pytest.raises(LedgerError, match="group 3 was admitted before"):
+            ledger.admit(3, task(3))
+
+
+def test_rows_summarise_what_was_sampled(tmp_path: Path) -> None:
+    """Also where a trajectory between others has no sampled token."""
+    made = group(0, samples=3, length=9)
+    made.trajectories[1].mask[:] = False
+    with SqliteLedger(tmp_path) as ledger:
+        ledger.admit(0, made.task)
+        ledger.finish(made)
+        rows = ledger.samples(order="recent")
+    for row, t in zip(rows, made.trajectories, strict=True):
+        sampled = t.versions[t.mask]
+        assert row.sampled == len(sampled) and row.tokens == len(t.tokens)
+        if len(sampled):
+            assert (row.oldest, row.newest) == (sampled.min(), sampled.max())
+            assert row.mean_logprob == pytest.approx(float(t.logprobs[t.mask].mean()), rel=1e-6)
+        else:
+            assert (row.oldest, row.newest, row.mean_logprob) == (None, None, None)
 
 
 LIMITED = """

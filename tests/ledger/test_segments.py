@@ -131,7 +131,7 @@ def test_nothing_is_trained_on_that_is_not_on_the_medium(tmp_path: Path, monkeyp
         ledger.admit(0, task(0))
         ledger._db.set_trace_callback(lambda sql: log.append(sql if sql.startswith("PRAGMA sync") else sql.split()[0]))
         ledger.finish(group(0, samples=1))
-        assert log[0] == "SELECT" and log[-1] == "COMMIT" and not any("flushed" in line or "FULL" in line for line in log)
+        assert (log[0], log[-1]) == ("BEGIN", "COMMIT") and not any("flushed" in line or "FULL" in line for line in log)
         log.clear()
         ledger.begin_step(0, 0, [0])
         ledger._db.set_trace_callback(None)

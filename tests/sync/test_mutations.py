@@ -276,7 +276,7 @@ def write_old_files(tiny: Run) -> None:
 @pytest.mark.parametrize(("carrier", "mutate"), [("shared_memory", put_nothing), ("checkpoint", write_old_files)])
 def test_bytes_that_are_not_those_of_the_manifest(tiny: Run, carrier: str, mutate: Callable[[Run], None]) -> None:
     mutate(tiny)
-    with pytest.raises(PolicyMismatch, match="its bytes are not those that were sent"):
+    with pytest.raises(PolicyMismatch, match="the first tensor that differs is"):
         tiny.until(carrier)
     assert_nothing_after(tiny)
 
@@ -286,7 +286,6 @@ MANIFESTS: dict[str, Callable[[Manifest], Manifest]] = {
     "with another fingerprint": lambda m: msgspec.structs.replace(m, version=replace(m.version, fingerprint="0" * 32)),
     "without a tensor": lambda m: msgspec.structs.replace(m, blocks=m.blocks[:-1]),
     "with a tensor by another name": lambda m: with_block(m, name="model.layers.9.mlp.up_proj.weight"),
-    "with another sum": lambda m: with_block(m, sum=7),
     "with another shape": lambda m: with_block(m, shape=m.blocks[0].shape[::-1], size=m.blocks[0].size[::-1]),
     "in another format": lambda m: msgspec.structs.replace(m, format="tidemill-weights-0"),
 }

@@ -3,12 +3,13 @@
     admit -> finish (payload written, then its rows) -> begin_step (fate 'trained', before the gradient) -> end_step
                                                      \\-> drop (fate 'dropped', with its reason)
 
-Every call is one transaction, and survives the death of this process at any instant once it has returned. With durability
-"power" (the default) it survives a power cut as well, from the next call on that is not about a single group: those (a step
-that begins, a version, an event ...) flush the payloads, and then the log of all transactions up to their own. So nothing is
-ever trained on that is not on the medium, and what a power cut can take is groups without a fate, which are sampled again:
-`open` puts those back in flight whose row outlived their payload. With "process" nothing is flushed. In both the database
-itself stays consistent.
+Every call is one transaction, and survives the death of this process at any instant once it has returned; only admissions
+wait for the next call, because nothing is lost with them: an id that nobody heard of is admitted again. With durability
+"power" (the default) a call survives a power cut as well, from the next call on that is not about a single group: those (a
+step that begins, a version, an event ...) flush the payloads, and then the log of all transactions up to their own. So
+nothing is ever trained on that is not on the medium. What a power cut can take has no fate, and is sampled again: `open`
+puts groups back in flight whose row outlived their payload. With "process" nothing is flushed. In both the database itself
+stays consistent.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import time
 from collections.abc import Iterator, Sequence
 from hashlib import blake2b
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from tidemill import codec, faults
 from tidemill.durable import flush
@@ -27,7 +28,7 @@ from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
 from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
 from tidemill.ledger.retention import retain
-from tidemill.ledger.rows import as_json, trajectory_row
+from tidemill.ledger.rows import as_json, trajectory_rows
 from tidemill.ledger.schema import SCHEMA, VERSION
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
 from tidemill.types import Group, Metrics, Task, Version
@@ -63,6 +64,8 @@ class SqliteLedger(LedgerReads):
         self._mode = mode
         self._guard: FolderLock | None = None
         self._segments: SegmentWriter | None = None
+        self._admitted: list[tuple[tuple[str, ...], tuple[int, float, str]]] = []  # rows that are not written yet
+        self._newest = -1  # the greatest id that may be in the ledger
         self._sync = sync = durability == "power"
         with explained(folder):
             if mode == "create":
@@ -82,47 +85,42 @@ class SqliteLedger(LedgerReads):
                     first = max([*segment_numbers(self._trajectories), self._last_segment()]) + 1
                     self._segments = SegmentWriter(self._trajectories, limit=segment_bytes, sync=sync, first=first)
                 if mode == "open":
+                    self._newest = self.next_group_id() - 1
                     self._renounce_lost()
             except BaseException:
                 self.close()
                 raise
 
     def admit(self, group_id: int, task: Task) -> None:
+        """Recorded together with the next call, or read."""
         prompt, data = as_json(task.prompt, f"task {task.id!r}"), as_json(task.data, f"task {task.id!r}")
         digest = blake2b("\0".join((task.env, task.id, prompt, data)).encode(errors="replace"), digest_size=16).hexdigest()
-        with self._write(lasting=False) as db:
-            if db.execute("SELECT 1 FROM groups WHERE id = ?", (group_id,)).fetchone():
+        with self._lock:  # bounded: by SQLite's time-out
+            self._expect_writer()
+            if group_id <= self._newest and self._one("SELECT 1 FROM groups WHERE id = ?", group_id):
                 raise LedgerError(f"group {group_id} was admitted before")
-            db.execute(
-                "INSERT INTO tasks (id, env, prompt, data, digest) VALUES (?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING",
-                (task.id, task.env, prompt, data, digest),
-            )
-            db.execute(
-                "INSERT INTO groups (id, task_key, admitted_at) SELECT ?, key, ? FROM tasks WHERE digest = ?",
-                (group_id, time.time(), digest),
-            )
+            self._admitted.append(((task.id, task.env, prompt, data, digest), (group_id, time.time(), digest)))
+            self._newest = max(self._newest, group_id)
 
     def finish(self, group: Group) -> None:
         """Payloads, then their rows: a row never points at bytes that were not written."""
         if not group.trajectories:
             raise LedgerError(f"group {group.id} has no trajectory: drop it with a reason instead")
-        with self._lock:  # bounded: by SQLite's time-out
-            self._expect_in_flight(group.id)
-            try:
-                payloads = [codec.encode(t) for t in group.trajectories]
-            except (TypeError, ValueError) as error:
-                raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
+        try:
+            payloads = [codec.encode(t) for t in group.trajectories]
+        except (TypeError, ValueError) as error:
+            raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
+        with self._write(lasting=False) as db:
+            changed = db.execute(
+                "UPDATE groups SET finished_at = ? WHERE id = ? AND fate IS NULL AND finished_at IS NULL",
+                (time.time(), group.id),
+            ).rowcount
+            if changed != 1:
+                raise LedgerError(f"cannot finish group {group.id}: it {self._standing(group.id)}")
+            faults.reach("controller", "record", group.id)
             assert self._segments is not None
-            with explained(self.folder):
-                faults.reach("controller", "record", group.id)
-                locations = self._segments.append(group.id, payloads)
-            rows = [
-                trajectory_row(group.id, i, t, at)
-                for i, (t, at) in enumerate(zip(group.trajectories, locations, strict=True))
-            ]
-            with self._write(lasting=False) as db:
-                db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(rows[0]))})", rows)
-                db.execute("UPDATE groups SET finished_at = ? WHERE id = ?", (time.time(), group.id))
+            rows = trajectory_rows(group, self._segments.append(group.id, payloads))
+            db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
     def drop(self, group_id: int, reason: str) -> None:
         """`reason` is a short, stable word: drops are counted by it."""
@@ -147,7 +145,7 @@ class SqliteLedger(LedgerReads):
             if not group_ids:
                 raise LedgerError(f"cannot begin step {step} without groups")
             db.execute("INSERT INTO steps (step, incarnation, begun_at) VALUES (?, ?, ?)", (step, incarnation, now))
-            for place, group_id in enumerate(group_ids):
+            for group_id in group_ids:
                 changed = db.execute(
                     "UPDATE groups SET fate = 'trained', settled_at = ?, step = ?, incarnation = ? "
                     "WHERE id = ? AND fate IS NULL AND finished_at IS NOT NULL",
@@ -155,7 +153,7 @@ class SqliteLedger(LedgerReads):
                 ).rowcount
                 if changed != 1:
                     raise LedgerError(f"cannot train on group {group_id} at step {step}: it {self._standing(group_id)}")
-                db.execute("INSERT INTO step_groups VALUES (?, ?, ?, ?)", (step, incarnation, place, group_id))
+            self._compose(db, step, incarnation, group_ids)
 
     def replay_step(self, step: int, incarnation: int) -> list[int]:
         """Run a step again that was begun but is in no checkpoint: the same groups, in the same order, which it returns.
@@ -175,10 +173,13 @@ class SqliteLedger(LedgerReads):
                 db.execute(
                     "INSERT INTO steps (step, incarnation, begun_at) VALUES (?, ?, ?)", (step, incarnation, time.time())
                 )
-                db.executemany(
-                    "INSERT INTO step_groups VALUES (?, ?, ?, ?)", [(step, incarnation, i, g) for i, g in enumerate(ids)]
-                )
+                self._compose(db, step, incarnation, ids)
             return ids
+
+    @staticmethod
+    def _compose(db: sqlite3.Connection, step: int, incarnation: int, group_ids: Sequence[int]) -> None:
+        rows = [(step, incarnation, place, group_id) for place, group_id in enumerate(group_ids)]
+        db.executemany("INSERT INTO step_groups VALUES (?, ?, ?, ?)", rows)
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
         with self._write() as db:
@@ -235,6 +236,8 @@ class SqliteLedger(LedgerReads):
     def close(self) -> None:
         """Close the files and give up the lock. Needed for nothing but tidiness: a killed process leaves the same record."""
         if self._segments is not None:
+            with contextlib.suppress(LedgerError, OSError):  # they may be lost: see `admit`
+                self._record_admissions()
             self._segments.close()
         if hasattr(self, "_db"):
             self._db.close()
@@ -250,8 +253,7 @@ class SqliteLedger(LedgerReads):
     @contextlib.contextmanager
     def _write(self, lasting: bool = True) -> Iterator[sqlite3.Connection]:
         """One transaction: all of it, or nothing. lasting: it, and all before it, is on the medium when this returns."""
-        if self._mode == "read":
-            raise LedgerError(f"the ledger in {str(self.folder)!r} was opened for reading only")
+        self._expect_writer()
         lasting = lasting and self._sync
         with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
             if lasting:
@@ -260,8 +262,11 @@ class SqliteLedger(LedgerReads):
                 self._flush_commits(True)
             try:
                 self._db.execute("BEGIN IMMEDIATE")
+                if self._admitted:
+                    self._insert_admissions()
                 yield self._db
                 self._db.execute("COMMIT")
+                self._admitted.clear()
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -269,6 +274,30 @@ class SqliteLedger(LedgerReads):
             finally:
                 if lasting:
                     self._flush_commits(False)
+
+    def _insert_admissions(self) -> None:
+        tasks, groups = zip(*self._admitted, strict=True)
+        self._db.executemany(
+            "INSERT INTO tasks (id, env, prompt, data, digest) VALUES (?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING", tasks
+        )
+        self._db.executemany(
+            "INSERT INTO groups (id, task_key, admitted_at) SELECT ?, key, ? FROM tasks WHERE digest = ?", groups
+        )
+
+    def _record_admissions(self) -> None:
+        if self._admitted and not self._db.in_transaction:
+            with self._write(lasting=False):
+                pass
+
+    def _rows(self, sql: str, *args: Any) -> list[sqlite3.Row]:
+        with self._lock:  # bounded: by SQLite's time-out
+            self._record_admissions()
+            return super()._rows(sql, *args)
+
+    def _one(self, sql: str, *args: Any) -> Any:
+        with self._lock:  # bounded: by SQLite's time-out
+            self._record_admissions()
+            return super()._one(sql, *args)
 
     def _flush_commits(self, on: bool) -> None:
         """Whether a commit flushes the log: with its own pages go those of all commits before it."""
@@ -309,10 +338,9 @@ class SqliteLedger(LedgerReads):
     def _last_segment(self) -> int:
         return self._one("SELECT coalesce(max(segment), 0) FROM trajectories")[0]
 
-    def _expect_in_flight(self, group_id: int) -> None:
-        row = self._one("SELECT fate, finished_at FROM groups WHERE id = ?", group_id)
-        if row is None or row["fate"] is not None or row["finished_at"] is not None:
-            raise LedgerError(f"cannot finish group {group_id}: it {self._standing(group_id)}")
+    def _expect_writer(self) -> None:
+        if self._mode == "read":
+            raise LedgerError(f"the ledger in {str(self.folder)!r} was opened for reading only")
 
     def _standing(self, group_id: int) -> str:
         """Where a group stands, as the end of a sentence."""

@@ -4,38 +4,62 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from tidemill.ledger.records import LedgerError
 from tidemill.ledger.segments import Location
-from tidemill.types import InfraError, Score, Trajectory, Unscorable
+from tidemill.types import Group, InfraError, Outcome, Score, Trajectory, Unscorable
 
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has all of it
 _KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
 
 
-def trajectory_row(group_id: int, place: int, t: Trajectory, at: Location) -> tuple[Any, ...]:
-    """The columns of `trajectories`, in the table's order."""
-    versions = t.versions[t.mask]
-    sampled = len(versions)
-    scored = t.outcome if isinstance(t.outcome, Score) else None
-    failed = t.outcome if isinstance(t.outcome, Unscorable | InfraError) else None
-    return (
-        *(group_id, place, t.sample, t.seat, at.segment, at.offset, at.length, at.crc, None),
-        *(len(t.tokens), sampled, t.turns),
-        scored.value if scored else None,
-        None if t.outcome is None else _KINDS[type(t.outcome)],
-        failed.reason if failed else None,
-        as_json(scored.parts, "score") if scored and scored.parts else None,
-        str(t.finish),
-        int(versions.min()) if sampled else None,
-        int(versions.max()) if sampled else None,
-        t.temperature,
-        float(t.logprobs[t.mask].sum(dtype=np.float64)) / sampled if sampled else None,
-        t.text[:TEXT_LIMIT].encode(errors="replace").decode(),
-    )
+def trajectory_rows(group: Group, places: Sequence[Location]) -> list[tuple[Any, ...]]:
+    """The columns of `trajectories`, in the table's order: a row for each of the group's."""
+    summaries = _sampled(group.trajectories)
+    return [
+        (
+            *(group.id, i, t.sample, t.seat, at.segment, at.offset, at.length, at.crc, None),
+            *(len(t.tokens), sampled, t.turns),
+            *_judged(t.outcome),
+            str(t.finish),
+            *versions,
+            t.temperature,
+            logprob,
+            t.text[:TEXT_LIMIT].encode(errors="replace").decode(),
+        )
+        for i, (t, at, (sampled, *versions, logprob)) in enumerate(zip(group.trajectories, places, summaries, strict=True))
+    ]
+
+
+def _judged(outcome: Outcome | None) -> tuple[float | None, str | None, str | None, str | None]:
+    """reward, outcome, outcome_reason, parts"""
+    if outcome is None:
+        return None, None, None, None
+    kind = _KINDS[type(outcome)]
+    if isinstance(outcome, Score):
+        return outcome.value, kind, None, as_json(outcome.parts, "score") if outcome.parts else None
+    return None, kind, outcome.reason, None
+
+
+def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, int | None, float | None]]:
+    """sampled, oldest, newest, mean_logprob of each. All at once: NumPy's calls cost more than what they do here."""
+    mask = np.concatenate([t.mask for t in trajectories])
+    versions = np.concatenate([t.versions for t in trajectories])[mask]
+    logprobs = np.concatenate([t.logprobs for t in trajectories])[mask]
+    ends = np.cumsum(mask)[np.cumsum([len(t.mask) for t in trajectories]) - 1]
+    counts = np.diff(ends, prepend=0)
+    some = counts > 0  # reduceat would give an empty stretch the element after it
+    starts = (ends - counts)[some]
+    figures = iter(())
+    if len(starts):
+        oldest, newest = np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
+        means = np.add.reduceat(logprobs, starts, dtype=np.float64) / counts[some]
+        figures = zip(oldest.tolist(), newest.tolist(), means.tolist(), strict=True)
+    return [(n, *next(figures)) if n else (0, None, None, None) for n in counts.tolist()]
 
 
 def as_json(value: Any, owner: str) -> str:

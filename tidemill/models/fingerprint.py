@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 
 import numpy as np
@@ -21,32 +22,26 @@ from torch import Tensor
 
 from tidemill.models.slices import Coverage, Slice
 
-
-def _signed(number: int) -> int:
-    """`number` modulo 2^64 as torch's int64 holds it."""
-    return (number + 2**63) % 2**64 - 2**63
-
-
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # eight bytes count as two elements of four
 _RUN = 1 << 15  # elements whose keys lie ready: these, and room to compute in, fit an L2 cache
 _BLOCK = 1 << 22  # elements at a time elsewhere than in runs
 
 
-def _random(numbers: np.ndarray) -> np.ndarray:
-    """uint64 -> uint64: SplitMix64's output for these states (Steele et al., 2014)."""
-    with np.errstate(over="ignore"):
-        x = (numbers + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+def _random(number: int) -> int:
+    """Output `number` of a SplitMix64 generator that began at 0 (Steele et al., 2014), made odd."""
+    x = (number + 1) * 0x9E3779B97F4A7C15 % 2**64
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
+    return (x ^ (x >> 31)) | 1
 
 
-_KEYS = _random(np.arange(_RUN, dtype=np.uint64)) | np.uint64(1)
+_KEYS = np.array([_random(i) for i in range(_RUN)], np.uint64)
 
 
-def _factors(first: int, count: int) -> np.ndarray:
-    """[count] uint64: what the runs `first`, `first` + 1, ... multiply the keys by; key(i) = _KEYS[i % _RUN] * that."""
-    return _random(np.arange(first, first + count, dtype=np.uint64) + np.uint64(1 << 32)) | np.uint64(1)
+@lru_cache(maxsize=1 << 16)
+def _factor(run: int) -> int:
+    """What the keys are multiplied by in the tensor's elements from `run` * _RUN on: key(i) = _KEYS[i % _RUN] * that."""
+    return _random(2**32 + run)
 
 
 class Fingerprint:
@@ -54,7 +49,7 @@ class Fingerprint:
 
     def __init__(self) -> None:
         self._coverage = Coverage()
-        self._sums: dict[str, list[Tensor]] = {}
+        self._sums: dict[str, list[int | Tensor]] = {}
 
     def add(self, piece: Slice) -> None:
         """Raises ValueError when the slice contradicts or repeats an earlier one. Does not wait for a GPU."""
@@ -96,18 +91,19 @@ def word_sum(tensor: Tensor) -> int:
 
     It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
-    raw = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
     whole = raw.numel() // 8 * 8
     if raw.device.type == "cpu":
-        words = int(raw[:whole].numpy().view("<u8").sum(dtype=np.uint64))
+        array = raw.numpy()
+        words, rest = int(np.add.reduce(array[:whole].view("<u8"), dtype=np.uint64)), array[whole:]
     else:
         aligned = raw if raw.storage_offset() % 8 == 0 else raw.clone()
-        words = int(aligned[:whole].view(torch.int64).sum())
-    return (words + int.from_bytes(raw[whole:].cpu().numpy().tobytes(), "little")) % (1 << 64)
+        words, rest = int(aligned[:whole].view(torch.int64).sum()), raw[whole:].cpu().numpy()
+    return (words + int.from_bytes(rest.tobytes(), "little")) % 2**64
 
 
-def _block_sum(piece: Slice) -> Tensor:
-    """Scalar int64, on the block's device."""
+def _block_sum(piece: Slice) -> int | Tensor:
+    """Modulo 2^64; elsewhere than on a CPU a scalar int64 that lies on the block's device."""
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
@@ -115,7 +111,7 @@ def _block_sum(piece: Slice) -> Tensor:
     if block.device.type == "cpu" and tuple(block.shape[1:]) == shape[1:]:
         first = offset[0] * strides[0] if strides else 0
         bits = block.contiguous().reshape(-1).view(torch.uint8).numpy().view(_INTEGERS[block.element_size()])
-        return torch.tensor(_signed(_run_sum(bits, first)))
+        return _run_sum(bits, first)
     keys = torch.from_numpy(_KEYS.view(np.int64)).to(block.device)
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     for part, at in _small_blocks(block, offset, _BLOCK):
@@ -126,13 +122,12 @@ def _block_sum(piece: Slice) -> Tensor:
 def _run_sum(bits: np.ndarray, first: int) -> int:
     """Of elements [n] whose indices are `first`, `first` + 1, ...: a scalar product for each run of keys."""
     room, total, at = np.empty(min(_RUN, len(bits)), np.uint64), 0, 0
-    factors = _factors(first // _RUN, len(bits) // _RUN + 2)
     while at < len(bits):
         run, begin = divmod(first + at, _RUN)
         part = bits[at : at + _RUN - begin]
         wide = room[: len(part)]
         wide[:] = part
-        total += int(np.dot(wide, _KEYS[begin : begin + len(part)])) * int(factors[run - first // _RUN])
+        total += int(np.dot(wide, _KEYS[begin : begin + len(part)])) * _factor(run)
         at += len(part)
     return total % 2**64
 
@@ -150,7 +145,8 @@ def _keys_of(size: Sequence[int], offset: tuple[int, ...], strides: list[int], k
     for length, begin, stride in zip(size, offset, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(begin, begin + length, device=keys.device).mul_(stride)
     first, last = (sum((b + more * (n - 1)) * s for b, n, s in zip(offset, size, strides, strict=True)) for more in (0, 1))
-    factors = torch.from_numpy(_factors(first // _RUN, last // _RUN - first // _RUN + 1).view(np.int64)).to(keys.device)
+    runs = np.array([_factor(run) for run in range(first // _RUN, last // _RUN + 1)], np.uint64)
+    factors = torch.from_numpy(runs.view(np.int64)).to(keys.device)
     return keys[index % _RUN] * factors[index // _RUN - first // _RUN]
 
 

@@ -1,11 +1,11 @@
-"""What a version consists of: every block's name, place, dtype and sum. Written by the sender, held against the bytes.
+"""What a version consists of: every block's name, place and dtype. Written by the sender, held against what is found.
 
     sender:    blocks while streaming -> Manifest -> encode          receiver: decode -> check -> each block's check
 
 A manifest from elsewhere is only data: decoding is strict and bounded, and `check` refuses one whose blocks do not tile
-their tensors exactly. The sum of a block (its 64-bit words, modulo 2**64) runs at memory speed; it names the tensor that was
-damaged on the way. That the whole is right, positions included, is proved by the fingerprint in `version`: the trainer takes
-it from its own parameters, the engine from what it would serve.
+their tensors exactly. That the bytes are right, positions included, is proved by the fingerprint in `version`: the trainer
+takes it from its own parameters, the engine from what it would serve, so it covers every copy on the way. When they differ,
+`total` tells which tensor it is.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.models.fingerprint import word_sum
 from tidemill.models.slices import Coverage, Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Published, Version
@@ -50,7 +49,6 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     offset: _Dims  # where the block begins in it
     size: _Dims  # of the block
     dtype: str
-    sum: int  # of its 64-bit words, see `word_sum`
     total: int | None  # the fingerprint of the whole tensor, by its owner
     part: _Count = 0  # which file of the carrier holds it
     start: _Count = 0  # its first byte there; a safetensors file has an index of its own
@@ -61,8 +59,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         dtype = str(item.tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ValueError(f"{item.name}: weights of dtype {dtype} cannot be sent; known: {', '.join(DTYPES)}")
-        size, total = tuple(item.tensor.shape), word_sum(item.tensor)
-        return cls(item.name, tuple(item.shape), tuple(item.offset), size, dtype, total, item.total, part, start)
+        return cls(item.name, item.shape, item.offset, tuple(item.tensor.shape), dtype, item.total, part, start)
 
     @property
     def length(self) -> int:
@@ -89,8 +86,6 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise PolicyMismatch(
                 f"{self.key}: the manifest says {self.dtype} {self.size}, found {dtype} {tuple(tensor.shape)}"
             )
-        if word_sum(tensor) != self.sum:
-            raise PolicyMismatch(f"{self.key}: its bytes are not those that were sent (the sum differs)")
         return Slice(self.name, self.shape, self.offset, tensor, self.total)
 
 
