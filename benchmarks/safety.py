@@ -38,7 +38,6 @@ from tidemill.orchestration.placement import Liveness
 from tidemill.protocols import Engine
 from tidemill.recipe import load_recipe
 from tidemill.session import run
-from tidemill.sync import manifest
 
 TARGET, TARGET_STALL = 0.03, 0.05
 LEDGER = ("admit", "finish", "drop", "begin_step", "end_step", "publish", "evaluation", "event", "retain")
@@ -75,8 +74,7 @@ def account_for(account: Account) -> None:
         account.wrap(SqliteLedger, name, "ledger")
     account.wrap(fingerprint.Fingerprint, "add", "fingerprints")
     account.wrap(fingerprint.Fingerprint, "sums", "fingerprints")
-    for module in (manifest, served):
-        account.wrap(module, "word_sum", "fingerprints")
+    account.wrap(served, "word_sum", "fingerprints")
     account.wrap(Trace, "collect", "tracing")
     account.wrap(Trace, "add", "tracing")
     account.wrap(Trace, "write", "tracing")
@@ -93,13 +91,15 @@ async def beat_cost(folder: Path, model: Path, beats: int = 300) -> float:
     import psutil
 
     spec = {"model": str(model), "engine": {}, "carrier": None}
-    handle = await Local(folder, liveness=Liveness(every_s=1e9)).start(Engine, "engine", "engine-0", spec, 1)
+    placement = Local(folder, liveness=Liveness(every_s=1e9))
+    handle = await placement.start(Engine, "engine", "engine-0", spec, 1)
     child = psutil.Process(handle.pid)
     own, theirs = time.process_time(), sum(child.cpu_times()[:2])
     for _ in range(beats):
         await handle._connection.ping(10.0)
     spent = time.process_time() - own + sum(child.cpu_times()[:2]) - theirs
     await handle.stop()
+    await placement.close()
     return spent / beats
 
 

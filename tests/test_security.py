@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from orchestration.echo_worker import Echo
 from sources import dotted, sources
@@ -164,16 +165,18 @@ async def test_the_token_is_where_nobody_else_can_read_it(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(secrets, "token_hex", noted)
     worker = Path(__file__).parent / "orchestration" / "echo_worker.py"
-    child = await local.spawn(Echo, "echo", "echo", {}, tmp_path, command=[sys.executable, str(worker)])
+    placement = local.Local(tmp_path, [sys.executable, str(worker)])
+    child = await placement.start(Echo, "echo", "echo", {})
     try:
         assert await child.proxy.pid() == child.pid and len(made[0]) == 64
-        for name in ("cmdline", "environ"):
-            assert made[0].encode() not in Path(f"/proc/{child.pid}/{name}").read_bytes()
-    finally:
+        for pid in (child.pid, psutil.Process(child.pid).ppid()):  # the role, and the process that it was forked from
+            for name in ("cmdline", "environ"):
+                assert made[0].encode() not in Path(f"/proc/{pid}/{name}").read_bytes()
         await child.stop()
+        await (await placement.start(Echo, "echo", "echo", {})).stop()
+    finally:
+        await placement.close()
     assert all(made[0] not in path.read_text() for path in tmp_path.rglob("*") if path.is_file())
-    other = await local.spawn(Echo, "echo", "echo", {}, tmp_path, command=[sys.executable, str(worker)])
-    await other.stop()
     assert made[0] != made[1]
 
 

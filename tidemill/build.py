@@ -1,7 +1,8 @@
 """Where concrete classes are known: settings in, running parts out.
 
 A role is described by a spec, plain data, so that the same function builds it in this process (`inline`) or in a process of
-its own (`local`, by way of `remote_worker`). Heavy imports happen here, when a role is built, and nowhere on the way.
+its own (`local`, by way of `remote_worker`). Heavy imports happen here, when a role is built, and nowhere on the way; the
+process that roles are forked from does them before (`import_roles`).
 """
 
 from __future__ import annotations
@@ -106,6 +107,24 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     )
 
 
+def import_roles() -> None:
+    """All that building a role and running it imports, so that a process forked from this one finds it done."""
+    import torch._dynamo  # noqa: F401  (torch does, as soon as a decoder is made on the meta device: two seconds)
+
+    import tidemill.engine.core
+    import tidemill.models.tokenizer
+    import tidemill.models.weights
+    import tidemill.sync.carriers
+    import tidemill.trainer.native  # noqa: F401
+
+
+def use_threads(count: int) -> None:
+    """Compute with so many: after `import_roles` the environment is not read any more."""
+    import torch
+
+    torch.set_num_threads(count)
+
+
 def one_thread() -> Callable[[Callable[[], T]], asyncio.Future[T]]:
     """Runs blocking functions one after another in one thread."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -148,24 +167,30 @@ def budget_of(supervise: SuperviseSettings) -> Budget:
     return Budget(supervise.restarts, supervise.window_s, supervise.backoff_s)
 
 
-def make_placement(settings: PlacementSettings, logs: Path, supervise: SuperviseSettings) -> Placement:
+@asynccontextmanager
+async def placed(settings: PlacementSettings, logs: Path, supervise: SuperviseSettings) -> AsyncIterator[Placement]:
+    """Where roles are started. What the first start needs is begun at once, beside whatever the caller does until then."""
     if settings.kind == "inline":
-        return Inline(build_role)
-    return Local(
-        logs, start_deadline=START_S, liveness=Liveness(supervise.heartbeat_s, supervise.silent_s, supervise.stuck_s)
-    )
+        placement: Placement = Inline(build_role)
+    else:
+        liveness = Liveness(supervise.heartbeat_s, supervise.silent_s, supervise.stuck_s)
+        placement = Local(logs, start_deadline=START_S, liveness=liveness)
+    placement.begin()
+    try:
+        yield placement
+    finally:
+        await placement.close()
 
 
 @asynccontextmanager
 async def start_parts(
-    config: RunConfig, trainer: TrainerSpec, logs: Path, tell: Callable[[str, dict[str, Any]], None]
+    config: RunConfig, trainer: TrainerSpec, placement: Placement, tell: Callable[[str, dict[str, Any]], None]
 ) -> AsyncIterator[Parts]:
     """Trainer and engines, started at the same time where they are processes, and stopped at the end however it comes.
 
     tell: is told of engines that were lost and that came back (kind of event, details).
     """
     settings, supervise = config.placement, config.supervise
-    placement = make_placement(settings, logs, supervise)
     served = EngineSpec(model=trainer.model, engine=config.engine, carrier=settings.sync.carrier)
 
     async def start_trainer() -> Handle[Trainer]:
@@ -202,13 +227,13 @@ async def _stop_all(handles: list[Handle[Any]]) -> None:
 @asynccontextmanager
 async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int) -> AsyncIterator[Engine]:
     """One engine that serves a folder's weights as they are, as version 0, and is never updated."""
-    placement = make_placement(config.placement, logs, config.supervise)
     spec = EngineSpec(model=model, engine=config.engine)
-    handle = await _start(placement, Engine, spec, "engine-0", threads, ENGINE_DEADLINES)
-    try:
-        yield handle.proxy
-    finally:
-        await handle.stop()
+    async with placed(config.placement, logs, config.supervise) as placement:
+        handle = await _start(placement, Engine, spec, "engine-0", threads, ENGINE_DEADLINES)
+        try:
+            yield handle.proxy
+        finally:
+            await handle.stop()
 
 
 async def _start(

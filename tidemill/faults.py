@@ -117,6 +117,12 @@ def reach(role: str, phase: str, step: int = 0, path: Path | None = None) -> Non
         _armed.reach(role, phase, step, path)
 
 
+def arm(environment: Mapping[str, str]) -> None:
+    """From here on the faults are those of `environment`: a process that was forked has its parent's."""
+    global _armed
+    _armed = Faults.from_environment(environment)
+
+
 def belong_to(controller: int) -> None:
     """This process is part of the run that the process `controller` leads."""
     _armed.controller = controller

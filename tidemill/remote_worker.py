@@ -1,11 +1,14 @@
-"""The main module of a process that plays one role: `python -m tidemill.remote_worker`, started by `orchestration.local`."""
+"""The main module of the processes that roles play in: `python -m tidemill.remote_worker`, started by `orchestration.local`.
+
+It is the fork server; what is forked from it becomes an engine or a trainer.
+"""
 
 from __future__ import annotations
 
 from functools import partial
 
-from tidemill.build import build_role
+from tidemill.build import build_role, import_roles, use_threads
 from tidemill.orchestration.hosting import host
 
 if __name__ == "__main__":
-    host(partial(build_role, offload=True))
+    host(partial(build_role, offload=True), import_roles, use_threads)

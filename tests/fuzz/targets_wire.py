@@ -27,6 +27,7 @@ from tidemill import codec
 from tidemill.model_folder import ModelFolder
 from tidemill.orchestration import local, wire
 from tidemill.orchestration.hosting import REPORT_LENGTH, Ready
+from tidemill.orchestration.logs import Log
 from tidemill.orchestration.placement import StartFailed
 from tidemill.orchestration.rpc import Server, connect
 from tidemill.orchestration.wire import Call, Cancel, Done, Failed, Hello, PeerDied, Ping, RemoteError, failure
@@ -165,13 +166,13 @@ def _packed(tree: Any) -> bytes:
 class Ended:
     """A process that has ended."""
 
-    async def wait(self) -> int:
-        return 1
+    async def wait(self) -> str:
+        return "exit status 1"
 
 
 @contextmanager
 def reports(folder: Path) -> Iterator[Attack]:
-    log = local.Log.at(folder / "child.log")
+    log = Log.at(folder / "child.log")
     log.path.write_text("what it said\n")
 
     async def attack(raw: bytes) -> None:

@@ -1,12 +1,17 @@
-"""A temporary folder that must be empty again afterwards."""
+"""A temporary folder that must be empty again afterwards, and processes that are all gone then."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
+import pytest_asyncio
+from echo_worker import WORKER, Echo, Start
+
+from tidemill.orchestration.local import Local, LocalProcess
 
 
 @pytest.fixture
@@ -17,3 +22,28 @@ def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         monkeypatch.setattr(tempfile, "tempdir", folder)
         yield Path(folder)
         assert list(Path(folder).iterdir()) == []
+
+
+@pytest_asyncio.fixture
+async def start(tmp_path: Path, temporary: Path) -> AsyncIterator[Start]:
+    """start(spec, name=, command=, threads=, deadlines=, start_deadline=, liveness=): an echo in a process of its own.
+
+    Those with the same command and liveness share a placement. Afterwards there is no process left.
+    """
+    placements: dict[str, Local] = {}
+
+    async def begin(
+        spec=None, name="engine-0", command=WORKER, threads=None, deadlines=None, start_deadline=60.0, liveness=None
+    ):
+        placement = placements.setdefault(f"{command} {liveness}", Local(tmp_path / "logs", command, liveness=liveness))
+        placement._start_deadline = start_deadline
+        handle: LocalProcess[Echo] = await placement.start(Echo, "engine", name, spec or {}, threads, deadlines)
+        return handle
+
+    before = set(psutil.Process().children())
+    try:
+        yield begin
+    finally:
+        for placement in placements.values():
+            await placement.close()
+    assert set(psutil.Process().children()) <= before

@@ -8,15 +8,27 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from tidemill import faults
 from tidemill.config import ConfigError
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Array, SamplingParams
 
 WORKER = [sys.executable, __file__]
+_POLLING = """
+import sys; sys.path.insert(0, sys.argv[1])
+import echo_worker
+from tidemill.orchestration import forkserver, hosting
+forkserver.die_with_parent = lambda: False
+hosting.host(echo_worker.build)
+"""
+WITHOUT_THE_KERNEL = [sys.executable, "-c", _POLLING, str(Path(__file__).parent)]  # whose word ends orphans at once
+Start = Callable[..., Awaitable[Any]]  # the fixture `start`
 
 
 class Echo(Protocol):
@@ -29,6 +41,9 @@ class Echo(Protocol):
     async def cancelled(self) -> list[str]: ...
     async def pid(self) -> int: ...
     async def environment(self, key: str) -> str: ...
+    async def threads(self) -> int: ...
+    async def descriptors(self) -> list[str]: ...
+    async def reach(self, phase: str) -> None: ...
     async def wrong(self) -> int: ...
     async def block(self, seconds: float) -> None: ...
     async def close(self) -> None: ...
@@ -96,6 +111,15 @@ class Echoing:
     async def environment(self, key: str) -> str:
         return os.environ.get(key, "")
 
+    async def threads(self) -> int:
+        return told[-1] if told else 0
+
+    async def descriptors(self) -> list[str]:
+        return sorted(os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
+
+    async def reach(self, phase: str) -> None:
+        faults.reach("engine-0", phase)
+
     async def wrong(self) -> int:
         return "not a number"  # type: ignore[return-value]
 
@@ -111,6 +135,9 @@ class Echoing:
             raise ValueError("cannot close")
         if self.spec.get("close") == "hangs":
             await asyncio.Event().wait()
+
+
+told: list[int] = []  # by whoever starts it: with how many threads to compute
 
 
 async def build(spec: dict[str, Any]) -> tuple[object, type]:
@@ -142,4 +169,4 @@ async def build(spec: dict[str, Any]) -> tuple[object, type]:
 if __name__ == "__main__":
     from tidemill.orchestration.hosting import host
 
-    host(build)
+    host(build, use_threads=told.append)

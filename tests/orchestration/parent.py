@@ -1,4 +1,7 @@
-"""A controller to be killed: starts one child, says its pid, waits. `python parent.py FOLDER idle|blocked|stopped|polled`"""
+"""A controller to be killed: starts one child, says its pid and the fork server's, waits.
+
+`python parent.py FOLDER idle|blocked|stopped|server-stopped|polled`
+"""
 
 from __future__ import annotations
 
@@ -8,29 +11,23 @@ import signal
 import sys
 from pathlib import Path
 
-from echo_worker import WORKER, Echo
+import psutil
+from echo_worker import WITHOUT_THE_KERNEL, WORKER, Echo
 
-from tidemill.orchestration.local import spawn
-
-WITHOUT_THE_KERNEL = """
-import sys; sys.path.insert(0, sys.argv[1])
-import echo_worker
-from tidemill.orchestration import hosting
-hosting._die_with_parent = lambda: False
-hosting.host(echo_worker.build)
-"""
+from tidemill.orchestration.local import Local
 
 
 async def main(folder: Path, when: str) -> None:
-    polling = [sys.executable, "-c", WITHOUT_THE_KERNEL, str(Path(__file__).parent)]
-    command = polling if when == "polled" else WORKER
-    child = await spawn(Echo, "engine", "engine-0", {}, folder, command=command)
+    child = await Local(folder, WITHOUT_THE_KERNEL if when == "polled" else WORKER).start(Echo, "engine", "engine-0", {})
+    server = psutil.Process(child.pid).ppid()
     if when == "blocked":
         asyncio.get_running_loop().create_task(child.proxy.block(300.0))
         await asyncio.sleep(0.2)
     if when == "stopped":
         os.kill(child.pid, signal.SIGSTOP)
-    print(child.pid, flush=True)
+    if when == "server-stopped":
+        os.kill(server, signal.SIGSTOP)
+    print(child.pid, server, flush=True)
     await asyncio.Event().wait()
 
 

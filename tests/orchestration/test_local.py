@@ -14,16 +14,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from echo_worker import WORKER, Echo
+from echo_worker import Start
 
 from tidemill.config import ConfigError
-from tidemill.orchestration.local import LocalProcess, Log, spawn
+from tidemill.orchestration.logs import Log
 from tidemill.orchestration.placement import Liveness, StartFailed
 from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
-
-
-async def start(tmp_path: Path, spec: dict | None = None, **options) -> LocalProcess[Echo]:
-    return await spawn(Echo, "engine", "engine-0", spec or {}, tmp_path / "logs", command=WORKER, **options)
 
 
 def running(pid: int) -> bool:
@@ -40,8 +36,8 @@ def gone_within(pid: int, seconds: float) -> bool:
     return not running(pid)
 
 
-async def test_killed_child_fails_pending_calls_at_once(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path)
+async def test_killed_child_fails_pending_calls_at_once(start: Start) -> None:
+    child = await start()
     calls = [asyncio.create_task(child.proxy.hold(str(i))) for i in range(3)]
     while len(await child.proxy.held()) < 3:
         pass
@@ -60,8 +56,8 @@ async def test_killed_child_fails_pending_calls_at_once(tmp_path: Path, temporar
     assert "SIGKILL" in await child.stop()
 
 
-async def test_child_that_exits_by_itself_is_noticed(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path)
+async def test_child_that_exits_by_itself_is_noticed(start: Start) -> None:
+    child = await start()
     call = asyncio.create_task(child.proxy.hold("x"))
     while not await child.proxy.held():
         pass
@@ -72,28 +68,30 @@ async def test_child_that_exits_by_itself_is_noticed(tmp_path: Path, temporary: 
     await child.stop()
 
 
-@pytest.mark.parametrize("when", ["idle", "blocked", "stopped", "polled"])
-async def test_children_die_with_a_killed_parent(tmp_path: Path, temporary: Path, when: str) -> None:
+@pytest.mark.parametrize("when", ["idle", "blocked", "stopped", "server-stopped", "polled"])
+async def test_children_and_their_server_die_with_a_killed_parent(tmp_path: Path, temporary: Path, when: str) -> None:
     parent = subprocess.Popen(
         [sys.executable, str(Path(__file__).parent / "parent.py"), str(tmp_path), when], stdout=subprocess.PIPE, text=True
     )
+    pids: list[int] = []
     try:
         assert parent.stdout is not None
-        pid = int(parent.stdout.readline())
-        assert running(pid)
+        pids = [int(each) for each in parent.stdout.readline().split()]
+        assert len(pids) == 2 and all(map(running, pids))
         parent.kill()
         parent.wait(10)
-        assert gone_within(pid, 5)
+        assert all(gone_within(pid, 5) for pid in pids)
     finally:
         parent.kill()
         parent.wait(10)
         parent.stdout.close()  # type: ignore[union-attr]
-        with contextlib.suppress(ProcessLookupError, UnboundLocalError):
-            os.kill(pid, signal.SIGKILL)
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
-async def test_sigstopped_child_times_out_and_is_killed(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, deadlines={"pid": 0.2})
+async def test_sigstopped_child_times_out_and_is_killed(start: Start) -> None:
+    child = await start(deadlines={"pid": 0.2})
     os.kill(child.pid, signal.SIGSTOP)
     with pytest.raises(PeerTimeout, match=r"^engine-0 did not answer pid\(\) within 0.2 s$"):
         await child.proxy.pid()
@@ -101,8 +99,8 @@ async def test_sigstopped_child_times_out_and_is_killed(tmp_path: Path, temporar
     assert gone_within(child.pid, 1)
 
 
-async def test_a_deadline_cancels_the_remote_task(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, deadlines={"hold": 0.1})
+async def test_a_deadline_cancels_the_remote_task(start: Start) -> None:
+    child = await start(deadlines={"hold": 0.1})
     with pytest.raises(PeerTimeout) as caught:
         await child.proxy.hold("x")
     assert (caught.value.peer, caught.value.method, caught.value.seconds) == ("engine-0", "hold", 0.1)
@@ -112,8 +110,8 @@ async def test_a_deadline_cancels_the_remote_task(tmp_path: Path, temporary: Pat
     await child.stop()
 
 
-async def test_a_remote_timeout_is_not_taken_for_our_own(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path)
+async def test_a_remote_timeout_is_not_taken_for_our_own(start: Start) -> None:
+    child = await start()
     with pytest.raises(TimeoutError, match="verifier") as caught:
         await child.proxy.fail("timeout")
     assert not isinstance(caught.value, PeerTimeout)
@@ -125,14 +123,14 @@ async def test_a_remote_timeout_is_not_taken_for_our_own(tmp_path: Path, tempora
     await child.stop()
 
 
-async def test_stop_says_when_close_failed_and_still_ends_it(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, {"close": "fails"})
+async def test_stop_says_when_close_failed_and_still_ends_it(start: Start) -> None:
+    child = await start({"close": "fails"})
     assert "cannot close" in await child.stop(deadline=20)
     assert gone_within(child.pid, 1)
 
 
-async def test_stop_cancelled_half_way_still_reaps(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, {"close": "hangs"})
+async def test_stop_cancelled_half_way_still_reaps(start: Start) -> None:
+    child = await start({"close": "hangs"})
     stopping = asyncio.create_task(child.stop(deadline=60))
     await child.proxy.pid()
     stopping.cancel()
@@ -141,51 +139,52 @@ async def test_stop_cancelled_half_way_still_reaps(tmp_path: Path, temporary: Pa
     assert gone_within(child.pid, 1)
 
 
-async def test_stop_takes_what_the_child_started_along(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, {"start": "grandchild", "mark": str(tmp_path), "close": "hangs"})
+async def test_stop_takes_what_the_child_started_along(tmp_path: Path, start: Start) -> None:
+    child = await start({"start": "grandchild", "mark": str(tmp_path), "close": "hangs"})
     grandchild = psutil.Process(child.pid).children()[0].pid
     await child.stop(deadline=0.4)
     assert gone_within(grandchild, 2)
 
 
-async def test_start_failures(tmp_path: Path, temporary: Path) -> None:
+async def test_start_failures(start: Start) -> None:
     with pytest.raises(StartFailed, match=r"engine-0 did not start: killed by SIGKILL(.|\n)*about to go"):
-        await start(tmp_path, {"start": "killed"})
+        await start({"start": "killed"})
     with pytest.raises(StartFailed, match="killed by SIGKILL"):  # though its fork still holds the pipe
-        await start(tmp_path, {"start": "forks and is killed"})
+        await start({"start": "forks and is killed"})
     with pytest.raises(PeerTimeout, match=r"engine-0 did not answer start\(\) within 0.5 s"):
-        await start(tmp_path, {"start": "hangs"}, start_deadline=0.5)
+        await start({"start": "hangs"}, start_deadline=0.5)
     with pytest.raises(ConfigError, match=r"^engine-0 did not start: model='nope'"):
-        await start(tmp_path, {"start": "value"})
+        await start({"start": "value"})
     with pytest.raises(ValueError, match="name a file"):
-        await spawn(Echo, "engine", "../x", {}, tmp_path, command=WORKER)
-    with pytest.raises(FileNotFoundError):
-        await spawn(Echo, "engine", "x", {}, tmp_path, command=["/no/such/program"])
-    assert psutil.Process().children() == []
+        await start(name="../x")
+    with pytest.raises(StartFailed, match=r"engine-0 did not start: the fork server could not be started: .*No such file"):
+        await start(command=["/no/such/program"])
+    assert [child for server in psutil.Process().children() for child in server.children()] == []
 
 
-async def test_a_child_that_forks_starts_all_the_same(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, {"start": "forks", "close": "hangs"}, start_deadline=30)
+async def test_a_child_that_forks_starts_all_the_same(start: Start) -> None:
+    child = await start({"start": "forks", "close": "hangs"}, start_deadline=30)
     fork = psutil.Process(child.pid).children()[0].pid
     await child.stop(deadline=0.4)
     assert gone_within(fork, 2)
 
 
-async def test_the_launch_is_private(tmp_path: Path, temporary: Path) -> None:
+async def test_the_launch_is_private(temporary: Path, start: Start) -> None:
+    await (await start()).stop()  # asyncio keeps a descriptor of its own
     before = len(os.listdir("/dev/fd"))
-    child = await start(tmp_path, {"secret": "s3cret"}, threads=3)
+    child = await start({"secret": "s3cret"}, threads=3)
     assert list(temporary.iterdir()) == []  # connected, and the socket's folder is gone already
     process = psutil.Process(child.pid)
     assert "s3cret" not in " ".join([*process.cmdline(), *process.environ().values()])
     assert os.getsid(child.pid) == child.pid  # Ctrl-C does not reach it
-    assert await child.proxy.environment("OMP_NUM_THREADS") == "3"
+    assert await child.proxy.environment("OMP_NUM_THREADS") == "3" and await child.proxy.threads() == 3
     assert await child.proxy.pid() == child.pid
     await child.stop()
-    assert len(os.listdir("/dev/fd")) <= before + 1  # asyncio keeps one of its own
+    assert len(os.listdir("/dev/fd")) == before
 
 
-async def test_large_arrays_travel(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path)
+async def test_large_arrays_travel(start: Start) -> None:
+    child = await start()
     array = np.random.default_rng(0).random(2_000_000)
     assert np.array_equal(await child.proxy.echo(array), array)
     await child.stop()
@@ -206,8 +205,8 @@ def test_tail_is_bounded(tmp_path: Path) -> None:
 QUICK = Liveness(every_s=0.02, silent_s=0.5, stuck_s=0.5)
 
 
-async def test_a_frozen_child_is_killed_and_named(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, liveness=QUICK)
+async def test_a_frozen_child_is_killed_and_named(start: Start) -> None:
+    child = await start(liveness=QUICK)
     call = asyncio.create_task(child.proxy.hold("x"))
     while not await child.proxy.held():
         pass
@@ -218,17 +217,17 @@ async def test_a_frozen_child_is_killed_and_named(tmp_path: Path, temporary: Pat
     await child.stop()
 
 
-async def test_a_stuck_child_is_killed_with_its_stacks_in_the_log(tmp_path: Path, temporary: Path) -> None:
+async def test_a_stuck_child_is_killed_with_its_stacks_in_the_log(tmp_path: Path, start: Start) -> None:
     """Its event loop answers heartbeats, but the one call it has makes no progress."""
-    child = await start(tmp_path, liveness=QUICK)
+    child = await start(liveness=QUICK)
     with pytest.raises(PeerDied, match=r"made no progress for 0.5 s in hold\(\) and was killed"):
         await child.proxy.hold("x")
     assert "Current thread" in (tmp_path / "logs" / "engine-0.log").read_text()
     await child.stop()
 
 
-async def test_a_slow_child_that_makes_progress_lives(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, liveness=Liveness(every_s=0.02, silent_s=5, stuck_s=0.2))
+async def test_a_slow_child_that_makes_progress_lives(start: Start) -> None:
+    child = await start(liveness=Liveness(every_s=0.02, silent_s=5, stuck_s=0.2))
     slow = asyncio.create_task(child.proxy.hold("x"))
     end = time.monotonic() + 0.8  # four times as long as it may be stuck
     while time.monotonic() < end:
@@ -241,8 +240,8 @@ async def test_a_slow_child_that_makes_progress_lives(tmp_path: Path, temporary:
     await child.stop()
 
 
-async def test_a_watcher_that_was_stopped_itself_kills_nobody(tmp_path: Path, temporary: Path) -> None:
-    child = await start(tmp_path, liveness=QUICK)
+async def test_a_watcher_that_was_stopped_itself_kills_nobody(start: Start) -> None:
+    child = await start(liveness=QUICK)
     blocked = asyncio.create_task(child.proxy.block(1.4))  # as if both had been stopped, with a heartbeat under way,
     await asyncio.sleep(0.2)
     time.sleep(1.0)  # and this process were the first to go on

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import pytest_asyncio
 from echo_worker import WORKER, Echo, Other, build
 
 from tidemill.config import ConfigError
@@ -17,9 +19,15 @@ from tidemill.protocols import PolicyMismatch
 from tidemill.types import SamplingParams
 
 
-@pytest.fixture(params=["inline", "local"])
-def placement(request: pytest.FixtureRequest, tmp_path: Path, temporary: Path) -> Placement:
-    return Inline(build) if request.param == "inline" else Local(tmp_path / "logs", WORKER, start_deadline=60)
+@pytest_asyncio.fixture(params=["inline", "local"])
+async def placement(request: pytest.FixtureRequest, tmp_path: Path, temporary: Path) -> AsyncIterator[Placement]:
+    made = Inline(build) if request.param == "inline" else Local(tmp_path / "logs", WORKER, start_deadline=60)
+    made.begin()
+    try:
+        yield made
+    finally:
+        await made.close()
+        await made.close()  # which may be repeated
 
 
 async def until(condition, seconds: float = 20.0) -> None:

@@ -73,3 +73,9 @@ class Inline:
         if missing := set(methods_of(protocol)) - set(methods_of(served)):
             raise ValueError(f"{name} does not serve {', '.join(sorted(missing))}")
         return InlineHandle(name, cast(T, target), "close" in methods_of(protocol))
+
+    def begin(self) -> None:
+        """Nothing is needed."""
+
+    async def close(self) -> None:
+        """Nothing is left: what was started is this process's own."""

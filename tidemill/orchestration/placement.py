@@ -74,6 +74,14 @@ class Placement(Protocol):
         """Start `name` in `role`. Raises what building it raised: ValueError family as it is, else StartFailed."""
         ...
 
+    def begin(self) -> None:
+        """Make ready what the first start needs, without waiting for it."""
+        ...
+
+    async def close(self) -> None:
+        """Leave nothing behind; what was not stopped ends. Safe to call again, but nothing starts any more."""
+        ...
+
 
 class StartFailed(RuntimeError):
     """A role could not be started, for a reason that is not the configuration's."""

@@ -1,0 +1,268 @@
+"""The process that roles are forked from: it imports once what they need, and from then on forks and does nothing else.
+
+    controller -> Fork + 3 descriptors | Reap          its stdin is the socket; JSON, each message with its length
+    controller <- Serving, Forked | Refused, Ended     Serving: the imports are done
+
+A fork copies the thread that calls it and no other, whatever locks and pools the others hold. So this process has one
+thread, computes nothing, touches no device, and `serve_forks` returns in the children only: what they do begins on a
+stack with nothing of the server's left on it. A child that has ended is reaped when the controller says that it knows,
+for until then its id cannot become another process's. The server ends with the controller, and its children with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import select
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+import msgspec
+
+from tidemill import faults
+
+DESCRIPTORS = 3  # of a Fork: where the child reports, its log, its working directory
+LENGTH = 4  # bytes before a message that say how long it is
+MOST = 16 << 20  # bytes of a message: a launch, and an environment, of which the system takes a few megabytes
+_PR_SET_PDEATHSIG = 1
+
+Pid = Annotated[int, msgspec.Meta(gt=1)]  # signals to 0, 1 or -1 would go to others
+
+
+class Launch(msgspec.Struct, frozen=True):
+    """What a child is to be. It travels through the socket: on a command line every user could read it."""
+
+    controller: Pid
+    token: str
+    role: str
+    name: str
+    spec: dict[str, Any]
+
+
+class Fork(msgspec.Struct, frozen=True, tag="fork"):
+    id: int
+    launch: Launch
+    threads: int | None  # of numerical libraries; None: as many as they like
+    environment: list[tuple[bytes, bytes]]
+
+
+class Reap(msgspec.Struct, frozen=True, tag="reap"):
+    """The controller knows that it ended, and sends it no more signals."""
+
+    pid: Pid
+
+
+class Serving(msgspec.Struct, frozen=True, tag="serving"):
+    pass
+
+
+class Forked(msgspec.Struct, frozen=True, tag="forked"):
+    id: int
+    pid: Pid
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    id: int
+    why: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended"):
+    pid: Pid
+    code: int  # exit status, or the signal's number, negative
+
+
+Request = Fork | Reap
+Notice = Serving | Forked | Refused | Ended
+
+
+@dataclass(frozen=True)
+class Birth:
+    """What a child knows when it begins."""
+
+    launch: Launch
+    threads: int | None
+    report: int  # descriptor
+    parent: int  # the server's process id
+    bound: bool  # the kernel kills this process when the server ends
+
+
+def frame(message: Request | Notice) -> bytes:
+    """Raises ValueError when it is too long."""
+    raw = msgspec.json.encode(message)
+    if len(raw) > MOST:
+        raise ValueError(f"a message of {len(raw)} bytes to start a process; at most {MOST} travel: is its spec that large?")
+    return len(raw).to_bytes(LENGTH, "big") + raw
+
+
+def serve_forks(preload: Callable[[], None]) -> Birth:
+    """Import, then fork on request until the controller ends. Returns in the children, and nowhere else."""
+    with _channel() as channel:
+        die_with_parent()  # where the kernel cannot: at the end of the channel
+        preload()
+        if (threads := thread_count()) != 1:
+            sys.exit(f"cannot fork: {threads} threads run after the imports, expected 1; which of them starts threads?")
+        gc.collect()
+        gc.freeze()  # or the first collection of every child would write to, and so copy, all that they share
+        return _Server(channel).run()
+
+
+def thread_count() -> int:
+    """Of this process; those that Python did not start only where the system tells."""
+    tasks = "/proc/self/task"
+    return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
+
+
+def die_with_parent() -> bool:
+    """Have the kernel kill us when the thread that started us ends. False where it cannot."""
+    return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
+
+
+def _channel() -> socket.socket:
+    """What came as stdin, which is then empty, so that nothing imported can read from the socket."""
+    try:
+        channel = socket.socket(fileno=os.dup(0))
+    except OSError:
+        sys.exit("stdin is no socket: this module is run by tidemill.orchestration.local, not by hand")
+    _to_null(0)
+    return channel
+
+
+def _to_null(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, descriptor)
+    os.close(null)
+
+
+class _Server:
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._children: dict[int, bool] = {}  # by process id: its end was told
+        self._woken, self._waking = socket.socketpair()
+        self._woken.setblocking(False)
+        self._waking.setblocking(False)
+        signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the wakeup is all that is wanted
+
+    def run(self) -> Birth:
+        self._tell(Serving())
+        while True:
+            # bounded: it serves until its controller ends, and with it the channel
+            readable, _, _ = select.select([self._channel, self._woken], [], [])
+            if self._woken in readable:
+                self._woken.recv(1 << 12, socket.MSG_DONTWAIT)
+                self._tell_ends()
+            if self._channel in readable and (birth := self._answer()):
+                return birth
+
+    def _answer(self) -> Birth | None:
+        request, descriptors = self._receive()
+        if isinstance(request, Fork):
+            if len(descriptors) != DESCRIPTORS:
+                sys.exit(f"the controller sent {len(descriptors)} descriptors with a Fork, expected {DESCRIPTORS}")
+            return self._fork(request, descriptors)
+        if request.pid in self._children:
+            os.waitpid(request.pid, os.WNOHANG)
+            del self._children[request.pid]
+        return None
+
+    def _fork(self, request: Fork, descriptors: list[int]) -> Birth | None:
+        sys.stdout.flush()  # or the child would write it once more
+        sys.stderr.flush()
+        server = os.getpid()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            self._tell(Refused(request.id, f"the system refused to fork: {error}"))
+        else:
+            if pid == 0:
+                self._close()
+                return _begin(request, descriptors, server)
+            self._children[pid] = False
+            self._tell(Forked(request.id, pid))
+        for each in descriptors:
+            os.close(each)
+        return None
+
+    def _tell_ends(self) -> None:
+        for pid, told in list(self._children.items()):
+            if not told and (code := _end_of(pid)) is not None:
+                self._children[pid] = True
+                self._tell(Ended(pid, code))
+
+    def _tell(self, notice: Notice) -> None:
+        try:
+            self._channel.sendall(frame(notice))  # bounded: the controller reads, or ends
+        except OSError:
+            self._end()
+
+    def _receive(self) -> tuple[Request, list[int]]:
+        """Ends the process with the channel, or with what cannot be read: there is nobody else to serve."""
+        try:
+            # bounded: there is something to read, and the rest of a message follows its head
+            head, descriptors, _, _ = socket.recv_fds(self._channel, LENGTH, DESCRIPTORS + 1)
+            for each in descriptors:
+                os.set_inheritable(each, False)
+            length = int.from_bytes(head + self._exactly(LENGTH - len(head)), "big")
+            if length > MOST:
+                sys.exit(f"the controller sent a message of {length} bytes, at most {MOST} are taken")
+            return msgspec.json.decode(self._exactly(length), type=Request), descriptors
+        except (EOFError, OSError):
+            self._end()
+        except msgspec.DecodeError as error:
+            sys.exit(f"the controller sent a message that is not readable: {error}")
+        raise AssertionError
+
+    def _exactly(self, size: int) -> bytes:
+        data = bytearray()
+        while len(data) < size:
+            more = self._channel.recv(size - len(data))  # bounded: the controller sends it, or ends
+            if not more:
+                raise EOFError
+            data += more
+        return bytes(data)
+
+    def _end(self) -> None:
+        """The controller has gone. At once: the children end with this process, and nothing needs an orderly exit."""
+        os._exit(0)
+
+    def _close(self) -> None:
+        """In a child: what is the server's is not its own."""
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for each in (self._channel, self._woken, self._waking):
+            each.close()
+
+
+def _end_of(pid: int) -> int | None:
+    """How a child ended, None while it runs. It is left as it is, where the system can do that."""
+    if not hasattr(os, "waitid"):  # macOS before Python 3.13
+        found, status = os.waitpid(pid, os.WNOHANG)
+        return os.waitstatus_to_exitcode(status) if found else None
+    info = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    if info is None:
+        return None
+    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
+
+
+def _begin(request: Fork, descriptors: list[int], server: int) -> Birth:
+    """Make of a fork what a process is that was started by itself: session, streams, folder, environment."""
+    bound = die_with_parent()
+    if os.getppid() != server:
+        os._exit(1)  # it went before the kernel was asked to tell us
+    os.setsid()
+    report, log, folder = descriptors
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.fchdir(folder)
+    os.close(log)
+    os.close(folder)
+    os.environ.clear()
+    os.environb.update(request.environment)
+    faults.arm(os.environ)  # the server's are those of another time
+    return Birth(request.launch, request.threads, report, server, bound)
