@@ -28,6 +28,7 @@ from tidemill.health import reporting
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
 from tidemill.monitor import Monitor
+from tidemill.orchestration.placement import Placement
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Environment
 from tidemill.recipe import RunConfig
@@ -39,7 +40,7 @@ from tidemill.types import Array, Metrics, Sample, SamplingParams, Task, Version
 
 @dataclass(slots=True)
 class Session:
-    """A run's parts that need no process of their own."""
+    """What a run keeps while trainer and engines come and go."""
 
     config: RunConfig
     folder: RunFolder
@@ -47,6 +48,7 @@ class Session:
     environment: Environment
     model: ModelFolder
     monitor: Monitor
+    placement: Placement
     note: Callable[[str], None]
 
     def tell(self, kind: str, detail: dict[str, Any]) -> None:

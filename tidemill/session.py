@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tidemill.assembly import Session, train
-from tidemill.build import TrainerSpec, budget_of, start_parts
+from tidemill.build import TrainerSpec, budget_of, placed, start_parts
 from tidemill.config import ConfigError, dump
 from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
@@ -29,6 +29,7 @@ from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
+from tidemill.orchestration.placement import Placement
 from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
@@ -82,7 +83,8 @@ async def _in_folder(
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
         forget_failure(folder.path)
         try:
-            return await _with_environment(config, folder, ledger, display, callbacks, make)
+            async with placed(config.placement, folder.logs, config.supervise) as placement:
+                return await _with_environment(config, folder, ledger, placement, display, callbacks, make)
         except BaseException as error:
             cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
             record_failure(folder.path, cause)
@@ -95,6 +97,7 @@ async def _with_environment(
     config: RunConfig,
     folder: RunFolder,
     ledger: SqliteLedger,
+    placement: Placement,
     display: Display,
     callbacks: Sequence[Callback],
     make: EnvironmentMaker | None,
@@ -108,7 +111,7 @@ async def _with_environment(
         environment = in_workers(environment, config.placement.environment, lost, display.note, written)
         try:
             model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
-            session = Session(config, folder, ledger, environment, model, monitor, display.note)
+            session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
             _describe(session)
             if ledger.next_group_id() == 0:
                 await _vouch(session)
@@ -205,7 +208,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         folder=folder.weights,
         seed=config.seed,
     )
-    async with start_parts(config, spec, folder.logs, session.tell) as parts:
+    async with start_parts(config, spec, session.placement, session.tell) as parts:
         async with parts.watched():
             done = await train(session, parts)
         if done == config.steps:
@@ -219,7 +222,7 @@ async def _start(session: Session) -> WarmStart:
     if session.ledger.next_group_id() > 0:
         return kept_start(folder.initial)
     tasks = session.environment.tasks("train")
-    start = await warm_start(config, folder, session.model, tasks, session.episodes(), session.note)
+    start = await warm_start(config, folder, session.placement, session.model, tasks, session.episodes(), session.note)
     folder.keep_initial(start.path, copy=start.warmed is not None)
     return start
 

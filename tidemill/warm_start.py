@@ -20,6 +20,7 @@ from tidemill.controller import ROLE
 from tidemill.durable import put_in_place, write_json
 from tidemill.evaluation import Evaluator
 from tidemill.model_folder import NEW, ModelFolder
+from tidemill.orchestration.placement import Placement
 from tidemill.pool import PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
@@ -48,6 +49,7 @@ def kept_start(initial: Path) -> WarmStart:
 async def warm_start(
     config: RunConfig,
     folder: RunFolder,
+    placement: Placement,
     model: ModelFolder,
     tasks: Sequence[Task],
     episodes: Episodes,
@@ -58,13 +60,14 @@ async def warm_start(
     kept = config.run_dir.parent / "warm-starts" / _digest(config, model, tasks)
     if (kept / RECORD).is_file():
         return WarmStart(kept, WarmedUp(**read_json(kept / RECORD)), cached=True)
-    warmed = await _train(config, folder, model, tasks, episodes, note, kept)
+    warmed = await _train(config, folder, placement, model, tasks, episodes, note, kept)
     return WarmStart(kept, warmed)
 
 
 async def _train(
     config: RunConfig,
     folder: RunFolder,
+    placement: Placement,
     model: ModelFolder,
     tasks: Sequence[Task],
     episodes: Episodes,
@@ -85,7 +88,7 @@ async def _train(
         folder=folder.weights,
         seed=config.seed,
     )
-    async with start_parts(parts_of, spec, folder.logs / "warmup", lambda kind, detail: note(f"{kind}: {detail}")) as parts:
+    async with start_parts(parts_of, spec, placement, lambda kind, detail: note(f"{kind}: {detail}")) as parts:
         publisher, evaluator = PoolPublisher(parts.trainer, parts.pool), Evaluator(parts.pool, episodes, config.seed)
         async with parts.watched():
             warmed = await warm_up(
