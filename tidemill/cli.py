@@ -100,12 +100,13 @@ def drill(
     minutes: Annotated[float, typer.Option(min=0.1, help="how long")] = 5.0,
     every: Annotated[float, typer.Option(min=1.0, help="seconds between two faults, on average")] = 20.0,
     seed: Annotated[int, typer.Option(help="of the schedule of faults")] = 0,
+    spare: Annotated[list[str] | None, typer.Option(help="a role to leave alone; may be given again")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a recipe while its parts are killed, frozen and starved, and say what was lost; status 1 when anything was."""
     from tidemill.commands import drill as command
 
-    raise typer.Exit(command.drill(recipe, minutes, every, seed, overrides or [], as_json))
+    raise typer.Exit(command.drill(recipe, minutes, every, seed, spare or [], overrides or [], as_json))
 
 
 @app.command()

@@ -2,7 +2,8 @@
 
     train in a process of its own -> a calm while -> every so often one fault at one part, chosen by a seed -> stop -> count
 
-kill      SIGKILL to an engine, the trainer, a reward or environment worker; to the controller, which is then started again
+kill      SIGKILL to an engine, the trainer, a reward or environment worker, the fork server; to the controller, which is
+          then started again
 freeze    SIGSTOP until the run has noticed by itself and killed it; the controller is let go on after some seconds
 starve    stopped nine tenths of the time for some seconds: slow, which must not be taken for dead
 disk      the controller is killed, and the first checkpoint after that finds the disk full (by a fault, see `faults`)
@@ -19,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -34,10 +35,15 @@ from tidemill.ledger.ledger import SqliteLedger, has_ledger
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
 
-ROLES = {"tidemill.scoring.worker": "reward", "tidemill.envs.worker": "environment"}  # by module; others by status.json
+ROLES = {  # by module; engines and the trainer by status.json
+    "tidemill.scoring.worker": "reward",
+    "tidemill.envs.worker": "environment",
+    "tidemill.remote_worker": "forkserver",
+}
 STARVED_S, FROZEN_S, DUTY_S, RUN_SHARE = 5.0, 3.0, 0.2, 0.1
 STOP_S = 120.0  # to end after its step when asked to
-TICK_S = 0.25
+TICK_S, LOOK_S = 0.25, 2.0  # between two looks at the run, and at the sizes of its processes
+GROWN_S = 120.0  # the age from which on a process should not grow any more
 
 Schedule = tuple[tuple[str, str, float], ...]
 FAULTS: Schedule = (  # what, whom, how often beside the others
@@ -46,6 +52,7 @@ FAULTS: Schedule = (  # what, whom, how often beside the others
     ("kill", "reward", 3),
     ("kill", "environment", 3),
     ("kill", "controller", 1),
+    ("kill", "forkserver", 1),
     ("freeze", "engine", 3),
     ("freeze", "trainer", 2),
     ("freeze", "reward", 2),
@@ -66,6 +73,16 @@ class Fault:
 
 
 @dataclass(slots=True)
+class Life:
+    """A process of the run, for as long as it was seen. Sizes are resident megabytes and open descriptors."""
+
+    name: str
+    seconds: float = 0.0  # how long it was there
+    early: tuple[float, int] | None = None  # at the age of GROWN_S; None: it did not get there
+    late: tuple[float, int] = (0.0, 0)  # when it was last seen
+
+
+@dataclass(slots=True)
 class Outcome:
     seconds: float = 0.0
     calm_s: float = 0.0
@@ -75,8 +92,7 @@ class Outcome:
     calm_rate: float = 0.0  # trained groups a second before the first fault
     rate: float = 0.0  # and after it
     groups: dict[str, Any] = field(default_factory=dict)
-    memory: dict[str, tuple[float, float]] = field(default_factory=dict)  # role -> MB after the calm, and at the end
-    files: dict[str, tuple[int, int]] = field(default_factory=dict)  # role -> open descriptors, likewise
+    lives: list[Life] = field(default_factory=list)  # in the order in which they began
     left: list[str] = field(default_factory=list)  # processes still there after the end
 
     @property
@@ -94,12 +110,16 @@ class Drill:
         calm_s: float,
         every_s: float,
         seed: int,
+        spare: Collection[str] = (),
         note: Callable[[str], None],
     ) -> None:
-        """command: trains `config`, and goes on with it when it is run again. every_s: the mean time between two faults."""
+        """command: trains `config`, and goes on with it when it is run again. every_s: the mean time between two faults.
+        spare: roles to which nothing is done."""
         self._config, self._command, self._note = config, command, note
         self._seconds, self._calm_s, self._every_s = seconds, calm_s, every_s
-        self._rng = random.Random(seed)
+        self._rng, self._spare = random.Random(seed), spare
+        self._lives: dict[tuple[int, float], tuple[float, Life]] = {}  # by process id and start -> (first seen, life)
+        self._looked = 0.0
         self._folder = config.run_dir
         self._log = self._folder.with_name(self._folder.name + ".faults")
         self._process: subprocess.Popen[bytes] | None = None
@@ -132,15 +152,14 @@ class Drill:
         now = time.monotonic()
         self.outcome.calm_s = now - calm
         self.outcome.calm_rate = (_trained(self._folder) - trained) / max(now - calm, 1e-9)
-        first, sizes, trained = now, self._sizes(), _trained(self._folder)
+        first, trained, due = now, _trained(self._folder), now
         while time.monotonic() - begin < self._seconds and not self._complete():
-            fault, hit = self._fault(begin), time.monotonic()
-            if fault is None:
+            if time.monotonic() < due or (fault := self._fault(begin)) is None:
                 self._tick()
                 continue
-            pause = self._rng.uniform(0.5, 1.5) * self._every_s
-            steps, back = _steps(self._folder), None
-            while time.monotonic() - hit < pause and time.monotonic() - begin < self._seconds and not self._complete():
+            hit, steps, back = begin + fault.at, _steps(self._folder), None
+            due += self._rng.uniform(0.5, 1.5) * self._every_s
+            while time.monotonic() < due and time.monotonic() - begin < self._seconds and not self._complete():
                 self._tick()
                 if back is None and _steps(self._folder) > steps:
                     back = time.monotonic() - hit
@@ -148,9 +167,8 @@ class Drill:
             came = "" if back is None else f"; the next step ended {back:.1f} s later"
             self._note(f"{fault.at:6.0f} s  {fault.what} {fault.whom}{came}")
         self.outcome.rate = (_trained(self._folder) - trained) / max(time.monotonic() - first, 1e-9)
-        ends = self._sizes()
-        self.outcome.memory = {k: (sizes[k][0], ends[k][0]) for k in sizes.keys() & ends.keys()}
-        self.outcome.files = {k: (sizes[k][1], ends[k][1]) for k in sizes.keys() & ends.keys()}
+        self._look()
+        self.outcome.lives = [life for _, life in self._lives.values()]
 
     def _start(self) -> None:
         environment = os.environ | {LOG_VARIABLE: str(self._log), VARIABLE: self._armed}
@@ -168,6 +186,8 @@ class Drill:
         """One look: a controller that has ended is started again, unless the run is complete."""
         assert self._process is not None
         time.sleep(TICK_S)
+        if time.monotonic() - self._looked > LOOK_S:
+            self._look()
         status = self._process.poll()
         if status is not None and not self._complete():
             self.outcome.statuses.append(status)
@@ -188,7 +208,7 @@ class Drill:
         kinds = {name.partition("-")[0] for name in parts}
         if "trainer" not in kinds:  # it is being started
             return None
-        able = [f for f in FAULTS if f[1] in kinds]
+        able = [f for f in FAULTS if f[1] in kinds and f[1] not in self._spare]
         what, role, _ = self._rng.choices(able, [weight for _, _, weight in able])[0]
         name = self._rng.choice(sorted(n for n in parts if n.partition("-")[0] == role))
         at = time.monotonic() - begin
@@ -231,16 +251,16 @@ class Drill:
                         parts[name] = child
         return parts
 
-    def _sizes(self) -> dict[str, tuple[float, int]]:
-        """Resident megabytes and open descriptors, by role: of its largest process."""
-        sizes: dict[str, tuple[float, int]] = {}
+    def _look(self) -> None:
+        """How large its processes are."""
+        self._looked = now = time.monotonic()
         for name, process in self._parts().items():
-            role = name.partition("-")[0]
             with suppress(psutil.NoSuchProcess):
-                mb, files = process.memory_info().rss / 1e6, process.num_fds()
-                before = sizes.get(role, (0.0, 0))
-                sizes[role] = max(before[0], mb), max(before[1], files)
-        return sizes
+                size = process.memory_info().rss / 1e6, process.num_fds()
+                first, life = self._lives.setdefault((process.pid, process.create_time()), (now, Life(name)))
+                life.seconds, life.late = now - first, size
+                if life.early is None and life.seconds >= GROWN_S:
+                    life.early = size
 
     def _stop(self) -> None:
         """Ask it to end after its step, as Ctrl-C does."""

@@ -11,14 +11,19 @@ from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.drill import Drill, Outcome, command_for, reached
+from tidemill.drill import FAULTS, GROWN_S, Drill, Life, Outcome, command_for, reached
 from tidemill.recipe import load_recipe
 
 ENDLESS = 1_000_000  # steps: a drill of so many minutes is stopped, it does not come to its end
 
 
-def drill(recipe: Path, minutes: float, every: float, seed: int, overrides: Sequence[str], as_json: bool) -> int:
+def drill(
+    recipe: Path, minutes: float, every: float, seed: int, spare: Sequence[str], overrides: Sequence[str], as_json: bool
+) -> int:
     """The exit status: 0 when nothing was lost, trained twice or left behind, else 1."""
+    roles = sorted({role for _, role, _ in FAULTS})
+    if unknown := sorted(set(spare) - set(roles)):
+        raise ConfigError(f"--spare {unknown[0]}: expected one of {', '.join(roles)}")
     given = [o.partition("=")[0] for o in overrides]
     named = [] if "run_dir" in given else [f"run_dir=runs/{recipe.stem}-drill"]
     patient = ["supervise.resume=true", "supervise.restarts=100000", "supervise.backoff_s=0.5", "supervise.silent_s=5"]
@@ -36,6 +41,7 @@ def drill(recipe: Path, minutes: float, every: float, seed: int, overrides: Sequ
         calm_s=min(120.0, seconds / 5),
         every_s=every,
         seed=seed,
+        spare=spare,
         note=note,
     )
     outcome = parts.run()
@@ -59,12 +65,30 @@ def _show(run: Path, outcome: Outcome) -> None:
         ("groups", ", ".join(f"{key} {value}" for key, value in groups.items())),
         ("speed", f"{outcome.calm_rate:.1f} -> {outcome.rate:.1f} groups/s trained: {100 * share:.0f} % of undisturbed"),
     ]
-    for role, (before, after) in sorted(outcome.memory.items()):
-        files = outcome.files[role]
-        rows.append((role, f"{before:.0f} -> {after:.0f} MB resident, {files[0]} -> {files[1]} open files"))
+    rows += [(role, _lived(lives)) for role, lives in sorted(_by_role(outcome.lives).items())]
     rows.append(("left over", Text("; ".join(outcome.left) or "no process", "bold red" if outcome.left else "")))
     lost = groups.get("lost", 0) or groups.get("trained_twice", 0)
     verdict = Text("NOT conserved", "bold red") if lost else Text("nothing lost, nothing trained twice", "green")
     rows.append(("ledger", verdict))
     screen.print(Text(str(run), "bold"))
     print_rows(screen, rows)
+
+
+def _by_role(lives: Sequence[Life]) -> dict[str, list[Life]]:
+    roles: dict[str, list[Life]] = {}
+    for life in lives:
+        roles.setdefault(life.name.partition("-")[0], []).append(life)
+    return roles
+
+
+def _lived(lives: Sequence[Life]) -> str:
+    """How many processes a role had, and how the one that lived longest grew."""
+    oldest = max(lives, key=lambda life: life.seconds)
+    there_were = "1 process" if len(lives) == 1 else f"{len(lives)} processes"
+    (late_mb, late_files), minutes = oldest.late, oldest.seconds / 60
+    if oldest.early is None:
+        return f"{there_were}, none older than {GROWN_S / 60:g} min; {late_mb:.0f} MB resident, {late_files} open files"
+    mb, files = oldest.early
+    grown, since = 100 * (late_mb / mb - 1), f"since its {GROWN_S / 60:g} min"
+    memory = f"{mb:.0f} -> {late_mb:.0f} MB resident ({grown:+.1f} % {since})"
+    return f"{there_were}; the oldest, {minutes:.1f} min: {memory}, {files} -> {late_files} open files"
