@@ -75,8 +75,8 @@ async def _train(
     kept: Path,
 ) -> WarmedUp:
     cores = os.cpu_count() or 1
-    placement = config.placement.model_copy(update={"engines": 1, "trainer_threads": cores, "engine_threads": cores})
-    parts_of = config.model_copy(update={"placement": placement})
+    together = config.placement.model_copy(update={"engines": 1, "trainer_threads": cores, "engine_threads": cores})
+    parts_of = config.model_copy(update={"placement": together})
     settings = config.trainer.model_copy(
         update={"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
     )
