@@ -2,10 +2,11 @@
 
     python benchmarks/safety.py [--steps 40]
 
-The run is the demo's, in one process (`placement=inline`), so that all of it can be accounted where it is spent: each of the
-functions below adds the CPU time of its thread to its component, nested calls once. Heartbeats exist only between processes;
-they are measured against a real child, per beat, and reckoned for the processes and the rate of the demo. The checkpoint's
-stall is the time for which the trainer copies its state, from the run's own spans.
+The run is the demo's, in its processes. In each of them the functions below add the CPU time of their thread to their
+component, nested calls once. The parts are counted from their process's start on, the whole from the first step on, so what
+is shown errs to the high side. Heartbeats have no function of their own: one is measured against a real child, on both sides,
+and reckoned for the processes and the rate of the demo. The checkpoint's stall is the time for which the trainer copies its
+state, from the run's own spans.
 """
 
 from __future__ import annotations
@@ -14,41 +15,31 @@ import argparse
 import asyncio
 import inspect
 import json
-import resource
-import shutil
+import os
 import sys
 import tempfile
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from tidemill import health
-from tidemill.commands.training import DEMO
-from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models import fingerprint, served
-from tidemill.observability.display import ProgressDisplay
-from tidemill.observability.trace import Trace
-from tidemill.orchestration.local import Local
-from tidemill.orchestration.placement import Liveness
-from tidemill.protocols import Engine
-from tidemill.recipe import load_recipe
-from tidemill.session import run
+import psutil
 
 TARGET, TARGET_STALL = 0.03, 0.05
 LEDGER = ("admit", "finish", "drop", "begin_step", "end_step", "publish", "evaluation", "event", "retain")
+ACCOUNTS = "TIDEMILL_SAFETY_ACCOUNTS"  # the folder where processes write what they spent
+WRITTEN_EVERY_S = 0.5
 
 
 class Account:
-    """CPU seconds by component."""
+    """CPU seconds by component, of one process; written to `path` now and then, for a process ends without notice."""
 
-    def __init__(self) -> None:
+    def __init__(self, path: Path | None = None) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
-        self._inside = threading.local()
+        self._path, self._written, self._inside = path, 0.0, threading.local()
 
     def wrap(self, owner: Any, name: str, component: str) -> None:
         function = inspect.getattr_static(owner, name)
@@ -65,11 +56,24 @@ class Account:
             finally:
                 self.seconds[component] += time.thread_time() - begin
                 self._inside.on = False
+                self._write()
 
         return timed
 
+    def _write(self) -> None:
+        if self._path is not None and time.monotonic() - self._written > WRITTEN_EVERY_S:
+            self._written = time.monotonic()
+            beside = self._path.with_suffix(".new")
+            beside.write_text(json.dumps(self.seconds))
+            os.replace(beside, self._path)
+
 
 def account_for(account: Account) -> None:
+    from tidemill import health
+    from tidemill.ledger.ledger import SqliteLedger
+    from tidemill.models import fingerprint, served
+    from tidemill.observability.trace import Trace
+
     for name in LEDGER:
         account.wrap(SqliteLedger, name, "ledger")
     account.wrap(fingerprint.Fingerprint, "add", "fingerprints")
@@ -81,71 +85,92 @@ def account_for(account: Account) -> None:
     account.wrap(health, "write_json", "status")
 
 
-def cpu() -> float:
-    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
-    return sum(u.ru_utime + u.ru_stime for u in used)
+def serve() -> None:
+    """As `tidemill.remote_worker`, accounted for."""
+    from tidemill.build import build_role, import_roles, use_threads
+    from tidemill.orchestration.hosting import host
+
+    def build(spec: dict[str, Any]) -> Any:
+        account_for(Account(Path(os.environ[ACCOUNTS]) / f"{spec['name']}-{os.getpid()}.json"))
+        return build_role(spec, offload=True)
+
+    host(build, import_roles, use_threads)
+
+
+def used() -> float:
+    """CPU seconds so far, of this process and of all that it has started: those that run, and those that were reaped."""
+    me = psutil.Process()
+    return sum(sum(process.cpu_times()[:4]) for process in (me, *me.children(recursive=True)))
 
 
 async def beat_cost(folder: Path, model: Path, beats: int = 300) -> float:
     """CPU seconds of one heartbeat, on both sides together."""
-    import psutil
+    from tidemill.orchestration.local import Local
+    from tidemill.orchestration.placement import Liveness
+    from tidemill.protocols import Engine
 
-    spec = {"model": str(model), "engine": {}, "carrier": None}
     placement = Local(folder, liveness=Liveness(every_s=1e9))
-    handle = await placement.start(Engine, "engine", "engine-0", spec, 1)
-    child = psutil.Process(handle.pid)
-    own, theirs = time.process_time(), sum(child.cpu_times()[:2])
-    for _ in range(beats):
-        await handle._connection.ping(10.0)
-    spent = time.process_time() - own + sum(child.cpu_times()[:2]) - theirs
-    await handle.stop()
-    await placement.close()
-    return spent / beats
+    try:
+        handle = await placement.start(Engine, "engine", "engine-0", {"model": str(model), "engine": {}, "carrier": None}, 1)
+        child = psutil.Process(handle.pid)
+        own, theirs = time.process_time(), sum(child.cpu_times()[:2])
+        for _ in range(beats):
+            await handle._connection.ping(10.0)
+        return (time.process_time() - own + sum(child.cpu_times()[:2]) - theirs) / beats
+    finally:
+        await placement.close()
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--out", type=Path)
-    steps = parser.parse_args().steps
-    out = parser.parse_args().out
-    torch.set_num_threads(1)
+def main(steps: int, out: Path | None) -> int:
+    import torch
+
+    from tidemill import build
+    from tidemill.commands.training import DEMO
+    from tidemill.observability.display import ProgressDisplay
+    from tidemill.orchestration.local import Local
+    from tidemill.recipe import load_recipe
+    from tidemill.session import run
+
+    build.Local = partial(Local, command=[sys.executable, __file__, "--serve"])  # pyright: ignore
+    account, totals = Account(), dict[int, float]()
+    account_for(account)
+
+    def count(step: int, metrics: dict[str, float]) -> None:
+        if "lag/mean" not in metrics:  # a row of an evaluation alone
+            return
+        if not totals:  # from here on: neither imports nor the warm-up count
+            account.seconds.clear()
+            for file in accounts.glob("*.json"):
+                if not psutil.pid_exists(int(file.stem.rpartition("-")[2])):
+                    file.unlink()
+        totals[step] = used()
+
     with tempfile.TemporaryDirectory() as place:
-        folder = Path(place) / "run"
-        overrides = [f"run_dir={folder}", f"steps={steps}", "placement.kind=inline", "record.checkpoint_every=10"]
+        folder, accounts = Path(place) / "run", Path(place) / "accounts"
+        accounts.mkdir()
+        os.environ[ACCOUNTS] = str(accounts)
+        overrides = [f"run_dir={folder}", f"steps={steps}", "record.checkpoint_every=10", "eval.every=0"]
         config = load_recipe([DEMO], [*overrides, "eval.final_tasks=128", "warmup.seconds=40"])
-        begin_cpu = [0.0]
-        account = Account()
-
-        def first(step: int, metrics: dict[str, float]) -> None:
-            if step == 1 and "lag/mean" in metrics:  # from here on: neither imports nor the warm-up count
-                account.seconds.clear()
-                begin_cpu[0] = cpu()
-
-        account_for(account)
-        asyncio.run(run(config, ProgressDisplay(steps, mode="quiet"), [first]))
-        total = cpu() - begin_cpu[0]
+        asyncio.run(run(config, ProgressDisplay(steps, mode="quiet"), [count]))
         spans = json.loads((folder / "trace.json").read_text())["traceEvents"]
         beat = asyncio.run(beat_cost(Path(place), folder / "final"))
-        shutil.rmtree(folder)
-    spent = {
-        name: [e["dur"] / 1e6 for e in spans if e.get("name") == name] for name in ("snapshot", "save", "train", "apply")
-    }
+        for file in accounts.glob("*.json"):
+            for component, seconds in json.loads(file.read_text()).items():
+                account.seconds[component] += seconds
+    total = max(totals.values()) - min(totals.values())
+    names = ("snapshot", "train", "apply")
+    spent = {name: [e["dur"] / 1e6 for e in spans if e.get("name") == name] for name in names}
     step_s = (sum(spent["train"]) + sum(spent["apply"])) / max(len(spent["apply"]), 1)
-    processes, wall = 2, total / 2  # trainer and engine, on two busy cores
-    account.seconds["heartbeats"] = beat * processes * wall / config.supervise.heartbeat_s
+    beats = max(e["ts"] + e["dur"] for e in spans if "dur" in e) / 1e6 / config.supervise.heartbeat_s
+    account.seconds["heartbeats"] = beat * beats * (1 + config.placement.engines)
     rows = {name: seconds / total for name, seconds in sorted(account.seconds.items())}
     share, stall = sum(rows.values()), max(spent["snapshot"]) / step_s
-    print(
-        f"{steps} steps, {total:.1f} s of CPU time; one heartbeat {1e6 * beat:.0f} us; torch {torch.__version__}, 1 thread"
-    )
+    print(f"{steps} steps, {total:.1f} s of CPU time; one heartbeat {1e6 * beat:.0f} us; torch {torch.__version__}")
     for name, part in rows.items():
         print(f"  {name:14} {account.seconds[name]:8.3f} s   {100 * part:6.2f} %")
     print(f"  {'together':14} {share * total:8.3f} s   {100 * share:6.2f} %   target <= {100 * TARGET:g} %")
-    copying = 1e3 * max(spent["snapshot"])
-    print(
-        f"  checkpoint: copying takes {copying:.1f} ms (largest of {len(spent['snapshot'])}), a step {1e3 * step_s:.0f} ms:"
-    )
+    copying, times = 1e3 * max(spent["snapshot"]), len(spent["snapshot"])
+    print(f"  checkpoint: copying takes {copying:.1f} ms (largest of {times}), a step {1e3 * step_s:.0f} ms:")
     print(f"  {'stall':14} {'':8}     {100 * stall:6.2f} %   target <= {100 * TARGET_STALL:g} %")
     if out is not None:
         figures = {"total_cpu_s": total, "shares": rows, "together": share, "stall": stall, "beat_s": beat, "steps": steps}
@@ -154,4 +179,12 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--serve", action="store_true", help="for the run's own processes")
+    given = parser.parse_args()
+    if given.serve:
+        serve()
+    else:
+        sys.exit(main(given.steps, given.out))

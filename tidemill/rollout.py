@@ -50,6 +50,8 @@ class Episodes:
         except EnvironmentLost:
             raise
         except Exception as error:  # the environment is the user's code: whatever it raises is that attempt's affair
+            if chat.failure is not None:  # not the user's, but the engine's, on its way through
+                raise chat.failure from None
             logger.warning("environment %s raised on task %s", self.environment.name, task.id, exc_info=error)
             reason = f"the episode took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
             outcome, finish = InfraError(reason), Finish.ENV_ERROR
