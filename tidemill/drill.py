@@ -130,12 +130,14 @@ class Drill:
     def run(self) -> Outcome:
         begin = time.monotonic()
         self._folder.parent.mkdir(parents=True, exist_ok=True)
+        asked = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `_end`, as for Ctrl-C
         with open(self._folder.with_name(self._folder.name + ".log"), "ab") as self._output:
             try:
                 self._loop(begin)
                 self._stop()
             finally:
                 self._end()
+                signal.signal(signal.SIGTERM, asked)
         self.outcome.seconds = time.monotonic() - begin
         with SqliteLedger(self._folder, mode="read") as ledger:
             self.outcome.groups = ledger.counts().figures()

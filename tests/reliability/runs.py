@@ -30,8 +30,8 @@ steps = {steps}
 max_lag = {max_lag}
 deterministic = {deterministic}
 placement = {{ kind = "{placement}", engines = {engines} }}
-rollout = {{ groups = 4, group_size = 4, max_tokens = 3 }}
-trainer.lr = 3e-3
+rollout = {{ groups = {groups}, group_size = {groups}, max_tokens = 3 }}
+trainer.lr = {lr}
 engine.max_sequences = 64
 algorithm = {{ name = "grpo", zero_variance = "{zero_variance}" }}
 eval = {{ every = {eval_every}, tasks = 16, final_tasks = 16 }}
@@ -62,16 +62,18 @@ class Run:
         *,
         env: str = "score",
         steps: int = 8,
+        groups: int = 4,
         max_lag: int = 1,
         deterministic: bool = False,
         placement: str = "local",
         engines: int = 1,
         eval_every: int = 0,
         zero_variance: str = "drop",
+        lr: float = 3e-3,
         more: str = "",
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.folder, self.env, self.steps, self.max_lag = folder / "run", env, steps, max_lag
+        self.folder, self.env, self.steps, self.groups, self.max_lag = folder / "run", env, steps, groups, max_lag
         self.log = folder / "faults.log"
         self._temporary = TemporaryDirectory(prefix="t-")  # short: a socket's path may not be long
         if not (folder / "model").exists():
@@ -83,12 +85,14 @@ class Run:
             task=TASK,
             env=env,
             steps=steps,
+            groups=groups,
             max_lag=max_lag,
             deterministic=str(deterministic).lower(),
             placement=placement,
             engines=engines,
             eval_every=eval_every,
             zero_variance=zero_variance,
+            lr=lr,
         )
         self.recipe.write_text(text + more)
 
@@ -144,7 +148,7 @@ class Run:
             ).fetchone()[0]
             assert lag is None or 0 <= lag <= self.max_lag, lag
             if complete:
-                assert counts["trained"] == 4 * self.steps and counts["pending"] == 0, counts
+                assert counts["trained"] == self.groups * self.steps and counts["pending"] == 0, counts
                 steps = [r[0] for r in db.execute("SELECT step FROM live_steps ORDER BY step")]
                 assert steps == list(range(self.steps))
         assert not (left := self.leftovers(15)), [p.cmdline() for p in left]

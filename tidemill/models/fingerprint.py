@@ -120,14 +120,15 @@ def _block_sum(piece: Slice) -> int | Tensor:
 
 
 def _run_sum(bits: np.ndarray, first: int) -> int:
-    """Of elements [n] whose indices are `first`, `first` + 1, ...: a scalar product for each run of keys."""
+    """Of elements [n] whose indices are `first`, `first` + 1, ...: for each run of keys their products, and the sum."""
     room, total, at = np.empty(min(_RUN, len(bits)), np.uint64), 0, 0
     while at < len(bits):
         run, begin = divmod(first + at, _RUN)
         part = bits[at : at + _RUN - begin]
         wide = room[: len(part)]
         wide[:] = part
-        total += int(np.dot(wide, _KEYS[begin : begin + len(part)])) * _factor(run)
+        wide *= _KEYS[begin : begin + len(part)]  # NumPy's scalar product of integers takes half as long again
+        total += int(wide.sum()) * _factor(run)
         at += len(part)
     return total % 2**64
 
