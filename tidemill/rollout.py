@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from tidemill.controller import first_cause
 from tidemill.envs.bounded import Overdue, bounded
-from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, rollout_seeds
+from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
 from tidemill.envs.template import Tokenizer
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Environment
@@ -36,8 +36,13 @@ class Episodes:
     context: int  # tokens
     limit_s: float  # an episode that takes longer ends as an InfraError
 
-    async def play(self, task: Task, engine: Engine, key: str, seeds: Callable[[int], int], sample: int = 0) -> Trajectory:
-        """One attempt. Its outcome is None when the environment leaves it to `judge`."""
+    async def play(
+        self, task: Task, engine: Engine, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
+    ) -> Trajectory:
+        """One attempt. Its outcome is None when the environment leaves it to `judge`.
+
+        One that ends with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, unless it is `again`.
+        """
         chat = EpisodeChat(engine, self.tokenizer, self.params, context=self.context, key=key, seeds=seeds, sample=sample)
         finish: Finish | None = None
         outcome: Outcome | None
@@ -52,10 +57,12 @@ class Episodes:
         except Exception as error:  # the environment is the user's code: whatever it raises is that attempt's affair
             if chat.failure is not None:  # not the user's, but the engine's, on its way through
                 raise chat.failure from None
+            await engine.abort(key)
+            if isinstance(error, WorkerLost) and not again:
+                return await self.play(task, engine, key, seeds, sample, again=True)
             logger.warning("environment %s raised on task %s", self.environment.name, task.id, exc_info=error)
             reason = f"the episode took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
             outcome, finish = InfraError(reason), Finish.ENV_ERROR
-            await engine.abort(key)
         if chat.failure is not None:  # also when the environment swallowed it: an engine's failure is no outcome
             raise chat.failure
         return chat.trajectory(outcome, finish)
@@ -70,7 +77,7 @@ class Episodes:
             attempt.outcome = outcome
             attempt.info["reward_s"] = time.monotonic() - start
 
-    async def _outcomes(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+    async def _outcomes(self, task: Task, attempts: list[Trajectory], again: bool = False) -> list[Outcome]:
         """What `judge` says. That it raises, hangs or answers for another number of attempts is no score of any."""
         try:
             outcomes = await bounded(self.environment.judge(task, attempts), self.limit_s)
@@ -78,6 +85,8 @@ class Episodes:
         except EnvironmentLost:
             raise
         except Exception as error:  # the user's code, as above
+            if isinstance(error, WorkerLost) and not again:
+                return await self._outcomes(task, attempts, again=True)
             logger.warning("environment %s could not judge task %s", self.environment.name, task.id, exc_info=error)
             reason = f"judging took longer than {self.limit_s:g} s" if isinstance(error, Overdue) else _reason(error)
             return [InfraError(reason) for _ in attempts]

@@ -35,6 +35,10 @@ class EpisodeFailed(Exception):
     """The episode has no outcome, for a reason that is not the policy's: the whole of it is this exception's message."""
 
 
+class WorkerLost(EpisodeFailed):
+    """It ended with the process it was played in, perhaps by another episode's fault."""
+
+
 class EnvironmentLost(RuntimeError):
     """No episode can be played any more. The message is one sentence for the user."""
 

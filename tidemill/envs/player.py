@@ -15,7 +15,7 @@ import itertools
 import psutil
 
 from tidemill import codec
-from tidemill.envs.chat import EnvironmentLost, EpisodeFailed, EpisodeOver
+from tidemill.envs.chat import EnvironmentLost, EpisodeOver, WorkerLost
 from tidemill.envs.frames import (
     MAX_FRAME,
     Answer,
@@ -130,7 +130,7 @@ class Player:
         return ""
 
     async def call(self, order: Begin | Judge, chat: Chat | None = None) -> Ending:
-        """Have it done. Raises EpisodeFailed when the worker ends before; what the engine raises in a reply."""
+        """Have it done. Raises WorkerLost when the worker ends before; what the engine raises in a reply."""
         self.post(order)
         call = self._calls[order.id] = Call(self, order.id, chat)
         try:
@@ -161,7 +161,7 @@ class Player:
             for task in work:
                 task.cancel()
             for call in self._calls.values():
-                call.fail(EpisodeFailed(why))
+                call.fail(WorkerLost(why))
         return why
 
     async def _hear(self) -> str:

@@ -1,7 +1,7 @@
 """Environments in processes of their own: a user's `run` and `judge` never run in the controller.
 
     run -> the worker with the fewest episodes -> its outcome
-    worker lost -> its episodes fail -> `lost` says how long to wait, or that it is enough -> another worker
+    worker lost -> its episodes end by WorkerLost -> `lost` says how long to wait, or that it is enough -> another worker
 
 Tasks stay where they are: they come from the environment in this process, deterministic as they are.
 """
@@ -71,8 +71,9 @@ class WorkerEnvironment:
         return Unscorable("the environment does not say what would be right")
 
     async def run(self, task: Task, chat: Chat) -> Outcome | None:
-        """Raises EpisodeOver when the environment lets it pass, EpisodeFailed for anything else that goes wrong in it,
-        EnvironmentLost when no worker can be had any more, and what the engine raises in a reply."""
+        """Raises EpisodeOver when the environment lets it pass, EpisodeFailed for anything else that goes wrong in it (of
+        which WorkerLost need not be its own fault), EnvironmentLost when no worker can be had any more, and what the engine
+        raises in a reply."""
         player = await self._player()
         ended = await player.call(Begin(next(self._ids), task), chat)
         assert isinstance(ended, Ended | Raised)
