@@ -40,6 +40,7 @@ from tidemill.supervision import Budget
 from tidemill.warm_start import WarmStart, kept_start, warm_start
 
 T = TypeVar("T")
+LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,8 @@ async def _with_environment(
             _describe(session)
             if ledger.next_group_id() == 0:
                 await _vouch(session)
+            else:
+                _expect_same_tasks(session)
             return await _run(session)
         finally:
             await environment.close()
@@ -156,6 +159,19 @@ def _describe(session: Session) -> None:
             f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}",
         ]
     )
+
+
+def _expect_same_tasks(session: Session) -> None:
+    """Which task a group gets follows from its number and the tasks: other tasks would repeat some and leave out others."""
+    ledger, admitted = session.ledger, session.ledger.next_group_id()
+    for group_id in {*range(0, admitted, -(-admitted // LOOKED_AT)), admitted - 1}:
+        if not ledger.is_task_of(group_id, now := session.task_at(group_id)):
+            before = ledger.task_of(group_id)
+            what = f"{now.id!r}" if now.id != before.id else "one of that name with other contents"
+            raise ConfigError(
+                f"the tasks are not those that {session.folder.path} was begun with (group {group_id} was to solve "
+                f"{before.id!r}, and would now get {what}): put the data back as it was, or give another run_dir"
+            )
 
 
 async def _vouch(session: Session) -> None:

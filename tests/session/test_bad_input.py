@@ -160,3 +160,29 @@ def test_a_start_that_failed_binds_nothing_and_fewer_steps_than_begun_are_refuse
     assert ended.value.code == 0, capsys.readouterr().err
     (tmp_path / "run" / "report.json").unlink()  # as if it had been interrupted
     assert "has begun step 3 already" in fails(monkeypatch, capsys, "train", str(recipe), "steps=2")
+
+
+@pytest.mark.parametrize("change", ["a row more", "another answer"])
+def test_a_run_does_not_go_on_with_other_tasks(change, monkeypatch, capsys, tmp_path, model, rows):
+    recipe, judge = tmp_path / "recipe.toml", tmp_path / "judge.py"
+    judge.write_text("def length(completion, answer):\n    return len(completion) / 2\n")
+    settings = {"run_dir": f'"{tmp_path / "run"}"', "model": f'"{model}"', "steps": "2", "placement": '"inline"'}
+    settings["env"] = f'{{ kind = "rows", data = "{rows}", reward = "{judge}:length" }}'
+    settings |= {"eval": "{ tasks = 2, final_tasks = 2 }", "rollout": "{ groups = 2, group_size = 2, max_tokens = 2 }"}
+    settings["scoring.accept"] = '["gold", "garbage"]'
+    recipe.write_text("".join(f"{key} = {value}\n" for key, value in settings.items()))
+
+    def command(*more: str) -> None:
+        monkeypatch.setattr(sys, "argv", ["tidemill", "train", str(recipe), *more])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        assert ended.value.code == 0, capsys.readouterr().err
+
+    command()
+    before = rows.read_text()
+    more = json.dumps({"prompt": "say 99", "answer": "99"}) + "\n"
+    rows.write_text(before + more if change == "a row more" else before.replace('"answer": "', '"answer": "1'))
+    error = fails(monkeypatch, capsys, "train", str(recipe), "steps=3")
+    assert "the tasks are not those that" in error and "put the data back" in error
+    rows.write_text(before)
+    command("steps=3")

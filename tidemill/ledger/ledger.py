@@ -18,7 +18,6 @@ import contextlib
 import sqlite3
 import time
 from collections.abc import Iterator, Sequence
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
 from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
 from tidemill.ledger.retention import retain
-from tidemill.ledger.rows import as_json, trajectory_rows
+from tidemill.ledger.rows import as_json, task_row, trajectory_rows
 from tidemill.ledger.schema import SCHEMA, VERSION
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
 from tidemill.types import Group, Metrics, Task, Version
@@ -93,13 +92,12 @@ class SqliteLedger(LedgerReads):
 
     def admit(self, group_id: int, task: Task) -> None:
         """Recorded together with the next call, or read."""
-        prompt, data = as_json(task.prompt, f"task {task.id!r}"), as_json(task.data, f"task {task.id!r}")
-        digest = blake2b("\0".join((task.env, task.id, prompt, data)).encode(errors="replace"), digest_size=16).hexdigest()
+        row = task_row(task)
         with self._lock:  # bounded: by SQLite's time-out
             self._expect_writer()
             if group_id <= self._newest and self._one("SELECT 1 FROM groups WHERE id = ?", group_id):
                 raise LedgerError(f"group {group_id} was admitted before")
-            self._admitted.append(((task.id, task.env, prompt, data, digest), (group_id, time.time(), digest)))
+            self._admitted.append((row, (group_id, time.time(), row[-1])))
             self._newest = max(self._newest, group_id)
 
     def finish(self, group: Group) -> None:

@@ -19,6 +19,7 @@ from tidemill.ledger.records import (
     StepRecord,
     explained,
 )
+from tidemill.ledger.rows import task_row
 from tidemill.ledger.segments import Location, read_record
 from tidemill.types import Group, Task, Trajectory, Version
 
@@ -82,6 +83,12 @@ class LedgerReads:
         if row is None:
             raise LedgerError(f"group {group_id} was never admitted")
         return _task(row)
+
+    def is_task_of(self, group_id: int, task: Task) -> bool:
+        """Whether the group was admitted with exactly this task."""
+        sql = "SELECT digest FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?"
+        row = self._one(sql, group_id)
+        return row is not None and row["digest"] == task_row(task)[-1]
 
     def has_finished(self, group_id: int) -> bool:
         return self._one("SELECT 1 FROM groups WHERE id = ? AND finished_at IS NOT NULL", group_id) is not None

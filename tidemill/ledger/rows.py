@@ -5,16 +5,24 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
+from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 
 from tidemill.ledger.records import LedgerError
 from tidemill.ledger.segments import Location
-from tidemill.types import Group, InfraError, Outcome, Score, Trajectory, Unscorable
+from tidemill.types import Group, InfraError, Outcome, Score, Task, Trajectory, Unscorable
 
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has all of it
 _KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
+
+
+def task_row(task: Task) -> tuple[str, str, str, str, str]:
+    """id, env, prompt, data, digest: equal contents have equal digests."""
+    prompt, data = as_json(task.prompt, f"task {task.id!r}"), as_json(task.data, f"task {task.id!r}")
+    contents = "\0".join((task.env, task.id, prompt, data)).encode(errors="replace")
+    return task.id, task.env, prompt, data, blake2b(contents, digest_size=16).hexdigest()
 
 
 def trajectory_rows(group: Group, places: Sequence[Location]) -> list[tuple[Any, ...]]:
