@@ -41,6 +41,7 @@ $(VENV)/.created:
 	@touch $@
 
 $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
+	@echo "Installing PyTorch and a few libraries into $(VENV): minutes the first time, and nothing after that."
 	$(PIP) $(TORCH_INDEX) torch
 	$(PIP) --editable '.[gym,serve]'
 	@touch $@

@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tidemill.commands.finding import Finding, Status
 from tidemill.commands.machine import memory_bytes, usable_cores
-from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.commands.screen import console, own_name, print_json, print_rows
 
 GIB = 2**30
 EXTRAS = {  # extra -> the packages it is there for
@@ -150,4 +150,4 @@ def _show(findings: list[Finding]) -> None:
     elif warned:
         screen.print(f"  runs work here; {warned} to know of", style="yellow")
     else:
-        screen.print("  all is well; next: tidemill demo", style="green")
+        screen.print(f"  all is well; next: {own_name()} demo", style="green")

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -25,6 +28,14 @@ def console(stderr: bool = False) -> Console:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="replace")
     return Console(stderr=stderr, highlight=False, markup=False, width=None if stream.isatty() else PIPE_WIDTH)
+
+
+def own_name() -> str:
+    """How this program is called here: by its name where the shell finds it, else by the path of the one that runs."""
+    called, found = Path(sys.argv[0]), shutil.which("tidemill")
+    if called.name != "tidemill" or not called.is_file() or (found and os.path.samefile(found, called)):
+        return "tidemill"
+    return min(os.path.relpath(called), os.path.abspath(called), key=len)
 
 
 def print_json(value: Any) -> None:

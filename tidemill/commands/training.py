@@ -7,6 +7,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from tidemill.commands.screen import own_name
 from tidemill.config import ConfigError
 from tidemill.observability.display import ProgressDisplay
 from tidemill.recipe import RunConfig, load_recipe
@@ -56,7 +57,8 @@ def _tell(config: RunConfig, ended: Ended, as_json: bool) -> None:
         print(
             f"  judged: {scored:,} scored, {errors:,} infrastructure errors and {unscorable:,} unscorable (not trained on)"
         )
-    print(f"  next:   tidemill samples {folder} --worst 3 --tokens  ·  tidemill eval {folder}  ·  tidemill new mytask")
+    me = own_name()
+    print(f"  next:   {me} samples {folder} --worst 3 --tokens  ·  {me} eval {folder}  ·  {me} new mytask")
 
 
 def _duration(seconds: float) -> str:
