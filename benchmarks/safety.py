@@ -4,9 +4,9 @@
 
 The run is the demo's, in its processes. In each of them the functions below add the CPU time of their thread to their
 component, nested calls once. The parts are counted from their process's start on, the whole from the first step on, so what
-is shown errs to the high side. Heartbeats have no function of their own: one is measured against a real child, on both sides,
-and reckoned for the processes and the rate of the demo. The checkpoint's stall is the time for which the trainer copies its
-state, from the run's own spans.
+is shown errs to the high side. Heartbeats have no function of their own: one is measured against a real child, on both
+sides, and reckoned for the processes and the rate of the demo. The checkpoint's stall is the time for which the trainer
+copies its state, from the run's own spans.
 """
 
 from __future__ import annotations

@@ -9,6 +9,7 @@ import pytest
 
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.pool import EnginePool
+from tidemill.protocols import PeerLost
 from tidemill.rollout import Episodes, Rollout
 from tidemill.types import Completion, Finish, InfraError, SamplingParams, Score, Task, Version
 
@@ -111,3 +112,33 @@ async def test_a_judge_that_fails_scores_nothing(kind):
     }[kind]
     outcomes = await roll(FakeEnvironment(ask, judge))
     assert all(isinstance(o, InfraError) and expected in o.reason for o in outcomes)
+
+
+async def test_a_cancellation_that_comes_while_an_engine_is_lost_is_heeded():
+    """One sibling fails, the others are still ending, and then the run is stopped: the group may not be played again."""
+    failed, asked = asyncio.Event(), 0
+
+    async def run(task, chat):
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            failed.set()
+            await chat.reply(task.prompt)
+        try:
+            await asyncio.Event().wait()
+        finally:
+            for _ in range(20):  # it takes its time to end
+                await asyncio.sleep(0)
+
+    episodes = Episodes(
+        FakeEnvironment(run), character_tokenizer("ab\n"), SamplingParams(max_tokens=1), context=16, limit_s=60
+    )
+    pool, lost = EnginePool([FakeEngine(PeerLost("engine-0 died"))]), []
+    pool.supervised(lambda index, why: lost.append(why))  # nobody brings it back
+    rolling = asyncio.create_task(Rollout(pool, episodes, 2, 0).rollout(0, TASK))
+    await failed.wait()
+    for _ in range(5):  # the others are being cancelled
+        await asyncio.sleep(0)
+    rolling.cancel()
+    done, _ = await asyncio.wait({rolling}, timeout=5)
+    assert done and rolling.cancelled() and not lost

@@ -11,10 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
-from tidemill.controller import first_cause
 from tidemill.envs.bounded import Overdue, bounded
 from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
 from tidemill.envs.template import Tokenizer
@@ -24,6 +24,7 @@ from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
 from tidemill.types import Finish, Group, InfraError, Outcome, SamplingParams, Span, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +112,7 @@ class Rollout:
         return Group(group_id, task, attempts)
 
     async def _attempts(self, engine: Engine, group_id: int, task: Task) -> list[Trajectory]:
-        """All siblings, or the first error: then the others have ended too."""
-        try:
-            async with asyncio.TaskGroup() as group:
-                playing = [group.create_task(self._attempt(engine, group_id, task, i)) for i in range(self._size)]
-        except BaseExceptionGroup as failures:
-            raise first_cause(failures) from None
-        return [each.result() for each in playing]
+        return await _all(self._attempt(engine, group_id, task, i) for i in range(self._size))
 
     async def _attempt(self, engine: Engine, group_id: int, task: Task, sample: int) -> Trajectory:
         return await self._episodes.play(
@@ -127,6 +122,32 @@ class Rollout:
             seeds=rollout_seeds(self._seed, group_id, sample),
             sample=sample,
         )
+
+
+async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each comes to, or the first error, or a cancellation: then all have ended.
+
+    Not by a task group: one that fails while it is cancelled tells of the failure alone, and whoever plays a lost group
+    again would go on for ever.
+    """
+    tasks, cancelled = [asyncio.ensure_future(work) for work in works], None
+    left = set(tasks)
+    while left:
+        try:
+            # bounded: an episode has its limit, and one that was cancelled ends
+            done, left = await asyncio.wait(left, return_when=asyncio.FIRST_EXCEPTION)
+            failed = any(task.cancelled() or task.exception() for task in done)
+        except asyncio.CancelledError as error:
+            cancelled, failed = error, True
+        if failed:
+            for task in left:
+                task.cancel()
+    if cancelled is not None:
+        raise cancelled
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()):
+            raise error
+    return [task.result() for task in tasks]
 
 
 def greedy(episodes: Episodes) -> Episodes:

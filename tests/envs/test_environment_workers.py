@@ -252,7 +252,9 @@ async def test_an_episode_whose_worker_is_killed_is_begun_anew_with_its_seeds():
         engine._answer = kills_once
         attempt = await play(env, task("two_turns"), engine)
         assert asked.is_set() and len(reasons) == 1 and "SIGKILL" in reasons[0]
-        assert_same(attempt, await play(faulty_file.faulty, task("two_turns")))
+        undisturbed = await play(faulty_file.faulty, task("two_turns"))
+        assert attempt.tokens.tobytes() == undisturbed.tokens.tobytes() and attempt.outcome == undisturbed.outcome
+        assert [p.seed for p in engine.params[2:]] == [p.seed for p in engine.params[:2]]
         assert "key-two_turns" in engine.aborted
 
 

@@ -6,8 +6,11 @@ import json
 import os
 import re
 import signal
+import sqlite3
 import time
+from contextlib import closing
 
+import psutil
 import pytest
 from runs import Run
 
@@ -144,6 +147,36 @@ def test_a_run_resumes_by_itself_when_its_trainer_ends(tmp_path):
     run.check()
     notes = [line["text"] for line in ended.lines if line["kind"] == "note"]
     assert sum("going on by itself" in note for note in notes) == 2, notes
+
+
+@pytest.mark.slow
+def test_the_fork_servers_death_is_survived_time_and_again(tmp_path):
+    """Trainer and engines end at the same instant, in the middle of whatever they were doing."""
+    run = Run(tmp_path, steps=120, engines=2, zero_variance="keep")
+    process = run.start("", "supervise.resume=true", "supervise.restarts=100")
+    try:
+        for number in range(1, 7):
+            end = time.monotonic() + DEADLINE_S
+            while steps_ended(run) < 12 * number:
+                assert process.poll() is None and time.monotonic() < end, (
+                    f"at step {steps_ended(run)} after {number - 1} deaths: {standing(RunFolder(run.folder))}"
+                )
+                time.sleep(0.05)
+            (server,) = [p for p in psutil.Process(process.pid).children() if "tidemill.remote_worker" in p.cmdline()]
+            server.kill()
+        _, errors = process.communicate(timeout=2 * DEADLINE_S)
+    finally:
+        for each in run.leftovers():
+            each.kill()
+    assert process.returncode == 0, errors
+    run.check()
+
+
+def steps_ended(run: Run) -> int:
+    if not (run.folder / "ledger.sqlite").exists():
+        return 0
+    with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
+        return db.execute("SELECT count(*) FROM steps WHERE ended_at IS NOT NULL").fetchone()[0]
 
 
 @pytest.mark.slow
