@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import sqlite3
+import threading
 import time
 from contextlib import closing
 
@@ -154,6 +155,11 @@ def test_the_fork_servers_death_is_survived_time_and_again(tmp_path):
     """Trainer and engines end at the same instant, in the middle of whatever they were doing."""
     run = Run(tmp_path, steps=120, engines=2, zero_variance="keep")
     process = run.start("", "supervise.resume=true", "supervise.restarts=100")
+    said: list[tuple[str, str]] = []
+    reading = threading.Thread(
+        target=lambda: said.append(process.communicate())
+    )  # or its pipe would fill, and it would wait
+    reading.start()
     try:
         for number in range(1, 7):
             end = time.monotonic() + DEADLINE_S
@@ -164,11 +170,12 @@ def test_the_fork_servers_death_is_survived_time_and_again(tmp_path):
                 time.sleep(0.05)
             (server,) = [p for p in psutil.Process(process.pid).children() if "tidemill.remote_worker" in p.cmdline()]
             server.kill()
-        _, errors = process.communicate(timeout=2 * DEADLINE_S)
+        reading.join(2 * DEADLINE_S)
     finally:
         for each in run.leftovers():
             each.kill()
-    assert process.returncode == 0, errors
+        reading.join()
+    assert process.returncode == 0, said
     run.check()
 
 
