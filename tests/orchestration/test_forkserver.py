@@ -21,6 +21,7 @@ from echo_worker import WITHOUT_THE_KERNEL, WORKER, Echo, Start
 
 from tidemill import faults
 from tidemill.orchestration import forking
+from tidemill.orchestration.forking import server_environment
 from tidemill.orchestration.forkserver import (
     LENGTH,
     MOST,
@@ -273,7 +274,10 @@ def talk() -> Iterator[Talk]:
 def talking() -> Iterator[Talk]:
     ours, theirs = socket.socketpair()
     ours.settimeout(30)
-    with ours, subprocess.Popen(WORKER, stdin=theirs, stderr=subprocess.PIPE, text=True) as process:
+    with (
+        ours,
+        subprocess.Popen(WORKER, stdin=theirs, stderr=subprocess.PIPE, text=True, env=server_environment()) as process,
+    ):
         theirs.close()
         talk = Talk(ours, process)
         try:
