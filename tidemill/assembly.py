@@ -50,6 +50,7 @@ class Session:
     monitor: Monitor
     placement: Placement
     note: Callable[[str], None]
+    stopping: bool = False  # the user asked the run to end after its step
 
     def tell(self, kind: str, detail: dict[str, Any]) -> None:
         """An event that the user should see, and the ledger keep."""
@@ -125,7 +126,7 @@ async def train(session: Session, parts: Parts) -> int:
         slots = {"slots": buffer.slots, "used": buffer.used, "finished": buffer.ready}
         return {"step": controller.step, "steps": config.steps, "version": max(versions, default=None), "buffer": slots}
 
-    async with _stop_on_signals(controller.stop, session.note), reporting(session.folder.path, parts.handles, now):
+    async with _stop_on_signals(session, controller.stop), reporting(session.folder.path, parts.handles, now):
         return await controller.run()
 
 
@@ -183,24 +184,27 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: 
 
 
 @asynccontextmanager
-async def _stop_on_signals(stop: Callable[[], None], note: Callable[[str], None]) -> AsyncIterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second one ends it now."""
+async def _stop_on_signals(session: Session, stop: Callable[[], None]) -> AsyncIterator[None]:
+    """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second one ends it now.
+
+    A first one that came before the trainer was lost still holds.
+    """
     if threading.current_thread() is not threading.main_thread():  # there the signals are somebody else's
         yield
         return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    asked = False
 
     def handle(name: str) -> None:
-        nonlocal asked
-        if asked:
+        if session.stopping:
             task.cancel(f"{name} again")
             return
-        asked = True
-        note(f"{name}: the run ends after this step; once more stops it now (the same command goes on later)")
+        session.stopping = True
+        session.note(f"{name}: the run ends after this step; once more stops it now (the same command goes on later)")
         stop()
 
+    if session.stopping:
+        stop()
     numbers = (signal.SIGINT, signal.SIGTERM)
     for number in numbers:
         loop.add_signal_handler(number, handle, number.name)

@@ -204,7 +204,8 @@ async def _despite_losses(session: Session, budget: Budget, work: Callable[[], A
         try:
             return await work()
         except PeerLost as lost:
-            if not session.config.supervise.resume:
+            task = asyncio.current_task()
+            if not session.config.supervise.resume or (task and task.cancelling()):  # a task group tells of the loss alone
                 raise
             cause = str(lost).partition("\n")[0]
             session.ledger.event("run_resumed", {"cause": cause})

@@ -33,7 +33,7 @@ class Budget:
     clock: Callable[[], float] = time.monotonic
     _spent: deque[float] = field(default_factory=deque)
     _first: str = ""
-    _row: int = 0  # restarts before this one that did not last
+    _short: int = 0  # restarts in a row that did not last
 
     def spend(self, reason: str) -> float:
         """One restart, for this reason: how long to wait before it. Raises RunFailed when there is none left."""
@@ -48,9 +48,9 @@ class Budget:
                 f"{reason}; it was started again {len(self._spent)} times within {self.window_s:g} s already "
                 f"(supervise.restarts){end}"
             )
-        self._row = self._row + 1 if self._spent and now - self._spent[-1] < SOON_S else 0
+        self._short = self._short + 1 if self._spent and now - self._spent[-1] < SOON_S else 0
         self._spent.append(now)
-        return min(self.backoff_s * 2**self._row, LONGEST_PAUSE_S)
+        return min(self.backoff_s * 2**self._short, LONGEST_PAUSE_S)
 
 
 class Supervisor:

@@ -156,9 +156,7 @@ def test_the_fork_servers_death_is_survived_time_and_again(tmp_path):
     run = Run(tmp_path, steps=120, engines=2, zero_variance="keep")
     process = run.start("", "supervise.resume=true", "supervise.restarts=100")
     said: list[tuple[str, str]] = []
-    reading = threading.Thread(
-        target=lambda: said.append(process.communicate())
-    )  # or its pipe would fill, and it would wait
+    reading = threading.Thread(target=lambda: said.append(process.communicate()))  # a full pipe would hold the run up
     reading.start()
     try:
         for number in range(1, 7):
@@ -176,6 +174,23 @@ def test_the_fork_servers_death_is_survived_time_and_again(tmp_path):
             each.kill()
         reading.join()
     assert process.returncode == 0, said
+    run.check()
+
+
+@pytest.mark.slow
+def test_a_stop_that_was_asked_for_outlives_the_trainer(tmp_path):
+    """Ctrl-C while the trainer hangs: it is started again, and the run ends with a checkpoint all the same."""
+    run = run_of("", tmp_path)
+    process = run.start(fault := "trainer:train:4:stop", "supervise.resume=true")
+    end = time.monotonic() + DEADLINE_S
+    while fault not in run.happened() and time.monotonic() < end:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGINT)
+    out, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 3, errors
+    assert "going on by itself" in out and steps_ended(run) < run.steps
+    run.check(complete=False)
+    assert run.train().status == 0
     run.check()
 
 
