@@ -116,6 +116,9 @@ def import_roles() -> None:
     import tidemill.models.weights
     import tidemill.sync.carriers
     import tidemill.trainer.native  # noqa: F401
+    from tidemill.kernels.library import native
+
+    native()  # compiled, if ever, before the first child needs it
 
 
 def use_threads(count: int) -> None:

@@ -17,7 +17,7 @@ from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
 
-NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch CUDA weights parity scoring"
+NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch CUDA kernels weights parity scoring"
 
 
 def test_every_part_works_here(tidemill):

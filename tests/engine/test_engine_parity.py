@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from engine_cases import (
     with_pages,
 )
 
+from tidemill.kernels.library import native
 from tidemill.types import Finish, SamplingParams
 
 PATHS = {
@@ -67,6 +69,27 @@ async def test_logprobs_equal_a_full_forward(family, path, monkeypatch):
     assert (stats.preemptions > 0) == path.startswith("preempted")
     assert (stats.cached_tokens > 0) == (path not in ("plain", "chunked", "preempted without a cache"))
     assert stats.generated == 20 * len(texts) and stats.running == stats.waiting == 0
+    await under_test.close()
+
+
+@pytest.mark.skipif(native() is None, reason="no C compiler")
+@pytest.mark.parametrize("path", ["plain", "chunked", "cached", "preempted"])
+@pytest.mark.parametrize("family", FAMILIES)
+async def test_compiled_attention_equals_a_full_forward(family, path, monkeypatch):
+    arch = replace(FAMILIES[family], head_dim=16)
+    if path == "preempted":
+        with_pages(monkeypatch, 10)
+    under_test = engine(arch, **{**PATHS[path], "page_size": 16})
+    assert under_test._cache is not None and under_test._cache._native is not None
+    texts = siblings()
+    params = [SamplingParams(max_tokens=20, seed=i) for i in range(len(texts))]
+    completions = await run(under_test, texts, params)
+    for text, completion in zip(texts, completions, strict=True):
+        np.testing.assert_allclose(
+            completion.logprobs, reference_logprobs(decoder(arch), text, completion.tokens), atol=2e-5
+        )
+    stats = await under_test.stats()
+    assert (stats.preemptions > 0) == (path == "preempted")
     await under_test.close()
 
 

@@ -39,9 +39,9 @@ def doctor(as_json: bool) -> int:
     torch = torch_build()
     findings.append(torch)
     if torch.status != "fail":
-        from tidemill.commands.selftest import cuda_devices, self_test
+        from tidemill.commands.selftest import cuda_devices, kernels, self_test
 
-        findings.append(cuda_devices())
+        findings += [cuda_devices(), kernels()]
         with tempfile.TemporaryDirectory(prefix="tidemill-doctor-") as folder:
             findings += asyncio.run(self_test(Path(folder)))
     failed = any(finding.status == "fail" for finding in findings)

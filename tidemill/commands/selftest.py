@@ -17,6 +17,7 @@ import torch
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands.finding import Finding
 from tidemill.engine.settings import EngineSettings
+from tidemill.kernels.library import why_not
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.protocols import Engine, Trainer
 from tidemill.scoring.pool import WorkerPool
@@ -37,6 +38,13 @@ def cuda_devices() -> Finding:
         return Finding("CUDA", "warn", "no device is visible", "where there is one, check the driver with nvidia-smi")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return Finding("CUDA", "ok", ", ".join(f"{d.name} ({d.total_memory / 2**30:.0f} GiB)" for d in devices))
+
+
+def kernels() -> Finding:
+    """Without them everything works, and engines on the CPU decode at about half the speed."""
+    if why := why_not():
+        return Finding("kernels", "warn", f"not compiled: {why}", "with gcc or clang, engines on the CPU are twice as fast")
+    return Finding("kernels", "ok", "compiled for this processor")
 
 
 async def self_test(folder: Path) -> list[Finding]:

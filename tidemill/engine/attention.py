@@ -2,7 +2,8 @@
 
 Layout: [layers, pages, K, page_size, 2E], a token's key and value side by side. One `index_select` of pages by block table
 then yields [rows * K, T, 2E], whose halves are the operands of two batched matrix products without another copy.
-Decoding rows come sorted by length and are gathered a block at a time: a block is padded to its longest row only and small
+On a CPU a compiled kernel reads the pages of decoding rows where they lie (`kernels`). Where there is none, and elsewhere,
+these rows, which come sorted by length, are gathered a block at a time: a block is padded to its longest row only and small
 enough to be still in the processor's cache when it is read. Decode attention is computed in float32 whatever the pages hold.
 
 Every layer writes the step's keys and values before it reads any, so rows may share pages that this very step fills.
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from tidemill.engine.blocks import NULL_PAGE
 from tidemill.engine.scheduler import Chunk, Plan
+from tidemill.kernels.library import Native, native
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend
 
@@ -71,14 +73,17 @@ class PagedCache:
         self._by_page = self.kv.view(arch.layers, pages * arch.kv_heads, page_size * width)
         self._by_token = self.kv.view(arch.layers, pages * arch.kv_heads * page_size, width)
         self._row_bytes = arch.kv_heads * width * 4
+        self._native = _native(arch, page_size, dtype, device)
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._wide = torch.empty(0, dtype=torch.float32, device=device)
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""
+        chunks = {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
+        if self._native is not None:
+            return self._attend_natively(self._native, plan, table, chunks)
         writes = self.write_index(plan.writes)
         decode = {w: self._decode_blocks(plan, table, w) for w in set(self.windows)}
-        chunks = {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             self.write(layer, writes, k, v)
@@ -88,6 +93,26 @@ class PagedCache:
                 scaled = q[: len(plan.singles)].float() * self.arch.head_dim**-0.5
                 for block in decode[window]:
                     out[block.first : block.last] = self._decode(layer, scaled[block.first : block.last], block)
+            for block in chunks[window]:
+                self._attend_chunks(layer, q, block, out)
+            return out
+
+        return attend
+
+    def _attend_natively(
+        self, compiled: Native, plan: Plan, table: np.ndarray, chunks: dict[int | None, list[ChunkBlock]]
+    ) -> Attend:
+        singles, threads = len(plan.singles), torch.get_num_threads()
+        lows = {w: np.maximum(plan.lengths - w, 0) if w else np.zeros_like(plan.lengths) for w in set(self.windows)}
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            window, pages = self.windows[layer], self.kv[layer]
+            compiled.write(pages, k, v, plan.writes)
+            decoded = compiled.attend(pages, q[:singles], table, plan.singles, lows[window], plan.lengths, threads)
+            if not plan.chunks:
+                return decoded
+            out = torch.empty(q.shape, dtype=q.dtype)
+            out[:singles] = decoded
             for block in chunks[window]:
                 self._attend_chunks(layer, q, block, out)
             return out
@@ -189,6 +214,12 @@ class PagedCache:
 
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _native(arch: Architecture, page_size: int, dtype: torch.dtype, device: torch.device) -> Native | None:
+    """The compiled kernels, where they are for this."""
+    fits = Native.attends(dtype, arch.heads, arch.kv_heads, arch.head_dim, page_size)
+    return native() if fits and device.type == "cpu" else None
 
 
 def page_bytes(arch: Architecture, page_size: int, dtype: torch.dtype) -> int:

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.kernels.library import native
 from tidemill.models.slices import Coverage, Slice
 
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # eight bytes count as two elements of four
@@ -38,7 +39,6 @@ def _random(number: int) -> int:
 _KEYS = np.array([_random(i) for i in range(_RUN)], np.uint64)
 
 
-@lru_cache(maxsize=1 << 16)
 def _factor(run: int) -> int:
     """What the keys are multiplied by in the tensor's elements from `run` * _RUN on: key(i) = _KEYS[i % _RUN] * that."""
     return _random(2**32 + run)
@@ -91,12 +91,16 @@ def word_sum(tensor: Tensor) -> int:
 
     It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
-    raw = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    whole = raw.numel() // 8 * 8
-    if raw.device.type == "cpu":
-        array = raw.numpy()
+    dense = tensor.detach().contiguous()
+    if dense.device.type == "cpu":
+        if (compiled := native()) is not None:
+            return compiled.word_sum(dense)
+        array = dense.view(-1).view(torch.uint8).numpy()
+        whole = array.nbytes // 8 * 8
         words, rest = int(np.add.reduce(array[:whole].view("<u8"), dtype=np.uint64)), array[whole:]
     else:
+        raw = dense.view(-1).view(torch.uint8)
+        whole = raw.numel() // 8 * 8
         aligned = raw if raw.storage_offset() % 8 == 0 else raw.clone()
         words, rest = int(aligned[:whole].view(torch.int64).sum()), raw[whole:].cpu().numpy()
     return (words + int.from_bytes(rest.tobytes(), "little")) % 2**64
@@ -107,11 +111,9 @@ def _block_sum(piece: Slice) -> int | Tensor:
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
+    if block.device.type == "cpu" and block.shape[1:] == shape[1:]:
+        return _run_sum(block.contiguous(), offset[0] * math.prod(shape[1:]) if shape else 0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(block.ndim)]
-    if block.device.type == "cpu" and tuple(block.shape[1:]) == shape[1:]:
-        first = offset[0] * strides[0] if strides else 0
-        bits = block.contiguous().reshape(-1).view(torch.uint8).numpy().view(_INTEGERS[block.element_size()])
-        return _run_sum(bits, first)
     keys = torch.from_numpy(_KEYS.view(np.int64)).to(block.device)
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     for part, at in _small_blocks(block, offset, _BLOCK):
@@ -119,18 +121,29 @@ def _block_sum(piece: Slice) -> int | Tensor:
     return total
 
 
-def _run_sum(bits: np.ndarray, first: int) -> int:
-    """Of elements [n] whose indices are `first`, `first` + 1, ...: for each run of keys their products, and the sum."""
-    room, total, at = np.empty(min(_RUN, len(bits)), np.uint64), 0, 0
-    while at < len(bits):
-        run, begin = divmod(first + at, _RUN)
+def _run_sum(block: Tensor, first: int) -> int:
+    """Of dense elements whose indices are `first`, `first` + 1, ...: for each run of keys their products, and the sum."""
+    count = block.numel()
+    factors = _factors(first // _RUN, (first + count) // _RUN + 1)
+    if (compiled := native()) is not None:
+        return compiled.keyed_sum(block, first, _KEYS, factors)
+    bits = block.view(-1).view(torch.uint8).numpy().view(_INTEGERS[block.element_size()])
+    room, total, at = np.empty(min(_RUN, count), np.uint64), 0, 0
+    for factor in factors.tolist():
+        begin = (first + at) % _RUN
         part = bits[at : at + _RUN - begin]
         wide = room[: len(part)]
         wide[:] = part
         wide *= _KEYS[begin : begin + len(part)]  # NumPy's scalar product of integers takes half as long again
-        total += int(wide.sum()) * _factor(run)
+        total += int(wide.sum()) * factor
         at += len(part)
     return total % 2**64
+
+
+@lru_cache(maxsize=1 << 10)
+def _factors(first: int, end: int) -> np.ndarray:
+    """uint64, of the runs from `first` up to `end`."""
+    return np.array([_factor(run) for run in range(first, end)], np.uint64)
 
 
 def _bits(block: Tensor) -> Tensor:
@@ -146,8 +159,7 @@ def _keys_of(size: Sequence[int], offset: tuple[int, ...], strides: list[int], k
     for length, begin, stride in zip(size, offset, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(begin, begin + length, device=keys.device).mul_(stride)
     first, last = (sum((b + more * (n - 1)) * s for b, n, s in zip(offset, size, strides, strict=True)) for more in (0, 1))
-    runs = np.array([_factor(run) for run in range(first // _RUN, last // _RUN + 1)], np.uint64)
-    factors = torch.from_numpy(runs.view(np.int64)).to(keys.device)
+    factors = torch.from_numpy(_factors(first // _RUN, last // _RUN + 1).view(np.int64)).to(keys.device)
     return keys[index % _RUN] * factors[index // _RUN - first // _RUN]
 
 

@@ -1,0 +1,196 @@
+"""Compiled kernels: they are there where there is a compiler, agree with NumPy, and are not used when they may not be."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tidemill.kernels import library
+from tidemill.kernels.library import COMPILERS, SWITCH, Native, Unavailable, native, why_not
+
+SOURCE = library.SOURCE.read_text()
+COMPILER = next((name for name in COMPILERS if shutil.which(name)), None)
+needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
+
+
+@pytest.fixture
+def kernels() -> Native:
+    found = native()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache of compiled files, and nothing loaded yet."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(library, "_variants", lambda: [("-O1",)])  # quick to compile
+    library._found.cache_clear()
+    yield tmp_path / "tidemill"
+    library._found.cache_clear()
+
+
+@needs_compiler
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    assert os.environ.get(SWITCH) == "off" or (native() is not None and why_not() == "")
+
+
+SHAPES = [  # heads, kv_heads, size, page_size
+    (4, 2, 16, 16),
+    (8, 8, 32, 16),
+    (8, 2, 64, 32),
+    (3, 1, 64, 16),
+    (7, 1, 32, 16),
+    (16, 1, 128, 48),
+    (5, 5, 128, 16),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_attention_over_pages(kernels: Native, shape, dtype, threads) -> None:
+    """Any lengths, windows and sharing of pages; what lies behind a sequence's end is as good as not there."""
+    heads, kv_heads, size, page_size = shape
+    assert kernels.attends(dtype, heads, kv_heads, size, page_size)
+    rng = np.random.default_rng(heads * size)
+    ends = np.array([1, 2, page_size, page_size + 1, 15, 16, 17, 600, 512, 513, 1100], np.int64)
+    lows = np.array([0, 1, 0, 3, 14, 15, 0, 77, 0, 500, 1099], np.int64)
+    columns = -(-int(ends.max()) // page_size)
+    pages = torch.from_numpy(rng.normal(size=(90, kv_heads, page_size, 2 * size)).astype(np.float32)).to(dtype)
+    table = rng.integers(0, 90, (20, columns)).astype(np.int32)
+    slots = rng.permutation(20)[: len(ends)].astype(np.int64)
+    wide = torch.from_numpy(rng.normal(size=(len(ends), heads + 3, size)).astype(np.float32) * 2).to(dtype)
+    q = wide[:, :heads]  # rows that do not follow one another, as the decoder gives them
+    seen = kernels.attend(pages, q, table, slots, lows, ends, threads)
+    assert seen.dtype == dtype
+    for row, (slot, low, end) in enumerate(zip(slots, lows, ends, strict=True)):
+        kv = pages[table[slot]].double().transpose(0, 1).reshape(kv_heads, -1, 2 * size)[:, low:end]
+        kv = kv.repeat_interleave(heads // kv_heads, dim=0)
+        scores = torch.einsum("he,hte->ht", q[row].double(), kv[..., :size]) * size**-0.5
+        expected = torch.einsum("ht,hte->he", scores.softmax(-1), kv[..., size:])
+        error = 2e-6 if dtype == torch.float32 else 2**-8
+        torch.testing.assert_close(seen[row].double(), expected, atol=error, rtol=error)
+
+
+def test_nan_is_not_hidden(kernels: Native) -> None:
+    pages = torch.ones(1, 1, 16, 64)
+    pages[0, 0, 3] = torch.nan
+    none, rows = np.zeros(1, np.int64), np.zeros((1, 1), np.int32)
+    q = torch.ones(1, 1, 32)
+    assert torch.isnan(kernels.attend(pages, q, rows, none, none, np.array([4]), 1)).all()
+    assert torch.isfinite(kernels.attend(pages, q, rows, none, none, np.array([3]), 1)).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writing_touches_its_places_and_no_other(kernels: Native, dtype) -> None:
+    pages = torch.randn(5, 2, 16, 64).to(dtype)
+    before, heads = pages.clone(), torch.randn(3, 7, 32).to(dtype)
+    k, v = heads[:, 1:3], heads[:, 4:6]
+    kernels.write(pages, k, v, np.array([17, 0, 79]))
+    for row, (page, offset) in enumerate([(1, 1), (0, 0), (4, 15)]):
+        assert torch.equal(pages[page, :, offset], torch.cat((k[row], v[row]), dim=-1))
+        before[page, :, offset] = pages[page, :, offset]
+    assert torch.equal(pages, before)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        (torch.float16, 4, 2, 32, 16),
+        (torch.float32, 4, 2, 80, 16),
+        (torch.float32, 4, 2, 8, 16),
+        (torch.float32, 32, 1, 32, 16),
+        (torch.float32, 4, 2, 32, 8),
+    ],
+)
+def test_what_they_are_not_for(given) -> None:
+    assert not Native.attends(*given)
+
+
+def test_the_switch(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SWITCH, "off")
+    assert native() is None and SWITCH in why_not() and not cache.exists()
+
+
+def test_without_a_compiler_it_says_so(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(cache))
+    assert native() is None and "no C compiler" in why_not()
+
+
+def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write_text("a file where the folder should be")
+    assert native() is None and str(cache) in why_not()
+
+
+@needs_compiler
+def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    broken = tmp_path / "cpu.c"
+    broken.write_text("this is no C;")
+    monkeypatch.setattr(library, "SOURCE", broken)
+    assert native() is None and "error" in why_not()
+    assert not list(cache.glob("*")), "something was left"
+
+
+@needs_compiler
+def test_it_is_compiled_once_and_privately(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert native() is not None, why_not()
+    (made,) = cache.iterdir()
+    assert made.stat().st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
+    library._found.cache_clear()
+    monkeypatch.setattr(library, "_compile", None)
+    assert native() is not None
+
+
+@needs_compiler
+@pytest.mark.parametrize("what", ["file", "folder"])
+def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) -> None:
+    assert native() is not None, why_not()
+    library._found.cache_clear()
+    path = next(cache.iterdir()) if what == "file" else cache
+    path.chmod(0o722)
+    assert native() is None and "written to by others" in why_not() and str(path) in why_not()
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "right, wrong",
+    [
+        ("total[g] * before + sum", "total[g] * before + 2 * sum"),
+        ("memcpy(to + bytes,", "memcpy(to,"),
+        ("total += sum * *factors", "total += sum"),
+        ("return sum + rest", "return sum + 1"),
+    ],
+)
+def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, monkeypatch, right, wrong) -> None:
+    changed = tmp_path / "cpu.c"
+    assert SOURCE.count(right) == 1
+    changed.write_text(SOURCE.replace(right, wrong))
+    monkeypatch.setattr(library, "SOURCE", changed)
+    assert native() is None and "something else" in why_not()
+
+
+@needs_compiler
+def test_loading_starts_no_thread() -> None:
+    """A process that is forked from may not have any."""
+    code = (
+        "import os, torch; before = len(os.listdir('/proc/self/task'))\n"
+        "from tidemill.kernels.library import native\n"
+        "assert native() is not None; assert len(os.listdir('/proc/self/task')) == before"
+    )
+    if not os.path.exists("/proc/self/task"):
+        pytest.skip("no /proc")
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_it_says_what_is_wrong_in_one_line() -> None:
+    with pytest.raises(Unavailable, match="failed: no such option"):
+        library._output([sys.executable, "-c", "import sys; sys.exit('no such option')"])

@@ -1,0 +1,249 @@
+"""From `cpu.c` to functions: compile once, keep, load, try, and say why not.
+
+    native() -> Native, or None and `why_not()`       TIDEMILL_KERNELS=off switches them off
+
+The compiled file lies in a folder of the user's own, under a name made from the source, the compiler and the processor; a
+file or folder that others could have written to is not loaded. A library that computes something else than it should, in a
+small trial, is not used either.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import platform
+import shutil
+import stat
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+SOURCE = Path(__file__).with_name("cpu.c")
+SWITCH = "TIDEMILL_KERNELS"  # "off": do without
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
+LIMIT_S = 120.0  # of one compilation, which takes a few seconds
+
+_Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "tidemill_attend": (
+        _Int,
+        [_Pointer, _Int, _Pointer, _Long, _Pointer, _Pointer, _Long, _Pointer, _Pointer, _Pointer]
+        + [_Int] * 5
+        + [ctypes.c_float, _Int],
+    ),
+    "tidemill_write": (None, [_Pointer, _Int, _Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
+    "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer]),
+    "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
+}
+
+
+class Unavailable(RuntimeError):
+    """Why there are no compiled kernels: for the user."""
+
+
+class Native:
+    """The library's functions, on tensors and arrays. Pointers are taken here and nowhere else."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+
+    @staticmethod
+    def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
+        """Whether `attend` and `write` are for this shape."""
+        sizes = size in (16, 32, 64, 128) and page_size % 16 == 0 and heads // kv_heads <= 16
+        return sizes and dtype in (torch.float32, torch.bfloat16)
+
+    def attend(
+        self,
+        pages: Tensor,
+        q: Tensor,
+        table: np.ndarray,
+        slots: np.ndarray,
+        lows: np.ndarray,
+        ends: np.ndarray,
+        threads: int,
+    ) -> Tensor:
+        """Softmax attention of one query a row, scaled by 1/sqrt(E) -> [n, H, E] as q.
+
+        pages [P, K, page_size, 2E]: a layer's, a token's key and value side by side. q [n, H, E], its last two dimensions
+        dense. table [S, C] int32: the pages of each slot. slots [n] int64: each row's. It sees its tokens [lows, ends)
+        (int64), at least one.
+        """
+        n, heads, size = q.shape
+        out = torch.empty((n, heads, size), dtype=q.dtype)
+        assert q.stride()[1:] == (size, 1) and pages.is_contiguous() and table.strides[1] == 4
+        failed = self._library.tidemill_attend(
+            *(pages.data_ptr(), int(pages.dtype == torch.bfloat16)),
+            *(q.data_ptr(), q.stride(0), out.data_ptr()),
+            *(table.ctypes.data, table.strides[0] // 4, slots.ctypes.data, lows.ctypes.data, ends.ctypes.data),
+            *(n, heads, pages.shape[1], size, pages.shape[2], size**-0.5, threads),
+        )
+        assert not failed, "see `attends`"
+        return out
+
+    def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: np.ndarray) -> None:
+        """k, v [n, K, E] to `writes` [n] int64: page * page_size + offset."""
+        n, heads, size = k.shape
+        assert k.stride()[1:] == v.stride()[1:] == (size, 1) and pages.is_contiguous()
+        self._library.tidemill_write(
+            *(pages.data_ptr(), pages.element_size(), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(writes.ctypes.data, n, heads, size, pages.shape[2]),
+        )
+
+    def keyed_sum(self, elements: Tensor, first: int, keys: np.ndarray, factors: np.ndarray) -> int:
+        """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
+        element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's]."""
+        width, n = elements.element_size(), elements.numel()
+        assert width <= 4 and elements.is_contiguous() and len(factors) > (first % len(keys) + n - 1) // len(keys)
+        return self._library.tidemill_keyed_sum(
+            *(elements.data_ptr(), width, n, first, keys.ctypes.data, len(keys), factors.ctypes.data)
+        )
+
+    def word_sum(self, tensor: Tensor) -> int:
+        """Of a dense tensor's bytes as little-endian words of eight, modulo 2^64; the last may be short."""
+        assert tensor.is_contiguous()
+        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes)
+
+
+@lru_cache(maxsize=1)
+def _found() -> Native | Unavailable:
+    if os.environ.get(SWITCH, "") == "off":
+        return Unavailable(f"switched off by {SWITCH}")
+    try:
+        return _load()
+    except Unavailable as reason:
+        return reason
+    except OSError as error:
+        return Unavailable(f"{type(error).__name__}: {error}")
+
+
+def native() -> Native | None:
+    """The compiled kernels; None where there are none. The first call of a process may compile for some seconds."""
+    found = _found()
+    return found if isinstance(found, Native) else None
+
+
+def why_not() -> str:
+    """Why `native` gives None; "" when it does not."""
+    found = _found()
+    return str(found) if isinstance(found, Unavailable) else ""
+
+
+def _load() -> Native:
+    compiler = next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    if compiler is None:
+        raise Unavailable(f"no C compiler was found ({', '.join(COMPILERS)})")
+    folder = _folder()
+    reason = ""
+    for extra in _variants():
+        flags = (*FLAGS, *extra)
+        path = folder / f"kernels-{_digest(compiler, flags)}.so"
+        try:
+            if not path.exists():
+                _compile(compiler, flags, path)
+            _expect_ours(path)
+            library = Native(_open(path))
+            _try(library)
+            return library
+        except (Unavailable, OSError) as error:
+            reason = str(error)
+    raise Unavailable(reason)
+
+
+def _variants() -> list[tuple[str, ...]]:
+    """Flags to try, the fastest first."""
+    machine = (
+        ("-mcpu=native",) if platform.machine() in ("arm64", "aarch64") else ("-march=native", "-mprefer-vector-width=512")
+    )
+    return [(*machine, "-fopenmp"), machine, ()]
+
+
+def _digest(compiler: str, flags: tuple[str, ...]) -> str:
+    version = _output([compiler, "--version"])
+    parts = (SOURCE.read_text(), version, *flags, platform.machine(), _features())
+    return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
+
+
+def _features() -> str:
+    """What tells processors apart for which the same flags make other code; a home may be shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _folder() -> Path:
+    """Of compiled files, made when it is missing, and ours alone."""
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folder = Path(base) / "tidemill"
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    _expect_ours(folder)
+    return folder
+
+
+def _expect_ours(path: Path) -> None:
+    status = path.stat()
+    if status.st_uid != os.getuid() or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise Unavailable(f"{path} could have been written to by others: remove it, or mend its owner and permissions")
+
+
+def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
+    """Linked without the compiler's own threads: those that PyTorch has brought are used, see `_open`."""
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as place:
+        made, linked = Path(place) / "kernels.o", Path(place) / "kernels.so"
+        _output([compiler, *flags, "-c", str(SOURCE), "-o", str(made)])
+        _output([compiler, "-shared", str(made), "-o", str(linked), "-lm"])
+        os.chmod(linked, 0o700)
+        os.replace(linked, path)
+
+
+def _output(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, stdin=subprocess.DEVNULL)
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{command[0]} took more than {LIMIT_S:g} s") from None
+    if done.returncode != 0:
+        first = next((line for line in done.stderr.splitlines() if "error" in line), done.stderr.strip()[-200:])
+        raise Unavailable(f"{command[0]} failed: {first}")
+    return done.stdout
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    """Its threads are those of PyTorch's OpenMP: two pools would stand in one another's way."""
+    for threads in Path(torch.__file__).with_name("lib").glob("libgomp*"):
+        ctypes.CDLL(str(threads), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(path))
+
+
+def _try(library: Native) -> None:
+    """Raises Unavailable when the library's answers are wrong. It starts no thread: this process may be forked from."""
+    pages = np.sin(np.linspace(-1, 1, 3 * 2 * 16 * 64, dtype=np.float32)).reshape(3, 2, 16, 64)
+    q = np.cos(np.linspace(-2, 2, 2 * 4 * 32, dtype=np.float32)).reshape(2, 4, 32)
+    paged, queries = torch.from_numpy(pages), torch.from_numpy(q)
+    library.write(paged, queries[:1, :2], queries[:1, 2:], np.array([17]))
+    right = np.array_equal(pages[1, :, 1], np.concatenate((q[0, :2], q[0, 2:]), axis=-1))
+    slots, lows, ends = np.array([0, 1]), np.array([0, 3]), np.array([20, 9])
+    seen = library.attend(paged, queries, np.array([[1, 2], [2, 0]], np.int32), slots, lows, ends, threads=1).numpy()
+    for row, order in enumerate([[1, 2], [2, 0]]):
+        kv = np.concatenate([pages[page] for page in order], axis=1)[:, lows[row] : ends[row]].repeat(2, axis=0)
+        weights = np.exp((q[row][:, None] * kv[..., :32]).sum(-1) * 32**-0.5)
+        expected = (weights[..., None] * kv[..., 32:]).sum(1) / weights.sum(1, keepdims=True)
+        right &= np.allclose(seen[row], expected, atol=1e-5)
+    elements, keys, factors = np.arange(40, dtype=np.int16), np.arange(32, dtype=np.uint64), np.array([3, 5], np.uint64)
+    words = int(elements.view(np.uint64).sum())
+    keyed = int((elements * (keys * factors[:, None]).reshape(-1)[20:60]).sum())
+    right &= library.word_sum(torch.from_numpy(elements)) == words
+    right &= library.keyed_sum(torch.from_numpy(elements), 20, keys, factors) == keyed
+    if not right:
+        raise Unavailable("the compiled kernels compute something else than they should")
