@@ -20,10 +20,12 @@ def main(folder: str, seed: int) -> None:
     step = 0 if last is None else last + 1
     flying = [p.id for p in ledger.pending() if not p.finished]
     ready = [p.id for p in ledger.pending() if p.finished]
+    following = ledger.next_group_id()  # asked once: what is read has to be written before
     while True:
         if len(flying) < 6:
-            done("admit", group_id := ledger.next_group_id(), lambda g=group_id: ledger.admit(g, task(g)))
+            done("admit", group_id := following, lambda g=group_id: ledger.admit(g, task(g)))
             flying.append(group_id)
+            following += 1
         group_id = flying.pop(rng.randrange(len(flying)))
         done("finish", group_id, lambda g=group_id: ledger.finish(group(g, samples=4, length=40)))
         if rng.random() < 0.2:

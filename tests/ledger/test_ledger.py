@@ -95,6 +95,7 @@ FATES = {
     "an end without a beginning": (lambda s: s.end_step(1, 0, {}), "not begun"),
     "finish twice": (lambda s: s.finish(group(3)), "has finished and is pending"),
     "finish dropped": (lambda s: s.finish(group(0)), "was dropped (stale)"),
+    "finish dropped in flight": (lambda s: s.finish(group(4)), "was dropped (cancelled)"),
     "admit twice": (lambda s: s.admit(3, task(3)), "was admitted before"),
     "drop without a reason": (lambda s: s.drop(2, ""), "without a reason"),
     "load in flight": (lambda s: s.load(2), "has not finished"),
@@ -107,7 +108,9 @@ FATES = {
 def test_what_contradicts_the_record_is_refused_and_changes_nothing(ledger: SqliteLedger, case: str) -> None:
     fill(ledger, (0, 1, 3))
     ledger.admit(2, task(2))
+    ledger.admit(4, task(4))
     ledger.drop(0, "stale")
+    ledger.drop(4, "cancelled")
     ledger.begin_step(0, 0, [1])
     before = "\n".join(raw(ledger).iterdump())
     call, message = FATES[case]
@@ -252,6 +255,7 @@ def test_modes(tmp_path: Path) -> None:
         with SqliteLedger(run, mode="read") as reader:  # beside the live writer
             assert reader.counts() == ledger.counts()
             fill(ledger, (2,))
+            ledger.event("now", {})  # rows that wait are written with it
             assert reader.counts().admitted == 3 and reader.load(2).id == 2
             with pytest.raises(LedgerError, match="for reading only"):
                 reader.drop(0, "x")
@@ -410,5 +414,6 @@ def test_scores_may_carry_parts_and_the_index_has_them(ledger: SqliteLedger) -> 
     scored = group(0)
     scored.trajectories[0].outcome = Score(0.5, {"format": 1.0, "answer": 0.0})
     ledger.finish(scored)
+    assert ledger.has_finished(0)
     query = "SELECT json_extract(parts, '$.format') FROM trajectories WHERE place = 0"
     assert raw(ledger).execute(query).fetchone() == (1.0,)

@@ -39,21 +39,26 @@ def test_a_killed_writer_leaves_a_whole_ledger(tmp_path: Path) -> None:
     rng = random.Random(7)
     interrupted: Counter[str] = Counter()
     written: dict[str, set[int]] = {what: set() for what in ("admit", "finish", "drop", "begin", "end")}
+    found = 0
     for life in range(8):
         said = run_and_kill(tmp_path, life, lines=rng.randint(1, 60), delay=rng.random() * 0.002)
-        admitted: set[int] = set()  # since the last other call, with which they are recorded
+        admitted: set[int] = set()  # since the last call about something else, with which they are recorded
         for state, what, number in said:
             if state == "done":
                 (admitted if what == "admit" else written[what]).add(int(number))
-                if what != "admit":
+                if what == "finish":
+                    written["admit"].add(int(number))
+                elif what != "admit":
                     written["admit"] |= admitted
                     admitted.clear()
         if said[-1][0] == "doing":
             interrupted[said[-1][1]] += 1
         with SqliteLedger(tmp_path, mode="open") as ledger:
             check(ledger, written)
+            found += len(ledger.events("rollouts_found"))
             ledger.event("resumed", {"life": life})
     assert interrupted, "no kill hit a call"
+    assert found, "no kill took rows that waited"
     assert len(written["begin"]) >= 5 and len(written["drop"]) >= 2 and max(written["admit"]) >= 20
 
 

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import os
+import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from ledger_cases import group, task
+from ledger_cases import assert_same, group, task
 
 from tidemill.ledger import LedgerError, SqliteLedger, segments
-from tidemill.ledger.segments import HEADER_BYTES, Location, SegmentWriter, read_record, segment_numbers, segment_path
+from tidemill.ledger.segments import (
+    HEADER_BYTES,
+    Location,
+    SegmentWriter,
+    read_record,
+    segment_numbers,
+    segment_path,
+    whole_groups,
+)
 
 
 def writer(folder: Path, limit: int = 1000, sync: bool = False, first: int = 1) -> SegmentWriter:
@@ -177,6 +187,94 @@ def test_a_payload_that_a_power_cut_took_is_sampled_again(tmp_path: Path, taken:
         ledger.finish(group(1))
         ledger.begin_step(1, 0, [1, 2])
         assert ledger.load(1).id == 1
+
+
+def killed(run: Path, copy: Path) -> Path:
+    """What a run's folder holds when its process is killed now."""
+    shutil.copytree(run, copy, ignore=shutil.ignore_patterns("*.lock", "*-shm"))
+    return copy
+
+
+def test_what_has_finished_outlives_its_writer_before_its_rows_are_written(tmp_path: Path) -> None:
+    with SqliteLedger(tmp_path / "run", segment_bytes=2000) as ledger:  # which ends files in between
+        for i in range(4):
+            ledger.admit(i, task(i))
+        for i in range(3):
+            ledger.finish(group(i))
+        with sqlite3.connect(tmp_path / "run" / "ledger.sqlite") as db:
+            assert db.execute("SELECT count(*), count(finished_at) FROM groups").fetchone() == (4, 0)
+            assert db.execute("SELECT count(*) FROM trajectories").fetchone() == (0,)
+        copy = killed(tmp_path / "run", tmp_path / "copy")
+    with SqliteLedger(copy, mode="open") as ledger:
+        assert [(p.id, p.finished) for p in ledger.pending()] == [(0, True), (1, True), (2, True), (3, False)]
+        assert ledger.events("rollouts_found")[0].detail == {"groups": [0, 1, 2]}
+        for i in range(3):
+            assert_same(ledger.load(i), group(i))
+        with pytest.raises(LedgerError, match="cannot finish group 1: it has finished and is pending"):
+            ledger.finish(group(1))
+        ledger.finish(group(3))
+        ledger.begin_step(0, 0, [0, 1, 2, 3])
+        assert ledger.verify() == [] and ledger.counts().conserved
+    with SqliteLedger(copy, mode="open") as ledger:
+        assert len(ledger.events("rollouts_found")) == 1  # they are found once
+
+
+def test_payloads_of_groups_that_nobody_knows_are_left_alone(tmp_path: Path) -> None:
+    """A power cut may take transactions and leave payloads."""
+    with SqliteLedger(tmp_path / "run") as ledger:
+        copy = killed(tmp_path / "run", tmp_path / "copy")
+        ledger.admit(0, task(0))
+        ledger.finish(group(0))
+        shutil.copytree(tmp_path / "run" / "trajectories", copy / "trajectories", dirs_exist_ok=True)
+    with SqliteLedger(copy, mode="open") as ledger:
+        assert ledger.counts().admitted == 0
+        ledger.admit(0, task(0))
+        ledger.finish(group(0))
+        assert_same(ledger.load(0), group(0))
+
+
+def test_a_torn_tail_is_sampled_again_wherever_it_was_torn(tmp_path: Path) -> None:
+    """At every byte, and with every byte of the last record wrong: whole groups are found, and no other."""
+    with SqliteLedger(tmp_path / "run") as ledger:
+        ledger.admit(0, task(0))
+        ledger.admit(1, task(1))
+        ledger.finish(group(0, length=5))
+        ledger.finish(group(1, length=5))
+        copy = killed(tmp_path / "run", tmp_path / "copy")
+    path = segment_path(copy / "trajectories", 1)
+    whole, database = path.read_bytes(), (copy / "ledger.sqlite").read_bytes()
+    log = (copy / "ledger.sqlite-wal").read_bytes()
+    ((_, _, places),) = [each for each in whole_groups(copy / "trajectories", 1, 0) if each[0] == 0]
+    second = places[-1].offset + HEADER_BYTES + places[-1].length
+    torn = [whole[:end] for end in range(0, len(whole), 7)]
+    wrong = [whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :] for at in range(second, len(whole), 7)]
+    for contents in (*torn, *wrong, whole + b"TM", whole + whole[second:]):
+        path.write_bytes(contents)
+        (copy / "ledger.sqlite").write_bytes(database)
+        (copy / "ledger.sqlite-wal").write_bytes(log)
+        expected = [contents[:second] == whole[:second], contents[: len(whole)] == whole]
+        with SqliteLedger(copy, mode="open", durability="process") as ledger:
+            assert [p.finished for p in ledger.pending()] == expected
+            assert ledger.verify() == [] and ledger.events("payload_lost") == []
+
+
+def test_rows_that_wait_are_written_after_a_second_or_before_files_are_removed(tmp_path: Path, monkeypatch) -> None:
+    now = 100.0
+    monkeypatch.setattr("tidemill.ledger.ledger.time.time", lambda: now)
+    with SqliteLedger(tmp_path, segment_bytes=1, durability="process") as ledger:
+        outside = sqlite3.connect(tmp_path / "ledger.sqlite")
+        for i in range(4):
+            ledger.admit(i, task(i))
+        ledger.finish(group(0))
+        assert outside.execute("SELECT count(finished_at) FROM groups").fetchone() == (0,)
+        now += 1.5
+        ledger.finish(group(1))  # the first one has waited for long
+        assert outside.execute("SELECT count(finished_at) FROM groups").fetchone() == (1,)
+        ledger.begin_step(0, 0, [0])
+        ledger.finish(group(2))
+        ledger.finish(group(3))
+        assert ledger.retain(checkpoint=1, max_bytes=0).removed == [1]
+        assert ledger.verify() == [] and ledger.load(2).id == 2
 
 
 def test_retention_spares_what_may_be_needed(tmp_path: Path) -> None:

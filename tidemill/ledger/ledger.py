@@ -1,15 +1,18 @@
 """The durable record of a run (I3): SQLite for what happened, segments for the tokens.
 
-    admit -> finish (payload written, then its rows) -> begin_step (fate 'trained', before the gradient) -> end_step
+    admit -> finish (payloads written; rows follow) -> begin_step (fate 'trained', before the gradient) -> end_step
                                                      \\-> drop (fate 'dropped', with its reason)
 
-Every call is one transaction, and survives the death of this process at any instant once it has returned; only admissions
-wait for the next call, because nothing is lost with them: an id that nobody heard of is admitted again. With durability
-"power" (the default) a call survives a power cut as well, from the next call on that is not about a single group: those (a
-step that begins, a version, an event ...) flush the payloads, and then the log of all transactions up to their own. So
-nothing is ever trained on that is not on the medium. What a power cut can take has no fate, and is sampled again: `open`
-puts groups back in flight whose row outlived their payload. With "process" nothing is flushed. In both the database itself
-stays consistent.
+Every call survives the death of this process at any instant once it has returned. Only the admission of a group that has not
+finished may be lost, and nothing with it: an id that nobody heard of is admitted again. The rows of admitted and of finished
+groups wait, for a second at most, for a call about something else, and are written in its transaction (`waiting`): a group
+has finished as soon as its payloads lie in a segment, and `open` writes the rows that waited when the last writer died.
+
+With durability "power" (the default) a call survives a power cut as well, from the next call on that is not about a single
+group: those (a step that begins, a version, an event ...) flush the payloads, and then the log of all transactions up to
+their own. So nothing is ever trained on that is not on the medium. What a power cut can take has no fate, and is sampled
+again: `open` puts groups back in flight whose row outlived their payload. With "process" nothing is flushed. In both the
+database itself stays consistent.
 """
 
 from __future__ import annotations
@@ -27,10 +30,11 @@ from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
 from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
 from tidemill.ledger.retention import retain
-from tidemill.ledger.rows import as_json, task_row, trajectory_rows
+from tidemill.ledger.rows import as_json
 from tidemill.ledger.schema import SCHEMA, VERSION
-from tidemill.ledger.segments import SegmentWriter, segment_numbers
-from tidemill.types import Group, Metrics, Task, Version
+from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers, whole_groups
+from tidemill.ledger.waiting import Waiting
+from tidemill.types import Group, Metrics, Task, Trajectory, Version
 
 SEGMENT_BYTES = 64 << 20
 KEEP_BYTES = 4 << 30
@@ -63,8 +67,9 @@ class SqliteLedger(LedgerReads):
         self._mode = mode
         self._guard: FolderLock | None = None
         self._segments: SegmentWriter | None = None
-        self._admitted: list[tuple[tuple[str, ...], tuple[int, float, str]]] = []  # rows that are not written yet
+        self._waiting = Waiting()
         self._newest = -1  # the greatest id that may be in the ledger
+        self._in_flight: set[int] = set()  # ids that may finish
         self._sync = sync = durability == "power"
         with explained(folder):
             if mode == "create":
@@ -85,40 +90,48 @@ class SqliteLedger(LedgerReads):
                     self._segments = SegmentWriter(self._trajectories, limit=segment_bytes, sync=sync, first=first)
                 if mode == "open":
                     self._newest = self.next_group_id() - 1
+                    self._in_flight = {group.id for group in self.pending() if not group.finished}
+                    self._find_finished()
                     self._renounce_lost()
             except BaseException:
                 self.close()
                 raise
 
     def admit(self, group_id: int, task: Task) -> None:
-        """Recorded together with the next call, or read."""
-        row = task_row(task)
+        """Recorded together with a later call, or read."""
+        now = time.time()
         with self._lock:  # bounded: by SQLite's time-out
             self._expect_writer()
             if group_id <= self._newest and self._one("SELECT 1 FROM groups WHERE id = ?", group_id):
                 raise LedgerError(f"group {group_id} was admitted before")
-            self._admitted.append((row, (group_id, time.time(), row[-1])))
+            if self._waiting.due(now):
+                self._record_waiting()
+            self._waiting.admit(group_id, task, now)
+            self._in_flight.add(group_id)
             self._newest = max(self._newest, group_id)
 
     def finish(self, group: Group) -> None:
-        """Payloads, then their rows: a row never points at bytes that were not written."""
-        if not group.trajectories:
-            raise LedgerError(f"group {group.id} has no trajectory: drop it with a reason instead")
+        """Write its payloads; their rows follow with a later call, or read. The group may not be changed any more."""
+        if not 0 < len(group.trajectories) <= MOST:
+            what = f"{len(group.trajectories)} trajectories, of {MOST} at most" if group.trajectories else "no trajectory"
+            raise LedgerError(f"group {group.id} has {what}: drop it with a reason instead")
         try:
             payloads = [codec.encode(t) for t in group.trajectories]
         except (TypeError, ValueError) as error:
             raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
-        with self._write(lasting=False) as db:
-            changed = db.execute(
-                "UPDATE groups SET finished_at = ? WHERE id = ? AND fate IS NULL AND finished_at IS NULL",
-                (time.time(), group.id),
-            ).rowcount
-            if changed != 1:
+        with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
+            self._expect_writer()
+            if group.id not in self._in_flight:
                 raise LedgerError(f"cannot finish group {group.id}: it {self._standing(group.id)}")
+            if group.id in self._waiting.admitted:  # else nobody would know whose payloads these are
+                self._record_waiting()
             faults.reach("controller", "record", group.id)
             assert self._segments is not None
-            rows = trajectory_rows(group, self._segments.append(group.id, payloads))
-            db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(rows[0]))})", rows)
+            places, now = self._segments.append(group.id, payloads), time.time()
+            if self._waiting.due(now):
+                self._record_waiting()
+            self._waiting.finished[group.id] = group, places, now
+            self._in_flight.discard(group.id)
 
     def drop(self, group_id: int, reason: str) -> None:
         """`reason` is a short, stable word: drops are counted by it."""
@@ -132,6 +145,7 @@ class SqliteLedger(LedgerReads):
             ).rowcount
             if changed != 1:
                 raise LedgerError(f"cannot drop group {group_id}: it {self._standing(group_id)}")
+            self._in_flight.discard(group_id)
 
     def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int]) -> None:
         """All of the step or nothing. A step that was begun before is not begun again: see `replay_step`."""
@@ -227,15 +241,16 @@ class SqliteLedger(LedgerReads):
         steps: keep what was settled within the last so many steps.
         """
         assert self._segments is not None
-        bound = min(checkpoint, (self.last_step() or 0) + 1 - steps)
         with self._lock:  # bounded: by SQLite's time-out
+            last = self.last_step() or 0  # a read: rows that wait, and say what is needed, are written before
+            bound = min(checkpoint, last + 1 - steps)
             return retain(self._db, self._write, self._trajectories, self._segments.current, bound, max_bytes)
 
     def close(self) -> None:
         """Close the files and give up the lock. Needed for nothing but tidiness: a killed process leaves the same record."""
         if self._segments is not None:
             with contextlib.suppress(LedgerError, OSError):  # they may be lost: see `admit`
-                self._record_admissions()
+                self._record_waiting()
             self._segments.close()
         if hasattr(self, "_db"):
             self._db.close()
@@ -260,11 +275,10 @@ class SqliteLedger(LedgerReads):
                 self._flush_commits(True)
             try:
                 self._db.execute("BEGIN IMMEDIATE")
-                if self._admitted:
-                    self._insert_admissions()
+                self._waiting.insert(self._db)
                 yield self._db
                 self._db.execute("COMMIT")
-                self._admitted.clear()
+                self._waiting.clear()
             except BaseException:
                 if self._db.in_transaction:
                     self._db.execute("ROLLBACK")
@@ -273,34 +287,44 @@ class SqliteLedger(LedgerReads):
                 if lasting:
                     self._flush_commits(False)
 
-    def _insert_admissions(self) -> None:
-        tasks, groups = zip(*self._admitted, strict=True)
-        self._db.executemany(
-            "INSERT INTO tasks (id, env, prompt, data, digest) VALUES (?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING", tasks
-        )
-        self._db.executemany(
-            "INSERT INTO groups (id, task_key, admitted_at) SELECT ?, key, ? FROM tasks WHERE digest = ?", groups
-        )
-
-    def _record_admissions(self) -> None:
-        if self._admitted and not self._db.in_transaction:
+    def _record_waiting(self) -> None:
+        if self._waiting and not self._db.in_transaction:
             with self._write(lasting=False):
                 pass
 
     def _rows(self, sql: str, *args: Any) -> list[sqlite3.Row]:
         with self._lock:  # bounded: by SQLite's time-out
-            self._record_admissions()
+            self._record_waiting()
             return super()._rows(sql, *args)
 
     def _one(self, sql: str, *args: Any) -> Any:
         with self._lock:  # bounded: by SQLite's time-out
-            self._record_admissions()
+            self._record_waiting()
             return super()._one(sql, *args)
 
     def _flush_commits(self, on: bool) -> None:
         """Whether a commit flushes the log: with its own pages go those of all commits before it."""
         self._db.execute(f"PRAGMA synchronous = {'FULL' if on else 'NORMAL'}")
         self._db.execute(f"PRAGMA fullfsync = {int(on)}")
+
+    def _find_finished(self) -> None:
+        """Groups that finished, but whose rows were still waiting when the last writer died, become finished."""
+        last, end = self._last_segment(), 0
+        for row in self._rows("SELECT max(offset + length) FROM trajectories WHERE segment = ?", last):
+            end = (row[0] or -HEADER_BYTES) + HEADER_BYTES
+        found: dict[int, tuple[Group, list[Location], float]] = {}
+        for number in segment_numbers(self._trajectories):
+            if number < last:
+                continue
+            for group_id, payloads, places in whole_groups(self._trajectories, number, end if number == last else 0):
+                if group_id in self._in_flight:
+                    with contextlib.suppress(codec.CodecError):  # it is sampled again
+                        trajectories = [codec.decode(payload, Trajectory) for payload in payloads]
+                        found[group_id] = Group(group_id, self.task_of(group_id), trajectories), places, time.time()
+        if found:
+            self._in_flight -= found.keys()
+            self._waiting.finished |= found
+            self.event("rollouts_found", {"groups": sorted(found)})
 
     def _renounce_lost(self) -> None:
         """Groups that wait to be trained, but whose payload a power cut took, are in flight again."""
@@ -311,6 +335,7 @@ class SqliteLedger(LedgerReads):
                 with self._write() as db:
                     db.execute("DELETE FROM trajectories WHERE group_id = ?", (row["id"],))
                     db.execute("UPDATE groups SET finished_at = NULL WHERE id = ?", (row["id"],))
+                self._in_flight.add(row["id"])
                 self.event("payload_lost", {"group": row["id"], "reason": str(error)})
 
     def _create(self) -> None:

@@ -1,10 +1,12 @@
 """Trajectory payloads: append-only files `seg-000001.bin`, one checksummed record a trajectory.
 
-    record = magic | payload length | crc32 | group id | place | payload        (24 bytes of header, little-endian)
+    record = magic | payload length | crc32 | group id | place | count | payload        (24 bytes of header, little-endian)
 
-The checksum covers group id, place and payload, so a row that points at another trajectory's record is refused as surely
-as a flipped bit. A record is written before the row that points at it; what no row points at (a tail torn by a kill or a
-full disk) is never read. Each writer begins a file of its own and never touches one that an earlier writer left.
+`place` counts the trajectories of a group, of which there are `count`; they follow one another in one file. The checksum
+covers group id, place, count and payload, so a row that points at another trajectory's record is refused as surely as a
+flipped bit. Records are written before the rows that point at them: `whole_groups` finds those whose rows were never
+written, and stops at a tail torn by a kill or a full disk. Each writer begins a file of its own and never touches one that
+an earlier writer left.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import re
 import struct
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +25,9 @@ from tidemill.durable import flush
 from tidemill.ledger.records import LedgerError
 
 MAGIC = b"TMTR"
-_HEADER = struct.Struct("<4sIIqi")
+_HEADER = struct.Struct("<4sIIqHH")
 HEADER_BYTES = _HEADER.size
+MOST = 2**16 - 1  # trajectories of a group
 _NAME = re.compile(r"seg-(\d{6,})\.bin")
 
 
@@ -80,8 +83,8 @@ class SegmentWriter:
         assert self._descriptor is not None
         locations, parts, offset = [], [], self._end
         for place, payload in enumerate(payloads):
-            crc = checksum(group_id, place, payload)
-            parts += (_HEADER.pack(MAGIC, len(payload), crc, group_id, place), payload)
+            crc = _checksum(group_id, place, len(payloads), payload)
+            parts += (_HEADER.pack(MAGIC, len(payload), crc, group_id, place, len(payloads)), payload)
             locations.append(Location(self._next - 1, offset, len(payload), crc))
             offset += HEADER_BYTES + len(payload)
         try:
@@ -131,10 +134,6 @@ class SegmentWriter:
             self._descriptor = None
 
 
-def checksum(group_id: int, place: int, payload: bytes | memoryview) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<qi", group_id, place)))
-
-
 def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
     """The payload at a location. Raises LedgerError when what lies there is not exactly what was recorded."""
     name = f"trajectory {place} of group {group_id} (segment {at.segment}, offset {at.offset})"
@@ -147,11 +146,39 @@ def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
     if len(record) != HEADER_BYTES + at.length:
         raise LedgerError(f"{name} is cut short: {len(record)} of {HEADER_BYTES + at.length} bytes are there")
     payload = record[HEADER_BYTES:]
-    if _HEADER.unpack(record[:HEADER_BYTES]) != (MAGIC, at.length, at.crc, group_id, place):
+    *header, count = _HEADER.unpack(record[:HEADER_BYTES])
+    if tuple(header) != (MAGIC, at.length, at.crc, group_id, place):
         raise LedgerError(f"{name} is damaged: its header is not the one that was recorded")
-    if checksum(group_id, place, payload) != at.crc:
+    if _checksum(group_id, place, count, payload) != at.crc:
         raise LedgerError(f"{name} is damaged: its checksum does not match")
     return payload
+
+
+def whole_groups(folder: Path, number: int, offset: int) -> Iterator[tuple[int, list[bytes], list[Location]]]:
+    """(group id, payloads, locations) of the groups that lie whole in a segment from `offset` on, up to the first damage."""
+    with open(segment_path(folder, number), "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        file.seek(offset)
+        payloads: list[bytes] = []
+        locations: list[Location] = []
+        while len(header := file.read(HEADER_BYTES)) == HEADER_BYTES:
+            magic, length, crc, group_id, place, count = _HEADER.unpack(header)
+            if magic != MAGIC or length > size - file.tell():
+                return
+            payload = file.read(length)
+            if _checksum(group_id, place, count, payload) != crc or place not in (0, len(payloads)):
+                return
+            if place == 0:
+                payloads, locations = [], []
+            payloads.append(payload)
+            locations.append(Location(number, file.tell() - length - HEADER_BYTES, length, crc))
+            if len(payloads) == count:
+                yield group_id, payloads, locations
+                payloads, locations = [], []
+
+
+def _checksum(group_id: int, place: int, count: int, payload: bytes) -> int:
+    return zlib.crc32(payload, zlib.crc32(struct.pack("<qHH", group_id, place, count)))
 
 
 def _write_all(descriptor: int, data: bytes) -> None:
