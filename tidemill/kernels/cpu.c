@@ -7,6 +7,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
 
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 16")
@@ -50,6 +53,13 @@ INLINE void store(void *to, int64_t index, float value, int narrow) {
     ((uint16_t *)to)[index] = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16); /* to the nearest, ties to even */
 }
 
+INLINE float rounded(float value, int narrow) {
+    uint16_t bits;
+    if (!narrow) return value;
+    store(&bits, 0, value, 1);
+    return number(&bits, 0, 1);
+}
+
 /* e^x for x <= 0, to two units in the last place: 2^n times a polynomial in what is left (Cephes, expf). */
 INLINE float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
@@ -89,8 +99,21 @@ INLINE vec join8(vec a, vec b) {
 
 /* A layer's pages: [pages, kv_heads, page_size, 2 * size], a token's key and value side by side. */
 
+/* The products of a query with four tokens' keys, added up in each fourth of the lanes. Where the processor multiplies
+ * bfloat16 itself, a query is V / 2 vectors of them, else V vectors of floats: `as_query` makes either. */
 INLINE vec four_scores(const char *key, int64_t stride, const vec *q, int V, int narrow) {
     vec sums[4];
+#ifdef __AVX512BF16__
+    if (narrow && V % 2 == 0) {
+        UNROLL for (int i = 0; i < 4; i++) {
+            __m512 sum = _mm512_setzero_ps();
+            UNROLL for (int v = 0; v < V / 2; v++)
+                sum = _mm512_dpbf16_ps(sum, (__m512bh)q[v], (__m512bh)_mm512_loadu_si512(key + i * stride + v * sizeof(vec)));
+            sums[i] = (vec)sum;
+        }
+        return join2(join1(sums[0], sums[1]), join1(sums[2], sums[3]));
+    }
+#endif
     UNROLL for (int i = 0; i < 4; i++) {
         sums[i] = q[0] * load(key + i * stride, narrow);
         UNROLL for (int v = 1; v < V; v++) sums[i] += q[v] * load(key + i * stride + v * WIDTH * (narrow ? 2 : 4), narrow);
@@ -98,10 +121,22 @@ INLINE vec four_scores(const char *key, int64_t stride, const vec *q, int V, int
     return join2(join1(sums[0], sums[1]), join1(sums[2], sums[3]));
 }
 
+INLINE void as_query(const void *from, int64_t at, int V, int narrow, vec *q) {
+#ifdef __AVX512BF16__
+    if (narrow && V % 2 == 0) {
+        memcpy(q, (const uint16_t *)from + at, V * sizeof(vec) / 2);
+        return;
+    }
+#endif
+    UNROLL for (int v = 0; v < V; v++) q[v] = load((const char *)from + (at + v * WIDTH) * (narrow ? 2 : 4), narrow);
+}
+
 /* G queries, of V vectors each, over tokens [low, end) of one sequence and one key/value head, whose first page begins at
  * `pages`. The softmax is taken piece by piece: what was summed is scaled again when a greater score comes. */
 INLINE void attend(int V, int G, int narrow, const char *pages, const int32_t *table, int low, int end, int page_size,
-                   int64_t page_bytes, const vec *q, vec *out) {
+                   int64_t page_bytes, const void *queries, int64_t from, float scale, vec *out) {
+    vec q[G * V];
+    UNROLL for (int g = 0; g < G; g++) as_query(queries, from + g * V * WIDTH, V, narrow, q + g * V);
     const int width = narrow ? 2 : 4;
     const int64_t stride = 2 * V * WIDTH * width;
     float scores[G][AT_ONCE] __attribute__((aligned(64))), greatest[G], total[G];
@@ -116,7 +151,7 @@ INLINE void attend(int V, int G, int narrow, const char *pages, const int32_t *t
                 vec b = four_scores(key + 4 * stride, stride, q + g * V, V, narrow);
                 vec c = four_scores(key + 8 * stride, stride, q + g * V, V, narrow);
                 vec d = four_scores(key + 12 * stride, stride, q + g * V, V, narrow);
-                vec sixteen = join8(join4(a, b), join4(c, d));
+                vec sixteen = join8(join4(a, b), join4(c, d)) * scale;
                 memcpy(&scores[g][at], &sixteen, sizeof sixteen);
             }
         }
@@ -151,17 +186,17 @@ INLINE void attend(int V, int G, int narrow, const char *pages, const int32_t *t
         for (int v = 0; v < V; v++) out[g * V + v] /= total[g];
 }
 
-typedef void attention(int, const char *, const int32_t *, int, int, int, int64_t, const vec *, vec *);
+typedef void attention(int, const char *, const int32_t *, int, int, int, int64_t, const void *, int64_t, float, vec *);
 
 /* As many queries at a time as registers hold sums for. */
 #define ATTENTION(NAME, V, NARROW)                                                                                          \
     static void NAME(int G, const char *pages, const int32_t *table, int low, int end, int page_size, int64_t page_bytes,   \
-                     const vec *q, vec *out) {                                                                              \
-        for (; V <= 4 && G >= 4; G -= 4, q += 4 * V, out += 4 * V)                                                          \
-            attend(V, 4, NARROW, pages, table, low, end, page_size, page_bytes, q, out);                                    \
-        for (; G >= 2; G -= 2, q += 2 * V, out += 2 * V)                                                                    \
-            attend(V, 2, NARROW, pages, table, low, end, page_size, page_bytes, q, out);                                    \
-        if (G) attend(V, 1, NARROW, pages, table, low, end, page_size, page_bytes, q, out);                                 \
+                     const void *q, int64_t at, float scale, vec *out) {                                                    \
+        for (; V <= 4 && G >= 4; G -= 4, at += 4 * V * WIDTH, out += 4 * V)                                                 \
+            attend(V, 4, NARROW, pages, table, low, end, page_size, page_bytes, q, at, scale, out);                         \
+        for (; G >= 2; G -= 2, at += 2 * V * WIDTH, out += 2 * V)                                                           \
+            attend(V, 2, NARROW, pages, table, low, end, page_size, page_bytes, q, at, scale, out);                         \
+        if (G) attend(V, 1, NARROW, pages, table, low, end, page_size, page_bytes, q, at, scale, out);                      \
     }
 ATTENTION(wide_16, 1, 0)
 ATTENTION(wide_32, 2, 0)
@@ -195,10 +230,9 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
     for (int item = 0; item < n * kv_heads; item++) { /* rows of one head follow one another: siblings share pages */
         const int head = item / n, row = item % n;
         const int64_t from = row * q_stride + (int64_t)head * G * size, to = ((int64_t)row * heads + head * G) * size;
-        vec queries[MOST_QUERIES * MOST_VECTORS], seen[MOST_QUERIES * MOST_VECTORS];
-        for (int e = 0; e < G * size; e++) ((float *)queries)[e] = number(q, from + e, narrow) * scale;
+        vec seen[MOST_QUERIES * MOST_VECTORS];
         run(G, (const char *)kv + head * head_bytes, table + slots[row] * table_stride, (int)lows[row], (int)ends[row],
-            page_size, kv_heads * head_bytes, queries, seen);
+            page_size, kv_heads * head_bytes, q, from, scale, seen);
         for (int e = 0; e < G * size; e++) store(out, to + e, ((float *)seen)[e], narrow);
     }
     return 0;
@@ -215,6 +249,152 @@ void tidemill_write(void *kv, int width, const void *k, int64_t k_stride, const 
             memcpy(to, (const char *)k + (row * k_stride + head * size) * width, bytes);
             memcpy(to + bytes, (const char *)v + (row * v_stride + head * size) * width, bytes);
         }
+}
+
+/* ---- what lies between the matrix products --------------------------------------------------------------------- */
+
+/* One row of a root-mean-square norm, in float32: x * rsqrt(mean(x^2) + eps) * weight. A narrow result is rounded before the
+ * weight is applied, and after, as the models of this family were trained. */
+INLINE void norm_row(const void *x, int64_t from, const void *weight, float eps, int size, int narrow, float *out) {
+    float sum = 0;
+    _Pragma("omp simd reduction(+ : sum)") for (int i = 0; i < size; i++) {
+        out[i] = number(x, from + i, narrow);
+        sum += out[i] * out[i];
+    }
+    const float scale = 1.0f / __builtin_sqrtf(sum / (float)size + eps);
+    for (int i = 0; i < size; i++) out[i] = rounded(out[i] * scale, narrow) * number(weight, i, narrow);
+}
+
+INLINE void norm_rows(const void *x, int64_t stride, const void *weight, float eps, void *out, int n, int size, int narrow,
+                      int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int row = 0; row < n; row++) {
+        float wide[size];
+        norm_row(x, row * stride, weight, eps, size, narrow, wide);
+        for (int i = 0; i < size; i++) store(out, (int64_t)row * size + i, wide[i], narrow);
+    }
+}
+
+/* x [n, size] with `stride` numbers from row to row; out dense. */
+void tidemill_norm(const void *x, int64_t stride, int narrow, const void *weight, float eps, void *out, int n, int size,
+                   int threads) {
+    if (narrow)
+        norm_rows(x, stride, weight, eps, out, n, size, 1, threads);
+    else
+        norm_rows(x, stride, weight, eps, out, n, size, 0, threads);
+}
+
+INLINE void rotate_rows(const void *x, int64_t stride, const void *q_weight, const void *k_weight, float eps, const void *cos,
+                        const void *sin, void *out, int n, int heads, int q_heads, int size, int narrow, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int row = 0; row < n; row++)
+        for (int head = 0; head < heads; head++) {
+            const int half = size / 2;
+            const int64_t from = row * stride + (int64_t)head * size, to = ((int64_t)row * heads + head) * size;
+            const int64_t angle = (int64_t)row * half;
+            const void *weight = head < q_heads ? q_weight : k_weight;
+            float wide[size];
+            if (weight)
+                norm_row(x, from, weight, eps, size, narrow, wide);
+            else
+                for (int i = 0; i < size; i++) wide[i] = number(x, from + i, narrow);
+            for (int i = 0; i < half; i++) {
+                const float a = rounded(wide[i], narrow), b = rounded(wide[i + half], narrow);
+                const float c = number(cos, angle + i, narrow), s = number(sin, angle + i, narrow);
+                store(out, to + i, a * c - b * s, narrow);
+                store(out, to + i + half, b * c + a * s, narrow);
+            }
+        }
+}
+
+/* The first `heads` heads of each row of x, of which `q_heads` are queries and the others keys: normed where there are
+ * weights, and turned by the angles of their position, cos and sin [n, size / 2], in halves. out [n, heads, size] dense. */
+void tidemill_rotate(const void *x, int64_t stride, int narrow, const void *q_weight, const void *k_weight, float eps,
+                     const void *cos, const void *sin, void *out, int n, int heads, int q_heads, int size, int threads) {
+    if (narrow)
+        rotate_rows(x, stride, q_weight, k_weight, eps, cos, sin, out, n, heads, q_heads, size, 1, threads);
+    else
+        rotate_rows(x, stride, q_weight, k_weight, eps, cos, sin, out, n, heads, q_heads, size, 0, threads);
+}
+
+INLINE void gate_rows(const void *x, void *out, int n, int size, int narrow, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int row = 0; row < n; row++) {
+        const int64_t from = (int64_t)row * 2 * size, to = (int64_t)row * size;
+        for (int i = 0; i < size; i++) {
+            const float gate = number(x, from + i, narrow), up = number(x, from + size + i, narrow);
+            const float e = exponential(gate < 0 ? gate : -gate), share = 1.0f / (1.0f + e);
+            store(out, to + i, gate * (gate < 0 ? e * share : share) * up, narrow);
+        }
+    }
+}
+
+/* x [n, 2 * size], gate and up side by side: out [n, size] = gate * sigmoid(gate) * up. */
+void tidemill_gate(const void *x, int narrow, void *out, int n, int size, int threads) {
+    if (narrow)
+        gate_rows(x, out, n, size, 1, threads);
+    else
+        gate_rows(x, out, n, size, 0, threads);
+}
+
+/* ---- sampling --------------------------------------------------------------------------------------------------- */
+
+#define BLOCK 256 /* tokens of the vocabulary whose weights are added in float32 before they are in float64 */
+
+INLINE float weight_of(float logit, float most, float sharpness) {
+    const float x = (logit - most) * sharpness;
+    return x < -87.0f ? 0.0f : exponential(x); /* a NaN stays one */
+}
+
+/* The sum of e^(sharpness * (logit - most)) over a row; that of each block goes to `sums`. */
+INLINE double total_weight(const float *logits, int vocab, float most, float sharpness, double *sums) {
+    double total = 0;
+    for (int from = 0; from < vocab; from += BLOCK) {
+        const int to = from + BLOCK < vocab ? from + BLOCK : vocab;
+        float sum = 0;
+        _Pragma("omp simd reduction(+ : sum)") for (int i = from; i < to; i++) sum += weight_of(logits[i], most, sharpness);
+        total += sum;
+        sums[from / BLOCK] = sum;
+    }
+    return total;
+}
+
+/* One token for each row of logits [n, vocab], and its logprob where it was drawn and in the model itself. It is the first
+ * whose cumulative weight exceeds `uniform` of the total, at sharpness 1 / temperature; at 0 it is the likeliest, with
+ * certainty. */
+void tidemill_sample(const float *logits, int n, int vocab, const float *sharpness, const double *uniform, int64_t *tokens,
+                     float *logprobs, float *model_logprobs, int threads) {
+#pragma omp parallel for schedule(static) num_threads(threads)
+    for (int row = 0; row < n; row++) {
+        const float *x = logits + (int64_t)row * vocab, sharp = sharpness[row];
+        double sums[(vocab + BLOCK - 1) / BLOCK];
+        float most = -INFINITY;
+        _Pragma("omp simd reduction(max : most)") for (int i = 0; i < vocab; i++) most = x[i] > most ? x[i] : most;
+        const double model = total_weight(x, vocab, most, 1.0f, sums);
+        int token = 0;
+        if (sharp == 0) {
+            while (token < vocab - 1 && x[token] != most) token++;
+            logprobs[row] = 0;
+        } else {
+            const double total = sharp == 1 ? model : total_weight(x, vocab, most, sharp, sums);
+            double left = uniform[row] * total;
+            int block = 0, last = (vocab - 1) / BLOCK;
+            while (last > 0 && sums[last] == 0) last--;
+            while (block < last && left >= sums[block]) left -= sums[block++];
+            const int end = (block + 1) * BLOCK < vocab ? (block + 1) * BLOCK : vocab;
+            int likely = -1; /* the last one seen that can be drawn: where rounding leaves nothing to exceed */
+            for (token = block * BLOCK; token < end; token++) {
+                const float w = weight_of(x[token], most, sharp);
+                if (w > 0) likely = token;
+                if (left < w) break;
+                left -= w;
+            }
+            if (token == end) token = likely >= 0 ? likely : end - 1;
+            logprobs[row] = (float)((double)(x[token] - most) * sharp - log(total));
+        }
+        model_logprobs[row] = (float)((double)(x[token] - most) - log(model));
+        tokens[row] = token;
+    }
 }
 
 /* ---- fingerprints ----------------------------------------------------------------------------------------------- */

@@ -26,8 +26,10 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("cpu.c")
 SWITCH = "TIDEMILL_KERNELS"  # "off": do without
+DTYPES = (torch.float32, torch.bfloat16)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
+WORTH_THREADS = 16  # rows
 LIMIT_S = 120.0  # of one compilation, which takes a few seconds
 
 _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -39,6 +41,13 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         + [ctypes.c_float, _Int],
     ),
     "tidemill_write": (None, [_Pointer, _Int, _Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
+    "tidemill_norm": (None, [_Pointer, _Long, _Int, _Pointer, ctypes.c_float, _Pointer, _Int, _Int, _Int]),
+    "tidemill_rotate": (
+        None,
+        [_Pointer, _Long, _Int, _Pointer, _Pointer, ctypes.c_float, _Pointer, _Pointer, _Pointer] + [_Int] * 5,
+    ),
+    "tidemill_gate": (None, [_Pointer, _Int, _Pointer, _Int, _Int, _Int]),
+    "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
     "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer]),
     "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
 }
@@ -61,7 +70,7 @@ class Native:
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
         """Whether `attend` and `write` are for this shape."""
         sizes = size in (16, 32, 64, 128) and page_size % 16 == 0 and heads // kv_heads <= 16
-        return sizes and dtype in (torch.float32, torch.bfloat16)
+        return sizes and dtype in DTYPES
 
     def attend(
         self,
@@ -100,6 +109,71 @@ class Native:
             *(writes.ctypes.data, n, heads, size, pages.shape[2]),
         )
 
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The root-mean-square norm of each row of x [..., D], in float32; bfloat16 is rounded before the weight too."""
+        size = x.shape[-1]
+        rows = x.reshape(-1, size)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        assert rows.stride(1) == 1 and weight.dtype == x.dtype
+        self._library.tidemill_norm(
+            *(rows.data_ptr(), rows.stride(0), x.dtype == torch.bfloat16, weight.data_ptr(), eps),
+            *(out.data_ptr(), len(rows), size, _threads(len(rows))),
+        )
+        return out
+
+    def rotate(
+        self,
+        heads: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        queries: int,
+        keys: int,
+    ) -> Tensor:
+        """[n, queries + keys, E]: the first heads of `heads` [n, ..., E], normed by the weights [E] of queries and of keys,
+        and turned by their positions' cos and sin [n, 1, E / 2]."""
+        n, _, size = heads.shape
+        out = torch.empty((n, queries + keys, size), dtype=heads.dtype)
+        weights = [None, None] if norms is None else [weight.data_ptr() for weight in norms]
+        assert heads.stride()[1:] == (size, 1) and cos.is_contiguous() and sin.is_contiguous() and cos.dtype == heads.dtype
+        self._library.tidemill_rotate(
+            *(heads.data_ptr(), heads.stride(0), heads.dtype == torch.bfloat16, *weights, eps),
+            *(cos.data_ptr(), sin.data_ptr()),
+            *(out.data_ptr(), n, queries + keys, queries, size, _threads(n)),
+        )
+        return out
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
+        n, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((n, size), dtype=gate_up.dtype)
+        assert gate_up.is_contiguous()
+        self._library.tidemill_gate(
+            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, out.data_ptr(), n, size, _threads(n))
+        )
+        return out
+
+    def sample(
+        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens [n] int64, logprobs [n] float32, the unmodified model's logprobs [n] float32) of logits [n, V] float32.
+
+        temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
+        probability exceeds it. Logits that are not finite numbers come out as logprobs that are not.
+        """
+        n, vocab = logits.shape
+        tokens, logprobs, model = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(n, np.float32)
+        greedy = temperature == 0
+        sharpness = np.where(greedy, 0, 1 / np.where(greedy, 1, temperature)).astype(np.float32)
+        uniform = np.ascontiguousarray(uniform, np.float64)
+        assert logits.is_contiguous() and logits.dtype == torch.float32
+        self._library.tidemill_sample(
+            *(logits.data_ptr(), n, vocab, sharpness.ctypes.data, uniform.ctypes.data),
+            *(tokens.ctypes.data, logprobs.ctypes.data, model.ctypes.data, _threads(n)),
+        )
+        return tokens, logprobs, model
+
     def keyed_sum(self, elements: Tensor, first: int, keys: np.ndarray, factors: np.ndarray) -> int:
         """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
         element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's]."""
@@ -113,6 +187,11 @@ class Native:
         """Of a dense tensor's bytes as little-endian words of eight, modulo 2^64; the last may be short."""
         assert tensor.is_contiguous()
         return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes)
+
+
+def _threads(rows: int) -> int:
+    """For work that is small: waking a thread takes as long as some rows do."""
+    return torch.get_num_threads() if rows >= WORTH_THREADS else 1
 
 
 @lru_cache(maxsize=1)
@@ -131,6 +210,13 @@ def native() -> Native | None:
     """The compiled kernels; None where there are none. The first call of a process may compile for some seconds."""
     found = _found()
     return found if isinstance(found, Native) else None
+
+
+def without_gradient(*tensors: Tensor) -> Native | None:
+    """The kernels, when they can compute on these: on the CPU, of one dtype that they know, and no gradient is wanted."""
+    first = tensors[0]
+    fits = first.dtype in DTYPES and all(t.dtype == first.dtype and t.device.type == "cpu" for t in tensors)
+    return native() if fits and not torch.is_grad_enabled() else None
 
 
 def why_not() -> str:

@@ -318,8 +318,10 @@ class SqliteLedger(LedgerReads):
                 continue
             for group_id, payloads, places in whole_groups(self._trajectories, number, end if number == last else 0):
                 if group_id in self._in_flight:
-                    with contextlib.suppress(codec.CodecError):  # it is sampled again
+                    with contextlib.suppress(ValueError):  # it is sampled again
                         trajectories = [codec.decode(payload, Trajectory) for payload in payloads]
+                        for each in trajectories:
+                            each.check()
                         found[group_id] = Group(group_id, self.task_of(group_id), trajectories), places, time.time()
         if found:
             self._in_flight -= found.keys()

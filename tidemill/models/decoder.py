@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from tidemill.kernels.library import without_gradient
 from tidemill.models.architecture import Architecture
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -31,6 +32,8 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
+        if (compiled := without_gradient(x, self.weight)) is not None:
+            return compiled.norm(x, self.weight, self.eps)
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = F.rms_norm(x.float(), self.weight.shape, None, self.eps)  # statistics in float32 whatever the activations are
@@ -53,14 +56,22 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # x [N, D]
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
-        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if self.q_norm is not None and self.k_norm is not None:
+        q, k = self._rotated(heads, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        x = x + self.o(attend(self.index, q, k, heads[:, self.heads + self.kv_heads :]).flatten(1))
+        return x + self.down(gated(self.gate_up(self.post_norm(x))))
+
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Queries and keys [N, H + K, E] of `heads` [N, H + 2K, E], normed and at their positions."""
+        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
+        weights = None if norms is None else (norms[0].weight, norms[1].weight)
+        if (compiled := without_gradient(heads, cos, *(weights or ()))) is not None:
+            eps = 0.0 if norms is None else norms[0].eps
+            return compiled.rotate(heads, weights, eps, cos, sin, self.heads, self.kv_heads)
+        qk = heads[:, : self.heads + self.kv_heads]
+        if norms is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=1)
-            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
-        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
-        x = x + self.o(attend(self.index, q, k, v).flatten(1))
-        gate, up = self.gate_up(self.post_norm(x)).chunk(2, dim=-1)
-        return x + self.down(F.silu(gate) * up)
+            qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
+        return rotate(qk, cos, sin)
 
 
 class Decoder(nn.Module):
@@ -119,6 +130,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotary embedding of x [N, heads, E], in the half-split layout of Hugging Face checkpoints."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+def gated(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of both side by side [N, 2 I] (SwiGLU, 2002.05202)."""
+    if (compiled := without_gradient(gate_up)) is not None:
+        return compiled.gate(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 def rope_frequencies(arch: Architecture) -> Tensor:

@@ -1,0 +1,171 @@
+"""What asynchrony gains when environments are slow and replies differ in length: one engine, one trainer, `max_lag` 0 to 4.
+
+    python benchmarks/async_gain.py [--lags 0 1 2 4] [--steps 24]
+
+Each attempt waits (log-normal, median 0.5 s, 99 % below 10 s), then replies (log-normal, median 24 tokens, 99 % below 200).
+Beside the measured steps a second stands what the same controller predicts under virtual time, from the rates of the
+`max_lag=0` run: seconds of a token, of a step's training, of a publication. Prints a table and writes
+`results/async_gain.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import random
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from harness import save, table, wait_until_quiet
+
+import tidemill
+from tidemill.buffer import Buffer
+from tidemill.controller import Controller, Schedule
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.types import Finish, Group, Score, Task, TrainResult, Trajectory, Version
+
+HERE = Path(__file__).parent
+sys.path += [str(HERE / "systems"), str(HERE.parent / "tests")]
+from controlplane import Prepared  # noqa: E402
+from slow_task import MOST, draw  # noqa: E402
+from virtual_time import run_virtually  # noqa: E402
+
+GROUPS, SAMPLES, FILLING = 8, 4, 4
+TARGET, TARGET_PREDICTED = 2.5, 0.9
+
+
+def measure(model: Path, lag: int, steps: int) -> dict[str, Any]:
+    ends: list[float] = []
+
+    def ended(step: int, metrics: dict[str, float]) -> None:
+        if "lag/mean" in metrics:
+            ends.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as place:
+        both = lag == 0  # the phases take turns: each may have both cores
+        tidemill.train(
+            f"{HERE / 'systems' / 'slow_task.py'}:slow",
+            str(model),
+            run_dir=Path(place) / "run",
+            callbacks=[ended],
+            quiet=True,
+            steps=FILLING + steps,
+            max_lag=lag,
+            rollout={"groups": GROUPS, "group_size": SAMPLES, "max_tokens": MOST},
+            trainer={"lr": 1e-5},
+            engine={"device": "cpu", "max_sequences": 256},
+            placement={"engine_threads": 2 if both else 1, "trainer_threads": 2 if both else 1},
+            algorithm={"name": "grpo", "zero_variance": "keep"},
+            eval={"every": 0, "tasks": 1, "final_tasks": 1},
+            record={"checkpoint_every": 0, "probe_every": 0},
+        )
+        spans = json.loads((Path(place) / "run" / "trace.json").read_text())["traceEvents"]
+    lasted: dict[str, list[float]] = {}
+    for span in spans:
+        lasted.setdefault(span.get("name", ""), []).append(span.get("dur", 0) / 1e6)
+    train = float(np.median(lasted["train"]) + np.median(lasted["apply"]))
+    rates = {"train_s": train, "publish_s": float(np.median(lasted["publish"]) + np.median(lasted["stage"]))}
+    rates["token_s"] = float(np.median(lasted["step"])) if "step" in lasted else 0.004
+    return {"steps_per_s": steps / (ends[-1] - ends[FILLING - 1]), **rates}
+
+
+class World:
+    """Rollouts, trainer and publications that take the measured time and nothing else."""
+
+    recomputes = False
+
+    def __init__(self, rates: dict[str, float]) -> None:
+        self.rates, self.serving, self.ends = rates, Version(0, fingerprint="f0"), []
+
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        async def attempt(number: int) -> Trajectory:
+            latency, tokens = draw(random.Random(f"{task.id} {number}"))
+            await asyncio.sleep(latency)
+            version = self.serving
+            await asyncio.sleep(tokens * self.rates["token_s"])
+            steps = np.full(2, version.step, np.int32)
+            zeros = np.zeros(2, np.float32)
+            return Trajectory(np.zeros(2, np.int32), np.ones(2, bool), zeros, steps, Finish.STOP, Score(0.0), (version,))
+
+        return Group(group_id, task, list(await asyncio.gather(*map(attempt, range(SAMPLES)))))
+
+    async def forward_backward(self, samples: Any, losses: Any) -> TrainResult:
+        await asyncio.sleep(self.rates["train_s"])
+        return TrainResult({}, [])
+
+    async def apply(self, scale: float) -> dict[str, float]:
+        return {}
+
+    async def publish(self, version: Version) -> Version:
+        await asyncio.sleep(self.rates["publish_s"])
+        self.serving = Version(version.step, fingerprint=f"f{version.step}")
+        return self.serving
+
+    def drop_reason(self, group: Group) -> None:
+        return None
+
+    def prepare(self, groups: Any) -> Any:
+        return Prepared()
+
+    async def trained(self, *_: Any) -> None:
+        self.ends.append(asyncio.get_running_loop().time())
+
+    def __getattr__(self, name: str) -> Any:  # what ledger and observer are told
+        return lambda *_: None
+
+
+def predict(lag: int, steps: int, rates: dict[str, float]) -> float:
+    """Steps a second of the same controller and buffer, under virtual time."""
+    world = World(rates)
+    parts: Any = [world] * 5
+    buffer = Buffer(GROUPS, lag, total=(FILLING + steps) * GROUPS)
+    roller, trainer, publisher, ledger, algorithm = parts
+
+    async def run() -> None:
+        controller = Controller(
+            Schedule(FILLING + steps),
+            buffer,
+            lambda group_id: Task(f"task-{group_id}", "", {}, "slow"),
+            roller,
+            trainer,
+            publisher,
+            ledger,
+            algorithm,
+            world,  # pyright: ignore
+        )
+        await controller.run()
+
+    run_virtually(run())
+    return steps / (world.ends[-1] - world.ends[FILLING - 1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 2, 4])
+    parser.add_argument("--steps", type=int, default=24)
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place:
+        fresh_model(Path(place) / "model", alphabet="abcdefgh", context=512, **SIZES["2m"])
+        wait_until_quiet()
+        rates: dict[str, float] = {}
+        for lag in args.lags:
+            found = measure(Path(place) / "model", lag, args.steps)
+            rates = rates or found
+            speed, expected = found["steps_per_s"], predict(lag, 200, rates)
+            row: dict[str, Any] = {"max_lag": lag, "steps/s": speed, "x of the first": speed / rates["steps_per_s"]}
+            row |= {"predicted": expected, "measured / predicted": speed / expected}
+            rows.append(row | {k: v for k, v in found.items() if k != "steps_per_s"})
+            print(table(rows[-1:]), flush=True)
+    print(table(rows))
+    print(f"targets: {TARGET} times the first, {TARGET_PREDICTED} of what is predicted")
+    print(f"written to {save('async_gain', rows, {})}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Replies of very different lengths: 512 sequences through 128 slots.
+
+    python benchmarks/longtail.py [--size S] [--dtypes float32 bfloat16] [--repeats 3] [--without vllm]
+
+Lengths are log-normal, median 64, 99 % below 1,024. `generate` runs batches of 128 to their longest; the engine gives a slot
+away as soon as a sequence ends. Beside the speed: its steps, over those that list scheduling of the same lengths needs.
+Prints a table and writes `results/longtail.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import math
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from harness import generators, in_turns, ratio, save, spread, table, wait_until_quiet
+from workloads import SIZES, prompts, write_model
+
+SEQUENCES, SLOTS, PROMPT, MEDIAN, P99, MOST = 512, 128, 64, 64, 1024, 1900
+TARGETS = {"transformers": 3.0}
+TARGET_STEPS = 1.05
+
+
+def lengths(seed: int) -> list[int]:
+    sigma = math.log(P99 / MEDIAN) / 2.3263  # the normal distribution's 99th percentile
+    drawn = np.random.default_rng(seed).lognormal(math.log(MEDIAN), sigma, SEQUENCES)
+    return np.clip(drawn, 1, MOST).astype(int).tolist()
+
+
+def list_schedule(jobs: list[int], slots: int) -> int:
+    """Steps until all have ended, when each slot takes the next of the list as soon as it is free."""
+    free = [0] * slots
+    for job in jobs:
+        heapq.heappush(free, heapq.heappop(free) + job)
+    return max(free)
+
+
+def measure(dtype: str, args: argparse.Namespace, about: dict[str, Any]) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        write_model(Path(place) / "model", args.size, getattr(torch, dtype), context=2048)
+        every = generators(Path(place) / "model", dtype, args.threads, context=2048, sequences=SLOTS)
+        systems = [stack.enter_context(system) for system in every if system.name not in args.without]
+        about |= {system.name: system.about for system in systems}
+        wait_until_quiet()
+        answers = in_turns(
+            systems,
+            (
+                {"prompts": prompts(args.size, SEQUENCES, PROMPT, seed), "samples": 1, "tokens": lengths(seed), "seed": seed}
+                for seed in range(args.repeats + 1)
+            ),
+        )
+    speeds = {name: [each["tokens"] / each["seconds"] for each in found] for name, found in answers.items()}
+    fewest = [list_schedule(lengths(seed), SLOTS) for seed in range(1, args.repeats + 1)]
+    rows = []
+    for name, values in speeds.items():
+        row: dict[str, Any] = {"dtype": dtype, "system": name} | {f"tok/s {k}": v for k, v in spread(values).items()}
+        row |= {"we are x": ratio(speeds["tidemill"], values), "target": TARGETS.get(name, "")}
+        ours = [each["steps"] for each in answers[name]] if name == "tidemill" else []
+        row |= {"steps / list schedule": ratio(ours, fewest) if ours else "", "at most": TARGET_STEPS if ours else ""}
+        rows.append(row)
+    print(table(rows), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", default="S", choices=SIZES)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--without", nargs="+", default=[], choices=["vllm", "transformers"])
+    args = parser.parse_args()
+    about: dict[str, Any] = {}
+    rows = [row for dtype in args.dtypes for row in measure(dtype, args, about)]
+    print(f"written to {save('longtail', rows, about)}")
+
+
+if __name__ == "__main__":
+    main()

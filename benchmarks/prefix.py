@@ -1,0 +1,93 @@
+"""Prompts that share their beginning: siblings of a group, and conversations that grow.
+
+    python benchmarks/prefix.py [--size S] [--dtype bfloat16] [--repeats 5] [--without vllm]
+
+Groups: 8 prompts of 512 tokens x 8 samples, 64 new tokens. Turns: 32 conversations of 4 turns, each of which adds the reply
+of 32 tokens and 64 more. Tidemill with and without its prefix cache, and vLLM with its own. Prints a table and writes
+`results/prefix.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness import System, generators, ratio, save, spread, table, wait_until_quiet
+from workloads import SIZES, prompts, write_model
+
+GROUPS, SAMPLES, PROMPT, TOKENS = 8, 8, 512, 64
+TALKS, TURNS, REPLY, MORE = 32, 4, 32, 64
+OFF = "tidemill, cache off"
+TARGETS = {("groups", OFF): 2.5, ("groups", "vllm"): 1.5}
+
+
+def siblings(system: System, size: str, seed: int) -> dict[str, float]:
+    given = {"prompts": prompts(size, GROUPS, PROMPT, seed), "samples": SAMPLES, "tokens": TOKENS}
+    return system.ask(**given, seed=seed)
+
+
+def conversations(system: System, size: str, seed: int) -> dict[str, float]:
+    texts, sums = prompts(size, TALKS, MORE, seed), {"seconds": 0.0, "tokens": 0.0, "prompt_tokens_computed": 0.0}
+    for turn in range(TURNS):
+        done = system.ask(prompts=texts, samples=1, tokens=REPLY, seed=seed * TURNS + turn, replies=True)
+        sums = {key: value + done.get(key, 0) for key, value in sums.items()}
+        added = prompts(size, TALKS, MORE, 1000 * seed + turn)
+        texts = [text + reply + more for text, reply, more in zip(texts, done["replies"], added, strict=True)]
+    return sums
+
+
+WORKS: dict[str, Callable[[System, str, int], dict[str, float]]] = {"groups": siblings, "turns": conversations}
+
+
+def systems_for(model: Path, args: argparse.Namespace) -> list[System]:
+    ours, vllm, _ = generators(model, args.dtype, args.threads, context=1024, sequences=64)
+    off = copy.deepcopy(ours)
+    off.name, off.given["engine"]["prefix_cache"] = OFF, False
+    return [ours, off] if args.without else [ours, off, vllm]
+
+
+def rows_of(work: str, answers: dict[str, Sequence[dict[str, float]]]) -> list[dict[str, Any]]:
+    speeds = {name: [each["tokens"] / each["seconds"] for each in found] for name, found in answers.items()}
+    rows = []
+    for name, values in speeds.items():
+        computed = answers[name][0].get("prompt_tokens_computed")
+        row: dict[str, Any] = {"work": work, "system": name, **{f"tok/s {k}": v for k, v in spread(values).items()}}
+        row |= {"we are x": ratio(speeds["tidemill"], values), "target": TARGETS.get((work, name), "")}
+        rows.append(row | {"prompt tokens computed": "" if computed is None else int(computed)})
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--size", default="S", choices=SIZES)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--without", nargs="+", default=[], choices=["vllm"])
+    args = parser.parse_args()
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        write_model(Path(place) / "model", args.size, getattr(torch, args.dtype), context=1024)
+        systems = [stack.enter_context(system) for system in systems_for(Path(place) / "model", args)]
+        wait_until_quiet()
+        for work, run in WORKS.items():
+            answers: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
+            for number in range(args.repeats + 1):
+                for system in systems if number % 2 else list(reversed(systems)):
+                    found = run(system, args.size, 1 + number)
+                    if number:
+                        answers[system.name].append(found)
+            rows += rows_of(work, answers)
+        about = {system.name: system.about for system in systems}
+    print(table(rows))
+    print(f"written to {save('prefix', rows, about)}")
+
+
+if __name__ == "__main__":
+    main()

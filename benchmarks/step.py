@@ -1,0 +1,132 @@
+"""A full GRPO step: Tidemill beside TRL's `GRPOTrainer`, on the same weights, prompts and reward, in turns.
+
+    python benchmarks/step.py [--sizes S M] [--dtypes float32 bfloat16] [--repeats 3] [--steps 3]
+
+16 prompts x 8 samples a step, 64 + 128 tokens, no reply ends early. Tokens are sampled ones, per second of a whole step;
+memory is the peak over all processes of what is theirs (PSS). TRL needs `make peers`. Prints a table and writes
+`results/step.json`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from harness import System, ratio, save, spread, table, wait_until_quiet
+from workloads import SIZES
+
+from tidemill.models.fresh import fresh_model
+
+GROUPS, SAMPLES, PROMPT, TOKENS = 16, 8, 64, 128
+ALPHABET = "".join(chr(0x4E00 + i) for i in range(500))  # as many tokens as the other benchmarks' models know
+TARGET, TARGET_MEMORY = 3.5, 0.6
+SAMPLED_S = 0.5  # between two looks at the memory
+
+
+class Memory:
+    """The greatest sum of PSS over a process and all that it started, while the context is open."""
+
+    def __init__(self, pid: int) -> None:
+        self.peak, self._over, self._root = 0, threading.Event(), psutil.Process(pid)
+
+    def __enter__(self) -> Memory:
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def _watch(self) -> None:
+        while not self._over.wait(SAMPLED_S):
+            self.peak = max(self.peak, sum(map(_pss, [self._root, *self._root.children(recursive=True)])))
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def _pss(process: psutil.Process) -> int:
+    try:
+        lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+    except (OSError, StopIteration):
+        return 0
+
+
+def make_model(folder: Path, size: str) -> None:
+    sizes = {key: SIZES[size][key] for key in ("layers", "hidden", "heads", "kv_heads", "intermediate")}
+    fresh_model(folder, alphabet=ALPHABET, context=512, **sizes)
+    for name in ("config.json", "generation_config.json"):  # nothing ends a reply before its length
+        path = folder / name
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
+
+
+def systems_for(model: Path, dtype: str, args: argparse.Namespace) -> list[System]:
+    work = {"model": str(model), "dtype": dtype, "groups": GROUPS, "samples": SAMPLES, "tokens": TOKENS}
+    work |= {"prompt": PROMPT, "alphabet": ALPHABET}
+    trl = {"threads": args.threads, "accumulate": args.accumulate, "weights": args.trl_weights}
+    shared = {"HF_HUB_OFFLINE": "1"}
+    ours = {"max_lag": args.max_lag, "engine_threads": args.engine_threads, "trainer_threads": args.trainer_threads}
+    return [
+        System("tidemill", "step_tidemill.py", work | ours, environment=shared),
+        System("trl", "step_trl.py", work | trl, "trl", shared | {"OMP_NUM_THREADS": str(args.threads)}),
+    ]
+
+
+def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, Any]) -> list[dict[str, Any]]:
+    answers: dict[str, list[dict[str, Any]]] = {}
+    peaks: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
+        make_model(Path(place) / "model", size)
+        systems = [s for s in systems_for(Path(place) / "model", dtype, args) if s.name not in args.without]
+        for system in systems:
+            stack.enter_context(system)
+            about[f"{system.name} {dtype}"] = system.about | {k: v for k, v in system.given.items() if k != "alphabet"}
+        wait_until_quiet()
+        for number in range(args.repeats + 1):
+            for system in systems if number % 2 else list(reversed(systems)):
+                with Memory(system.pid) as memory:
+                    answer = system.ask(steps=args.steps if number else 1)
+                peaks[system.name] = max(peaks.get(system.name, 0), memory.peak)
+                if number:
+                    answers.setdefault(system.name, []).append(answer)
+    speeds = {name: [each["tokens"] / each["seconds"] for each in found] for name, found in answers.items()}
+    rows = []
+    for name, values in speeds.items():
+        row: dict[str, Any] = {"model": size, "dtype": dtype, "system": name}
+        row |= {f"tok/s {key}": value for key, value in spread(values).items()}
+        row |= {"we are x": ratio(speeds["tidemill"], values), "target": TARGET if name == "trl" else ""}
+        row |= {"peak MB": peaks[name] / 1e6, "we take x": peaks["tidemill"] / peaks[name]}
+        rows.append(row | {"at most": TARGET_MEMORY if name == "trl" else ""})
+    print(table(rows), flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--sizes", nargs="+", default=["S", "M"], choices=SIZES)
+    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of TRL")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step, of TRL")
+    parser.add_argument("--trl-weights", default="float32", help="dtype in which TRL loads the model")
+    parser.add_argument("--max-lag", type=int, default=1)
+    parser.add_argument("--engine-threads", type=int, default=1)
+    parser.add_argument("--trainer-threads", type=int, default=1)
+    parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
+    args = parser.parse_args()
+    about: dict[str, Any] = {}
+    rows = [row for size in args.sizes for dtype in args.dtypes for row in measure(size, dtype, args, about)]
+    print()
+    print(table(rows))
+    print(f"written to {save('step', rows, about)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Sampling with Tidemill's engine. See `harness.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.metadata
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from serve import given, serve
+
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.kernels.library import why_not
+from tidemill.models.weights import load_folder
+from tidemill.types import SamplingParams, Version
+
+wanted = given()
+torch.set_num_threads(wanted["threads"])
+loop = asyncio.new_event_loop()
+
+
+async def make() -> NativeEngine:
+    settings = EngineSettings(device="cpu", dtype=wanted["dtype"], **wanted.get("engine", {}))
+    return NativeEngine(
+        load_folder(wanted["model"]), settings, receiver=None, version=Version(0), name="engine-0", eos_ids=()
+    )
+
+
+engine = loop.run_until_complete(make())
+
+
+def answer(prompts: list[list[int]], samples: int, tokens: int | list[int], seed: int, replies: bool = False) -> dict:
+    """tokens: of every sample, or of each. replies: whether they are wanted."""
+    texts = [np.array(prompt, np.int32) for prompt in prompts for _ in range(samples)]
+    counts = [tokens] * len(texts) if isinstance(tokens, int) else tokens
+
+    params = SamplingParams(ignore_eos=True)
+
+    async def run() -> list[list[int]]:
+        each = [replace(params, max_tokens=n, seed=seed * 100_000 + i) for i, n in enumerate(counts)]
+        calls = enumerate(zip(texts, each, strict=True))
+        done = await asyncio.gather(*(engine.generate(text, how, "policy", f"{seed}/{i}") for i, (text, how) in calls))
+        assert all(np.isfinite(each.logprobs).all() for each in done)
+        return [each.tokens.tolist() for each in done]
+
+    before, steps = loop.run_until_complete(engine.stats()), engine.progress()
+    begin = time.perf_counter()
+    made = loop.run_until_complete(run())
+    seconds, after = time.perf_counter() - begin, loop.run_until_complete(engine.stats())
+    computed = (after.prompt_tokens - after.cached_tokens) - (before.prompt_tokens - before.cached_tokens)
+    found = {"seconds": seconds, "tokens": sum(map(len, made)), "prompt_tokens_computed": computed}
+    return found | {"steps": engine.progress() - steps} | ({"replies": made} if replies else {})
+
+
+serve(
+    {"tidemill": importlib.metadata.version("tidemill"), "torch": torch.__version__, "kernels": why_not() or "compiled"},
+    answer,
+)

@@ -1,0 +1,53 @@
+"""GRPO steps with Tidemill, in its own processes. See `harness.py`. A request is a number of optimizer steps.
+
+A run is started for each request; the steps that fill its pipeline, and starting it, do not count.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from serve import given, serve
+
+import tidemill
+
+FILLING = 3  # steps at the beginning of a run that are not counted
+wanted = given()
+os.environ["STEP_TASK"] = json.dumps({"alphabet": wanted["alphabet"], "prompt": wanted["prompt"]})
+
+
+def answer(steps: int) -> dict:
+    ends: list[float] = []
+
+    def ended(step: int, metrics: dict[str, float]) -> None:
+        if "lag/mean" in metrics:
+            ends.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as place:
+        tidemill.train(
+            f"{Path(__file__).with_name('step_task.py')}:score",
+            wanted["model"],
+            run_dir=Path(place) / "run",
+            callbacks=[ended],
+            quiet=True,
+            steps=FILLING + steps,
+            max_lag=wanted["max_lag"],
+            rollout={"groups": wanted["groups"], "group_size": wanted["samples"], "max_tokens": wanted["tokens"]},
+            trainer={"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], **wanted.get("trainer", {})},
+            engine={"dtype": wanted["dtype"], "device": "cpu"},
+            placement={"engine_threads": wanted["engine_threads"], "trainer_threads": wanted["trainer_threads"]},
+            algorithm={"name": "grpo", "zero_variance": "keep"},
+            eval={"every": 0, "tasks": 1, "final_tasks": 1},
+            record={"checkpoint_every": 0, "probe_every": 0, "trace": False},
+        )
+    tokens = steps * wanted["groups"] * wanted["samples"] * wanted["tokens"]
+    return {"seconds": ends[-1] - ends[FILLING - 1], "tokens": tokens}
+
+
+serve({"tidemill": importlib.metadata.version("tidemill"), "torch": torch.__version__}, answer)
