@@ -21,7 +21,7 @@ import pytest
 from runs import Run
 
 STEPS, EVERY = 24, 3  # EVERY: steps between checkpoints, as in the recipe
-LONG, LEARNT = 140, 0.2  # steps, and an accuracy that no policy has which has not learnt: at first it is 0
+LONG, LEARNT = 140, 0.5  # steps, and an accuracy: 0 at first, and 0.8 to 1 after so many steps that nothing disturbs
 KILLS = int(os.environ.get("TIDEMILL_TEST_KILLS", "10"))  # of each run
 
 
@@ -153,7 +153,7 @@ def test_runs_killed_ten_times_learn_all_the_same(tmp_path, seed):
     """
     env, placement = ("repeat", "score")[seed % 2], ("local", "inline")[seed // 2 % 2]
     max_lag, engines = (0, 1, 4)[seed % 3], 1 + seed % 2
-    settings = {"steps": LONG, "groups": 8, "lr": 2e-3, "zero_variance": "keep"}
+    settings = {"steps": LONG, "groups": 8, "lr": 5e-4, "zero_variance": "keep"}
     run = Run(tmp_path, env=env, max_lag=max_lag, engines=engines, placement=placement, **settings)
     assert len(torment(run, seed, KILLS, ahead=(LONG - 20) // KILLS)) == KILLS
     assert run.report()["accuracy_after"] >= LEARNT > run.report()["accuracy_before"]
