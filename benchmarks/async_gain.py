@@ -17,17 +17,22 @@ import random
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from harness import save, table, wait_until_quiet
 
 import tidemill
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
 from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.types import Finish, Group, Score, Task, TrainResult, Trajectory, Version
+from tidemill.models.weights import load_folder
+from tidemill.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "systems"), str(HERE.parent / "tests")]
@@ -70,8 +75,21 @@ def measure(model: Path, lag: int, steps: int) -> dict[str, Any]:
         lasted.setdefault(span.get("name", ""), []).append(span.get("dur", 0) / 1e6)
     train = float(np.median(lasted["train"]) + np.median(lasted["apply"]))
     rates = {"train_s": train, "publish_s": float(np.median(lasted["publish"]) + np.median(lasted["stage"]))}
-    rates["token_s"] = float(np.median(lasted["step"])) if "step" in lasted else 0.004
     return {"steps_per_s": steps / (ends[-1] - ends[FILLING - 1]), **rates}
+
+
+async def token_seconds(model: Path) -> float:
+    """Of one token of each of a step's sequences, decoded together on one thread."""
+    torch.set_num_threads(1)
+    settings = EngineSettings(device="cpu", max_sequences=256)
+    engine = NativeEngine(load_folder(model), settings, receiver=None, version=Version(0), name="engine-0", eos_ids=())
+    params, prompt = SamplingParams(max_tokens=100, ignore_eos=True), np.arange(1, 9, dtype=np.int32)
+    begin = time.perf_counter()
+    calls = (engine.generate(prompt, replace(params, seed=i), "policy", str(i)) for i in range(GROUPS * SAMPLES))
+    await asyncio.gather(*calls)
+    seconds = time.perf_counter() - begin
+    await engine.close()
+    return seconds / params.max_tokens
 
 
 class World:
@@ -123,7 +141,7 @@ def predict(lag: int, steps: int, rates: dict[str, float]) -> float:
     """Steps a second of the same controller and buffer, under virtual time."""
     world = World(rates)
     parts: Any = [world] * 5
-    buffer = Buffer(GROUPS, lag, total=(FILLING + steps) * GROUPS)
+    buffer = Buffer(batch=GROUPS, max_lag=lag, total=(FILLING + steps) * GROUPS)
     roller, trainer, publisher, ledger, algorithm = parts
 
     async def run() -> None:
@@ -156,7 +174,7 @@ def main() -> None:
         rates: dict[str, float] = {}
         for lag in args.lags:
             found = measure(Path(place) / "model", lag, args.steps)
-            rates = rates or found
+            rates = rates or found | {"token_s": asyncio.run(token_seconds(Path(place) / "model"))}
             speed, expected = found["steps_per_s"], predict(lag, 200, rates)
             row: dict[str, Any] = {"max_lag": lag, "steps/s": speed, "x of the first": speed / rates["steps_per_s"]}
             row |= {"predicted": expected, "measured / predicted": speed / expected}

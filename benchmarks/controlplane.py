@@ -108,7 +108,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.folder or Path.cwd(), prefix=".controlplane-") as place:
         with SqliteLedger(place) as ledger:
             world = World(args.tokens)
-            buffer = Buffer(BATCH, max(0, args.engines // BATCH - 1), total=steps * BATCH)
+            buffer = Buffer(batch=BATCH, max_lag=max(0, args.engines // BATCH - 1), total=steps * BATCH)
 
             def task_at(group_id: int) -> Task:
                 return Task(f"task-{group_id % 5000}", f"a question, number {group_id % 5000}", {"answer": "yes"}, "virtual")
