@@ -1,4 +1,4 @@
-"""Tokens per second of the native engine on a small random model, and where the time goes.
+"""Tokens per second of the native engine alone on a small random model, and where the time goes: for work on it.
 
     python benchmarks/engine_smoke.py [--threads 1 2] [--dtypes float32 bfloat16] [--profile]
 
@@ -15,24 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from workloads import SIZES, decoder
 
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.models.architecture import Architecture
-from tidemill.models.decoder import Decoder
 from tidemill.types import SamplingParams, Version
-
-SIZES = {
-    "S": {"hidden": 256, "layers": 4, "heads": 8, "kv_heads": 4, "head_dim": 32, "intermediate": 768, "vocab": 512},
-    "M": {"hidden": 512, "layers": 8, "heads": 8, "kv_heads": 4, "head_dim": 64, "intermediate": 1536, "vocab": 512},
-}
-
-
-def model(size: str) -> Decoder:
-    arch = Architecture(family="qwen3", context=1024, qk_norm=True, tied=True, **SIZES[size])
-    decoder = Decoder(arch)
-    decoder.initialise(torch.Generator().manual_seed(0))
-    return decoder
 
 
 async def generate(engine: NativeEngine, prompts: list[np.ndarray], samples: int, tokens: int, seed: int) -> float:
@@ -55,11 +42,11 @@ async def generate(engine: NativeEngine, prompts: list[np.ndarray], samples: int
 async def measure(args: argparse.Namespace, size: str, dtype: str, threads: int) -> dict:
     torch.set_num_threads(threads)
     settings = EngineSettings(dtype=dtype, device=args.device, page_size=args.page_size)
-    engine = NativeEngine(model(size), settings, receiver=None, version=Version(0), name="smoke", eos_ids=())
+    engine = NativeEngine(decoder(size, context=1024), settings, receiver=None, version=Version(0), name="smoke", eos_ids=())
     rng = np.random.default_rng(0)
     speeds = []
     for repeat in range(args.repeats + 1):  # the first warms up; prompts are new each time
-        prompts = [rng.integers(0, 512, args.prompt).astype(np.int32) for _ in range(args.prompts)]
+        prompts = [rng.integers(0, SIZES[size]["vocab"], args.prompt).astype(np.int32) for _ in range(args.prompts)]
         if args.profile and repeat == args.repeats:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 await generate(engine, prompts, args.samples, args.tokens, repeat * 1000)

@@ -14,14 +14,6 @@ DTYPES = [torch.float32, torch.bfloat16]
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # bfloat16: roundings on the way may fall to the other side
 
 
-@pytest.fixture
-def kernels() -> Native:
-    found = native()
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
-
-
 def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.double(), weight.shape, None, eps).to(x.dtype).double() * weight.double()
 

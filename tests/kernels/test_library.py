@@ -21,14 +21,6 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 
 @pytest.fixture
-def kernels() -> Native:
-    found = native()
-    if found is None:
-        pytest.skip("no C compiler")
-    return found
-
-
-@pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of compiled files, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))

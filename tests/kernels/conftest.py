@@ -1,0 +1,15 @@
+"""The kernels, for tests that need them."""
+
+from __future__ import annotations
+
+import pytest
+
+from tidemill.kernels.library import Native, native
+
+
+@pytest.fixture
+def kernels() -> Native:
+    found = native()
+    if found is None:
+        pytest.skip("no C compiler")
+    return found
