@@ -170,6 +170,7 @@ def test_nothing_to_show_is_one_sentence(tidemill, run: Path, tmp_path: Path):
         assert "none was begun yet" in tidemill("samples", tmp_path / "early", "--step", 1).out
         ledger.admit(0, Task("t", "p"))
         ledger.finish(Group(0, Task("t", "p"), [trajectory([0, 1], sources=(Version(2),))]))
+        ledger.event("now", {})  # a reader beside the run sees what finished with the next such call
         said = tidemill("samples", tmp_path / "early", "--worst", 1)
     assert said.code == 2 and "no trajectory with a score" in said.out
     (run / "initial").unlink()
