@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from workloads import SIZES, decoder
+from workloads import SIZES, VOCAB, decoder
 
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
@@ -46,7 +46,7 @@ async def measure(args: argparse.Namespace, size: str, dtype: str, threads: int)
     rng = np.random.default_rng(0)
     speeds = []
     for repeat in range(args.repeats + 1):  # the first warms up; prompts are new each time
-        prompts = [rng.integers(0, SIZES[size]["vocab"], args.prompt).astype(np.int32) for _ in range(args.prompts)]
+        prompts = [rng.integers(0, VOCAB[size], args.prompt).astype(np.int32) for _ in range(args.prompts)]
         if args.profile and repeat == args.repeats:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 await generate(engine, prompts, args.samples, args.tokens, repeat * 1000)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import select
 import statistics
 import subprocess
 import sys
@@ -67,7 +68,11 @@ class System:
         log.close()
         os.close(writing)
         self._replies, self._log = os.fdopen(reading), Path(log.name)
-        self.about = self._answer()
+        try:
+            self.about = self._answer(START_S)
+        except BaseException:
+            self.__exit__()
+            raise
         return self
 
     @property
@@ -78,13 +83,16 @@ class System:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
-        return self._answer()
+        return self._answer(ANSWER_S)
 
-    def _answer(self) -> dict[str, Any]:
-        line = self._replies.readline()
+    def _answer(self, within_s: float) -> dict[str, Any]:
+        """One line: nothing but the whole of it is ever written at once, and none before it was asked for."""
+        there, _, _ = select.select([self._replies], [], [], within_s)
+        line = self._replies.readline() if there else ""
         if not line:
             end = self._log.read_text(errors="replace")[-3000:]
-            raise RuntimeError(f"{self.name} ended with status {self._process.wait(30)}\n{end}")
+            what = f"ended with status {self._process.wait(30)}" if there else f"did not answer within {within_s:g} s"
+            raise RuntimeError(f"{self.name} {what}\n{end}")
         return json.loads(line)
 
     def __exit__(self, *_: object) -> None:

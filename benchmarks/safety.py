@@ -29,7 +29,7 @@ from typing import Any
 import psutil
 
 TARGET, TARGET_STALL = 0.03, 0.05
-LEDGER = ("admit", "finish", "drop", "begin_step", "end_step", "publish", "evaluation", "event", "retain")
+LEDGER = ("admit", "finish", "drop", "begin_step", "end_step", "publish", "evaluation", "event", "retain", "_record_waiting")
 ACCOUNTS = "TIDEMILL_SAFETY_ACCOUNTS"  # the folder where processes write what they spent
 WRITTEN_EVERY_S = 0.5
 

@@ -59,8 +59,7 @@ def _pss(process: psutil.Process) -> int:
 
 
 def make_model(folder: Path, size: str) -> None:
-    sizes = {key: SIZES[size][key] for key in ("layers", "hidden", "heads", "kv_heads", "intermediate")}
-    fresh_model(folder, alphabet=ALPHABET, context=512, **sizes)
+    fresh_model(folder, alphabet=ALPHABET, context=512, **SIZES[size])
     for name in ("config.json", "generation_config.json"):  # nothing ends a reply before its length
         path = folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))

@@ -41,9 +41,9 @@ def cuda_devices() -> Finding:
 
 
 def kernels() -> Finding:
-    """Without them everything works, and engines on the CPU decode at about half the speed."""
+    """Without them everything works, and engines on the CPU are slower."""
     if why := why_not():
-        return Finding("kernels", "warn", f"not compiled: {why}", "with gcc or clang, engines on the CPU are twice as fast")
+        return Finding("kernels", "warn", f"not compiled: {why}", "install gcc or clang: engines on the CPU are faster")
     return Finding("kernels", "ok", "compiled for this processor")
 
 

@@ -58,26 +58,8 @@ def fresh_model(
         )
     tokenizer = character_tokenizer(alphabet, lowercase=lowercase)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    raw = {
-        "model_type": "qwen3",
-        "vocab_size": len(tokenizer),
-        "hidden_size": hidden,
-        "intermediate_size": intermediate,
-        "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": hidden // heads,
-        "hidden_act": "silu",
-        "max_position_embeddings": context,
-        "rms_norm_eps": 1e-6,
-        "rope_theta": 10000.0,
-        "attention_bias": False,
-        "attention_dropout": 0.0,
-        "tie_word_embeddings": True,
-        "use_sliding_window": False,
-        **ends,
-    }
-    arch = Architecture.from_dict(raw)
+    sizes = Size(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
+    arch = architecture(sizes, vocab=len(tokenizer), context=context, ends=ends)
     decoder = empty_decoder(arch)
     decoder.initialise(torch.Generator().manual_seed(derive_seed(seed, "fresh model")))
     with tempfile.TemporaryDirectory() as companions:
@@ -88,3 +70,29 @@ def fresh_model(
         (Path(companions) / "generation_config.json").write_text(json.dumps(ends | {"do_sample": True}) + "\n")
         save_folder(decoder, folder, tokenizer_from=companions, dtype=torch.float32)
     return arch
+
+
+def architecture(sizes: Size, *, vocab: int, context: int, ends: dict[str, int | None]) -> Architecture:
+    """Qwen3-shaped, head and embedding tied. ends: the ids of the tokens that begin, end and pad."""
+    return Architecture.from_dict(
+        {
+            "model_type": "qwen3",
+            "architectures": ["Qwen3ForCausalLM"],
+            "vocab_size": vocab,
+            "hidden_size": sizes["hidden"],
+            "intermediate_size": sizes["intermediate"],
+            "num_hidden_layers": sizes["layers"],
+            "num_attention_heads": sizes["heads"],
+            "num_key_value_heads": sizes["kv_heads"],
+            "head_dim": sizes["hidden"] // sizes["heads"],
+            "hidden_act": "silu",
+            "max_position_embeddings": context,
+            "rms_norm_eps": 1e-6,
+            "rope_theta": 10000.0,
+            "attention_bias": False,
+            "attention_dropout": 0.0,
+            "tie_word_embeddings": True,
+            "use_sliding_window": False,
+            **ends,
+        }
+    )
