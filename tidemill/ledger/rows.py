@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from tidemill.ledger.records import LedgerError
@@ -15,6 +16,7 @@ from tidemill.ledger.segments import Location
 from tidemill.types import Group, InfraError, Outcome, Score, Task, Trajectory, Unscorable
 
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has all of it
+_quick = msgspec.json.Encoder()  # it too writes NaN and infinity as null
 _KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
 
 
@@ -25,12 +27,13 @@ def task_row(task: Task) -> tuple[str, str, str, str, str]:
     return task.id, task.env, prompt, data, blake2b(contents, digest_size=16).hexdigest()
 
 
-def trajectory_rows(group: Group, places: Sequence[Location]) -> list[tuple[Any, ...]]:
-    """The columns of `trajectories`, in the table's order: a row for each of the group's."""
-    summaries = _sampled(group.trajectories)
+def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[tuple[Any, ...]]:
+    """The columns of `trajectories`, in the table's order: a row for each of the groups', whose payloads lie there."""
+    found = [(g.id, i, t, at) for g, places in groups for i, (t, at) in enumerate(zip(g.trajectories, places, strict=True))]
+    summaries = _sampled([t for _, _, t, _ in found])
     return [
         (
-            *(group.id, i, t.sample, t.seat, at.segment, at.offset, at.length, at.crc, None),
+            *(group, i, t.sample, t.seat, at.segment, at.offset, at.length, at.crc, None),
             *(len(t.tokens), sampled, t.turns),
             *_judged(t.outcome),
             str(t.finish),
@@ -39,7 +42,7 @@ def trajectory_rows(group: Group, places: Sequence[Location]) -> list[tuple[Any,
             logprob,
             t.text[:TEXT_LIMIT].encode(errors="replace").decode(),
         )
-        for i, (t, at, (sampled, *versions, logprob)) in enumerate(zip(group.trajectories, places, summaries, strict=True))
+        for (group, i, t, at), (sampled, *versions, logprob) in zip(found, summaries, strict=True)
     ]
 
 
@@ -49,7 +52,7 @@ def _judged(outcome: Outcome | None) -> tuple[float | None, str | None, str | No
         return None, None, None, None
     kind = _KINDS[type(outcome)]
     if isinstance(outcome, Score):
-        return outcome.value, kind, None, as_json(outcome.parts, "score") if outcome.parts else None
+        return outcome.value, kind, None, _parts(outcome.parts) if outcome.parts else None
     return None, kind, outcome.reason, None
 
 
@@ -68,6 +71,14 @@ def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, 
         means = np.add.reduceat(logprobs, starts, dtype=np.float64) / counts[some]
         figures = zip(oldest.tolist(), newest.tolist(), means.tolist(), strict=True)
     return [(n, *next(figures)) if n else (0, None, None, None) for n in counts.tolist()]
+
+
+def _parts(parts: dict[str, float]) -> str:
+    """As `as_json`, in a tenth of the time, for what comes with every trajectory."""
+    try:
+        return _quick.encode(parts).decode()
+    except (TypeError, ValueError):  # a name that is half of a surrogate pair, a figure of NumPy's
+        return as_json(parts, "score")
 
 
 def as_json(value: Any, owner: str) -> str:

@@ -46,7 +46,7 @@ class Waiting:
         if self.finished:
             times = [(now, group_id) for group_id, (_, _, now) in self.finished.items()]
             db.executemany("UPDATE groups SET finished_at = ? WHERE id = ?", times)
-            rows = [row for group, places, _ in self.finished.values() for row in trajectory_rows(group, places)]
+            rows = trajectory_rows((group, places) for group, places, _ in self.finished.values())
             db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(rows[0]))})", rows)
 
     def clear(self) -> None:
