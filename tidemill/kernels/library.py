@@ -174,13 +174,13 @@ class Native:
         )
         return tokens, logprobs, model
 
-    def keyed_sum(self, elements: Tensor, first: int, keys: np.ndarray, factors: np.ndarray) -> int:
+    def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> int:
         """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
-        element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's]."""
-        width, n = elements.element_size(), elements.numel()
-        assert width <= 4 and elements.is_contiguous() and len(factors) > (first % len(keys) + n - 1) // len(keys)
+        element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's], both int64."""
+        width, n, run = elements.element_size(), elements.numel(), keys.numel()
+        assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + n - 1) // run
         return self._library.tidemill_keyed_sum(
-            *(elements.data_ptr(), width, n, first, keys.ctypes.data, len(keys), factors.ctypes.data)
+            *(elements.data_ptr(), width, n, first, keys.data_ptr(), run, factors.data_ptr())
         )
 
     def word_sum(self, tensor: Tensor) -> int:
@@ -326,10 +326,9 @@ def _try(library: Native) -> None:
         weights = np.exp((q[row][:, None] * kv[..., :32]).sum(-1) * 32**-0.5)
         expected = (weights[..., None] * kv[..., 32:]).sum(1) / weights.sum(1, keepdims=True)
         right &= np.allclose(seen[row], expected, atol=1e-5)
-    elements, keys, factors = np.arange(40, dtype=np.int16), np.arange(32, dtype=np.uint64), np.array([3, 5], np.uint64)
-    words = int(elements.view(np.uint64).sum())
-    keyed = int((elements * (keys * factors[:, None]).reshape(-1)[20:60]).sum())
-    right &= library.word_sum(torch.from_numpy(elements)) == words
-    right &= library.keyed_sum(torch.from_numpy(elements), 20, keys, factors) == keyed
+    elements, keys, factors = torch.arange(40, dtype=torch.int16), torch.arange(32), torch.tensor([3, 5])
+    keyed = int((elements * (keys * factors[:, None]).view(-1)[20:60]).sum())
+    right &= library.word_sum(elements) == int(elements.view(torch.int64).sum())
+    right &= library.keyed_sum(elements, 20, keys, factors) == keyed
     if not right:
         raise Unavailable("the compiled kernels compute something else than they should")

@@ -37,6 +37,7 @@ def _random(number: int) -> int:
 
 
 _KEYS = np.array([_random(i) for i in range(_RUN)], np.uint64)
+_KEY_BITS = torch.from_numpy(_KEYS.view(np.int64))
 
 
 def _factor(run: int) -> int:
@@ -114,7 +115,7 @@ def _block_sum(piece: Slice) -> int | Tensor:
     if block.device.type == "cpu" and block.shape[1:] == shape[1:]:
         return _run_sum(block.contiguous(), offset[0] * math.prod(shape[1:]) if shape else 0)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(block.ndim)]
-    keys = torch.from_numpy(_KEYS.view(np.int64)).to(block.device)
+    keys = _KEY_BITS.to(block.device)
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     for part, at in _small_blocks(block, offset, _BLOCK):
         total += (_bits(part) * _keys_of(part.shape, at, strides, keys)).sum()
@@ -126,10 +127,10 @@ def _run_sum(block: Tensor, first: int) -> int:
     count = block.numel()
     factors = _factors(first // _RUN, (first + count) // _RUN + 1)
     if (compiled := native()) is not None:
-        return compiled.keyed_sum(block, first, _KEYS, factors)
+        return compiled.keyed_sum(block, first, _KEY_BITS, factors)
     bits = block.view(-1).view(torch.uint8).numpy().view(_INTEGERS[block.element_size()])
     room, total, at = np.empty(min(_RUN, count), np.uint64), 0, 0
-    for factor in factors.tolist():
+    for factor in factors.numpy().view(np.uint64).tolist():
         begin = (first + at) % _RUN
         part = bits[at : at + _RUN - begin]
         wide = room[: len(part)]
@@ -141,9 +142,9 @@ def _run_sum(block: Tensor, first: int) -> int:
 
 
 @lru_cache(maxsize=1 << 10)
-def _factors(first: int, end: int) -> np.ndarray:
-    """uint64, of the runs from `first` up to `end`."""
-    return np.array([_factor(run) for run in range(first, end)], np.uint64)
+def _factors(first: int, end: int) -> Tensor:
+    """The bits, as int64, of the runs' from `first` up to `end`."""
+    return torch.from_numpy(np.array([_factor(run) for run in range(first, end)], np.uint64).view(np.int64))
 
 
 def _bits(block: Tensor) -> Tensor:
@@ -159,7 +160,7 @@ def _keys_of(size: Sequence[int], offset: tuple[int, ...], strides: list[int], k
     for length, begin, stride in zip(size, offset, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(begin, begin + length, device=keys.device).mul_(stride)
     first, last = (sum((b + more * (n - 1)) * s for b, n, s in zip(offset, size, strides, strict=True)) for more in (0, 1))
-    factors = torch.from_numpy(_factors(first // _RUN, last // _RUN + 1).view(np.int64)).to(keys.device)
+    factors = _factors(first // _RUN, last // _RUN + 1).to(keys.device)
     return keys[index % _RUN] * factors[index // _RUN - first // _RUN]
 
 
