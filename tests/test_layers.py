@@ -27,6 +27,7 @@ L0 = {
     "faults",
     "processes",
     "threads",
+    "machine",
     "observability",
 }
 L1 = {"breaker", "buffer", "algorithms", "kernels", "rewards", "models"}

@@ -28,6 +28,7 @@ from tidemill.health import reporting
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
 from tidemill.monitor import Monitor
+from tidemill.observability.account import EVALUATE
 from tidemill.orchestration.placement import Placement
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Environment
@@ -97,9 +98,9 @@ async def train(session: Session, parts: Parts) -> int:
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
     contexts = [(await engine.capabilities()).context for engine in pool.engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
-    roller = Rollout(pool, episodes, config.rollout.group_size, config.seed)
+    roller = Rollout(pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside)
     recorded = Recorded(ledger, roller) if config.deterministic else None
-    session.monitor.attach(parts.trainer, pool, roller.spans, config.rollout.groups)
+    session.monitor.attach(parts.trainer, pool, config.rollout.groups)
 
     def unchanged(version: Version, why: str) -> None:
         session.tell("weights_unchanged", {"version": str(version), "why": why})
@@ -118,6 +119,7 @@ async def train(session: Session, parts: Parts) -> int:
         gate=_gate(session),
         restored=standing.left,
         versions=standing.versions,
+        timeline=session.monitor.loop,
     )
 
     def now() -> dict[str, Any]:
@@ -170,7 +172,8 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: 
 
     async def evaluate(version: Version) -> Metrics:
         ends = version.step in (0, config.steps)
-        return await evaluator(session.held_out(config.eval.final_tasks if ends else config.eval.tasks), version)
+        with session.monitor.beside.span(EVALUATE, step=version.step):
+            return await evaluator(session.held_out(config.eval.final_tasks if ends else config.eval.tasks), version)
 
     async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
         return await checkpoints.begin(parts.trainer, Position(step, standing.incarnation, next_id))

@@ -21,6 +21,7 @@ from typing import Any, Protocol
 from tidemill import faults
 from tidemill.breaker import Gate
 from tidemill.buffer import Buffer
+from tidemill.observability.timeline import Timeline
 from tidemill.observability.waits import waiting
 from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
 from tidemill.types import Array, Group, LossSpec, Metrics, Sample, Task, TrainResult, Version
@@ -112,11 +113,13 @@ class Controller:
     gate: Gate = field(default_factory=Gate)
     restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # a run that goes on: finished, or in flight
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
+    timeline: Timeline = field(default_factory=Timeline)  # what the loop of steps does, for the account of time
     step: int = 0  # steps done
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
     _dropped: int = 0
     _saved: int = 0  # step of the latest checkpoint
     _saving: asyncio.Task[None] | None = None
+    _telling: asyncio.Task[None] | None = None  # the observer of the latest step
 
     def stop(self) -> None:
         """Ask the run to end after the step it is in."""
@@ -128,7 +131,8 @@ class Controller:
             async with asyncio.TaskGroup() as group:
                 # Nothing is sampled before the engines serve what this run published.
                 publishing = group.create_task(self._publish(self.schedule.first, 0))
-                await asyncio.wait({publishing})  # bounded: its calls have deadlines
+                with self.timeline.phase("publication"):
+                    await asyncio.wait({publishing})  # bounded: its calls have deadlines
                 workers = [group.create_task(self._rollout_forever(), name=f"rollout-{i}") for i in range(self.buffer.slots)]
                 workers += [group.create_task(self._restore(each)) for each in self.restored]
                 done = await self._train(group, publishing)
@@ -186,31 +190,52 @@ class Controller:
             if groups is None:
                 break
             if not self._known(groups):  # one engine serves the new version already, another has yet to commit it
-                await publishing  # bounded: its calls have deadlines
+                await self._published(publishing)
             self._check(step, groups)
-            self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
+            with self.timeline.phase("ledger"):
+                self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
             faults.reach(ROLE, "train", step)
-            prepared, result = await accumulate(self.trainer, self.algorithm, groups)
-            # bounded: its calls have deadlines
-            served = await publishing  # the update may not touch weights that are still being read
-            if self.hooks.agree:
-                await self.hooks.agree(served, groups, prepared.samples, result.logprobs)
-            if self.hooks.probe and self._due(step, self.schedule.probe_every):
-                await self.hooks.probe(served, prepared.samples, result.logprobs)
-            metrics = await self.trainer.apply(prepared.scale)
+            with self.timeline.phase("train"):
+                prepared, result = await accumulate(self.trainer, self.algorithm, groups)
+            served = await self._published(publishing)  # the update may not touch weights that are still being read
+            with self.timeline.phase("check"):
+                if self.hooks.agree:
+                    await self.hooks.agree(served, groups, prepared.samples, result.logprobs)
+                if self.hooks.probe and self._due(step, self.schedule.probe_every):
+                    await self.hooks.probe(served, prepared.samples, result.logprobs)
+            with self.timeline.phase("train"):
+                metrics = await self.trainer.apply(prepared.scale)
             faults.reach(ROLE, "apply", step)
             self.step = step = step + 1
-            self.ledger.end_step(step - 1, self.schedule.incarnation, prepared.metrics | metrics)
-            await self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
+            with self.timeline.phase("ledger"):
+                self.ledger.end_step(step - 1, self.schedule.incarnation, prepared.metrics | metrics)
             if self.schedule.deterministic:  # all that these weights' predecessor is to sample, it has sampled
-                await self.buffer.settled()
+                with self.timeline.phase("rollouts"):
+                    await self.buffer.settled()
+            await self._told()  # of the step before; of this one while the next is under way, but before a checkpoint
+            told = self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
             if step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every):
+                self._telling = tasks.create_task(told)
+                await self._told()
                 await self._checkpoint(tasks, step)
-            publishing = tasks.create_task(self._publish(step, len(groups)))
-        await publishing  # bounded: its calls have deadlines
+                publishing = tasks.create_task(self._publish(step, len(groups)))
+            else:
+                publishing = tasks.create_task(self._publish(step, len(groups)))
+                self._telling = tasks.create_task(told)
+        await self._told()
+        await self._published(publishing)
         if step > self._saved:  # asked to stop: nothing that was trained is lost
             await self._checkpoint(tasks, step)
         return step
+
+    async def _told(self) -> None:
+        if self._telling:
+            with self.timeline.phase("metrics"):
+                await self._telling  # bounded: its calls have deadlines
+
+    async def _published(self, publishing: asyncio.Task[Version]) -> Version:
+        with self.timeline.phase("publication"):
+            return await publishing  # bounded: its calls have deadlines
 
     async def _take_batch(self) -> list[Group] | None:
         """A step's groups, or None when the run was asked to stop before they were complete."""
@@ -220,7 +245,7 @@ class Controller:
 
         taking, stopping = asyncio.ensure_future(take()), asyncio.ensure_future(self._stopping.wait())
         try:
-            with waiting("the rollouts", "a step's groups"):
+            with self.timeline.phase("rollouts"), waiting("the rollouts", "a step's groups"):
                 # bounded: episodes and judging have limits
                 await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return None if stopping.done() else taking.result()  # what was taken stays pending: it was never begun
@@ -251,9 +276,10 @@ class Controller:
         self._saved = step
         faults.reach(ROLE, "checkpoint", step)
         if self.hooks.checkpoint:
-            if self._saving:
-                await asyncio.wait({self._saving})  # bounded: its call of the trainer has a deadline
-            write = await self.hooks.checkpoint(step, self.buffer.next_id)
+            with self.timeline.phase("checkpoint"):
+                if self._saving:
+                    await asyncio.wait({self._saving})  # bounded: its call of the trainer has a deadline
+                write = await self.hooks.checkpoint(step, self.buffer.next_id)
             self._saving = tasks.create_task(write, name=f"checkpoint-{step}")
 
     def _due(self, step: int, every: int) -> bool:

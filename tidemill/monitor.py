@@ -7,7 +7,7 @@ It keeps engine mismatch (lag 0) and staleness (lag > 0) apart, and changes noth
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import os
 import time
 from collections import Counter, deque
@@ -18,11 +18,13 @@ import numpy as np
 
 from tidemill.algorithms.mismatch import LogprobGap, Mismatch, lag_zero
 from tidemill.breaker import Change
+from tidemill.observability.account import CONTROLLER, EPISODE, GENERATE, SYNC, TRAIN, Account, account
 from tidemill.observability.display import Display
 from tidemill.observability.memory import PeakMemory
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.shares import shares
 from tidemill.observability.sinks import Fanout
+from tidemill.observability.timeline import Beside, Timeline
 from tidemill.observability.trace import Trace
 from tidemill.pool import EnginePool
 from tidemill.protocols import PeerLost, Trainer
@@ -41,12 +43,7 @@ from tidemill.types import (
     Version,
 )
 
-KINDS = {  # of the two pools' time; what is left is waiting
-    "train": ("train", "apply", "forward", "snapshot"),  # "save" goes on beside them
-    "generate": ("generate",),
-    "sync": ("publish", "stage", "commit"),
-}
-CONTROLLER = "controller"
+KINDS = {"train": TRAIN, "generate": GENERATE, "sync": SYNC}  # of the two pools' time; what is left is waiting
 RATE_S = 10.0
 MOST_REASONS = 100
 PROBED_ROWS = 4  # of a batch, at each probe
@@ -88,6 +85,7 @@ class Totals:
     pauses: int = 0  # of admission, by the breaker
     paused_s: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)  # process -> peak bytes
+    time: Account = field(default_factory=Account)
 
     @property
     def matched(self) -> LogprobGap:
@@ -107,15 +105,16 @@ class Monitor:
         self._recent: deque[Group] = deque(maxlen=1)  # the latest groups that were rolled out
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
         self._accuracy: float | None = None
-        self._version: Version | None = None
+        self._versions: dict[int, Version] = {}  # by step, those that no step has been told of yet
         self._last = time.monotonic()
-        self._judging: list[Span] = []
+        self.loop, self.beside = Timeline(), Beside()  # what this process does: its steps, and rollouts and evaluations
         self._memory = PeakMemory()  # of this process
 
-    def attach(self, trainer: Trainer, pool: EnginePool, judging: list[Span], batch: int) -> None:
-        """The parts to ask for telemetry. judging: the rollouts' own spans, which this takes. batch: groups a step."""
-        self._trainer, self._pool, self._judging, self._last = trainer, pool, judging, time.monotonic()
+    def attach(self, trainer: Trainer, pool: EnginePool, batch: int) -> None:
+        """The parts to ask for telemetry. batch: groups a step."""
+        self._trainer, self._pool, self._last = trainer, pool, time.monotonic()
         self._recent = deque(maxlen=batch)
+        self.loop.take(), self.beside.take()
 
     def header(self, lines: Sequence[str]) -> None:
         self._display.header(lines)
@@ -152,7 +151,7 @@ class Monitor:
             self.totals.paused_s += change.seconds
 
     def published(self, version: Version) -> None:
-        self._version = version
+        self._versions[version.step] = version
         self.totals.versions += 1
 
     def evaluated(self, step: int, results: Metrics) -> None:
@@ -180,8 +179,8 @@ class Monitor:
     async def trained(
         self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
     ) -> None:
-        assert self._version is not None, "a step trains on what a published version sampled"
-        gap, present = Mismatch(), lag_zero(groups, samples, self._version)
+        served = self._versions.pop(step)  # what engines served when it was trained; the next may be there already
+        gap, present = Mismatch(), lag_zero(groups, samples, served)
         for sample, logprobs, matched in zip(samples, result.logprobs, present, strict=True):
             gap.add(sample.logprobs, logprobs, sample.mask, matched)
         self.totals.mismatch.merge(gap)
@@ -199,7 +198,7 @@ class Monitor:
             **{f"mismatch/{name}": value for name, value in gap.metrics().items()},
             "lag/mean": float(np.mean(lags)),
             "lag/max": float(max(lags)),
-            "version": float(self._version.step if self._version else -1),
+            "version": float(served.step),
         }
         if matched.tokens:
             found = matched.metrics()
@@ -213,21 +212,26 @@ class Monitor:
     async def _times(self) -> Metrics:
         """Rates and shares since the last step, over all processes of the two pools."""
         assert self._trainer is not None and self._pool is not None
-        telemetry = [await self._trainer.telemetry()]
-        for engine in self._pool.engines:
-            with contextlib.suppress(PeerLost):  # it is started again; what it did since the last step is not known
-                telemetry.append(await engine.telemetry())
+        asked = await asyncio.gather(
+            *(each.telemetry() for each in (self._trainer, *self._pool.engines)), return_exceptions=True
+        )
+        for each in asked:
+            if isinstance(each, BaseException) and (each is asked[0] or not isinstance(each, PeerLost)):
+                raise each  # an engine that was lost is started again: what it did since the last step is not known
+        telemetry = [each for each in asked if isinstance(each, Telemetry)]
         begin, now = self._last, time.monotonic()
         self._last = now
         for each in telemetry:
             self._collect(each)
-        self.trace.add(CONTROLLER, os.getpid(), self._judging)
-        self._judging.clear()
+        loop, beside, pools = self.loop.take(), self.beside.take(), {each.process: each.spans for each in telemetry}
+        own = [Span(f"loop/{span.name}", span.start, span.end) for span in loop]
+        self.trace.add(CONTROLLER, os.getpid(), [*own, *(span for span in beside if span.name != EPISODE)])
         self.totals.memory[CONTROLLER] = self._memory.update()
-        spent = shares({each.process: each.spans for each in telemetry}, begin, now, KINDS)["overall"]
-        return {"throughput/tokens_per_s": self._rate(now), "time/step_s": now - begin} | {
-            f"time/{k}": v for k, v in spent.items()
-        }
+        step = account(begin, now, loop, beside, pools)
+        self.totals.time.add(step)
+        overall = {f"time/{k}": v for k, v in shares(pools, begin, now, KINDS)["overall"].items()}
+        each = {f"time/{name}/{k}": v for name, kinds in step.shares().items() for k, v in kinds.items() if v > 0}
+        return {"throughput/tokens_per_s": self._rate(now), "time/step_s": now - begin, **overall, **each}
 
     def _rate(self, now: float) -> float:
         """Sampled tokens per second, over the last `RATE_S` seconds."""

@@ -5,7 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.monitor import CONTROLLER, KINDS, Totals
+from tidemill.machine import usable_cores
+from tidemill.monitor import KINDS, Totals
+from tidemill.observability.account import CONTROLLER
+from tidemill.observability.advice import Setup, advise
 from tidemill.observability.shares import shares
 from tidemill.observability.trace import Trace, overlap
 from tidemill.recipe import RunConfig
@@ -52,7 +55,30 @@ def make_report(
         "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
         "time": time_shares(trace, begin, end),
         "overlap": engine_and_trainer(trace, begin, end),
+        "time_by_process": {
+            name: {kind: round(share, 4) for kind, share in kinds.items() if share >= 0.00005}
+            for name, kinds in totals.time.shares().items()
+        },
+        "advice": advice(totals, config),
     }
+
+
+def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
+    """The one change that would help most, by what was measured."""
+    placement = config.placement
+    setup = Setup(
+        max_lag=config.max_lag,
+        slots=(config.max_lag + 1) * config.rollout.groups,
+        engines=placement.engines,
+        engine_threads=placement.engine_threads,
+        trainer_threads=placement.trainer_threads,
+        workers=config.scoring.workers,
+        cores=usable_cores(),
+    )
+    found = advise(totals.time, setup)
+    if found is None:
+        return None
+    return {"cause": found.cause, "share": round(found.share, 4), "at_most": round(found.gain, 2), "text": str(found)}
 
 
 def judging(totals: Totals) -> dict[str, Any]:

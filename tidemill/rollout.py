@@ -18,10 +18,12 @@ from typing import Any, TypeVar
 from tidemill.envs.bounded import Overdue, bounded
 from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
 from tidemill.envs.template import Tokenizer
+from tidemill.observability.account import EPISODE, REWARD
+from tidemill.observability.timeline import Beside
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Environment
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
-from tidemill.types import Finish, Group, InfraError, Outcome, SamplingParams, Span, Task, Trajectory, Unscorable
+from tidemill.types import Finish, Group, InfraError, Outcome, SamplingParams, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -100,15 +102,18 @@ def _reason(error: Exception) -> str:
 class Rollout:
     """`protocols.Roller` over a pool of engines."""
 
-    def __init__(self, pool: EnginePool, episodes: Episodes, group_size: int, run_seed: int) -> None:
+    def __init__(
+        self, pool: EnginePool, episodes: Episodes, group_size: int, run_seed: int, beside: Beside | None = None
+    ) -> None:
+        """beside: where episodes and judging are noted, for the account of time."""
         self._pool, self._episodes, self._size, self._seed = pool, episodes, group_size, run_seed
-        self.spans: list[Span] = []  # judging, for the trace; taken by whoever asks
+        self._beside = beside or Beside()
 
     async def rollout(self, group_id: int, task: Task) -> Group:
-        attempts = await self._pool.run(lambda engine: self._attempts(engine, group_id, task))
-        start = time.monotonic()
-        await self._episodes.judge(task, attempts)
-        self.spans.append(Span("reward", start, time.monotonic(), {"group": group_id}))
+        with self._beside.span(EPISODE, group=group_id):
+            attempts = await self._pool.run(lambda engine: self._attempts(engine, group_id, task))
+        with self._beside.span(REWARD, group=group_id):
+            await self._episodes.judge(task, attempts)
         return Group(group_id, task, attempts)
 
     async def _attempts(self, engine: Engine, group_id: int, task: Task) -> list[Trajectory]:

@@ -135,12 +135,31 @@ async def test_weights_that_change_behind_the_commit_end_the_engine(dtype, monke
 def test_the_head_of_other_weights_is_noticed_in_low_precision_too():
     receiver, model = MemoryReceiver(), decoder(dtype=torch.bfloat16)
     published = receiver.publish(1, decoder(seed=1), torch.bfloat16)
-    old, under_test = serve(model, Version(0)), Staging(receiver)
+    old, under_test = serve(model, Version(0), pack=True), Staging(receiver, pack=True)
     staged = under_test.stage(published, old)
     under_test.prove(staged, published.version)
     staged.head = old.head
     with pytest.raises(PolicyMismatch, match="the head that is served is another one"):
         under_test.prove(staged, published.version)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["layers.1.qkv", "layers.0.down", "head"])
+def test_a_packed_copy_that_is_not_its_weights_is_noticed(dtype, name):
+    receiver, model = MemoryReceiver(), decoder(dtype=dtype)
+    published = receiver.publish(1, decoder(seed=1), dtype)
+    under_test = Staging(receiver, pack=True)
+    staged = under_test.stage(published, serve(model, Version(0), pack=True))
+    packed = {name: packed for name, _, packed in staged.decoder.packed()}[name]
+    if packed.numbers is None:
+        pytest.skip("nothing is packed on this processor")
+    under_test.prove(staged, published.version)
+    stale = packed.numbers.clone()
+    packed.numbers[77] = -packed.numbers[77]
+    with pytest.raises(PolicyMismatch, match=f"its {name} is not what is computed with"):
+        under_test.prove(staged, published.version)
+    packed.numbers.copy_(stale)
+    under_test.prove(staged, published.version)
 
 
 def test_names_that_do_not_cover_every_weight_are_refused(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -15,8 +16,9 @@ import torch
 from tidemill.kernels import library
 from tidemill.kernels.library import COMPILERS, SWITCH, Native, Unavailable, native, why_not
 
-SOURCE = library.SOURCE.read_text()
+SOURCES = library.SOURCES
 COMPILER = next((name for name in COMPILERS if shutil.which(name)), None)
+NATIVE = ("-march=native",) if platform.machine() == "x86_64" else ()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 
@@ -24,7 +26,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of compiled files, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "_variants", lambda: [("-O1",)])  # quick to compile
+    monkeypatch.setattr(library, "_variants", lambda: [("-O1", *NATIVE)])  # quick to compile
     library._found.cache_clear()
     yield tmp_path / "tidemill"
     library._found.cache_clear()
@@ -127,7 +129,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: py
 def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "cpu.c"
     broken.write_text("this is no C;")
-    monkeypatch.setattr(library, "SOURCE", broken)
+    monkeypatch.setattr(library, "SOURCES", (broken, *SOURCES[1:]))
     assert native() is None and "error" in why_not()
     assert not list(cache.glob("*")), "something was left"
 
@@ -160,13 +162,22 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("memcpy(to + bytes,", "memcpy(to,"),
         ("total += sum * *factors", "total += sum"),
         ("return sum + rest", "return sum + 1"),
+        ("sums[r][1] += high * factor", "sums[r][1] += low * factor"),
+        ("else if (((const uint32_t *)packed)[at] != is) return 0;", ";"),
     ],
 )
 def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, monkeypatch, right, wrong) -> None:
-    changed = tmp_path / "cpu.c"
-    assert SOURCE.count(right) == 1
-    changed.write_text(SOURCE.replace(right, wrong))
-    monkeypatch.setattr(library, "SOURCE", changed)
+    if "packed" in right or "high" in right:
+        found = native()
+        assert found is not None
+        if not found.packs(torch.empty(32, 32)):
+            pytest.skip("no packed products on this processor")
+        library._found.cache_clear()
+    (source,) = [source for source in SOURCES if right in source.read_text()]
+    changed = tmp_path / source.name
+    assert source.read_text().count(right) == 1
+    changed.write_text(source.read_text().replace(right, wrong))
+    monkeypatch.setattr(library, "SOURCES", tuple(changed if each == source else each for each in SOURCES))
     assert native() is None and "something else" in why_not()
 
 

@@ -96,6 +96,9 @@ def test_a_run_in_processes_leaves_what_it_promises_and_nothing_else(recipe):
     assert report["max_lag_seen"] <= 1 and report["mismatch_lag0"]["max"] < 1e-4
     assert set(report["memory_mb"]) == {"controller", "trainer", "engine-0"} and min(report["memory_mb"].values()) > 10
     assert report["versions_published"] == 11
+    assert set(report["time_by_process"]) == {"controller", "trainer", "engine-0"} and report["advice"]["text"]
+    for shares in report["time_by_process"].values():
+        assert sum(shares.values()) == pytest.approx(1, abs=0.002) and shares.get("other", 0) < 0.02
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"generate", "train", "publish", "commit"} <= {e["name"] for e in trace if e["ph"] == "X"}
 

@@ -414,7 +414,7 @@ def test_an_engine_that_computes_with_old_weights(tiny: Run) -> None:
 
     def mutated(weights: Weights, *given: Any) -> Any:
         if weights.version.step == 0 and not old:
-            old.append(staging.serve(copy.deepcopy(weights.decoder), weights.version))
+            old.append(staging.serve(copy.deepcopy(weights.decoder), weights.version, pack=True))
         return compute(old[0] if weights.version.step >= SICK else weights, *given)
 
     tiny.monkeypatch.setattr(core, "run", mutated)

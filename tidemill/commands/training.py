@@ -57,8 +57,21 @@ def _tell(config: RunConfig, ended: Ended, as_json: bool) -> None:
         print(
             f"  judged: {scored:,} scored, {errors:,} infrastructure errors and {unscorable:,} unscorable (not trained on)"
         )
+    for line in _time_went(report.get("time_by_process", {})):
+        print(f"  {line}")
+    if advice := report.get("advice"):
+        print(f"  to go faster: {advice['text']}")
     me = own_name()
     print(f"  next:   {me} samples {folder} --worst 3 --tokens  ·  {me} eval {folder}  ·  {me} new mytask")
+
+
+def _time_went(processes: dict[str, dict[str, float]]) -> list[str]:
+    """One line for each process, the largest share first."""
+    lines = []
+    for name, kinds in processes.items():
+        shown = [f"{share:.0%} {kind}" for kind, share in sorted(kinds.items(), key=lambda k: -k[1]) if share >= 0.005]
+        lines.append(f"{name}: {', '.join(shown)}")
+    return lines
 
 
 def _duration(seconds: float) -> str:

@@ -67,10 +67,11 @@ class NativeEngine:
             )
         decoder = decoder.to(self._device, getattr(torch, settings.dtype)).requires_grad_(False)
         self._arch, self._dtype = decoder.arch, decoder.embed.weight.dtype
-        self._weights = serve(decoder, version)
+        pack = not settings.batch_invariant  # those products have a shape of their own
+        self._weights = serve(decoder, version, pack)
         if settings.batch_invariant:
             check_machine(self._weights, settings.page_size)
-        self._staging = Staging(receiver) if receiver is not None else None
+        self._staging = Staging(receiver, pack) if receiver is not None else None
         self._versions = [version]  # every version served, in order; tokens are stamped with an index into it
         context = min(settings.context or self._arch.context, self._arch.context)
         self._pages = self._count_pages(context)

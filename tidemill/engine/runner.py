@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.engine.attention import PagedCache
@@ -55,20 +54,20 @@ def run(
     hidden = weights.decoder(tokens, positions, cache.attend(plan, table))
     rows = plan.sample_rows
     everything = len(rows) == len(hidden)  # decode steps: the rows are all there is, in order
-    logits = F.linear((hidden if everything else hidden[torch.from_numpy(rows).to(cache.device)]).float(), weights.head)
+    logits = weights.logits(hidden if everything else hidden[torch.from_numpy(rows).to(cache.device)])
     top_ids = top_logprobs = None
     if top:
         top_ids, top_logprobs = alternatives(torch.log_softmax(logits, dim=-1), top)
-    probed = [_probe(hidden[p.first : p.last], weights.head, p) for p in probes]
+    probed = [_probe(hidden[p.first : p.last], weights, p) for p in probes]
     return Output(sample(logits, ask, without_gradient(logits)), top_ids, top_logprobs, probed)
 
 
-def _probe(hidden: Tensor, head: Tensor, probe: Probe) -> Probed:
+def _probe(hidden: Tensor, weights: Weights, probe: Probe) -> Probed:
     targets = torch.from_numpy(probe.targets).to(hidden.device)[:, None]
-    rows = max(1, LOGITS_BYTES // (4 * head.shape[0]))
+    rows = max(1, LOGITS_BYTES // (4 * len(weights.head)))
     parts: list[tuple[np.ndarray, np.ndarray, np.ndarray]] = []
     for at in range(0, len(hidden), rows):
-        logprobs = torch.log_softmax(F.linear(hidden[at : at + rows].float(), head) / probe.temperature, dim=-1)
+        logprobs = torch.log_softmax(weights.logits(hidden[at : at + rows]) / probe.temperature, dim=-1)
         chosen = logprobs.gather(1, targets[at : at + rows]).squeeze(1).cpu().numpy()
         parts.append((chosen, *alternatives(logprobs, probe.top_k)))
     return Probed(*(np.concatenate(arrays) for arrays in zip(*parts, strict=True)))

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.decoder import Decoder
@@ -31,16 +32,24 @@ class Weights:
     head: Tensor  # [V, D] float32: a view of the decoder's, or a copy when that is of lower precision
     version: Version
 
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[n, V] float32 of hidden [n, D]: products of the numbers as they are, added up in float32."""
+        packed = self.decoder.packed_head.product(hidden, len(self.head), wide=True)
+        return F.linear(hidden.float(), self.head) if packed is None else packed
 
-def serve(decoder: Decoder, version: Version) -> Weights:
+
+def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
+    """`pack`: compute with a copy of the matrices that is quicker to read, where there is one for this processor."""
+    if pack:
+        decoder.pack()
     return Weights(decoder, decoder.head_weight.detach().float(), version)
 
 
 class Staging:
     """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back."""
 
-    def __init__(self, receiver: Receiver) -> None:
-        self._receiver = receiver
+    def __init__(self, receiver: Receiver, pack: bool) -> None:
+        self._receiver, self._pack = receiver, pack
         self._spare: Decoder | None = None
         self._proven: tuple[Version, dict[str, int]] | None = None  # what was staged last: its version and its words
 
@@ -61,7 +70,7 @@ class Staging:
         if held.fingerprint != version.fingerprint:
             raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
         self._proven = version, held.words
-        return serve(self._spare, version)
+        return serve(self._spare, version, self._pack)
 
     def prove(self, serving: Weights, version: Version) -> None:
         """Blocking; runs in a thread while `serving` is in use. Raises PolicyMismatch unless it is what was staged last, as
@@ -73,6 +82,9 @@ class Staging:
         found = words_of(serving.decoder)
         if other := next((name for name in words if found.get(name) != words[name]), None):
             raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
+        for name, weight, packed in serving.decoder.packed():
+            if not packed.is_packed(weight):
+                raise PolicyMismatch(f"{version} was staged and committed, but its {name} is not what is computed with")
         if not torch.equal(serving.head, serving.decoder.head_weight.detach().float()):
             raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
 

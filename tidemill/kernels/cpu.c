@@ -1,64 +1,18 @@
 /* What PyTorch has no fast way to say on a CPU. Compiled on first use by `library.py`, which also says what every
  * function is for; each has a counterpart in PyTorch or NumPy that is used where there is no compiler.
- *
- * Vectors are sixteen floats wide, which a compiler splits where a processor's are narrower. `narrow` is bfloat16.
  */
 
+#include "vectors.h"
+
 #include <math.h>
-#include <stdint.h>
-#include <string.h>
 #ifdef __AVX512BF16__
 #include <immintrin.h>
 #endif
 
-#define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-#define WIDTH 16
 #define MOST_QUERIES 16 /* that share a key/value head */
 #define MOST_VECTORS 8  /* of a head: 128 numbers */
 #define AT_ONCE 512     /* tokens whose scores are held */
-
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint16_t shorts __attribute__((vector_size(32)));
-
-/* ---- numbers ---------------------------------------------------------------------------------------------------- */
-
-INLINE vec load(const void *from, int narrow) {
-    if (narrow) {
-        shorts bits;
-        memcpy(&bits, from, sizeof bits);
-        return (vec)(__builtin_convertvector(bits, ints) << 16);
-    }
-    vec value;
-    memcpy(&value, from, sizeof value);
-    return value;
-}
-
-INLINE float number(const void *from, int64_t index, int narrow) {
-    if (!narrow) return ((const float *)from)[index];
-    uint32_t bits = (uint32_t)((const uint16_t *)from)[index] << 16;
-    float value;
-    memcpy(&value, &bits, sizeof value);
-    return value;
-}
-
-INLINE void store(void *to, int64_t index, float value, int narrow) {
-    if (!narrow) {
-        ((float *)to)[index] = value;
-        return;
-    }
-    uint32_t bits;
-    memcpy(&bits, &value, sizeof bits);
-    ((uint16_t *)to)[index] = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16); /* to the nearest, ties to even */
-}
-
-INLINE float rounded(float value, int narrow) {
-    uint16_t bits;
-    if (!narrow) return value;
-    store(&bits, 0, value, 1);
-    return number(&bits, 0, 1);
-}
+#define PIECE 256       /* numbers that are gated at a time */
 
 /* e^x for x <= 0, to two units in the last place: 2^n times a polynomial in what is left (Cephes, expf). */
 INLINE float exponential(float x) {
@@ -228,7 +182,7 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
     if (!run || G > MOST_QUERIES || page_size % WIDTH) return 1;
 #pragma omp parallel for schedule(dynamic, 8) num_threads(threads)
     for (int item = 0; item < n * kv_heads; item++) { /* rows of one head follow one another: siblings share pages */
-        const int head = item / n, row = item % n;
+        const int head = item % kv_heads, row = item / kv_heads;
         const int64_t from = row * q_stride + (int64_t)head * G * size, to = ((int64_t)row * heads + head * G) * size;
         vec seen[MOST_QUERIES * MOST_VECTORS];
         run(G, (const char *)kv + head * head_bytes, table + slots[row] * table_stride, (int)lows[row], (int)ends[row],
@@ -255,23 +209,25 @@ void tidemill_write(void *kv, int width, const void *k, int64_t k_stride, const 
 
 /* One row of a root-mean-square norm, in float32: x * rsqrt(mean(x^2) + eps) * weight. A narrow result is rounded before the
  * weight is applied, and after, as the models of this family were trained. */
-INLINE void norm_row(const void *x, int64_t from, const void *weight, float eps, int size, int narrow, float *out) {
+INLINE void norm_row(float *x, const float *weight, float eps, int size, int narrow) {
     float sum = 0;
-    _Pragma("omp simd reduction(+ : sum)") for (int i = 0; i < size; i++) {
-        out[i] = number(x, from + i, narrow);
-        sum += out[i] * out[i];
-    }
+    _Pragma("omp simd reduction(+ : sum)") for (int i = 0; i < size; i++) sum += x[i] * x[i];
     const float scale = 1.0f / __builtin_sqrtf(sum / (float)size + eps);
-    for (int i = 0; i < size; i++) out[i] = rounded(out[i] * scale, narrow) * number(weight, i, narrow);
+    for (int i = 0; i < size; i++) x[i] *= scale;
+    round_off(x, size, narrow);
+    for (int i = 0; i < size; i++) x[i] *= weight[i];
 }
 
 INLINE void norm_rows(const void *x, int64_t stride, const void *weight, float eps, void *out, int n, int size, int narrow,
                       int threads) {
+    float weights[size];
+    widen(weight, 0, size, narrow, weights);
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int row = 0; row < n; row++) {
         float wide[size];
-        norm_row(x, row * stride, weight, eps, size, narrow, wide);
-        for (int i = 0; i < size; i++) store(out, (int64_t)row * size + i, wide[i], narrow);
+        widen(x, row * stride, size, narrow, wide);
+        norm_row(wide, weights, eps, size, narrow);
+        put(wide, size, narrow, out, (int64_t)row * size);
     }
 }
 
@@ -286,25 +242,27 @@ void tidemill_norm(const void *x, int64_t stride, int narrow, const void *weight
 
 INLINE void rotate_rows(const void *x, int64_t stride, const void *q_weight, const void *k_weight, float eps, const void *cos,
                         const void *sin, void *out, int n, int heads, int q_heads, int size, int narrow, int threads) {
+    const int half = size / 2;
+    float q_weights[size], k_weights[size];
+    if (q_weight) widen(q_weight, 0, size, narrow, q_weights), widen(k_weight, 0, size, narrow, k_weights);
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int row = 0; row < n; row++)
+    for (int row = 0; row < n; row++) {
+        float wide[size], turned[size], c[half], s[half];
+        widen(cos, (int64_t)row * half, half, narrow, c);
+        widen(sin, (int64_t)row * half, half, narrow, s);
         for (int head = 0; head < heads; head++) {
-            const int half = size / 2;
-            const int64_t from = row * stride + (int64_t)head * size, to = ((int64_t)row * heads + head) * size;
-            const int64_t angle = (int64_t)row * half;
-            const void *weight = head < q_heads ? q_weight : k_weight;
-            float wide[size];
-            if (weight)
-                norm_row(x, from, weight, eps, size, narrow, wide);
-            else
-                for (int i = 0; i < size; i++) wide[i] = number(x, from + i, narrow);
-            for (int i = 0; i < half; i++) {
-                const float a = rounded(wide[i], narrow), b = rounded(wide[i + half], narrow);
-                const float c = number(cos, angle + i, narrow), s = number(sin, angle + i, narrow);
-                store(out, to + i, a * c - b * s, narrow);
-                store(out, to + i + half, b * c + a * s, narrow);
+            widen(x, row * stride + (int64_t)head * size, size, narrow, wide);
+            if (q_weight) {
+                norm_row(wide, head < q_heads ? q_weights : k_weights, eps, size, narrow);
+                round_off(wide, size, narrow);
             }
+            for (int i = 0; i < half; i++) {
+                turned[i] = wide[i] * c[i] - wide[i + half] * s[i];
+                turned[i + half] = wide[i + half] * c[i] + wide[i] * s[i];
+            }
+            put(turned, size, narrow, out, ((int64_t)row * heads + head) * size);
         }
+    }
 }
 
 /* The first `heads` heads of each row of x, of which `q_heads` are queries and the others keys: normed where there are
@@ -319,14 +277,19 @@ void tidemill_rotate(const void *x, int64_t stride, int narrow, const void *q_we
 
 INLINE void gate_rows(const void *x, void *out, int n, int size, int narrow, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
-    for (int row = 0; row < n; row++) {
-        const int64_t from = (int64_t)row * 2 * size, to = (int64_t)row * size;
-        for (int i = 0; i < size; i++) {
-            const float gate = number(x, from + i, narrow), up = number(x, from + size + i, narrow);
-            const float e = exponential(gate < 0 ? gate : -gate), share = 1.0f / (1.0f + e);
-            store(out, to + i, gate * (gate < 0 ? e * share : share) * up, narrow);
+    for (int row = 0; row < n; row++)
+        for (int at = 0; at < size; at += PIECE) {
+            const int count = size - at < PIECE ? size - at : PIECE;
+            const int64_t from = (int64_t)row * 2 * size + at;
+            float room[3][PIECE], *to = narrow ? room[2] : (float *)out + (int64_t)row * size + at;
+            const float *gates = narrow ? room[0] : (const float *)x + from, *ups = narrow ? room[1] : gates + size;
+            if (narrow) widen(x, from, count, 1, room[0]), widen(x, from + size, count, 1, room[1]);
+            for (int i = 0; i < count; i++) {
+                const float gate = gates[i], e = exponential(gate < 0 ? gate : -gate), share = 1.0f / (1.0f + e);
+                to[i] = gate * (gate < 0 ? e * share : share) * ups[i];
+            }
+            if (narrow) put(to, count, 1, out, (int64_t)row * size + at);
         }
-    }
 }
 
 /* x [n, 2 * size], gate and up side by side: out [n, size] = gate * sigmoid(gate) * up. */

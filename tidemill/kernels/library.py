@@ -1,4 +1,4 @@
-"""From `cpu.c` to functions: compile once, keep, load, try, and say why not.
+"""From C to functions: compile once, keep, load, try, and say why not.
 
     native() -> Native, or None and `why_not()`       TIDEMILL_KERNELS=off switches them off
 
@@ -24,12 +24,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-SOURCE = Path(__file__).with_name("cpu.c")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "linear.c"))
+HEADER = Path(__file__).with_name("vectors.h")
 SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 DTYPES = (torch.float32, torch.bfloat16)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
 WORTH_THREADS = 16  # rows
+WORTH_THREADS_PRODUCTS = 1 << 22
+_BLOCK = 32  # outputs, see linear.c
 LIMIT_S = 120.0  # of one compilation, which takes a few seconds
 
 _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -50,6 +53,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
     "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer]),
     "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
+    "tidemill_linear_is_fast": (_Int, [_Int]),
+    "tidemill_pack": (None, [_Pointer, _Pointer, _Long] + [_Int] * 3),
+    "tidemill_is_packed": (_Int, [_Pointer, _Pointer, _Long] + [_Int] * 3),
+    "tidemill_linear": (None, [_Pointer, _Long, _Pointer, _Pointer, _Pointer] + [_Int] * 6),
 }
 
 
@@ -65,6 +72,7 @@ class Native:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
+        self._packs = {dtype: bool(library.tidemill_linear_is_fast(dtype == torch.bfloat16)) for dtype in DTYPES}
 
     @staticmethod
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
@@ -174,6 +182,45 @@ class Native:
         )
         return tokens, logprobs, model
 
+    def packs(self, weight: Tensor) -> bool:
+        """Whether `linear` is made for weights [N, K] like this one, on this processor."""
+        narrow = weight.dtype == torch.bfloat16
+        return self._packs.get(weight.dtype, False) and weight.device.type == "cpu" and not (narrow and weight.shape[1] % 32)
+
+    def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
+        """A weight [N, K] in the order in which `linear` reads it, flat; `into` is an earlier one of the same shape."""
+        n, k = weight.shape
+        packed = torch.empty(-(-n // _BLOCK) * _BLOCK * k, dtype=weight.dtype) if into is None else into
+        assert self.packs(weight) and weight.stride(1) == 1 and packed.is_contiguous() and packed.dtype == weight.dtype
+        assert packed.numel() == -(-n // _BLOCK) * _BLOCK * k
+        self._library.tidemill_pack(
+            *(packed.data_ptr(), weight.data_ptr(), weight.stride(0), n, k, weight.dtype == torch.bfloat16)
+        )
+        return packed
+
+    def is_packed(self, packed: Tensor, weight: Tensor) -> bool:
+        """Whether `packed` is what this weight [N, K] is packed to, bit for bit."""
+        n, k = weight.shape
+        if packed.dtype != weight.dtype or packed.numel() != -(-n // _BLOCK) * _BLOCK * k:
+            return False
+        assert weight.stride(1) == 1 and packed.is_contiguous()
+        narrow = weight.dtype == torch.bfloat16
+        return bool(self._library.tidemill_is_packed(packed.data_ptr(), weight.data_ptr(), weight.stride(0), n, k, narrow))
+
+    def linear(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+        """x [n, K] times a packed weight's transpose, plus a bias [N]: [n, N] as x, or float32 when `wide`. Summed up in
+        float32, each row on its own."""
+        n, k = x.shape
+        out = torch.empty((n, outputs), dtype=torch.float32 if wide else x.dtype)
+        assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // _BLOCK) * _BLOCK * k
+        assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs)
+        threads = torch.get_num_threads() if n * outputs * k >= WORTH_THREADS_PRODUCTS else 1
+        self._library.tidemill_linear(
+            *(x.data_ptr(), x.stride(0), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+            *(x.dtype == torch.bfloat16, wide, n, outputs, k, threads),
+        )
+        return out
+
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> int:
         """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
         element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's], both int64."""
@@ -256,7 +303,8 @@ def _variants() -> list[tuple[str, ...]]:
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     version = _output([compiler, "--version"])
-    parts = (SOURCE.read_text(), version, *flags, platform.machine(), _features())
+    sources = (source.read_text() for source in (HEADER, *SOURCES))
+    parts = (*sources, version, *flags, platform.machine(), _features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
 
@@ -287,9 +335,10 @@ def _expect_ours(path: Path) -> None:
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     """Linked without the compiler's own threads: those that PyTorch has brought are used, see `_open`."""
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as place:
-        made, linked = Path(place) / "kernels.o", Path(place) / "kernels.so"
-        _output([compiler, *flags, "-c", str(SOURCE), "-o", str(made)])
-        _output([compiler, "-shared", str(made), "-o", str(linked), "-lm"])
+        made, linked = [Path(place) / f"{source.stem}.o" for source in SOURCES], Path(place) / "kernels.so"
+        for source, to in zip(SOURCES, made, strict=True):
+            _output([compiler, *flags, "-I", str(HEADER.parent), "-c", str(source), "-o", str(to)])
+        _output([compiler, "-shared", *map(str, made), "-o", str(linked), "-lm"])
         os.chmod(linked, 0o700)
         os.replace(linked, path)
 
@@ -330,5 +379,14 @@ def _try(library: Native) -> None:
     keyed = int((elements * (keys * factors[:, None]).view(-1)[20:60]).sum())
     right &= library.word_sum(elements) == int(elements.view(torch.int64).sum())
     right &= library.keyed_sum(elements, 20, keys, factors) == keyed
+    for dtype in DTYPES:
+        weight, x = elements[:33, None].to(dtype) * 0.5 + 1, queries.reshape(4, 64)[:3].to(dtype)
+        weight = weight + torch.arange(64).to(dtype) % 7
+        if library.packs(weight):
+            packed = library.pack(weight)
+            expected = x.float() @ weight.float().T + x.float()[:1, :33]
+            seen = library.linear(x, packed, 33, x[0, :33].contiguous(), wide=True)
+            right &= torch.allclose(seen, expected, atol=1e-2)
+            right &= library.is_packed(packed, weight) and not library.is_packed(packed, -weight)
     if not right:
         raise Unavailable("the compiled kernels compute something else than they should")

@@ -11,7 +11,7 @@ Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V voc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 from tidemill.kernels.library import without_gradient
 from tidemill.models.architecture import Architecture
+from tidemill.models.linear import Linear, Packed
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]; causal, scaled by 1/sqrt(E), within the layer's window."""
@@ -46,13 +47,13 @@ class Layer(nn.Module):
         self.index, self.heads, self.kv_heads, self.head_dim = index, arch.heads, arch.kv_heads, arch.head_dim
         q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
         self.input_norm = RMSNorm(arch.hidden, arch.norm_eps)
-        self.qkv = nn.Linear(arch.hidden, q + 2 * kv, bias=arch.qkv_bias)
+        self.qkv = Linear(arch.hidden, q + 2 * kv, bias=arch.qkv_bias)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
-        self.o = nn.Linear(q, arch.hidden, bias=arch.o_bias)
+        self.o = Linear(q, arch.hidden, bias=arch.o_bias)
         self.post_norm = RMSNorm(arch.hidden, arch.norm_eps)
-        self.gate_up = nn.Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
-        self.down = nn.Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
+        self.gate_up = Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
+        self.down = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # x [N, D]
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
@@ -83,13 +84,28 @@ class Decoder(nn.Module):
         self.layers = nn.ModuleList(Layer(arch, i) for i in range(arch.layers))
         self.norm = RMSNorm(arch.hidden, arch.norm_eps)
         self.head = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
+        self.packed_head = Packed()
         self.register_buffer("inverse_frequencies", rope_frequencies(arch), persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
         """Behind `to`, `cuda`, `bfloat16`, `to_empty`: the frequencies stay float32, else far positions would blur."""
         super()._apply(fn, recurse)
+        for _, _, packed in self.packed():
+            packed.numbers = None
         self.inverse_frequencies = rope_frequencies(self.arch).to(self.embed.weight.device)
         return self
+
+    def pack(self) -> None:
+        """Keep every matrix a second time, for products without a gradient until the weights change: see `models.linear`."""
+        for _, weight, packed in self.packed():
+            packed.pack(weight)
+
+    def packed(self) -> Iterator[tuple[str, Tensor, Packed]]:
+        """Every matrix, by the name of its module."""
+        for name, module in self.named_modules():
+            if isinstance(module, Linear):
+                yield name, module.weight, module.packed
+        yield "head", self.head_weight, self.packed_head
 
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, checkpointing: bool = False) -> Tensor:
         """Hidden states after the last norm [N, D] for `tokens` [N] at `positions` [N]."""

@@ -1,0 +1,116 @@
+"""Products with packed weights: against PyTorch in float64, row by row the same bits, and never of stale weights."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tidemill.kernels.library import Native
+from tidemill.models.decoder import Decoder
+from tidemill.models.fresh import Size, architecture
+from tidemill.models.linear import Linear
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+@pytest.fixture(params=DTYPES, ids=str)
+def dtype(request: pytest.FixtureRequest, kernels: Native) -> torch.dtype:
+    if not kernels.packs(torch.empty(32, 32, dtype=request.param)):
+        pytest.skip("no packed products on this processor")
+    return request.param
+
+
+SHAPES = [  # rows, outputs, inputs
+    (1, 32, 32),
+    (3, 40, 64),
+    (17, 100, 96),
+    (128, 512, 256),
+    (33, 30, 64),
+    (70, 16, 768),
+    (300, 96, 2048),
+    (5, 7, 2816),
+]
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("n, outputs, inputs", SHAPES)
+def test_products(
+    kernels: Native, dtype: torch.dtype, n: int, outputs: int, inputs: int, biased: bool, threads: int
+) -> None:
+    torch.manual_seed(n)
+    inputs -= 3 if dtype == torch.float32 else 0
+    x = torch.randn(n, inputs + 5).to(dtype)[:, :inputs]
+    weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype) if biased else None
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        packed = kernels.pack(weight)
+        found = kernels.linear(x, packed, outputs, bias)
+        wide = kernels.linear(x, packed, outputs, bias, wide=True)
+        alone = torch.cat([kernels.linear(x[i : i + 1], packed, outputs, bias, wide=True) for i in range(min(n, 40))])
+    finally:
+        torch.set_num_threads(before)
+    expected = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    assert found.dtype == dtype and wide.dtype == torch.float32
+    torch.testing.assert_close(wide.double(), expected, atol=1e-5 * inputs**0.5, rtol=1e-5)
+    torch.testing.assert_close(found.double(), wide.to(dtype).double(), atol=0, rtol=0)
+    assert torch.equal(alone, wide[:40]), "a row depends on its neighbours"
+
+
+@pytest.mark.parametrize("outputs, inputs", [(32, 32), (45, 96), (7, 64)])
+def test_packing(kernels: Native, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+    weight = torch.randn(outputs + 2, inputs + 4).to(dtype)[:outputs, :inputs]
+    packed = kernels.pack(weight)
+    assert kernels.is_packed(packed, weight)
+    for row, column in [(0, 0), (outputs - 1, inputs - 1), (outputs // 2, 17)]:
+        other = weight.clone()
+        other[row, column] = -other[row, column]
+        assert not kernels.is_packed(packed, other)
+    assert not kernels.is_packed(packed, weight[:, :-32]) and not kernels.is_packed(packed.to(torch.float64), weight)
+    other = torch.randn(outputs, inputs).to(dtype)
+    assert kernels.pack(other, packed) is packed and kernels.is_packed(packed, other)
+
+
+def test_nan_and_infinity_come_out(kernels: Native, dtype: torch.dtype) -> None:
+    weight, x = torch.ones(32, 64).to(dtype), torch.ones(20, 64).to(dtype)
+    x[3, 5], x[17, 60] = torch.nan, torch.inf
+    found = kernels.linear(x, kernels.pack(weight), 32)
+    assert found[3].isnan().all() and found[17].isinf().all() and found[[0, 2, 4, 16, 18, 19]].isfinite().all()
+
+
+def test_beside_pytorchs_own_products(kernels: Native, dtype: torch.dtype) -> None:
+    """Both set the processor's tiles up for themselves, on the same threads."""
+    torch.manual_seed(0)
+    weight, x = torch.randn(256, 256).to(dtype), torch.randn(100, 256).to(dtype)
+    packed = kernels.pack(weight)
+    ours, theirs = kernels.linear(x, packed, 256), F.linear(x, weight)
+    for n in (100, 3, 64, 17):
+        assert torch.equal(kernels.linear(x[:n], packed, 256), ours[:n])
+        torch.testing.assert_close(F.linear(x[:n], weight), theirs[:n], atol=0.3, rtol=1e-2)
+
+
+def test_a_layer_uses_them_for_no_gradient(dtype: torch.dtype) -> None:
+    layer = Linear(64, 32, bias=True).to(dtype).requires_grad_(False)
+    x = torch.randn(9, 64).to(dtype)
+    before = layer(x)
+    layer.packed.pack(layer.weight)
+    with torch.no_grad():
+        assert layer.packed.product(x, 32) is not None
+        torch.testing.assert_close(layer(x), before, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+        assert layer.packed.product(x.double(), 32) is None
+    assert layer.packed.product(x, 32) is None, "a gradient could be wanted"
+    layer.weight[3, 5] += 1
+    assert not layer.packed.is_packed(layer.weight)
+    layer.packed.pack(layer.weight)
+    assert layer.packed.is_packed(layer.weight)
+
+
+def test_a_decoder_that_moves_forgets_them(dtype: torch.dtype) -> None:
+    size: Size = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96}
+    model = Decoder(architecture(size, vocab=40, context=64, ends={})).to(dtype)
+    model.pack()
+    assert all(packed.numbers is not None for _, _, packed in model.packed())
+    model.to(torch.float64)
+    assert all(packed.numbers is None for _, _, packed in model.packed())

@@ -1,0 +1,249 @@
+/* x W^T + b for weights [outputs, inputs] that were put, once, into the order in which they are read here.
+ *
+ * A block is BLOCK outputs, of all inputs; what is missing of the last one is zero.
+ *     float      [blocks][inputs][BLOCK]
+ *     bfloat16   [blocks][inputs / 32][2 halves][16 pairs of inputs][16 outputs][2 inputs]: two tiles of 1 KiB a step
+ *
+ * An output is one sum over the inputs in their order, so its bits depend neither on the other rows nor on their number.
+ */
+
+#include "vectors.h"
+
+#include <stdlib.h>
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
+#define TILES
+#include <immintrin.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define BLOCK 32
+#define ROWS 12   /* that share what is loaded of a float block */
+#define STEP 32  /* inputs of a tile */
+#define HALF 512 /* bfloat16 numbers of a tile */
+#define NEAR (1 << 19) /* numbers of x that are gone over block by block: they stay in a second-level cache */
+#define MOST_ROWS 256  /* at a time, of floats */
+#define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
+
+/* ---- float ------------------------------------------------------------------------------------------------------ */
+
+/* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them. */
+INLINE void float_rows(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept, const int rows) {
+    vec sums[ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++) {
+        sums[r][0] = sums[r][1] = (vec){0};
+        if (!begins) memcpy(sums[r], kept + r * BLOCK, sizeof sums[r]);
+    }
+    for (int k = 0; k < inputs; k++) {
+        vec low, high;
+        memcpy(&low, block + (int64_t)k * BLOCK, sizeof low);
+        memcpy(&high, block + (int64_t)k * BLOCK + WIDTH, sizeof high);
+        UNROLL for (int r = 0; r < rows; r++) {
+            const float factor = x[r * stride + k];
+            sums[r][0] += low * factor;
+            sums[r][1] += high * factor;
+        }
+    }
+    UNROLL for (int r = 0; r < rows; r++) memcpy(kept + r * BLOCK, sums[r], sizeof sums[r]);
+}
+
+static void float_stretch(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept, int n) {
+    for (int r = 0; r < n; r += ROWS) {
+        const float *rows = x + r * stride;
+        float *sums = kept + (int64_t)r * BLOCK;
+        switch (n - r) {
+        case 1: float_rows(rows, stride, block, inputs, begins, sums, 1); break;
+        case 2: float_rows(rows, stride, block, inputs, begins, sums, 2); break;
+        case 3: float_rows(rows, stride, block, inputs, begins, sums, 3); break;
+        case 4: float_rows(rows, stride, block, inputs, begins, sums, 4); break;
+        case 5: float_rows(rows, stride, block, inputs, begins, sums, 5); break;
+        case 6: float_rows(rows, stride, block, inputs, begins, sums, 6); break;
+        case 7: float_rows(rows, stride, block, inputs, begins, sums, 7); break;
+        case 8: float_rows(rows, stride, block, inputs, begins, sums, 8); break;
+        case 9: float_rows(rows, stride, block, inputs, begins, sums, 9); break;
+        case 10: float_rows(rows, stride, block, inputs, begins, sums, 10); break;
+        case 11: float_rows(rows, stride, block, inputs, begins, sums, 11); break;
+        default: float_rows(rows, stride, block, inputs, begins, sums, ROWS);
+        }
+    }
+}
+
+static void float_linear(const float *x, int64_t stride, const float *packed, const float *bias, float *out, int n,
+                         int outputs, int inputs, int first, int last) {
+    float kept[MOST_ROWS * BLOCK] __attribute__((aligned(64)));
+    for (int b = first; b < last; b++) {
+        const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
+        const float *block = packed + (int64_t)b * inputs * BLOCK;
+        for (int k = 0; k < inputs; k += STRETCH) {
+            const int some = inputs - k < STRETCH ? inputs - k : STRETCH;
+            float_stretch(x + k, stride, block + (int64_t)k * BLOCK, some, k == 0, kept, n);
+        }
+        for (int r = 0; r < n; r++) {
+            float *to = out + (int64_t)r * outputs + begin, *row = kept + r * BLOCK;
+            if (bias) for (int c = 0; c < count; c++) row[c] += bias[begin + c];
+            if (count == BLOCK) memcpy(to, row, BLOCK * sizeof(float));
+            else memcpy(to, row, count * sizeof(float));
+        }
+    }
+}
+
+/* ---- bfloat16 --------------------------------------------------------------------------------------------------- */
+
+#ifdef TILES
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed)) shape;
+
+/* Tiles 0 to 3 hold sums (two of rows by two of outputs), 4 and 5 rows of x, 6 and 7 weights. */
+INLINE void tiles_for(int rows) {
+    shape tiles = {.palette = 1};
+    const int upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : 1;
+    for (int t = 0; t < 8; t++) {
+        tiles.bytes[t] = 64;
+        tiles.rows[t] = t >= 6 ? 16 : (t == 0 || t == 1 || t == 4) ? upper : lower;
+    }
+    _tile_loadconfig(&tiles);
+}
+
+INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, const int both) {
+    const int64_t bytes = stride * 2;
+    _tile_zero(0);
+    _tile_zero(1);
+    if (both) {
+        _tile_zero(2);
+        _tile_zero(3);
+    }
+    for (int k = 0; k < inputs; k += STEP, block += 2 * HALF) {
+        _tile_loadd(6, block, 64);
+        _tile_loadd(7, block + HALF, 64);
+        _tile_loadd(4, x + k, bytes);
+        _tile_dpbf16ps(0, 4, 6);
+        _tile_dpbf16ps(1, 4, 7);
+        if (both) {
+            _tile_loadd(5, x + 16 * stride + k, bytes);
+            _tile_dpbf16ps(2, 5, 6);
+            _tile_dpbf16ps(3, 5, 7);
+        }
+    }
+}
+
+/* The sums of up to 32 rows to `out` [rows, outputs], with the bias, as floats or rounded. */
+INLINE void tile_store(const uint16_t *bias, void *out, int wide, int rows, int outputs, int64_t to) {
+    float sums[32][BLOCK] __attribute__((aligned(64)));
+    _tile_stored(0, sums[0], sizeof sums[0]);
+    _tile_stored(1, sums[0] + 16, sizeof sums[0]);
+    if (rows > 16) {
+        _tile_stored(2, sums[16], sizeof sums[0]);
+        _tile_stored(3, sums[16] + 16, sizeof sums[0]);
+    }
+    for (int half = 0; half < 2 && half * 16 < outputs; half++) {
+        const __mmask16 some = outputs - half * 16 < 16 ? (1u << (outputs - half * 16)) - 1 : 0xffff;
+        __m512 add = _mm512_setzero_ps();
+        if (bias) {
+            const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, bias + half * 16));
+            add = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+        }
+        for (int r = 0; r < rows; r++) {
+            __m512 row = _mm512_load_ps(sums[r] + half * 16);
+            if (bias) row = _mm512_add_ps(row, add);
+            if (wide) _mm512_mask_storeu_ps((float *)out + r * to + half * 16, some, row);
+            else _mm256_mask_storeu_epi16((uint16_t *)out + r * to + half * 16, some, (__m256i)_mm512_cvtneps_pbh(row));
+        }
+    }
+}
+
+static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out, int wide,
+                        int n, int outputs, int inputs, int first, int last) {
+    const int64_t size = wide ? 4 : 2;
+    int shaped = 0;
+    for (int b = first; b < last; b++) {
+        const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
+        const uint16_t *block = packed + (int64_t)b * inputs * BLOCK;
+        for (int r = 0; r < n; r += 32) {
+            const int rows = n - r < 32 ? n - r : 32;
+            if (rows != shaped) tiles_for(shaped = rows);
+            if (rows > 16) tile_sums(x + r * stride, stride, block, inputs, 1);
+            else tile_sums(x + r * stride, stride, block, inputs, 0);
+            tile_store(bias ? bias + begin : 0, (char *)out + ((int64_t)r * outputs + begin) * size, wide, rows, count, outputs);
+        }
+    }
+    _tile_release();
+}
+#endif
+
+/* ---- both ------------------------------------------------------------------------------------------------------- */
+
+/* Whether there is code for weights of this kind, and the system lets us run it. Called once before all else. */
+int tidemill_linear_is_fast(int narrow) {
+#ifdef TILES
+    if (narrow) return syscall(SYS_arch_prctl, 0x1023 /* request a permission */, 18 /* for tile data */) == 0;
+#endif
+#ifdef __AVX512F__
+    if (!narrow) return 1;
+#endif
+    return 0;
+}
+
+/* Where input k of output c of a block is. */
+INLINE int64_t place(int c, int k, int narrow) {
+    if (!narrow) return (int64_t)k * BLOCK + c;
+    return (int64_t)(k / STEP) * 2 * HALF + c / 16 * HALF + k % STEP / 2 * 32 + c % 16 * 2 + k % 2;
+}
+
+INLINE int pack(void *packed, const void *weight, int64_t stride, int outputs, int inputs, const int narrow, const int look) {
+    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
+    for (int64_t b = 0; b < blocks; b++)
+        for (int from = 0; from < inputs; from += STEP)
+            for (int c = 0; c < BLOCK; c++) {
+                const int64_t row = b * BLOCK + c;
+                const int end = inputs - from < STEP ? inputs : from + STEP;
+                for (int k = from; k < end; k++) {
+                    const int64_t at = b * inputs * BLOCK + place(c, k, narrow);
+                    if (narrow) {
+                        const uint16_t is = row < outputs ? ((const uint16_t *)weight)[row * stride + k] : 0;
+                        if (!look) ((uint16_t *)packed)[at] = is;
+                        else if (((const uint16_t *)packed)[at] != is) return 0;
+                    } else {
+                        const uint32_t is = row < outputs ? ((const uint32_t *)weight)[row * stride + k] : 0;
+                        if (!look) ((uint32_t *)packed)[at] = is;
+                        else if (((const uint32_t *)packed)[at] != is) return 0;
+                    }
+                }
+            }
+    return 1;
+}
+
+void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs, int inputs, int narrow) {
+    if (narrow) pack(packed, weight, stride, outputs, inputs, 1, 0);
+    else pack(packed, weight, stride, outputs, inputs, 0, 0);
+}
+
+/* Whether `packed` is, bit for bit, what these weights are packed to. */
+int tidemill_is_packed(const void *packed, const void *weight, int64_t stride, int outputs, int inputs, int narrow) {
+    return narrow ? pack((void *)packed, weight, stride, outputs, inputs, 1, 1)
+                  : pack((void *)packed, weight, stride, outputs, inputs, 0, 1);
+}
+
+void tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int narrow, int wide, int n,
+                     int outputs, int inputs, int threads) {
+    const int blocks = (outputs + BLOCK - 1) / BLOCK, size = narrow ? 2 : 4, to = narrow && !wide ? 2 : 4;
+    const int fit = NEAR / inputs / 32 * 32, some = fit < 32 ? 32 : fit, most = narrow || some < MOST_ROWS ? some : MOST_ROWS;
+    if (threads > blocks) threads = blocks;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int first = (int64_t)blocks * part / threads, last = (int64_t)blocks * (part + 1) / threads;
+        for (int r = 0; r < n; r += most) {
+            const int rows = n - r < most ? n - r : most;
+            const char *from = (const char *)x + r * stride * size;
+            char *into = (char *)out + (int64_t)r * outputs * to;
+            if (!narrow)
+                float_linear((const float *)from, stride, packed, bias, (float *)into, rows, outputs, inputs, first, last);
+#ifdef TILES
+            else
+                tile_linear((const uint16_t *)from, stride, packed, bias, into, wide, rows, outputs, inputs, first, last);
+#endif
+        }
+    }
+}

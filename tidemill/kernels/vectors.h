@@ -1,0 +1,88 @@
+/* Vectors of sixteen floats, which a compiler splits where a processor's are narrower, and bfloat16, which is `narrow`. */
+
+#pragma once
+
+#include <stdint.h>
+#include <string.h>
+
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+#define WIDTH 16
+
+typedef float vec __attribute__((vector_size(64)));
+typedef int32_t ints __attribute__((vector_size(64)));
+typedef uint16_t shorts __attribute__((vector_size(32)));
+
+/* ---- numbers ---------------------------------------------------------------------------------------------------- */
+
+INLINE vec load(const void *from, int narrow) {
+    if (narrow) {
+        shorts bits;
+        memcpy(&bits, from, sizeof bits);
+        return (vec)(__builtin_convertvector(bits, ints) << 16);
+    }
+    vec value;
+    memcpy(&value, from, sizeof value);
+    return value;
+}
+
+INLINE float number(const void *from, int64_t index, int narrow) {
+    if (!narrow) return ((const float *)from)[index];
+    uint32_t bits = (uint32_t)((const uint16_t *)from)[index] << 16;
+    float value;
+    memcpy(&value, &bits, sizeof value);
+    return value;
+}
+
+INLINE void store(void *to, int64_t index, float value, int narrow) {
+    if (!narrow) {
+        ((float *)to)[index] = value;
+        return;
+    }
+    uint32_t bits;
+    memcpy(&bits, &value, sizeof bits);
+    ((uint16_t *)to)[index] = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16); /* to the nearest, ties to even */
+}
+
+/* Bits of the nearest narrow numbers, ties to even, in the upper halves; the lower halves are not cleared. */
+INLINE ints nearest(vec value) {
+    const ints bits = (ints)value;
+    return bits + 0x7fff + ((bits >> 16) & 1);
+}
+
+/* n numbers from `at` on, as floats. */
+INLINE void widen(const void *from, int64_t at, int n, int narrow, float *to) {
+    int i = 0;
+    for (; i + WIDTH <= n; i += WIDTH) {
+        const vec value = load((const char *)from + (at + i) * (narrow ? 2 : 4), narrow);
+        memcpy(to + i, &value, sizeof value);
+    }
+    for (; i < n; i++) to[i] = number(from, at + i, narrow);
+}
+
+INLINE void put(const float *from, int n, int narrow, void *to, int64_t at) {
+    int i = 0;
+    for (; narrow && i + WIDTH <= n; i += WIDTH) {
+        vec value;
+        memcpy(&value, from + i, sizeof value);
+        const shorts bits = __builtin_convertvector(nearest(value) >> 16, shorts);
+        memcpy((char *)to + (at + i) * 2, &bits, sizeof bits);
+    }
+    for (; i < n; i++) store(to, at + i, from[i], narrow);
+}
+
+/* As if they had been put away and read again. */
+INLINE void round_off(float *x, int n, int narrow) {
+    int i = 0;
+    for (; narrow && i + WIDTH <= n; i += WIDTH) {
+        vec value;
+        memcpy(&value, x + i, sizeof value);
+        const ints bits = nearest(value) & (int32_t)0xffff0000;
+        memcpy(x + i, &bits, sizeof bits);
+    }
+    for (; narrow && i < n; i++) {
+        uint16_t bits;
+        store(&bits, 0, x[i], 1);
+        x[i] = number(&bits, 0, 1);
+    }
+}

@@ -1,0 +1,116 @@
+"""The one change that would help most, from the account of a run's time.
+
+    the trainer works nearly always               -> the trainer is the bottleneck
+    it waits for rollouts, engines wait for it    -> the two take turns: more lag
+    ...               while engines compute       -> the engines are; or, with few groups in flight, the longest episodes
+    ...               while engines wait for verifiers or environments -> these are
+    it waits for engines, an evaluation, ...      -> that
+
+The gain is what is left when that waiting ends and nothing else comes in its place: at most so much.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tidemill.observability.account import CONTROLLER, TRAINER, WAIT, Account
+
+LITTLE = 0.1  # of the time: nothing to speak of
+FEW = 0.2  # of the groups that may be in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What of the run's settings an advice names."""
+
+    max_lag: int
+    slots: int  # groups that may be in flight
+    engines: int = 1
+    engine_threads: int = 1
+    trainer_threads: int = 1
+    workers: int = 1  # of the scorer
+    cores: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    cause: str  # trainer, engines, straggler, turns, reward, environment, sync, evaluation, ledger, controller
+    share: float  # of the run's time
+    text: str
+
+    @property
+    def gain(self) -> float:
+        """At most so many times as fast."""
+        return 1 / max(1 - self.share, 0.05)
+
+    def __str__(self) -> str:
+        return f"{self.text} (at most {self.gain:.1f} x as fast)" if self.cause != TRAINER else self.text
+
+
+def advise(found: Account, setup: Setup) -> Advice | None:
+    """None when there is nothing to go by."""
+    trainer = found.shares().get(TRAINER)
+    if not trainer or sum(found.seconds[TRAINER].values()) <= 0:
+        return None
+    waits = {key.removeprefix(WAIT): share for key, share in trainer.items() if key.startswith(WAIT)}
+    whom = max(waits, key=waits.__getitem__, default="")
+    share = waits.get(whom, 0.0)
+    if share < LITTLE:
+        return Advice(TRAINER, trainer["train"], _trainer(trainer["train"], setup))
+    if whom != "rollouts":
+        return Advice({"engines": "sync"}.get(whom, whom), share, _others(whom, share))
+    return _starved(found, share, setup)
+
+
+def _starved(found: Account, share: float, setup: Setup) -> Advice:
+    total = max(sum(found.starved.values()), 1e-12)
+    doing = {key: value / total for key, value in found.starved.items()}
+    flying = found.in_flight / max(found.starved_s, 1e-12)
+    what = f"the trainer waited for rollouts {share:.0%} of the time"
+    slow = max(("reward", "environment"), key=lambda k: doing.get(WAIT + k, 0.0))
+    engines = [kinds.get(WAIT + TRAINER, 0.0) for name, kinds in found.shares().items() if name not in (TRAINER, CONTROLLER)]
+    if engines and (both := min(share, sum(engines) / len(engines))) >= LITTLE:
+        more = f"raise max_lag (now {setup.max_lag}), so that they work at the same time"
+        return Advice("turns", both, f"{what}, and the engines for the trainer {sum(engines) / len(engines):.0%}: {more}")
+    few = setup.slots >= 2 / FEW and flying < FEW * setup.slots
+    left = f"{what}, with {flying:.1f} of {setup.slots} groups still under way"
+    if doing.get("generate", 0.0) >= doing.get(WAIT + slow, 0.0):
+        if few:
+            return Advice("straggler", share, f"{left}: {_LONGEST}")
+        computing = f"the engines computed {doing['generate']:.0%} of that"
+        return Advice("engines", share, f"{what}, and {computing}: {_engines(setup)}")
+    if few:
+        return Advice("straggler", share, f"{left}, in the {slow}: {_LONGEST}")
+    return Advice(slow, share, f"{what}, and the engines for the {slow}: {_slow(slow, setup)}")
+
+
+_LONGEST = "raise max_lag or rollout.window, so that others are trained meanwhile, or bound the longest (rollout.max_tokens)"
+
+
+def _engines(setup: Setup) -> str:
+    used = setup.engines * setup.engine_threads + setup.trainer_threads
+    if used < setup.cores:
+        return f"{setup.cores - used} of {setup.cores} cores are free: raise placement.engines or placement.engine_threads"
+    return "give the engines more of the machine, a lower precision (engine.dtype), or shorter replies"
+
+
+def _slow(what: str, setup: Setup) -> str:
+    if what == "reward":
+        return f"raise scoring.workers (now {setup.workers}), or make the reward faster"
+    return f"let more groups wait for it at a time: raise max_lag (now {setup.max_lag}) or placement.environment.workers"
+
+
+def _trainer(share: float, setup: Setup) -> str:
+    free = setup.cores - setup.engines * setup.engine_threads - setup.trainer_threads
+    more = f"{free} cores are free: raise placement.trainer_threads" if free > 0 else "it is what this machine can train"
+    return f"the trainer computed {share:.0%} of the time, and waited for nobody: {more}"
+
+
+def _others(whom: str, share: float) -> str:
+    what = f"the trainer waited for {'an ' if whom == 'evaluation' else 'the '}{whom} {share:.0%} of the time: "
+    change = {
+        "engines": "they took weights up or were checked: publish less often (more groups a step), record.probe_every",
+        "evaluation": "raise eval.every, or lower eval.tasks",
+        "ledger": "put run_dir on a faster local disk",
+    }
+    return what + change.get(whom, "it has too much to do beside: fewer, longer groups a step, less recorded")
