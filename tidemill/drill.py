@@ -79,7 +79,8 @@ class Life:
     name: str
     seconds: float = 0.0  # how long it was there
     early: tuple[float, int] | None = None  # at the age of GROWN_S; None: it did not get there
-    late: tuple[float, int] = (0.0, 0)  # when it was last seen
+    late: tuple[float, int] = (0.0, 0)  # the last time but one that it was seen: the last time, it may be ending
+    latest: tuple[float, int] | None = None
 
 
 @dataclass(slots=True)
@@ -260,7 +261,7 @@ class Drill:
             with suppress(psutil.NoSuchProcess):
                 size = process.memory_info().rss / 1e6, process.num_fds()
                 first, life = self._lives.setdefault((process.pid, process.create_time()), (now, Life(name)))
-                life.seconds, life.late = now - first, size
+                life.seconds, life.late, life.latest = now - first, life.latest or size, size
                 if life.early is None and life.seconds >= GROWN_S:
                     life.early = size
 

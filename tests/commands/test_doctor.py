@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from tidemill import machine
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
-from tidemill.commands import doctor, machine, selftest
+from tidemill.commands import doctor, selftest
 from tidemill.commands.finding import Finding
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.fresh import SIZES, fresh_model

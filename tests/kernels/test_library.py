@@ -163,11 +163,11 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("total += sum * *factors", "total += sum"),
         ("return sum + rest", "return sum + 1"),
         ("sums[r][1] += high * factor", "sums[r][1] += low * factor"),
-        ("else if (((const uint32_t *)packed)[at] != is) return 0;", ";"),
+        ("memcpy(&square[r], from, sizeof(ints))", "memcpy(&square[r], from, 60)"),
     ],
 )
 def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, monkeypatch, right, wrong) -> None:
-    if "packed" in right or "high" in right:
+    if "square" in right or "high" in right:
         found = native()
         assert found is not None
         if not found.packs(torch.empty(32, 32)):

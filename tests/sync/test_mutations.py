@@ -393,7 +393,9 @@ def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Run) ->
     def mutated(self: Staging, published: Published, serving: Weights) -> Weights:
         staged = stage(self, published, serving)
         if tiny.sick:
-            staged.decoder.layers[1].o.weight[0, 0] += 1e-3  # type: ignore[index,union-attr]
+            layer = staged.decoder.layers[1].o  # type: ignore[union-attr]
+            layer.weight[0, 0] += 1e-3
+            layer.packed.pack(layer.weight)
         return staged
 
     tiny.monkeypatch.setattr(Staging, "stage", mutated)

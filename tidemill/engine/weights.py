@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.served import Contents, words_of
+from tidemill.models.served import WORD, Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
 from tidemill.models.weights import empty_decoder, load_slices
 from tidemill.protocols import PolicyMismatch
@@ -66,10 +66,10 @@ class Staging:
             load_slices(self._spare, _noting(self._receiver.receive(published), totals))
         except ValueError as error:
             raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
-        held = Contents.of(self._spare, self._spare.embed.weight.dtype)
+        held = Contents.of(self._spare, self._spare.embed.weight.dtype, WORD)
         if held.fingerprint != version.fingerprint:
             raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
-        self._proven = version, held.words
+        self._proven = version, words_by_matrix(self._spare, held.words)
         return serve(self._spare, version, self._pack)
 
     def prove(self, serving: Weights, version: Version) -> None:
@@ -79,12 +79,9 @@ class Staging:
         proven, words = self._proven
         if not serving.version == proven == version:
             raise PolicyMismatch(f"committed was {version}, staged {proven}, and {serving.version} is served")
-        found = words_of(serving.decoder)
+        found = words_in_use(serving.decoder)
         if other := next((name for name in words if found.get(name) != words[name]), None):
             raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
-        for name, weight, packed in serving.decoder.packed():
-            if not packed.is_packed(weight):
-                raise PolicyMismatch(f"{version} was staged and committed, but its {name} is not what is computed with")
         if not torch.equal(serving.head, serving.decoder.head_weight.detach().float()):
             raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
 

@@ -383,14 +383,19 @@ uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t 
     return total;
 }
 
-/* The sum of bytes as little-endian words of eight, modulo 2^64; the last may be short. */
-uint64_t tidemill_word_sum(const char *bytes, int64_t n) {
+/* The sum of bytes as little-endian words of four or of eight, modulo 2^64; the last may be short. */
+uint64_t tidemill_word_sum(const char *bytes, int64_t n, int width) {
     uint64_t sum = 0, rest = 0;
-    for (int64_t i = 0; i < n / 8; i++) {
+    for (int64_t i = 0; width == 8 && i < n / 8; i++) {
         uint64_t word;
         memcpy(&word, bytes + 8 * i, 8);
         sum += word;
     }
-    memcpy(&rest, bytes + n / 8 * 8, n % 8);
+    for (int64_t i = 0; width == 4 && i < n / 4; i++) {
+        uint32_t word;
+        memcpy(&word, bytes + 4 * i, 4);
+        sum += word;
+    }
+    memcpy(&rest, bytes + n / width * width, n % width);
     return sum + rest;
 }

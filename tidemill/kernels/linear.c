@@ -186,44 +186,56 @@ int tidemill_linear_is_fast(int narrow) {
     return 0;
 }
 
-/* Where input k of output c of a block is. */
-INLINE int64_t place(int c, int k, int narrow) {
-    if (!narrow) return (int64_t)k * BLOCK + c;
-    return (int64_t)(k / STEP) * 2 * HALF + c / 16 * HALF + k % STEP / 2 * 32 + c % 16 * 2 + k % 2;
+/* Both layouts are made of squares of 16 outputs by 16 units of four bytes, one float or two bfloat16 numbers, turned. */
+
+INLINE void exchange(ints *a, ints *b, const int width) {
+    const ints x = *a, y = *b;
+    if (width == 1) {
+        *a = __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+        *b = __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    } else if (width == 2) {
+        *a = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+        *b = __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    } else if (width == 4) {
+        *a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+        *b = __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+    } else {
+        *a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+        *b = __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+    }
 }
 
-INLINE int pack(void *packed, const void *weight, int64_t stride, int outputs, int inputs, const int narrow, const int look) {
-    const int64_t blocks = (outputs + BLOCK - 1) / BLOCK;
-    for (int64_t b = 0; b < blocks; b++)
-        for (int from = 0; from < inputs; from += STEP)
-            for (int c = 0; c < BLOCK; c++) {
-                const int64_t row = b * BLOCK + c;
-                const int end = inputs - from < STEP ? inputs : from + STEP;
-                for (int k = from; k < end; k++) {
-                    const int64_t at = b * inputs * BLOCK + place(c, k, narrow);
-                    if (narrow) {
-                        const uint16_t is = row < outputs ? ((const uint16_t *)weight)[row * stride + k] : 0;
-                        if (!look) ((uint16_t *)packed)[at] = is;
-                        else if (((const uint16_t *)packed)[at] != is) return 0;
-                    } else {
-                        const uint32_t is = row < outputs ? ((const uint32_t *)weight)[row * stride + k] : 0;
-                        if (!look) ((uint32_t *)packed)[at] = is;
-                        else if (((const uint32_t *)packed)[at] != is) return 0;
-                    }
+INLINE void turn(ints *square) {
+    UNROLL for (int i = 0; i < 16; i += 2) exchange(&square[i], &square[i + 1], 1);
+    UNROLL for (int i = 0; i < 16; i++) if (!(i & 2)) exchange(&square[i], &square[i + 2], 2);
+    UNROLL for (int i = 0; i < 16; i++) if (!(i & 4)) exchange(&square[i], &square[i + 4], 4);
+    UNROLL for (int i = 0; i < 8; i++) exchange(&square[i], &square[i + 8], 8);
+}
+
+/* `bytes` from one output's weights to the next one's. */
+INLINE void pack(int32_t *packed, const char *weight, int64_t bytes, int outputs, int units, int narrow) {
+    const int64_t half = narrow ? HALF / 2 : 16, next = narrow ? 16 : BLOCK;
+    for (int64_t c = 0; c < (outputs + BLOCK - 1) / BLOCK * BLOCK; c += 16)
+        for (int k = 0; k < units; k += 16) {
+            const int count = units - k < 16 ? units - k : 16;
+            int32_t *to = packed + c / BLOCK * units * BLOCK + (int64_t)k * BLOCK + c % BLOCK / 16 * half;
+            ints square[16];
+            UNROLL for (int r = 0; r < 16; r++) {
+                square[r] = (ints){0};
+                if (c + r < outputs) {
+                    const char *from = weight + (c + r) * bytes + (int64_t)k * 4;
+                    if (count == 16) memcpy(&square[r], from, sizeof(ints));
+                    else memcpy(&square[r], from, count * 4);
                 }
             }
-    return 1;
+            turn(square);
+            for (int i = 0; i < count; i++) memcpy(to + i * next, &square[i], sizeof square[i]);
+        }
 }
 
 void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs, int inputs, int narrow) {
-    if (narrow) pack(packed, weight, stride, outputs, inputs, 1, 0);
-    else pack(packed, weight, stride, outputs, inputs, 0, 0);
-}
-
-/* Whether `packed` is, bit for bit, what these weights are packed to. */
-int tidemill_is_packed(const void *packed, const void *weight, int64_t stride, int outputs, int inputs, int narrow) {
-    return narrow ? pack((void *)packed, weight, stride, outputs, inputs, 1, 1)
-                  : pack((void *)packed, weight, stride, outputs, inputs, 0, 1);
+    if (narrow) pack(packed, weight, stride * 2, outputs, inputs / 2, 1);
+    else pack(packed, weight, stride * 4, outputs, inputs, 0);
 }
 
 void tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int narrow, int wide, int n,

@@ -87,23 +87,25 @@ def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
     return total.sums()
 
 
-def word_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes, taken as little-endian 64-bit words, modulo 2**64; the last may be short.
+def word_sum(tensor: Tensor, width: int = 8) -> int:
+    """The sum of a tensor's bytes as little-endian words of `width` bytes, 4 or 8, modulo 2**64; the last may be short.
 
     It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
     dense = tensor.detach().contiguous()
     if dense.device.type == "cpu":
         if (compiled := native()) is not None:
-            return compiled.word_sum(dense)
+            return compiled.word_sum(dense, width)
         array = dense.view(-1).view(torch.uint8).numpy()
-        whole = array.nbytes // 8 * 8
-        words, rest = int(np.add.reduce(array[:whole].view("<u8"), dtype=np.uint64)), array[whole:]
+        whole = array.nbytes // width * width
+        words, rest = int(np.add.reduce(array[:whole].view(f"<u{width}"), dtype=np.uint64)), array[whole:]
     else:
         raw = dense.view(-1).view(torch.uint8)
-        whole = raw.numel() // 8 * 8
-        aligned = raw if raw.storage_offset() % 8 == 0 else raw.clone()
-        words, rest = int(aligned[:whole].view(torch.int64).sum()), raw[whole:].cpu().numpy()
+        whole = raw.numel() // width * width
+        aligned = raw if raw.storage_offset() % width == 0 else raw.clone()
+        signed = aligned[:whole].view({4: torch.int32, 8: torch.int64}[width])
+        words, rest = int(signed.sum(dtype=torch.int64)), raw[whole:].cpu().numpy()
+        words += int((signed < 0).sum()) << 32 if width == 4 else 0
     return (words + int.from_bytes(rest.tobytes(), "little")) % 2**64
 
 

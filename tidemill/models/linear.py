@@ -1,7 +1,7 @@
 """A linear layer that can keep its weights once more, in the order in which a compiled product reads them.
 
 The copy is for weights that are served, not for ones that are trained: it is used where no gradient is wanted, and is right
-only until the weights change. Whoever packs looks with `is_packed` before others rely on it.
+only until the weights change. It holds the weights' own words, in another order: see `models.served`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,6 @@ class Packed:
         compiled = native()
         fits = compiled is not None and compiled.packs(weight)
         self.numbers = compiled.pack(weight.detach(), self.numbers) if compiled is not None and fits else None
-
-    def is_packed(self, weight: Tensor) -> bool:
-        """Whether what is computed with is this weight, bit for bit."""
-        compiled = native()
-        return self.numbers is None or (compiled is not None and compiled.is_packed(self.numbers, weight.detach()))
 
     def product(self, x: Tensor, outputs: int, bias: Tensor | None = None, wide: bool = False) -> Tensor | None:
         """x [n, K] times the matrix's transpose, in float32 when `wide`; None where it is not to be had."""

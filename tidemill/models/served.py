@@ -14,12 +14,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import Fingerprint, word_sum
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
 from tidemill.protocols import PolicyMismatch
+
+HEAD = "the head, which is the embedding"
+WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,13 +36,13 @@ class Contents:
     outlines: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @classmethod
-    def of(cls, decoder: Decoder, dtype: torch.dtype) -> Contents:
-        """Cast one tensor at a time. Raises PolicyMismatch when the names do not cover every parameter."""
+    def of(cls, decoder: Decoder, dtype: torch.dtype, word: int = 8) -> Contents:
+        """Cast one tensor at a time. word: its bytes. Raises PolicyMismatch when the names do not cover every parameter."""
         everything, words, outlines = Fingerprint(), {}, {}
         for name, view in hf_views(decoder):
             piece = Slice.whole(name, view.to(dtype))
             everything.add(piece)
-            words[name], outlines[name] = word_sum(piece.tensor), (piece.shape, dtype)
+            words[name], outlines[name] = word_sum(piece.tensor, word), (piece.shape, dtype)
         _check_complete(decoder)
         return cls(everything.hexdigest(), everything.sums(), words, outlines)
 
@@ -46,6 +50,37 @@ class Contents:
 def words_of(decoder: Decoder) -> dict[str, int]:
     """`Contents.words` in the decoder's own dtype: what is cheap enough to be looked at again."""
     return {name: word_sum(view) for name, view in hf_views(decoder)}
+
+
+def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
+    """`words` of four bytes, of the tensors, added up for those that are rows of one parameter, under all their names."""
+    rows: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, view in hf_views(decoder):
+        rows.setdefault(view.untyped_storage().data_ptr(), []).append((name, view))
+    found = {}
+    for parameter in decoder.parameters():
+        parts = rows[parameter.untyped_storage().data_ptr()]
+        split = any(view.nbytes % WORD for _, view in parts[:-1])  # a word has its ends in two of them
+        total = word_sum(parameter, WORD) if split else sum(words[name] for name, _ in parts) % 2**64
+        found[", ".join(name for name, _ in parts)] = total
+    return found | {HEAD: found[next(iter(found))]} if decoder.head is None else found
+
+
+def words_in_use(decoder: Decoder) -> dict[str, int]:
+    """The same of what is computed with: of a matrix that is packed, its packed copy's words, which are the same ones."""
+    names: dict[int, list[str]] = {}
+    for name, view in hf_views(decoder):
+        names.setdefault(view.untyped_storage().data_ptr(), []).append(name)
+    packed = {id(weight): copy for _, weight, copy in decoder.packed()}
+    found = {}
+    for parameter in decoder.parameters():
+        copy = packed.get(id(parameter)) if parameter is not decoder.embed.weight else None
+        used = parameter if copy is None or copy.numbers is None else copy.numbers
+        found[", ".join(names[parameter.untyped_storage().data_ptr()])] = word_sum(used, WORD)
+    if decoder.head is None:
+        head = decoder.packed_head.numbers
+        found[HEAD] = found[next(iter(found))] if head is None else word_sum(head, WORD)
+    return found
 
 
 def checked(stream: Iterable[Slice], own: Contents, before: Contents | None = None) -> Iterator[Slice]:
