@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.pool import EnginePool
 from tidemill.protocols import PeerLost
-from tidemill.rollout import Episodes, Rollout
+from tidemill.rollout import Episodes, Rollout, _all
 from tidemill.types import Completion, Finish, InfraError, SamplingParams, Score, Task, Version
 
 TASK = Task("t", "ab")
@@ -142,3 +143,17 @@ async def test_a_cancellation_that_comes_while_an_engine_is_lost_is_heeded():
     rolling.cancel()
     done, _ = await asyncio.wait({rolling}, timeout=5)
     assert done and rolling.cancelled() and not lost
+
+
+async def test_of_several_failures_the_first_is_raised_and_none_is_reported_as_never_retrieved():
+    reported: list[dict] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context))
+
+    async def fail(name: str) -> None:
+        raise PeerLost(name)
+
+    with pytest.raises(PeerLost, match="first"):
+        await _all(fail(name) for name in ("first", "second", "third"))
+    gc.collect()
+    await asyncio.sleep(0)
+    assert reported == []

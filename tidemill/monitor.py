@@ -27,7 +27,7 @@ from tidemill.observability.sinks import Fanout
 from tidemill.observability.timeline import Beside, Timeline
 from tidemill.observability.trace import Trace
 from tidemill.pool import EnginePool
-from tidemill.protocols import PeerLost, Trainer
+from tidemill.protocols import Engine, PeerLost, Trainer
 from tidemill.seeds import derive_seed
 from tidemill.types import (
     TRUNCATED,
@@ -45,6 +45,7 @@ from tidemill.types import (
 
 KINDS = {"train": TRAIN, "generate": GENERATE, "sync": SYNC}  # of the two pools' time; what is left is waiting
 RATE_S = 10.0
+ENGINE_S = 5.0  # that an engine has to tell what it did
 MOST_REASONS = 100
 PROBED_ROWS = 4  # of a batch, at each probe
 
@@ -114,6 +115,7 @@ class Monitor:
         """The parts to ask for telemetry. batch: groups a step."""
         self._trainer, self._pool, self._last = trainer, pool, time.monotonic()
         self._recent = deque(maxlen=batch)
+        self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up is over, it sampled nothing
         self.loop.take(), self.beside.take()
 
     def header(self, lines: Sequence[str]) -> None:
@@ -212,13 +214,8 @@ class Monitor:
     async def _times(self) -> Metrics:
         """Rates and shares since the last step, over all processes of the two pools."""
         assert self._trainer is not None and self._pool is not None
-        asked = await asyncio.gather(
-            *(each.telemetry() for each in (self._trainer, *self._pool.engines)), return_exceptions=True
-        )
-        for each in asked:
-            if isinstance(each, BaseException) and (each is asked[0] or not isinstance(each, PeerLost)):
-                raise each  # an engine that was lost is started again: what it did since the last step is not known
-        telemetry = [each for each in asked if isinstance(each, Telemetry)]
+        engines = (self._of(engine) for engine in self._pool.engines)
+        telemetry = [each for each in await asyncio.gather(self._trainer.telemetry(), *engines) if each is not None]
         begin, now = self._last, time.monotonic()
         self._last = now
         for each in telemetry:
@@ -232,6 +229,14 @@ class Monitor:
         overall = {f"time/{k}": v for k, v in shares(pools, begin, now, KINDS)["overall"].items()}
         each = {f"time/{name}/{k}": v for name, kinds in step.shares().items() for k, v in kinds.items() if v > 0}
         return {"throughput/tokens_per_s": self._rate(now), "time/step_s": now - begin, **overall, **each}
+
+    @staticmethod
+    async def _of(engine: Engine) -> Telemetry | None:
+        """None of one that is lost, or silent: others see to it. What it did since the last step comes later, or never."""
+        try:
+            return await asyncio.wait_for(engine.telemetry(), ENGINE_S)
+        except (PeerLost, TimeoutError):
+            return None
 
     def _rate(self, now: float) -> float:
         """Sampled tokens per second, over the last `RATE_S` seconds."""

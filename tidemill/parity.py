@@ -91,7 +91,7 @@ async def check(folder: Path, length: int = 64, seed: int = 0) -> Report:
     decoder = load_folder(folder)
     _check_finite(decoder, folder)
     texts = _texts(folder, length)
-    rows, evidence = await _through_engine(decoder, texts, length, seed)
+    rows, evidence = await _through_engine(load_folder(folder), texts, length, seed)  # engines keep what they are given
     low = await _low_precision(folder, [row.tokens[: row.start] for row in rows["paged"]], length)
     trainer = await _trained(load_folder(folder), [*rows.items(), ("bfloat16", low)])
     reference = _transformers(folder)

@@ -147,11 +147,11 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if failed:
             for task in left:
                 task.cancel()
+    errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]  # looked at, one and all
     if cancelled is not None:
         raise cancelled
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()):
-            raise error
+    if errors:
+        raise errors[0]
     return [task.result() for task in tasks]
 
 
