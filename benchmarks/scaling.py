@@ -92,31 +92,23 @@ def queue(quick: bool) -> Rows:
     async def measure(queued: int) -> dict[str, Any]:
         served = engine(512, 128)
         spent = {"forward": 0.0}
-        computed: Callable[..., Any] = torch.nn.Module.__call__
+        decoder = served._weights.decoder
+        computed = decoder.forward
 
-        def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-            if module is not served._weights.decoder:
-                return computed(module, *args, **kwargs)
+        def forward(*args: Any, **kwargs: Any) -> Any:
             begin = time.perf_counter()
-            try:
-                return computed(module, *args, **kwargs)
-            finally:
-                spent["forward"] += time.perf_counter() - begin
+            hidden = computed(*args, **kwargs)
+            spent["forward"] += time.perf_counter() - begin
+            return hidden
 
         prompts = [prompt(32, seed) for seed in range(128 + queued)]
-        calls = [
-            asyncio.ensure_future(
-                served.generate(p, SamplingParams(max_tokens=64, ignore_eos=True, seed=i), "policy", str(i))
-            )
-            for i, p in enumerate(prompts)
-        ]
+        calls = [asyncio.ensure_future(served.generate(p, ask(64, i), "policy", str(i))) for i, p in enumerate(prompts)]
         while served.progress() < 8:
             await asyncio.sleep(0)
+        decoder.forward = forward
         first, begin = served.progress(), time.perf_counter()
-        torch.nn.Module.__call__ = forward
         while served.progress() < first + 120:  # several generations of sequences: they end, and others are admitted
             await asyncio.sleep(0)
-        torch.nn.Module.__call__ = computed
         seconds, steps = time.perf_counter() - begin, served.progress() - first
         for call in calls:
             call.cancel()

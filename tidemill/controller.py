@@ -214,13 +214,13 @@ class Controller:
                     await self.buffer.settled()
             await self._told()  # of the step before; of this one while the next is under way, but before a checkpoint
             told = self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
-            if step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every):
-                self._telling = tasks.create_task(told)
-                await self._told()
+            saves = step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every)
+            if saves:
+                with self.timeline.phase("metrics"):
+                    await told
                 await self._checkpoint(tasks, step)
-                publishing = tasks.create_task(self._publish(step, len(groups)))
-            else:
-                publishing = tasks.create_task(self._publish(step, len(groups)))
+            publishing = tasks.create_task(self._publish(step, len(groups)))
+            if not saves:
                 self._telling = tasks.create_task(told)
         await self._told()
         await self._published(publishing)

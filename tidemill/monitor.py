@@ -18,11 +18,10 @@ import numpy as np
 
 from tidemill.algorithms.mismatch import LogprobGap, Mismatch, lag_zero
 from tidemill.breaker import Change
-from tidemill.observability.account import CONTROLLER, EPISODE, GENERATE, SYNC, TRAIN, Account, account
+from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
 from tidemill.observability.display import Display
 from tidemill.observability.memory import PeakMemory
 from tidemill.observability.metrics import StepMetrics
-from tidemill.observability.shares import shares
 from tidemill.observability.sinks import Fanout
 from tidemill.observability.timeline import Beside, Timeline
 from tidemill.observability.trace import Trace
@@ -43,7 +42,6 @@ from tidemill.types import (
     Version,
 )
 
-KINDS = {"train": TRAIN, "generate": GENERATE, "sync": SYNC}  # of the two pools' time; what is left is waiting
 RATE_S = 10.0
 ENGINE_S = 5.0  # that an engine has to tell what it did
 MOST_REASONS = 100
@@ -226,7 +224,7 @@ class Monitor:
         self.totals.memory[CONTROLLER] = self._memory.update()
         step = account(begin, now, loop, beside, pools)
         self.totals.time.add(step)
-        overall = {f"time/{k}": v for k, v in shares(pools, begin, now, KINDS)["overall"].items()}
+        overall = {f"time/{kind}": share for kind, share in step.overall().items()}
         each = {f"time/{name}/{k}": v for name, kinds in step.shares().items() for k, v in kinds.items() if v > 0}
         return {"throughput/tokens_per_s": self._rate(now), "time/step_s": now - begin, **overall, **each}
 

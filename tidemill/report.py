@@ -6,11 +6,10 @@ from typing import Any
 
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.machine import usable_cores
-from tidemill.monitor import KINDS, Totals
-from tidemill.observability.account import CONTROLLER
+from tidemill.monitor import Totals
+from tidemill.observability.account import CONTROLLER, GENERATE, REWARD, TRAIN, Account
 from tidemill.observability.advice import Setup, advise
-from tidemill.observability.shares import shares
-from tidemill.observability.trace import Trace, overlap
+from tidemill.observability.trace import Trace, busy_seconds, overlap
 from tidemill.recipe import RunConfig
 from tidemill.warm_start import WarmStart
 
@@ -53,7 +52,7 @@ def make_report(
         "staleness": {"mean": lagged["logprob_gap"], "p99": lagged["logprob_gap_p99"], "tokens": int(lagged["tokens"])},
         "versions_published": totals.versions,
         "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
-        "time": time_shares(trace, begin, end),
+        "time": time_shares(totals.time, trace, begin, end),
         "overlap": engine_and_trainer(trace, begin, end),
         "time_by_process": {
             name: {kind: round(share, 4) for kind, share in kinds.items() if share >= 0.00005}
@@ -88,21 +87,19 @@ def judging(totals: Totals) -> dict[str, Any]:
     return {**counts, "reasons": reasons, "pauses": totals.pauses, "paused_s": round(totals.paused_s, 1)}
 
 
-def time_shares(trace: Trace, begin: float, end: float) -> dict[str, float]:
-    """Shares of the two pools' process time between `begin` and `end`; `reward` is the controller's, of the wall time."""
+def time_shares(spent: Account, trace: Trace, begin: float, end: float) -> dict[str, float]:
+    """Shares of the two pools' time; `reward` is the controller's, of the wall time between `begin` and `end`."""
     if end <= begin:
         return {}
-    pools = {name: trace.spans(name) for name in trace.processes if name != CONTROLLER}
-    spent = shares(pools, begin, end, KINDS)["overall"]
-    spent["reward"] = shares({CONTROLLER: trace.spans(CONTROLLER)}, begin, end)[CONTROLLER]["reward"]
-    return {kind: round(share, 4) for kind, share in spent.items()}
+    judged = busy_seconds(trace.spans(CONTROLLER), {REWARD}, begin, end) / (end - begin)
+    return {kind: round(share, 4) for kind, share in (spent.overall() | {"reward": judged}).items()}
 
 
 def engine_and_trainer(trace: Trace, begin: float, end: float) -> float:
     """Share of the time in which the trainer trains while an engine generates: asynchrony, measured."""
-    training = [s for s in trace.spans("trainer") if s.name in KINDS["train"]]
+    training = [s for s in trace.spans("trainer") if s.name in TRAIN]
     others = [name for name in trace.processes if name not in ("trainer", CONTROLLER)]
-    generating = [s for name in others for s in trace.spans(name) if s.name in KINDS["generate"]]
+    generating = [s for name in others for s in trace.spans(name) if s.name in GENERATE]
     return round(overlap(training, generating, begin, end) / max(end - begin, 1e-9), 4)
 
 

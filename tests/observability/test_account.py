@@ -246,5 +246,21 @@ def test_it_is_faster_when_the_advice_is_followed_and_not_by_more_than_it_says(n
     assert 1.3 < before / after < found.gain * 1.15
 
 
-def test_without_a_step_there_is_no_advice() -> None:
-    assert advise(Account(), Setup(1, 16)) is None
+def test_shares_add_up_and_count_an_instant_once() -> None:
+    loop = [Span("rollouts", 0, 2), Span("train", 2, 8), Span("publication", 8, 10)]
+    pools = {
+        "engine-0": [Span("generate", 0, 6), Span("stage", 5, 7), Span("generate", 20, 30)],
+        "trainer": [Span("forward", 2, 4), Span("train", 4, 5), Span("train", 4, 7), Span("publish", 6, 8)],
+    }
+    found = account(0, 10, loop, [Span(REWARD, 6, 9)], pools)
+    shares = found.shares()
+    assert shares["engine-0"] == pytest.approx(
+        {"generate": 0.6, "sync": 0.1, WAIT + "reward": 0.2, WAIT + "environment": 0, WAIT + "trainer": 0.1, REST: 0}
+    )
+    trainer = {kind: share for kind, share in shares["trainer"].items() if share > 0}
+    assert trainer == pytest.approx({"train": 0.5, "sync": 0.1, WAIT + "rollouts": 0.2, WAIT + "engines": 0.2})
+    assert found.overall() == pytest.approx({"generate": 0.3, "train": 0.25, "sync": 0.1, "wait": 0.35})
+
+
+def test_without_a_step_there_is_nothing_to_tell() -> None:
+    assert advise(Account(), Setup(1, 16)) is None and Account().overall() == {}

@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.observability.shares import shares
 from tidemill.observability.trace import Trace, busy_seconds, common, length, merged, overlap
 from tidemill.types import Span, Telemetry
 
@@ -48,19 +47,6 @@ def test_busy_by_name() -> None:
     mixed = spans((0, 2), (1, 3)) + spans((2, 9), name="commit")
     assert busy_seconds(mixed, {"generate"}) == 3 and busy_seconds(mixed) == 9 and busy_seconds(mixed, ()) == 0
     assert overlap(spans((0, 5)), spans((3, 9)), 4, 2) == 0  # an empty window
-
-
-def test_shares_add_up_and_count_an_instant_once() -> None:
-    engine = spans((0, 6)) + spans((5, 7), name="sync/commit") + spans((20, 30))
-    trainer = spans((2, 4), name="train/forward") + spans((4, 5), name="train") + spans((4, 8), name="reward")
-    got = shares({"engine": engine, "trainer": trainer}, 0, 10)
-    assert got["engine"] == pytest.approx({"generate": 0.6, "train": 0, "sync": 0.1, "reward": 0, "wait": 0.3})
-    assert got["trainer"] == pytest.approx({"generate": 0, "train": 0.3, "sync": 0, "reward": 0.3, "wait": 0.4})
-    assert got["overall"] == pytest.approx({"generate": 0.3, "train": 0.15, "sync": 0.05, "reward": 0.15, "wait": 0.35})
-    named = shares({"engine": engine}, 0, 10, {"decode": ("generate",), "commit": ("sync/commit",)})["engine"]
-    assert named == pytest.approx({"decode": 0.6, "commit": 0.1, "wait": 0.3})
-    with pytest.raises(ValueError, match="more than 0 s"):
-        shares({}, 1, 1)
 
 
 def test_the_file_is_chromes_format(tmp_path: Path) -> None:

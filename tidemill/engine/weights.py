@@ -29,20 +29,21 @@ from tidemill.types import Published, Version
 @dataclass(slots=True)
 class Weights:
     decoder: Decoder
-    head: Tensor  # [V, D] float32: a view of the decoder's, or a copy when that is of lower precision
+    head: Tensor  # [V, D]: the decoder's own, or a float32 copy of it where no packed one does the work
     version: Version
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] float32 of hidden [n, D]: products of the numbers as they are, added up in float32."""
         packed = self.decoder.packed_head.product(hidden, len(self.head), wide=True)
-        return F.linear(hidden.float(), self.head) if packed is None else packed
+        return F.linear(hidden.float(), self.head.float()) if packed is None else packed
 
 
 def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
     """`pack`: compute with a copy of the matrices that is quicker to read, where there is one for this processor."""
     if pack:
         decoder.pack()
-    return Weights(decoder, decoder.head_weight.detach().float(), version)
+    head = decoder.head_weight.detach()
+    return Weights(decoder, head.float() if decoder.packed_head.numbers is None else head, version)
 
 
 class Staging:
@@ -82,7 +83,7 @@ class Staging:
         found = words_in_use(serving.decoder)
         if other := next((name for name in words if found.get(name) != words[name]), None):
             raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
-        if not torch.equal(serving.head, serving.decoder.head_weight.detach().float()):
+        if not torch.equal(serving.head, serving.decoder.head_weight.detach().to(serving.head.dtype)):
             raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
 
     def retire(self, weights: Weights) -> None:

@@ -32,22 +32,10 @@ INLINE float exponential(float x) {
 }
 
 /* Sixteen sums over lanes at once: each step adds the halves of two vectors and leaves one. */
-INLINE vec join1(vec a, vec b) {
-    return __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
-           __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-}
-INLINE vec join2(vec a, vec b) {
-    return __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
-           __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-}
-INLINE vec join4(vec a, vec b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
-           __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-}
-INLINE vec join8(vec a, vec b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-}
+INLINE vec join1(vec a, vec b) { return EVEN1(a, b) + ODD1(a, b); }
+INLINE vec join2(vec a, vec b) { return EVEN2(a, b) + ODD2(a, b); }
+INLINE vec join4(vec a, vec b) { return EVEN4(a, b) + ODD4(a, b); }
+INLINE vec join8(vec a, vec b) { return EVEN8(a, b) + ODD8(a, b); }
 
 /* ---- attention over pages --------------------------------------------------------------------------------------- */
 

@@ -188,28 +188,17 @@ int tidemill_linear_is_fast(int narrow) {
 
 /* Both layouts are made of squares of 16 outputs by 16 units of four bytes, one float or two bfloat16 numbers, turned. */
 
-INLINE void exchange(ints *a, ints *b, const int width) {
-    const ints x = *a, y = *b;
-    if (width == 1) {
-        *a = __builtin_shufflevector(x, y, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
-        *b = __builtin_shufflevector(x, y, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
-    } else if (width == 2) {
-        *a = __builtin_shufflevector(x, y, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-        *b = __builtin_shufflevector(x, y, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    } else if (width == 4) {
-        *a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
-        *b = __builtin_shufflevector(x, y, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
-    } else {
-        *a = __builtin_shufflevector(x, y, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
-        *b = __builtin_shufflevector(x, y, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
-    }
-}
+#define EXCHANGE(n) INLINE void exchange##n(ints *a, ints *b) { const ints x = *a, y = *b; *a = EVEN##n(x, y); *b = ODD##n(x, y); }
+EXCHANGE(1)
+EXCHANGE(2)
+EXCHANGE(4)
+EXCHANGE(8)
 
 INLINE void turn(ints *square) {
-    UNROLL for (int i = 0; i < 16; i += 2) exchange(&square[i], &square[i + 1], 1);
-    UNROLL for (int i = 0; i < 16; i++) if (!(i & 2)) exchange(&square[i], &square[i + 2], 2);
-    UNROLL for (int i = 0; i < 16; i++) if (!(i & 4)) exchange(&square[i], &square[i + 4], 4);
-    UNROLL for (int i = 0; i < 8; i++) exchange(&square[i], &square[i + 8], 8);
+    UNROLL for (int i = 0; i < 16; i += 2) exchange1(&square[i], &square[i + 1]);
+    UNROLL for (int i = 0; i < 16; i++) if (!(i & 2)) exchange2(&square[i], &square[i + 2]);
+    UNROLL for (int i = 0; i < 16; i++) if (!(i & 4)) exchange4(&square[i], &square[i + 4]);
+    UNROLL for (int i = 0; i < 8; i++) exchange8(&square[i], &square[i + 8]);
 }
 
 /* `bytes` from one output's weights to the next one's. */

@@ -54,33 +54,35 @@ def words_of(decoder: Decoder) -> dict[str, int]:
 
 def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
     """`words` of four bytes, of the tensors, added up for those that are rows of one parameter, under all their names."""
-    rows: dict[int, list[tuple[str, Tensor]]] = {}
-    for name, view in hf_views(decoder):
-        rows.setdefault(view.untyped_storage().data_ptr(), []).append((name, view))
     found = {}
-    for parameter in decoder.parameters():
-        parts = rows[parameter.untyped_storage().data_ptr()]
-        split = any(view.nbytes % WORD for _, view in parts[:-1])  # a word has its ends in two of them
-        total = word_sum(parameter, WORD) if split else sum(words[name] for name, _ in parts) % 2**64
-        found[", ".join(name for name, _ in parts)] = total
+    for key, parameter, rows in _matrices(decoder):
+        split = any(view.nbytes % WORD for _, view in rows[:-1])  # a word has its ends in two of them
+        found[key] = word_sum(parameter, WORD) if split else sum(words[name] for name, _ in rows) % 2**64
     return found | {HEAD: found[next(iter(found))]} if decoder.head is None else found
 
 
 def words_in_use(decoder: Decoder) -> dict[str, int]:
     """The same of what is computed with: of a matrix that is packed, its packed copy's words, which are the same ones."""
-    names: dict[int, list[str]] = {}
-    for name, view in hf_views(decoder):
-        names.setdefault(view.untyped_storage().data_ptr(), []).append(name)
     packed = {id(weight): copy for _, weight, copy in decoder.packed()}
     found = {}
-    for parameter in decoder.parameters():
+    for key, parameter, _ in _matrices(decoder):
         copy = packed.get(id(parameter)) if parameter is not decoder.embed.weight else None
         used = parameter if copy is None or copy.numbers is None else copy.numbers
-        found[", ".join(names[parameter.untyped_storage().data_ptr()])] = word_sum(used, WORD)
+        found[key] = word_sum(used, WORD)
     if decoder.head is None:
         head = decoder.packed_head.numbers
         found[HEAD] = found[next(iter(found))] if head is None else word_sum(head, WORD)
     return found
+
+
+def _matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, Tensor]]]]:
+    """Every parameter, under the names of all the tensors that are its rows, and these."""
+    rows: dict[int, list[tuple[str, Tensor]]] = {}
+    for name, view in hf_views(decoder):
+        rows.setdefault(view.untyped_storage().data_ptr(), []).append((name, view))
+    for parameter in decoder.parameters():
+        parts = rows[parameter.untyped_storage().data_ptr()]
+        yield ", ".join(name for name, _ in parts), parameter, parts
 
 
 def checked(stream: Iterable[Slice], own: Contents, before: Contents | None = None) -> Iterator[Slice]:

@@ -20,6 +20,7 @@ from tidemill.types import Span
 
 TRAINER, CONTROLLER = "trainer", "controller"
 TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",), ("publish", "stage", "commit")
+WORK = ("generate", "train", "sync")
 EPISODE, REWARD, EVALUATE = "episode", "reward", "evaluate"
 WAITS = {"rollouts": "rollouts", "publication": "engines", "check": "engines", "ledger": "ledger"}  # phase -> for whom
 WAIT = "wait for "
@@ -37,6 +38,12 @@ class Account:
     def shares(self) -> dict[str, dict[str, float]]:
         totals = {name: max(sum(kinds.values()), 1e-12) for name, kinds in self.seconds.items()}
         return {name: {k: v / totals[name] for k, v in kinds.items()} for name, kinds in self.seconds.items()}
+
+    def overall(self) -> dict[str, float]:
+        """Of trainer and engines together: what they train, generate and sync, and what is left, to wait."""
+        pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER]
+        spent = {kind: sum(kinds.get(kind, 0.0) for kinds in pools) / len(pools) for kind in WORK} if pools else {}
+        return spent | {"wait": 1 - sum(spent.values())} if spent else {}
 
     def add(self, other: Account) -> None:
         for name, kinds in other.seconds.items():

@@ -56,7 +56,7 @@ def advise(found: Account, setup: Setup) -> Advice | None:
     whom = max(waits, key=waits.__getitem__, default="")
     share = waits.get(whom, 0.0)
     if share < LITTLE:
-        return Advice(TRAINER, trainer["train"], _trainer(trainer["train"], setup))
+        return Advice(TRAINER, trainer["train"], _trainer(trainer["train"], sum(waits.values()), setup))
     if whom != "rollouts":
         return Advice({"engines": "sync"}.get(whom, whom), share, _others(whom, share))
     return _starved(found, share, setup)
@@ -100,10 +100,10 @@ def _slow(what: str, setup: Setup) -> str:
     return f"let more groups wait for it at a time: raise max_lag (now {setup.max_lag}) or placement.environment.workers"
 
 
-def _trainer(share: float, setup: Setup) -> str:
+def _trainer(share: float, waited: float, setup: Setup) -> str:
     free = setup.cores - setup.engines * setup.engine_threads - setup.trainer_threads
     more = f"{free} cores are free: raise placement.trainer_threads" if free > 0 else "it is what this machine can train"
-    return f"the trainer computed {share:.0%} of the time, and waited for nobody: {more}"
+    return f"the trainer computed {share:.0%} of the time, and waited {waited:.0%}, for nobody long: {more}"
 
 
 def _others(whom: str, share: float) -> str:

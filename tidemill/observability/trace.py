@@ -1,4 +1,4 @@
-"""What every process did and when, on one clock: trace.json for https://ui.perfetto.dev, and the shares of the report.
+"""What every process did and when, on one clock: trace.json for https://ui.perfetto.dev, and intervals to reckon with.
 
 Spans are stamped with `time.monotonic()`, or `time.perf_counter()`, which on Linux and macOS read the same clock, one for
 the whole machine: spans of different processes need no alignment. Across machines they would.
