@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +37,9 @@ from tidemill.resume import Standing, take_up
 from tidemill.rollout import Episodes, Rollout
 from tidemill.run_folder import RunFolder
 from tidemill.types import Array, Metrics, Sample, SamplingParams, Task, Version
+
+Evaluation = Callable[[Version], Awaitable[Metrics]]
+"""of what is served: raises PolicyMismatch when another version answers"""
 
 
 @dataclass(slots=True)
@@ -92,30 +95,33 @@ async def train(session: Session, parts: Parts) -> int:
     algorithm = Algorithm(config.algorithm.with_fixed_length(config.rollout.max_tokens))
     kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
-    if config.deterministic:
-        standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
-    else:
-        standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note)
     contexts = [(await engine.capabilities()).context for engine in pool.engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
     roller = Rollout(pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside)
-    recorded = Recorded(ledger, roller) if config.deterministic else None
-    session.monitor.attach(parts.trainer, pool, config.rollout.groups)
 
     def unchanged(version: Version, why: str) -> None:
         session.tell("weights_unchanged", {"version": str(version), "why": why})
 
+    publisher = PoolPublisher(parts.trainer, pool, unchanged)
+    evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed))
+    if config.deterministic:
+        standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
+    else:
+        reached = _made_up(session, publisher, evaluate)
+        standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
+    recorded = Recorded(ledger, roller) if config.deterministic else None
+    session.monitor.attach(parts.trainer, pool, config.rollout.groups)
     controller = Controller(
         _schedule(config, standing),
         _buffer(config, standing),
         session.task_at,
         recorded or roller,
         parts.trainer,
-        PoolPublisher(parts.trainer, pool, unchanged),
+        publisher,
         recorded or ledger,
         algorithm,
         session.monitor,
-        _hooks(session, parts, checkpoints, Evaluator(pool, episodes, config.seed), standing),
+        _hooks(session, parts, checkpoints, evaluate, standing),
         gate=_gate(session),
         restored=standing.left,
         versions=standing.versions,
@@ -149,7 +155,7 @@ def _schedule(config: RunConfig, standing: Standing) -> Schedule:
         first=standing.step,
         saved=standing.saved,
         incarnation=standing.incarnation,
-        eval_every=config.eval.every or config.steps,
+        eval_every=_eval_every(config),
         checkpoint_every=config.record.checkpoint_every,
         probe_every=config.record.probe_every,
         deterministic=config.deterministic,
@@ -167,13 +173,39 @@ def _buffer(config: RunConfig, standing: Standing) -> Buffer:
     )
 
 
-def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluator: Evaluator, standing: Standing) -> Hooks:
+def _eval_every(config: RunConfig) -> int:
+    return config.eval.every or config.steps
+
+
+def _evaluation(session: Session, evaluator: Evaluator) -> Evaluation:
     config = session.config
 
     async def evaluate(version: Version) -> Metrics:
         ends = version.step in (0, config.steps)
         with session.monitor.beside.span(EVALUATE, step=version.step):
             return await evaluator(session.held_out(config.eval.final_tasks if ends else config.eval.tasks), version)
+
+    return evaluate
+
+
+def _made_up(session: Session, publisher: PoolPublisher, evaluate: Evaluation) -> Callable[[Version], Awaitable[None]]:
+    """What is done with weights that are trained again: they are evaluated where an end by force kept that from its end."""
+    evaluated = {each.step for each in session.ledger.evaluations()}
+
+    async def reached(version: Version) -> None:
+        if version.step in evaluated or version.step % _eval_every(session.config):
+            return
+        served = await publisher.publish(version)
+        session.ledger.publish(served)
+        results = await evaluate(served)
+        session.ledger.evaluation(served.step, results)
+        session.monitor.evaluated(served.step, results)
+
+    return reached
+
+
+def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluate: Evaluation, standing: Standing) -> Hooks:
+    config = session.config
 
     async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
         return await checkpoints.begin(parts.trainer, Position(step, standing.incarnation, next_id))

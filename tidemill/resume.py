@@ -6,7 +6,7 @@ nothing is sampled for them. Finished groups without a fate are used as they are
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tidemill.checkpoints import Checkpoints
@@ -34,9 +34,15 @@ class Standing:
 
 
 async def take_up(
-    ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer, algorithm: Algorithm, note: Callable[[str], None]
+    ledger: SqliteLedger,
+    checkpoints: Checkpoints,
+    trainer: Trainer,
+    algorithm: Algorithm,
+    note: Callable[[str], None],
+    reached: Callable[[Version], Awaitable[None]],
 ) -> Standing:
-    """Bring the trainer to where the ledger says the run was, and say where that is."""
+    """Bring the trainer to where the ledger says the run was, and say where that is. `reached` is awaited with each version
+    on the way, while the trainer has its weights."""
     last, latest = ledger.last_step(), await checkpoints.newest()
     begun = 0 if last is None else last + 1
     first = 0
@@ -52,15 +58,16 @@ async def take_up(
     if first < begun:
         incarnation += 1  # a replay need not be bit-identical, so its versions are others
         note(f"training {begun - first} recorded steps again (from step {first}); nothing is sampled for them")
-        await _replay(range(first, begun), incarnation, ledger, trainer, algorithm)
+        for step in range(first, begun):
+            await reached(Version(step, incarnation))
+            await _train_again(step, incarnation, ledger, trainer, algorithm)
     left = [ledger.load(p.id) if p.finished else (p.id, p.task) for p in ledger.pending()]
     known = {(v.incarnation, v.step): v for v in ledger.versions()}
     return Standing(begun, incarnation, ledger.next_group_id(), left, known, saved=first)
 
 
-async def _replay(steps: range, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
-    for step in steps:
-        groups = [ledger.load(group_id) for group_id in ledger.replay_step(step, incarnation)]
-        prepared, _ = await accumulate(trainer, algorithm, groups)
-        metrics = await trainer.apply(prepared.scale)
-        ledger.end_step(step, incarnation, prepared.metrics | metrics)
+async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
+    groups = [ledger.load(group_id) for group_id in ledger.replay_step(step, incarnation)]
+    prepared, _ = await accumulate(trainer, algorithm, groups)
+    metrics = await trainer.apply(prepared.scale)
+    ledger.end_step(step, incarnation, prepared.metrics | metrics)

@@ -143,3 +143,18 @@ def test_killed_at_every_point_a_deterministic_run_ends_in_the_same_bits(runs, r
     check_complete(recipe, killed_again_and_again(runs, recipe, faults, "deterministic=true"))
     final, other = (tmp_path / name / "final" / "model.safetensors" for name in ("run", "other"))
     assert final.read_bytes() == other.read_bytes()
+
+
+def test_an_evaluation_that_a_kill_cut_off_is_made_up_for(runs, recipe):
+    often = ("steps=5", "eval.every=2", "record.checkpoint_every=4")
+    ended = runs.train(recipe, *often, faults="controller:train:3:kill")
+    assert ended.status == -9 and len(ended.happened) == 1
+    with sqlite3.connect(recipe.parent / "run" / "ledger.sqlite") as db:  # as if it had come a moment earlier
+        assert db.execute("DELETE FROM evals WHERE step = 2").rowcount == 1
+    ended = runs.train(recipe, *often)
+    assert ended.status == 0, ended.output
+    with sqlite3.connect(recipe.parent / "run" / "ledger.sqlite") as db:
+        steps = [step for (step,) in db.execute("SELECT step FROM evals ORDER BY id")]
+        lives = [life for (life,) in db.execute("SELECT incarnation FROM versions WHERE step = 2 ORDER BY incarnation")]
+    assert steps == [0, 2, 4, 5], "no evaluation twice, and none left out"
+    assert lives == [0, 1], "what was evaluated was published as what it is"
