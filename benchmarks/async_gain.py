@@ -26,6 +26,7 @@ import torch
 from harness import save, table, wait_until_quiet
 
 import tidemill
+from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
 from tidemill.engine.core import NativeEngine
@@ -36,7 +37,6 @@ from tidemill.types import Finish, Group, SamplingParams, Score, Task, TrainResu
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "systems"), str(HERE.parent / "tests")]
-from controlplane import Prepared  # noqa: E402
 from slow_task import MOST, draw  # noqa: E402
 from virtual_time import run_virtually  # noqa: E402
 
@@ -95,7 +95,7 @@ async def token_seconds(model: Path) -> float:
 class World:
     """Rollouts, trainer and publications that take the measured time and nothing else."""
 
-    recomputes = False
+    asks = ()
 
     def __init__(self, rates: dict[str, float]) -> None:
         self.rates, self.serving, self.ends = rates, Version(0, fingerprint="f0"), []
@@ -127,8 +127,11 @@ class World:
     def drop_reason(self, group: Group) -> None:
         return None
 
-    def prepare(self, groups: Any) -> Any:
-        return Prepared()
+    def rows(self, *_: Any) -> Any:
+        return []
+
+    def prepare(self, *_: Any) -> Any:
+        return Prepared([], {}, [Update([], 1.0)], {})
 
     async def trained(self, *_: Any) -> None:
         self.ends.append(asyncio.get_running_loop().time())

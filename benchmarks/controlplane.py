@@ -13,7 +13,7 @@ import argparse
 import asyncio
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ import numpy as np
 import psutil
 from harness import save
 
+from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
 from tidemill.ledger import SqliteLedger
@@ -30,20 +31,10 @@ GROUP, BATCH = 8, 125  # trajectories of a group, groups of a step
 TARGET = 2000.0  # trajectories a second
 
 
-@dataclass
-class Prepared:
-    """A step of nothing."""
-
-    samples: list[Any] = field(default_factory=list)
-    losses: dict[str, Any] = field(default_factory=dict)
-    scale: float = 1.0
-    metrics: Metrics = field(default_factory=dict)
-
-
 class World:
     """Engines, trainer, algorithm and observer in one: they take no time."""
 
-    recomputes = False
+    asks = ()
 
     def __init__(self, tokens: int) -> None:
         rng = np.random.default_rng(0)
@@ -85,8 +76,11 @@ class World:
     def drop_reason(self, group: Group) -> str | None:
         return None
 
-    def prepare(self, groups: Any) -> Any:
-        return Prepared()
+    def rows(self, *_: Any) -> Any:
+        return []
+
+    def prepare(self, *_: Any) -> Any:
+        return Prepared([], {}, [Update([], 1.0)], {})
 
     def admitted(self, group_id: int) -> None: ...
     def rolled_out(self, group: Group, dropped: str | None) -> None: ...

@@ -48,8 +48,8 @@ def step(recorded: Any, *, temperature: float = 1.0, old_rows: int = 0) -> tuple
     return [Group(5, Task("t", "?"), rows)], samples, [true_logprobs(i, temperature) for i in range(len(TOKENS))]
 
 
-def agreement(dtype: str = "float32", truncated: bool = False) -> Agreement:
-    return Agreement(Model(), dtype, truncated)  # type: ignore[arg-type]
+def agreement(dtype: str = "float32") -> Agreement:
+    return Agreement(Model(), dtype)  # type: ignore[arg-type]
 
 
 async def test_rounding_is_agreement():
@@ -71,10 +71,9 @@ async def test_a_gross_disagreement_is_refused_and_its_cause_named(recorded, cau
         await agreement()(NOW, *step(recorded))
 
 
-async def test_old_rows_and_truncated_sampling_do_not_count():
+async def test_old_rows_do_not_count():
     wrong = step(lambda i: true_logprobs(i, 0.7 if i >= 3 else 1.0), old_rows=3)
     await agreement()(NOW, *wrong)
-    await agreement(truncated=True)(NOW, *step(lambda i: true_logprobs(i, 0.7)))
     with pytest.raises(PolicyMismatch):
         await agreement()(NOW, *step(lambda i: true_logprobs(i, 0.7 if i >= 2 else 1.0), old_rows=3))
     await agreement()(replace(NOW, incarnation=1), *step(lambda i: true_logprobs(i, 0.7)))  # of an earlier life: lagged

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
 
+from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, RunFailed, Schedule
 from tidemill.protocols import PolicyMismatch
@@ -113,15 +114,17 @@ class World:
         pass
 
     # algorithm
-    recomputes = False
+    asks = ()
 
     def drop_reason(self, group: Group) -> str | None:
         return "zero-variance" if group.trajectories[0].reward == 0 else None
 
-    def prepare(self, groups):
+    def rows(self, groups, step):
+        return []
+
+    def prepare(self, groups, step, rows, logprobs):
         self.lags += [self.weights - g.oldest for g in groups]
-        self.samples, self.losses, self.scale, self.metrics = [], {}, 1.0, {}
-        return self
+        return Prepared([], {}, [Update([], 1.0)], {})
 
 
 class PublisherOf:

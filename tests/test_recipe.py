@@ -19,7 +19,11 @@ def load(*overrides: str) -> RunConfig:
 def test_short_forms_and_overrides_into_them():
     config = load("placement=inline", "placement.engines=2", "algorithm=dapo", "algorithm.clip_high=0.3", "env.high=9")
     assert (config.placement.kind, config.placement.engines) == ("inline", 2)
-    assert (config.algorithm.name, config.algorithm.clip_high, config.algorithm.zero_variance) == ("dapo", 0.3, "drop")
+    assert (config.algorithm.name, config.algorithm.constants["clip_high"], config.algorithm.zero_variance) == (
+        "dapo",
+        0.3,
+        "drop",
+    )
     assert config.env.high == 9
 
 

@@ -12,7 +12,7 @@ from tidemill.models.tokenizer import character_tokenizer
 from tidemill.pool import EnginePool
 from tidemill.protocols import PeerLost
 from tidemill.rollout import Episodes, Rollout, _all
-from tidemill.types import Completion, Finish, InfraError, SamplingParams, Score, Task, Version
+from tidemill.types import GREEDY, Completion, Finish, InfraError, SamplingParams, Score, Task, Version
 
 TASK = Task("t", "ab")
 
@@ -58,6 +58,24 @@ async def test_a_score_is_a_score():
         return [Score(1.0), Score(0.0)]
 
     assert await roll(FakeEnvironment(ask, judge)) == [Score(1.0), Score(0.0)]
+
+
+async def test_a_baseline_is_one_greedy_attempt_more():
+    asked = []
+
+    class Listening(FakeEngine):
+        async def generate(self, tokens, params, policy, key) -> Completion:
+            asked.append((key, params.temperature))
+            return await super().generate(tokens, params, policy, key)
+
+    async def judge(task, attempts):
+        return [Score(float(i)) for i in range(len(attempts))]
+
+    params = SamplingParams(max_tokens=1, temperature=0.7)
+    episodes = Episodes(FakeEnvironment(ask, judge), character_tokenizer("ab\n"), params, context=16, limit_s=1.0)
+    group = await Rollout(EnginePool([Listening()]), episodes, 2, 0, baseline=True).rollout(4, TASK)
+    assert asked == [("g4/0", 0.7), ("g4/1", 0.7), ("g4/-1", 0.0)]
+    assert [(t.sample, t.temperature, t.reward) for t in group.trajectories] == [(0, 0.7, 0), (1, 0.7, 1), (GREEDY, 0, 2)]
 
 
 async def test_what_the_environment_raises_is_its_attempts_affair():

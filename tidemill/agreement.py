@@ -3,7 +3,7 @@
     a step's rows that version v sampled whole  ->  engine's logprobs, trainer's under v  ->  gross?  ->  PolicyMismatch
 
 Fingerprints prove that both hold the same weights; this proves that both make the same of them. The limits are far from
-rounding. Rows of older versions are expected to differ, and truncated sampling is another distribution: neither counts.
+rounding. Rows of older versions are expected to differ: they do not count.
 """
 
 from __future__ import annotations
@@ -23,16 +23,14 @@ _LOOKED_AT = 16  # rows
 
 
 class Agreement:
-    def __init__(self, trainer: Trainer, dtype: str, truncated: bool) -> None:
-        """dtype: the coarsest that trainer or engines compute in. truncated: sampling by top-p, top-k or min-p."""
-        self._trainer, self._dtype, self._truncated = trainer, dtype, truncated
+    def __init__(self, trainer: Trainer, dtype: str) -> None:
+        """dtype: the coarsest that trainer or engines compute in."""
+        self._trainer, self._dtype = trainer, dtype
 
     async def __call__(
         self, served: Version, groups: Sequence[Group], samples: Sequence[Sample], logprobs: Sequence[Array]
     ) -> None:
         """Raise PolicyMismatch when the trainer's `logprobs` of what `served` sampled are grossly not the engines'."""
-        if self._truncated:
-            return
         rows = [
             (sample, np.where(sample.mask, values, np.nan))
             for sample, values, present in zip(samples, logprobs, lag_zero(groups, samples, served), strict=True)

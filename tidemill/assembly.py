@@ -29,6 +29,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
 from tidemill.monitor import Monitor
 from tidemill.observability.account import EVALUATE
+from tidemill.observability.events import worded
 from tidemill.orchestration.placement import Placement
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Environment
@@ -59,7 +60,7 @@ class Session:
     def tell(self, kind: str, detail: dict[str, Any]) -> None:
         """An event that the user should see, and the ledger keep."""
         self.ledger.event(kind, detail)
-        self.note(f"{kind.replace('_', ' ')}: {', '.join(str(value) for value in detail.values())}".partition("\n")[0])
+        self.note(worded(kind, detail).partition("\n")[0])
 
     def task_at(self, group_id: int) -> Task:
         tasks = self.environment.tasks("train")
@@ -92,12 +93,13 @@ async def train(session: Session, parts: Parts) -> int:
     """Train from where the run stands to its end, or until it is asked to stop. Returns the number of steps done."""
     config, ledger = session.config, session.ledger
     pool = parts.pool
-    algorithm = Algorithm(config.algorithm.with_fixed_length(config.rollout.max_tokens))
+    algorithm = Algorithm(config.algorithm, config.rollout.max_tokens)
     kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
+    baseline = config.algorithm.advantage == "remax"
     contexts = [(await engine.capabilities()).context for engine in pool.engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
-    roller = Rollout(pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside)
+    roller = Rollout(pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside, baseline)
 
     def unchanged(version: Version, why: str) -> None:
         session.tell("weights_unchanged", {"version": str(version), "why": why})
@@ -142,7 +144,8 @@ def _gate(session: Session) -> Gate:
     scoring = session.config.scoring
 
     def tell(change: Change) -> None:
-        detail = {"verifier": change.verifier, "share": change.share, "reason": change.reason, "seconds": change.seconds}
+        paused = {"share": change.share, "reason": change.reason}
+        detail = {"verifier": change.verifier, **(paused if change.kind == "paused" else {"seconds": change.seconds})}
         session.ledger.event(f"judging_{change.kind}", detail)
         session.monitor.judging(change)
 
@@ -210,7 +213,7 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluate: E
     async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
         return await checkpoints.begin(parts.trainer, Position(step, standing.incarnation, next_id))
 
-    agreement = Agreement(parts.trainer, config.coarsest, config.rollout.truncated)
+    agreement = Agreement(parts.trainer, config.coarsest)
 
     async def probe(version: Version, samples: Sequence[Sample], logprobs: Sequence[Array]) -> None:
         agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, parts.pool))

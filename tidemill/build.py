@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+from tidemill.algorithms.settings import ReferenceSettings
 from tidemill.config import Config, build
 from tidemill.controller import first_cause
 from tidemill.engine.settings import EngineSettings
@@ -56,6 +57,7 @@ class TrainerSpec(Config):
     model: Path
     trainer: TrainerSettings
     steps: int
+    reference: ReferenceSettings | None = None
     sync: SyncSettings
     folder: Path  # for carriers that need one
     seed: int = 0
@@ -100,11 +102,25 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         decoder,
         spec.trainer,
         steps=spec.steps,
+        reference=_reference(spec),
         sender=make_sender(spec.sync, spec.folder),
         source=spec.model,
         offload=one_thread() if offload else inline,
         process=spec.name,
     )
+
+
+def _reference(spec: TrainerSpec) -> Any:
+    """The `trainer.reference.Reference` that it describes, or None."""
+    import torch
+
+    from tidemill.models.weights import load_folder
+    from tidemill.trainer.reference import Reference
+
+    if (given := spec.reference) is None:
+        return None
+    folder = spec.model if given.model == "initial" else Path(given.model)
+    return Reference(load_folder(folder, dtype=torch.float32), given.every, given.decay)
 
 
 def import_roles() -> None:

@@ -14,8 +14,10 @@ This module knows protocols only: no torch, no engine, no process. Tests run it 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 from tidemill import faults
@@ -29,15 +31,24 @@ from tidemill.types import Array, Group, LossSpec, Metrics, Sample, Task, TrainR
 ROLE = "controller"  # of this process, to faults
 
 
+class Update(Protocol):
+    """One update of the optimizer: its samples, and the one scale of their gradient (I6)."""
+
+    @property
+    def samples(self) -> list[Sample]: ...
+    @property
+    def scale(self) -> float: ...
+
+
 class Prepared(Protocol):
-    """A step's samples and the one scale of its gradient (I6)."""
+    """A step's samples, and the updates that are made with them."""
 
     @property
     def samples(self) -> list[Sample]: ...
     @property
     def losses(self) -> dict[str, LossSpec]: ...
     @property
-    def scale(self) -> float: ...
+    def updates(self) -> Sequence[Update]: ...
     @property
     def metrics(self) -> Metrics: ...
 
@@ -47,12 +58,18 @@ class Algorithm(Protocol):
         """Why this group carries no gradient, or None."""
         ...
 
-    def prepare(self, groups: Sequence[Group]) -> Prepared: ...
+    def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
+        """What is trained at this step, without advantages and weights yet."""
+        ...
 
     @property
-    def recomputes(self) -> bool:
-        """Whether a step needs the trainer's own logprobs at its start (p_hat), rather than the engine's."""
+    def asks(self) -> Sequence[str]:
+        """Whose logprobs of the rows `prepare` needs: the "policy"'s at the start of the step, the "reference"'s."""
         ...
+
+    def prepare(
+        self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Mapping[str, Sequence[Array]]
+    ) -> Prepared: ...
 
 
 class Observer(Protocol):
@@ -195,16 +212,9 @@ class Controller:
             with self.timeline.phase("ledger"):
                 self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
             faults.reach(ROLE, "train", step)
+            before = partial(self._before_update, publishing, step, groups)
             with self.timeline.phase("train"):
-                prepared, result = await accumulate(self.trainer, self.algorithm, groups)
-            served = await self._published(publishing)  # the update may not touch weights that are still being read
-            with self.timeline.phase("check"):
-                if self.hooks.agree:
-                    await self.hooks.agree(served, groups, prepared.samples, result.logprobs)
-                if self.hooks.probe and self._due(step, self.schedule.probe_every):
-                    await self.hooks.probe(served, prepared.samples, result.logprobs)
-            with self.timeline.phase("train"):
-                metrics = await self.trainer.apply(prepared.scale)
+                prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, step, before)
             faults.reach(ROLE, "apply", step)
             self.step = step = step + 1
             with self.timeline.phase("ledger"):
@@ -217,7 +227,7 @@ class Controller:
             saves = step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every)
             if saves:
                 with self.timeline.phase("metrics"):
-                    await told
+                    await told  # bounded: its calls have deadlines
                 await self._checkpoint(tasks, step)
             publishing = tasks.create_task(self._publish(step, len(groups)))
             if not saves:
@@ -227,6 +237,17 @@ class Controller:
         if step > self._saved:  # asked to stop: nothing that was trained is lost
             await self._checkpoint(tasks, step)
         return step
+
+    async def _before_update(
+        self, publishing: asyncio.Task[Version], step: int, groups: Sequence[Group], update: Update, result: TrainResult
+    ) -> None:
+        """An update may not touch weights that are still being read, nor follow from rollouts of another policy."""
+        served = await self._published(publishing)
+        with self.timeline.phase("check"):
+            if self.hooks.agree:
+                await self.hooks.agree(served, groups, update.samples, result.logprobs)
+            if self.hooks.probe and self._due(step, self.schedule.probe_every):
+                await self.hooks.probe(served, update.samples, result.logprobs)
 
     async def _told(self) -> None:
         if self._telling:
@@ -313,13 +334,30 @@ class Controller:
             )
 
 
-async def accumulate(trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group]) -> tuple[Prepared, TrainResult]:
-    """The gradient of one step's groups, as sums in the trainer: all of a step but its update."""
-    prepared = algorithm.prepare(groups)
-    if algorithm.recomputes:
-        for sample, old in zip(prepared.samples, await trainer.forward(prepared.samples), strict=True):
-            sample.old_logprobs = old
-    return prepared, await trainer.forward_backward(prepared.samples, prepared.losses)
+async def train_on(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    groups: Sequence[Group],
+    step: int,
+    before_update: Callable[[Update, TrainResult], Awaitable[None]] | None = None,
+) -> tuple[Prepared, TrainResult, Metrics]:
+    """All of a step but its record: its samples, what their forward passes gave, and what the optimizer said last.
+
+    `before_update` is awaited once, with the gradient of the first update accumulated and no weight touched.
+    """
+    rows = algorithm.rows(groups, step)
+    logprobs = {policy: await trainer.forward(rows, policy) for policy in algorithm.asks}
+    prepared = algorithm.prepare(groups, step, rows, logprobs)
+    result, sums, metrics = TrainResult({}, []), Counter[str](), Metrics()
+    for number, update in enumerate(prepared.updates):
+        result = await trainer.forward_backward(update.samples, prepared.losses)
+        sums.update(result.metrics)
+        if number == 0 and before_update is not None:
+            await before_update(update, result)
+        metrics = await trainer.apply(update.scale)
+    if len(prepared.updates) > 1:  # the later passes were of other weights than the step began with
+        result = TrainResult({}, list(logprobs["policy"]))
+    return prepared, TrainResult(dict(sums), result.logprobs), metrics
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:

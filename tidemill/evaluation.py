@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 from collections.abc import Sequence
+from math import sqrt
 
 import numpy as np
 
@@ -43,6 +44,17 @@ class Evaluator:
             return played
 
         return list(await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks))))
+
+
+def errors_apart(before: float, n: int, after: float, m: int) -> float:
+    """By how many standard errors of their difference a share of m lies below an earlier one of n.
+
+    The error is of the two pooled, so it is not 0 where both are 0 or 1 of a few.
+    https://www.itl.nist.gov/div898/handbook/prc/section3/prc33.htm
+    """
+    pooled = (before * n + after * m) / (n + m)
+    error = sqrt(pooled * (1 - pooled) * (1 / n + 1 / m))
+    return (before - after) / error if error > 0 else 0.0
 
 
 def summary(attempts: Sequence[Trajectory]) -> Metrics:

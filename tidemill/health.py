@@ -76,8 +76,10 @@ def _trace(error: BaseException) -> str:
         each = each.__cause__
 
 
-def forget_failure(folder: Path) -> None:
-    (folder / FAILURE).unlink(missing_ok=True)
+def forget_end(folder: Path) -> None:
+    """What an earlier process said is nothing that the one which goes on says."""
+    for name in (FAILURE, STATUS):
+        (folder / name).unlink(missing_ok=True)
 
 
 def _together() -> list[dict[str, Any]]:

@@ -11,12 +11,15 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 from tidemill.config import ConfigError
+
+T = TypeVar("T")
 
 
 def load_object(reference: str) -> Any:
@@ -49,6 +52,26 @@ def reference_of(function: Callable[..., Any]) -> str:
     if source.is_file() and "." not in module:  # a file beside the script: a worker's search path need not lead there
         return f"{source.resolve()}:{name}"
     return f"{module}:{name}"
+
+
+def bound(kind: str, name: str, constants: Mapping[str, float], known: Mapping[str, Callable[..., T]]) -> Callable[..., T]:
+    """A function by its name among those known, or as FILE.py:function, with its constants (keyword-only) bound. ValueError
+    for an unknown name, or a constant that it does not take."""
+    function = load_object(name) if ".py:" in name else known.get(name)
+    if function is None:
+        near = _near(name, dict(known))
+        raise ValueError(f"{kind} {name!r}: expected one of {', '.join(known)}, or FILE.py:function{near}")
+    accepted = constants_of(function)
+    if unknown := sorted(set(constants) - set(accepted)):
+        takes = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
+        raise ValueError(f"{kind} {name!r} has no constant {', '.join(unknown)}: {takes}")
+    return partial(function, **constants)
+
+
+def constants_of(function: Callable[..., Any]) -> dict[str, Any]:
+    """Its keyword-only parameters and their defaults."""
+    parameters = inspect.signature(function).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
 _PREFIX = "_user_"

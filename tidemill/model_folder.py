@@ -5,11 +5,15 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
 from tidemill.models.architecture import Architecture
-from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
+from tidemill.models.tokenizer import EOS, PAD, UNK, generation_config, load_tokenizer, stop_ids
+
+if TYPE_CHECKING:
+    from tidemill.models.fresh import Size
 
 ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
 NEW = "new:"
@@ -37,12 +41,29 @@ def resolve_model(model: str, beside: Path, seed: int) -> Path:
     """The folder that `model` names; for `new:SIZE` one is made in the folder `beside`, unless it is there."""
     if not model.startswith(NEW):
         return Path(model).expanduser()
-    from tidemill.models.fresh import SIZES, fresh_model
+    from tidemill.models.fresh import fresh_model
+
+    made, size = beside / f"new-{model.removeprefix(NEW)}-{seed}", _new_size(model)
+    if not made.is_dir():
+        fresh_model(made, alphabet=ALPHABET, lowercase=True, context=NEW_CONTEXT, seed=seed, **size)
+    return made
+
+
+def architecture_of(model: str) -> Architecture | None:
+    """Of what `model` names, without a weight being made or read; None where there is no such folder."""
+    if not model.startswith(NEW):
+        folder = Path(model).expanduser()
+        return Architecture.from_folder(folder) if folder.is_dir() else None
+    from tidemill.models.fresh import architecture
+
+    vocab = len((PAD, EOS, UNK, *ALPHABET))
+    return architecture(_new_size(model), vocab=vocab, context=NEW_CONTEXT, ends={})
+
+
+def _new_size(model: str) -> Size:
+    from tidemill.models.fresh import SIZES
 
     size = model.removeprefix(NEW)
     if size not in SIZES:
         raise ConfigError(f"model {model!r}: expected {', '.join(NEW + name for name in SIZES)} or a folder")
-    made = beside / f"new-{size}-{seed}"
-    if not made.is_dir():
-        fresh_model(made, alphabet=ALPHABET, lowercase=True, context=NEW_CONTEXT, seed=seed, **SIZES[size])
-    return made
+    return SIZES[size]

@@ -12,11 +12,12 @@ import os
 import time
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from tidemill.algorithms.mismatch import LogprobGap, Mismatch, lag_zero
+from tidemill.algorithms.symptoms import Symptoms
 from tidemill.breaker import Change
 from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
 from tidemill.observability.display import Display
@@ -85,6 +86,7 @@ class Totals:
     paused_s: float = 0.0
     memory: dict[str, int] = field(default_factory=dict)  # process -> peak bytes
     time: Account = field(default_factory=Account)
+    symptoms: Symptoms = field(default_factory=Symptoms)
 
     @property
     def matched(self) -> LogprobGap:
@@ -172,7 +174,11 @@ class Monitor:
             if scored.version != served:
                 self.totals.probe_off += 1
             elif sample.mask.any():
-                found.add(scored.logprobs[sample.mask], logprobs[index][sample.mask])
+                own = logprobs[index]
+                if sample.support is not None:  # an engine scores over the whole vocabulary
+                    assert self._trainer is not None
+                    (own,) = await self._trainer.forward([replace(sample, support=None)])
+                found.add(scored.logprobs[sample.mask], own[sample.mask])
         self.totals.probe.merge(found)
         return found
 
@@ -205,6 +211,8 @@ class Monitor:
             record |= {"mismatch/lag0_mean": found["logprob_gap"], "mismatch/lag0_p99": found["logprob_gap_p99"]}
         if self._accuracy is not None:
             record["eval/accuracy"] = self._accuracy
+        for warning in self.totals.symptoms.look(groups, record):
+            self._display.note(f"warning: {warning}")
         record |= await self._times()
         self._sinks.log(step + 1, record)
         self._display.step(record)

@@ -89,8 +89,9 @@ class Engine(Protocol):
 
 @runtime_checkable
 class Trainer(Protocol):
-    async def forward(self, samples: list[Sample]) -> list[Array]:
-        """Logprobs under the present weights, one [T] float32 array a sample, at the sample's temperature. No gradient."""
+    async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
+        """Logprobs under the present weights, or those of the "reference", one [T] float32 array a sample, at the sample's
+        temperature. No gradient."""
         ...
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:

@@ -142,7 +142,7 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        self.algorithm.check(self.rollout.group_size)
+        self.algorithm.check(self.rollout.groups, self.rollout.group_size)
         if self.deterministic and (self.warmup.accuracy or self.rollout.window > 1):
             raise ValueError(
                 "deterministic = true: a warm-up ends by the clock, and a window above 1 takes groups as they finish; set "

@@ -52,8 +52,14 @@ class Row:
     group: int
     place: int
     trajectory: Trajectory
-    said: Array  # [T] the trainer's logprobs, at the recorded version and temperature
-    served: Array  # [T] an engine's
+    said: Array  # [T] the trainer's logprobs, at the recorded version and temperature, over the support that was kept
+    whole: Array  # [T] the trainer's, over the whole vocabulary
+    served: Array  # [T] an engine's, over the whole vocabulary
+
+    @property
+    def engine_gap(self) -> LogprobGap:
+        recorded = self.trajectory.logprobs if self.trajectory.support is None else self.whole
+        return gap_of(recorded, self.served, self.trajectory.mask)
 
 
 @dataclass(slots=True)
@@ -168,13 +174,17 @@ class _Replayer:
         self._decoder = load_folder(where.folder)
 
     async def of(self, version: Version, picked: Sequence[tuple[int, int, Trajectory]]) -> VersionReplay:
-        said = await self._trained(self._decoder, [t for *_, t in picked])
-        served = await self._served([t for *_, t in picked])
-        rows = [Row(*which, *both) for which, *both in zip(picked, said, served, strict=True)]
+        trajectories = [t for *_, t in picked]
+        said = await self._trained(self._decoder, trajectories)
+        whole = said
+        if any(t.support is not None for t in trajectories):
+            whole = await self._trained(self._decoder, [replace(t, support=None) for t in trajectories])
+        served = await self._served(trajectories)
+        rows = [Row(*which, *each) for which, *each in zip(picked, said, whole, served, strict=True)]
         result = VersionReplay(version, str(self._where.folder), len(rows), LogprobGap(), LogprobGap())
         for row in rows:
             result.trainer.merge(gap_of(row.trajectory.logprobs, row.said, row.trajectory.mask))
-            result.engine.merge(gap_of(row.trajectory.logprobs, row.served, row.trajectory.mask))
+            result.engine.merge(row.engine_gap)
         off = self._off(rows, result)
         result.off = len(off)
         for row in off[:DIAGNOSED]:
@@ -191,8 +201,7 @@ class _Replayer:
         found = []
         for row in rows:
             evidence = _evidence(row)
-            scored = gap_of(row.trajectory.logprobs, row.served, row.trajectory.mask)
-            if evidence.strays or limit.exceeded(evidence.gap) or limit.exceeded(scored):
+            if evidence.strays or limit.exceeded(evidence.gap) or limit.exceeded(row.engine_gap):
                 found.append(row)
         return found
 
@@ -235,12 +244,8 @@ class _Replayer:
             return
         logits = self._logits(trajectory.tokens, where)
         targets, recorded = trajectory.tokens[where].astype(np.int64), trajectory.logprobs[where]
-        support = trajectory.support
-        if support is not None and len(support.offsets) == len(sampled) + 1 and sampled[0] > 0:
-            scaled = logits / trajectory.temperature
-            kept = [scaled[i, support.ids[slice(*support.offsets[i : i + 2])]] for i in range(len(where))]
-            values = scaled[np.arange(len(where)), targets] - np.array([_log_sum_exp(row) for row in kept])
-            yield Hypothesis(Cause.TRUNCATED, "of the support that was kept", _placed(values, where, trajectory))
+        if trajectory.support is not None:
+            yield Hypothesis(Cause.TRUNCATED, "over the whole vocabulary, not the support that was kept", row.whole)
         fitted = fit_temperature(logits, targets, recorded)
         values = _at(logits, targets, fitted)
         detail = f"sampled at {fitted:.3g}, recorded as {trajectory.temperature:.3g}"
@@ -311,6 +316,6 @@ def _sample(trajectory: Trajectory) -> Sample:
     """Asks for every logprob there is, whatever the record says was sampled."""
     size = len(trajectory.tokens)
     zero = np.zeros(size, np.float32)
-    nowhere, unknown = np.zeros(size, bool), np.full(size, -1, np.int32)
-    sample = Sample(trajectory.tokens, nowhere, zero, unknown, zero, zero, temperature=trajectory.temperature)
-    return replace(sample, weights=(np.arange(size) > 0).astype(np.float32))
+    unknown, weights = np.full(size, -1, np.int32), (np.arange(size) > 0).astype(np.float32)
+    sample = Sample(trajectory.tokens, trajectory.mask & (weights > 0), zero, unknown, zero, weights)
+    return replace(sample, temperature=trajectory.temperature, support=trajectory.support)

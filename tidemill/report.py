@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
+from tidemill.evaluation import errors_apart
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.ledger.records import EvalRecord
 from tidemill.machine import usable_cores
 from tidemill.monitor import Totals
 from tidemill.observability.account import CONTROLLER, GENERATE, REWARD, TRAIN, Account
@@ -12,6 +15,8 @@ from tidemill.observability.advice import Setup, advise
 from tidemill.observability.trace import Trace, busy_seconds, overlap
 from tidemill.recipe import RunConfig
 from tidemill.warm_start import WarmStart
+
+CLEARLY = 2.0  # standard errors, from which on a fall of held-out accuracy is no chance
 
 
 def make_report(
@@ -30,6 +35,7 @@ def make_report(
         "accuracy_before": evaluations[0].accuracy if evaluations else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
         "held_out": evaluations[-1].n if evaluations else None,
+        "unlearned": unlearned(evaluations),
         "steps": 0 if last is None else last + 1,
         "wall_s": round(wall_s, 2),
         "train_s": round(end - begin, 2),
@@ -59,7 +65,23 @@ def make_report(
             for name, kinds in totals.time.shares().items()
         },
         "advice": advice(totals, config),
+        "warnings": dict(totals.symptoms.told),
     }
+
+
+def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:
+    """The first and the last evaluation where accuracy fell by more than chance explains, else None."""
+    if not evaluations:
+        return None
+    first, last = evaluations[0], evaluations[-1]
+    if first.accuracy is None or last.accuracy is None or not first.n or not last.n:
+        return None
+    errors = errors_apart(first.accuracy, first.n, last.accuracy, last.n)
+    if errors <= CLEARLY:
+        return None
+    unjudged = int(sum(last.metrics.get(kind) or 0 for kind in ("infra_errors", "unscorable")))
+    accuracies = {"before": first.accuracy, "after": last.accuracy, "n_before": first.n, "n_after": last.n}
+    return {**accuracies, "errors": round(errors, 2), "unjudged": unjudged}
 
 
 def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from tidemill.checkpoints import Checkpoints
 from tidemill.config import ConfigError
-from tidemill.controller import Algorithm, accumulate
+from tidemill.controller import Algorithm, train_on
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.protocols import Trainer
 from tidemill.types import Group, Task, Version
@@ -68,6 +68,5 @@ async def take_up(
 
 async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
     groups = [ledger.load(group_id) for group_id in ledger.replay_step(step, incarnation)]
-    prepared, _ = await accumulate(trainer, algorithm, groups)
-    metrics = await trainer.apply(prepared.scale)
+    prepared, _, metrics = await train_on(trainer, algorithm, groups, step)
     ledger.end_step(step, incarnation, prepared.metrics | metrics)

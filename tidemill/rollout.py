@@ -23,7 +23,7 @@ from tidemill.observability.timeline import Beside
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Environment
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
-from tidemill.types import Finish, Group, InfraError, Outcome, SamplingParams, Task, Trajectory, Unscorable
+from tidemill.types import GREEDY, Finish, Group, InfraError, Outcome, SamplingParams, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,11 +103,18 @@ class Rollout:
     """`protocols.Roller` over a pool of engines."""
 
     def __init__(
-        self, pool: EnginePool, episodes: Episodes, group_size: int, run_seed: int, beside: Beside | None = None
+        self,
+        pool: EnginePool,
+        episodes: Episodes,
+        group_size: int,
+        run_seed: int,
+        beside: Beside | None = None,
+        baseline: bool = False,
     ) -> None:
-        """beside: where episodes and judging are noted, for the account of time."""
+        """beside: where episodes and judging are noted, for the account of time. baseline: one greedy attempt at each task
+        besides, sample GREEDY, which is not trained on."""
         self._pool, self._episodes, self._size, self._seed = pool, episodes, group_size, run_seed
-        self._beside = beside or Beside()
+        self._beside, self._greedy = beside or Beside(), greedy(episodes) if baseline else None
 
     async def rollout(self, group_id: int, task: Task) -> Group:
         with self._beside.span(EPISODE, group=group_id):
@@ -117,10 +124,12 @@ class Rollout:
         return Group(group_id, task, attempts)
 
     async def _attempts(self, engine: Engine, group_id: int, task: Task) -> list[Trajectory]:
-        return await _all(self._attempt(engine, group_id, task, i) for i in range(self._size))
+        samples = [*range(self._size), *([GREEDY] if self._greedy else [])]
+        return await _all(self._attempt(engine, group_id, task, sample) for sample in samples)
 
     async def _attempt(self, engine: Engine, group_id: int, task: Task, sample: int) -> Trajectory:
-        return await self._episodes.play(
+        episodes = self._greedy if self._greedy and sample == GREEDY else self._episodes
+        return await episodes.play(
             task,
             engine,
             key=f"g{group_id}/{sample}",

@@ -32,6 +32,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.trace = path / "trace.json"
         self.report = path / "report.json"
+        self.interrupted = path / "interrupted.json"
         self.initial = path / "initial"
         self.final = path / "final"
         self.checkpoints = path / "checkpoints"
@@ -80,10 +81,9 @@ class RunFolder:
 
     def write_report(self, report: dict[str, Any], complete: bool) -> None:
         """`report.json` of a run that came to its end, `interrupted.json` of one that has yet to go on."""
-        interrupted = self.path / "interrupted.json"
-        write_json(self.report if complete else interrupted, report)
+        write_json(self.report if complete else self.interrupted, report)
         if complete:
-            interrupted.unlink(missing_ok=True)
+            self.interrupted.unlink(missing_ok=True)
 
     def keep_initial(self, start: Path, copy: bool) -> None:
         """`initial` is the folder that reinforcement learning began with: a copy of it, or a link to it."""

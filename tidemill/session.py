@@ -22,7 +22,7 @@ from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
-from tidemill.health import forget_failure, record_failure
+from tidemill.health import forget_end, record_failure
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
 from tidemill.model_folder import ModelFolder, resolve_model
 from tidemill.monitor import Monitor
@@ -82,7 +82,8 @@ async def _in_folder(
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
-        forget_failure(folder.path)
+        forget_end(folder.path)
+        folder.interrupted.unlink(missing_ok=True)
         try:
             async with placed(config.placement, folder.logs, config.supervise) as placement:
                 return await _with_environment(config, folder, ledger, placement, display, callbacks, make)
@@ -143,11 +144,6 @@ def _describe(session: Session) -> None:
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(config.eval.final_tasks)
     longest = check_prompts([*train, *held_out], session.model.tokenizer, session.context)
-    if config.rollout.truncated:
-        session.note(
-            "top_p, top_k and min_p: the trainer's logprobs are of the whole distribution (the sampled support is recorded, "
-            "not yet used), so importance ratios are biased and the mismatch at lag 0 is not 0"
-        )
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     session.monitor.header(
@@ -220,7 +216,8 @@ async def _attempt(session: Session, start: WarmStart) -> int:
     spec = TrainerSpec(
         model=start.path,
         trainer=config.trainer,
-        steps=config.steps,
+        steps=config.steps * config.algorithm.updates.count,
+        reference=config.algorithm.reference,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,

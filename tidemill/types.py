@@ -31,6 +31,7 @@ class Finish(StrEnum):
 
 
 TRUNCATED = frozenset({Finish.LENGTH, Finish.CONTEXT})
+GREEDY = -1  # the sample number of an attempt without noise, which others are compared with
 
 
 class InFlight(StrEnum):
@@ -144,10 +145,13 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
     value: float
     parts: dict[str, float] = {}  # named components, for metrics and multi-reward advantages
+    turns: tuple[float, ...] = ()  # rewards of single turns besides, for the advantages that tell turns apart
 
     def __post_init__(self) -> None:
         if not np.isfinite(self.value):
             raise ValueError(f"Score(value={self.value!r}): expected a finite number; return Unscorable(reason) instead")
+        if not np.isfinite(self.turns).all():
+            raise ValueError(f"Score(turns={self.turns!r}): expected finite numbers")
 
 
 class Unscorable(msgspec.Struct, frozen=True, tag=True):
@@ -186,7 +190,7 @@ class Trajectory:
     finish: Finish
     outcome: Outcome | None = None  # None until it was scored
     sources: tuple[Version, ...] = ()  # the distinct versions behind `versions`, oldest first
-    sample: int = 0  # which sibling of its group
+    sample: int = 0  # which sibling of its group; GREEDY: the baseline of the others
     seat: int = 0
     turns: int = 1
     temperature: float = 1.0  # what `logprobs` were taken at
@@ -250,6 +254,8 @@ class LossSpec:
 
     name: str
     params: dict[str, float] = field(default_factory=dict)
+    also: tuple[LossSpec, ...] = ()  # further terms on the same tokens, each times its `weight`
+    weight: float = 1.0  # of all of it, what stands in `also` included
 
 
 @dataclass(slots=True)
@@ -266,6 +272,10 @@ class Sample:
     temperature: float = 1.0
     old_logprobs: Array | None = None  # [T] float32  trainer-side logprob at the start of the step, when recomputed
     ref_logprobs: Array | None = None  # [T] float32  reference policy
+    lags: Array | None = (
+        None  # [T] int32  updates since the weights that sampled it, where the loss reads that; 0 where not mask
+    )
+    support: Support | None = None  # rows align with the masked positions: logprobs are of the distribution over these ids
     group: int = -1
     sample: int = 0
 

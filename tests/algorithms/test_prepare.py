@@ -1,12 +1,25 @@
 import numpy as np
 import pytest
 
-from tidemill.algorithms.advantages import grpo
-from tidemill.algorithms.prepare import Algorithm, has_signal, prepare, supervised
+from tidemill.algorithms.prepare import Algorithm, supervised
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.types import Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
+from tidemill.types import GREEDY, Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
 
 GRPO = AlgorithmSettings.preset("grpo")
+LONGEST = 10
+STEP = 6  # of the step that is prepared: what `trajectory` makes is two versions old
+
+
+def prepare(groups, settings, logprobs=None, step=STEP):
+    algorithm = Algorithm(settings, LONGEST)
+    rows = algorithm.rows(groups, step)
+    known = {who: [row.logprobs + delta * row.mask for row in rows] for who, delta in (logprobs or {}).items()}
+    assert set(known) == set(algorithm.asks)
+    return algorithm.prepare(groups, step, rows, known)
+
+
+def has_signal(group, settings):
+    return Algorithm(settings, LONGEST).drop_reason(group)
 
 
 def trajectory(outcome, sampled=3, prompt=2, finish=Finish.STOP, **more):
@@ -31,14 +44,14 @@ def group(*trajectories, id=1):
 def test_advantages_and_weights_lie_on_the_sampled_tokens_only():
     g = group(trajectory(1.0, 3, sample=0), trajectory(0.0, 5, sample=1), id=9)
     prepared = prepare([g], GRPO)
-    a = grpo(np.array([1.0, 0.0]))
+    a = np.array([0.5, -0.5]) / (np.sqrt(0.5) + 1e-6)
     for i, (sample, source) in enumerate(zip(prepared.samples, g.trajectories, strict=True)):
         np.testing.assert_allclose(sample.advantages, np.where(source.mask, a[i], 0), rtol=1e-6)
         np.testing.assert_allclose(sample.weights, np.where(source.mask, 1 / source.sampled, 0), rtol=1e-6)
         assert sample.advantages.dtype == sample.weights.dtype == np.float32
         assert (sample.group, sample.sample, sample.loss) == (9, i, "policy")
         assert sample.tokens is source.tokens and sample.logprobs is source.logprobs
-    assert prepared.scale == 0.5
+    assert prepared.updates[0].scale == 0.5
     assert prepared.losses["policy"].name == "ppo_clip"
 
 
@@ -55,7 +68,7 @@ def test_advantages_and_weights_lie_on_the_sampled_tokens_only():
 def test_what_has_no_score_is_as_if_it_were_not_there(other):
     with_it = prepare([group(1.0, other, 0.0)], GRPO)
     without = prepare([group(1.0, 0.0)], GRPO)
-    assert len(with_it.samples) == 2 and with_it.scale == without.scale
+    assert len(with_it.samples) == 2 and with_it.updates[0].scale == without.updates[0].scale
     for a, b in zip(with_it.samples, without.samples, strict=True):
         np.testing.assert_array_equal(a.advantages, b.advantages)
         np.testing.assert_array_equal(a.weights, b.weights)
@@ -71,13 +84,12 @@ def test_reasons_to_drop_a_group():
     for settings in (dapo, GRPO):
         assert has_signal(group(None, InfraError("x")), settings) == "unscored"
         assert has_signal(group(), settings) == "unscored"
-    assert Algorithm(dapo).drop_reason(group(1.0, 1.0)) == "zero-variance"
 
 
 def test_kept_zero_variance_groups_dilute():
     """The same gradient sum over more samples: the scale halves."""
     one, two = (prepare([group(1.0, 0.0), *extra], GRPO) for extra in ([], [group(1.0, 1.0, id=2)]))
-    assert one.scale == 2 * two.scale
+    assert one.updates[0].scale == 2 * two.updates[0].scale
     assert two.metrics["zero_variance_groups"] == 1
     assert not any(s.advantages.any() for s in two.samples[2:]) and two.samples[2].weights.any()
 
@@ -90,9 +102,9 @@ def test_seats_are_compared_with_their_own_kind():
 
 def test_reduction_spans_the_whole_step():
     groups = [group(trajectory(1.0, 2), trajectory(0.0, 6), id=1), group(trajectory(1.0, 1), trajectory(0.0, 1), id=2)]
-    assert prepare(groups, AlgorithmSettings.preset("dapo")).scale == 1 / 10
+    assert prepare(groups, AlgorithmSettings.preset("dapo")).updates[0].scale == 1 / 10
     by_prompt = prepare(groups, AlgorithmSettings.preset("dapo", reduction="prompt"))
-    assert by_prompt.scale == 1 / 2
+    assert by_prompt.updates[0].scale == 1 / 2
     assert [s.weights[-1] for s in by_prompt.samples] == [0.125, 0.125, 0.5, 0.5]
 
 
@@ -103,16 +115,19 @@ def test_metrics():
     assert metrics["completion_tokens"] == 3 and metrics["completion_tokens_max"] == 4
 
 
-def test_greedy_samples_and_open_lengths_are_refused():
+def test_greedy_samples_are_refused():
     with pytest.raises(ValueError, match="temperature > 0"):
         prepare([group(trajectory(1.0, temperature=0.0), 0.0)], GRPO)
-    with pytest.raises(ValueError, match="'fixed' with length None"):
-        prepare([group(1.0, 0.0)], AlgorithmSettings.preset("dr_grpo"))
+
+
+def test_the_fixed_length_is_the_longest_completion():
+    assert prepare([group(1.0, 0.0)], AlgorithmSettings.preset("dr_grpo")).updates[0].scale == 1 / (2 * LONGEST)
+    assert prepare([group(1.0, 0.0)], AlgorithmSettings.preset("dr_grpo", fixed_length=4)).updates[0].scale == 1 / 8
 
 
 def test_an_empty_step():
-    prepared = Algorithm(GRPO).prepare([])
-    assert prepared.samples == [] and prepared.scale == 0 and np.isfinite(list(prepared.metrics.values())).all()
+    prepared = prepare([], GRPO)
+    assert prepared.samples == [] and prepared.updates[0].scale == 0 and np.isfinite(list(prepared.metrics.values())).all()
 
 
 def test_supervised_rows_are_a_mean_over_loss_tokens():
@@ -126,3 +141,123 @@ def test_supervised_rows_are_a_mean_over_loss_tokens():
         supervised([(np.arange(2), np.array([1, 1]))])
     with pytest.raises(ValueError, match="one flag a token"):
         supervised([(np.arange(2), np.array([1]))])
+
+
+def advantages(prepared):
+    return [float(s.advantages[s.mask][0]) for s in prepared.samples]
+
+
+def test_corrections_are_factors_on_the_advantages_and_change_no_denominator():
+    plain = AlgorithmSettings.preset("dr_grpo", old_logprobs="recompute")
+    tis = AlgorithmSettings.preset("dr_grpo", old_logprobs="recompute", corrections=["tis"])
+    before, after = (prepare([group(1.0, 0.0)], s, {"policy": 0.1}) for s in (plain, tis))
+    np.testing.assert_allclose(advantages(after), np.exp(0.1) * np.array(advantages(before)), rtol=1e-6)
+    dropped = prepare([group(1.0, 0.0)], tis.model_copy(update={"corrections": tis.corrections}), {"policy": 3.0})
+    assert advantages(dropped) == pytest.approx([2 * a for a in advantages(before)]), "the cap"
+    none = AlgorithmSettings.preset("dr_grpo", old_logprobs="recompute", corrections=[{"name": "icepop", "high": 1.05}])
+    masked = prepare([group(1.0, 0.0)], none, {"policy": 0.1})
+    assert (
+        advantages(masked) == [0.0, 0.0]
+        and masked.updates[0].scale == before.updates[0].scale
+        and masked.metrics["correction/dropped"] == 1
+    )
+    np.testing.assert_array_equal(masked.samples[0].weights, before.samples[0].weights)
+    assert masked.samples[0].old_logprobs[-1] == pytest.approx(-0.4)
+
+
+def test_age_weighs_by_the_oldest_token():
+    s = AlgorithmSettings.preset("dr_grpo", corrections={"name": "age", "half_life": 2})
+    old = trajectory(1.0)
+    old.versions[2] = 2  # four behind, the others two
+    assert advantages(prepare([group(old, 0.0)], s)) == pytest.approx([0.5 * 0.25, -0.5 * 0.5])
+
+
+def test_kl_in_the_loss_and_in_the_reward():
+    s = AlgorithmSettings.preset("dr_grpo", reference={"kl": 0.1})
+    prepared = prepare([group(1.0, 0.0)], s, {"reference": -0.2})
+    assert [(e.name, e.weight) for e in prepared.losses["policy"].also] == [("kl_k3", 0.1)]
+    assert advantages(prepared) == [0.5, -0.5] and prepared.metrics["kl"] == pytest.approx(0.2)
+    assert prepared.samples[0].ref_logprobs[-1] == pytest.approx(-0.7)
+    s = AlgorithmSettings.preset("dr_grpo", reference={"kl": 0.1, "into": "reward"})
+    prepared = prepare([group(trajectory(1.0, 2), trajectory(1.0, 4))], s, {"reference": -0.2})
+    assert not prepared.losses["policy"].also
+    assert advantages(prepared) == pytest.approx([0.02, -0.02]), "-0.1 * 0.2 * 2 tokens against 4"
+    at_tokens = AlgorithmSettings.preset("reinforce_pp", reference={"kl": 0.1, "into": "reward"}, eps=1e9)
+    a = prepare([group(trajectory(1.0, 3), trajectory(0.0, 1))], at_tokens, {"reference": -0.2}).samples[0].advantages
+    steps = np.diff(a[2:])
+    assert (steps > 0).all(), "the return to go has fewer penalties before it"
+
+
+def test_distillation_is_each_tokens_own_reward():
+    s = AlgorithmSettings.preset("opd", reference="teacher/")
+    prepared = prepare([group(1.0, 1.0)], s, {"policy": 0.0, "reference": 0.3})
+    assert advantages(prepared) == pytest.approx([0.3, 0.3])
+    assert has_signal(group(1.0, 1.0), s) is None
+
+
+def test_a_pair_is_the_best_and_the_worst_attempt():
+    s = AlgorithmSettings.preset("online_dpo")
+    prepared = prepare([group(0.5, 1.0, 0.0)], s, {"policy": 0.0, "reference": 0.0})
+    assert advantages(prepared) == pytest.approx([0.0, 2 * 0.1 * 0.5, -2 * 0.1 * 0.5])
+    assert [bool(x.weights.any()) for x in prepared.samples] == [False, True, True] and prepared.updates[0].scale == 0.5
+    assert prepared.metrics["preference_loss"] == pytest.approx(np.log(2)) and prepared.metrics["pairs"] == 1
+    assert has_signal(group(1.0, 1.0), s) == "zero-variance"
+
+
+def test_attempts_that_were_cut_off():
+    cut = trajectory(1.0, 4, finish=Finish.LENGTH)
+    rows = [group(cut, 1.0, 0.0)]
+    ways = ("keep", "filter", "mask", "penalty")
+    kinds = {way: prepare(rows, AlgorithmSettings.preset("dr_grpo", overlong=way)) for way in ways}
+    assert advantages(kinds["keep"]) == pytest.approx([1 / 3, 1 / 3, -2 / 3])
+    assert advantages(kinds["filter"]) == [0.5, -0.5]
+    assert advantages(kinds["mask"]) == pytest.approx([1 / 3, 1 / 3, -2 / 3])
+    assert not kinds["mask"].samples[0].weights.any() and kinds["mask"].updates[0].scale == 1 / (2 * LONGEST)
+    assert advantages(kinds["penalty"]) == advantages(kinds["keep"]), "4 of 10 tokens are not near the limit"
+    long = prepare([group(trajectory(1.0, 9), 1.0)], AlgorithmSettings.preset("dr_grpo", overlong="penalty"))
+    assert advantages(long) == pytest.approx([-0.25, 0.25]), "over the last 2 of 10 tokens the penalty grows to 1"
+
+
+def test_turns_are_rewarded_at_their_last_tokens():
+    def played(value, turns):
+        t = trajectory(Score(value, turns=turns), 6)
+        t.mask[4:6] = False  # a tool's answer between two turns of two tokens
+        t.versions[4:6], t.logprobs[4:6] = -1, 0
+        return t
+
+    s = AlgorithmSettings.preset("dr_grpo", advantage="process")
+    a = prepare([group(played(1.0, (0.5, 0.25)), played(0.0, ()))], s).samples[0].advantages
+    np.testing.assert_allclose(a, [0, 0, 1.75 - 0.875, 1.75 - 0.875, 0, 0, 1.25 - 0.875, 1.25 - 0.875], rtol=1e-6)
+    drop = AlgorithmSettings.preset("dr_grpo", advantage="process", zero_variance="drop")
+    assert has_signal(group(played(1.0, (0.5,)), played(1.0, ())), drop) is None, "the same outcome, other turns"
+    with pytest.raises(ValueError, match="3 turns of an episode of 2"):
+        prepare([group(played(1.0, (1, 1, 1)), 0.0)], s)
+
+
+def test_the_greedy_attempt_is_a_baseline_and_not_trained_on():
+    s = AlgorithmSettings.preset("grpo", advantage="remax")
+    baseline = trajectory(0.25, sample=GREEDY, temperature=0.0)
+    prepared = prepare([group(1.0, 0.0, baseline)], s)
+    assert advantages(prepared) == [0.75, -0.25]
+    unscored = trajectory(InfraError("x"), sample=GREEDY, temperature=0.0)
+    assert has_signal(group(1.0, 0.0, unscored), s) == "unscored"
+    assert has_signal(group(1.0, 0.0, baseline), s) is None
+
+
+def test_lags_go_to_the_loss_that_reads_them():
+    assert prepare([group(1.0, 0.0)], GRPO).samples[0].lags is None
+    lags = prepare([group(1.0, 0.0)], AlgorithmSettings.preset("a3po")).samples[0].lags
+    np.testing.assert_array_equal(lags, [0, 0, 2, 2, 2])
+
+
+def test_a_step_may_be_several_updates():
+    groups = [group(trajectory(1.0, n), trajectory(0.0, n), id=n) for n in (1, 2, 3, 4, 5)]
+    s = AlgorithmSettings.preset("rloo", old_logprobs="recompute", updates={"minibatches": 2, "epochs": 3})
+    prepared = prepare(groups, s, {"policy": 0.0})
+    assert [[x.group for x in u.samples] for u in prepared.updates] == [[1, 1, 2, 2, 3, 3], [4, 4, 5, 5]] * 3
+    assert [u.scale for u in prepared.updates] == [1 / 12, 1 / 18] * 3, "a mean over each update's own tokens"
+    assert [id(x) for u in prepared.updates[:2] for x in u.samples] == [id(x) for x in prepared.samples]
+    whole = prepare(groups, AlgorithmSettings.preset("rloo", old_logprobs="recompute"), {"policy": 0.0})
+    assert advantages(prepared) == advantages(whole), "advantages are of the whole step"
+    few = prepare(groups[:1], s, {"policy": 0.0})
+    assert len(few.updates) == 3

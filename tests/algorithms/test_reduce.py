@@ -13,6 +13,8 @@ def direct(kind, terms, fixed):
         return sum(map(sum, terms)) / sum(map(len, terms))
     if kind == "sequence":
         return sum(np.mean(terms[i]) for i in counted) / len(counted)
+    if kind == "attempt":
+        return sum(map(sum, terms)) / len(counted)
     if kind == "fixed":
         return sum(map(sum, terms)) / (len(counted) * fixed)
     prompts = {g: np.concatenate([terms[i] for i in counted if GROUPS[i] == g]) for g in {GROUPS[i] for i in counted}}
@@ -45,7 +47,7 @@ def test_nothing_to_train_has_scale_zero(kind, lengths):
 
 
 def test_errors_say_what_is_expected():
-    with pytest.raises(ValueError, match="token, sequence, prompt, fixed"):
+    with pytest.raises(ValueError, match="token, sequence, prompt, attempt, fixed"):
         reduction("mean", LENGTHS, GROUPS)
     with pytest.raises(ValueError, match="positive number of tokens"):
         reduction("fixed", LENGTHS, GROUPS)

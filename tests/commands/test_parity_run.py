@@ -173,15 +173,37 @@ async def test_the_size_of_bfloat16_is_named(run: Path, monkeypatch: pytest.Monk
     assert [c.partition(" (")[0] for c in result.versions[0].findings] == ["dtype"]
 
 
-def test_truncated_sampling_is_named(tmp_path: Path) -> None:
+@pytest.fixture
+def truncated_run(tmp_path: Path) -> Path:
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     (tmp_path / "recipe.toml").write_text(RECIPE)
     given = [f"run_dir={tmp_path / 'run'}", f"env={tmp_path / 'env.py'}:checksum", "steps=1", "rollout.top_p=0.6"]
     trained = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.toml"), *given, "--json"], catch_exceptions=False)
     assert trained.exit_code == 0, trained.stdout
-    status, report = parity(tmp_path / "run")
-    assert status == 1
-    assert list(only(report)["causes"]) == ["truncated sampling (of the support that was kept)"]
+    return tmp_path / "run"
+
+
+async def test_truncated_sampling_is_over_the_support_and_named_where_it_is_not(truncated_run: Path) -> None:
+    report = await replays.replay(RunFolder(truncated_run))
+    assert report.ok and report.replayed > 0, report
+    with SqliteLedger(truncated_run, mode="read") as ledger:
+        lines = [line for line in ledger.samples(order="recent", limit=99) if line.oldest == line.newest == 0]
+        trajectories = [ledger.load_trajectory(line.group_id, line.place) for line in lines]
+    assert all(t.support is not None for t in trajectories)
+    config, folder = build(RunConfig, RunFolder(truncated_run).recipe()), RunFolder(truncated_run).initial
+    stored = replays.Stored(folder, (Version(0),))
+    replayer = replays._Replayer(config, [stored], stored, ROUNDING["float32"])
+    whole = await replayer._trained(load_folder(folder), [replace(t, support=None) for t in trajectories])
+    by_tokens = {t.tokens.tobytes(): values for t, values in zip(trajectories, whole, strict=True)}
+
+    def over_everything(t: Trajectory) -> Trajectory:
+        values = by_tokens.get(t.tokens.tobytes())
+        return t if values is None else replace(t, logprobs=np.where(t.mask, values, 0).astype(np.float32))
+
+    change(truncated_run, over_everything)
+    result = await replays.replay(RunFolder(truncated_run))
+    named = [cause for version in result.versions for cause in version.findings]
+    assert named == ["truncated sampling (over the whole vocabulary, not the support that was kept)"]
 
 
 def test_weights_that_were_never_published_are_told_of(run: Path) -> None:

@@ -126,3 +126,29 @@ def test_frozen_weights_and_no_rows() -> None:
         assert bool(torch.autograd.grad(logp.sum(), hidden)[0].any())
         empty, entropy = token_logprobs(head, hidden[:0], targets[:0], temperature[:0], entropy=True, chunk=chunk)
         assert empty.shape == (0,) and entropy is not None and entropy.shape == (0,)
+
+
+@pytest.mark.parametrize("chunk", [None, 1, 3])
+@pytest.mark.parametrize("entropy", [True, False])
+def test_over_the_ids_that_were_kept(chunk: int | None, entropy: bool) -> None:
+    """Rows 1 and 3 are of a few ids only, the others of all; against the plain distribution over these ids."""
+    head, hidden, targets, temperature = case(5, 9, 4)
+    kept = {1: [int(targets[1]), 2, 7] if int(targets[1]) not in (2, 7) else [2, 7], 3: [int(targets[3])]}
+    of = torch.tensor([row for row, ids in kept.items() for _ in ids])
+    ids = torch.tensor([i for each in kept.values() for i in each])
+    left_out = torch.zeros(5, 9, dtype=torch.bool)
+    for row, each in kept.items():
+        left_out[row] = True
+        left_out[row, each] = False
+    logits = (hidden @ head.head_weight.T / temperature[:, None]).masked_fill(left_out, -1e9)
+    distribution = torch.distributions.Categorical(logits=logits)
+    expected = distribution.log_prob(targets).sum() + (distribution.entropy() @ torch.arange(5.0).double() if entropy else 0)
+    logp, found = token_logprobs(head, hidden, targets, temperature, entropy=entropy, support=(of, ids), chunk=chunk)
+    total = logp.sum() + (found @ torch.arange(5.0).double() if found is not None else 0)
+    assert torch.allclose(total, expected, rtol=1e-12) and float(logp[3].detach()) == 0
+    for ours, theirs in zip(
+        torch.autograd.grad(total, (hidden, head.head_weight)),
+        torch.autograd.grad(expected, (hidden, head.head_weight)),
+        strict=True,
+    ):
+        assert torch.isfinite(ours).all() and torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12)

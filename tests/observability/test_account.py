@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from virtual_time import run_virtually
 
+from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, Schedule
 from tidemill.observability.account import EPISODE, EVALUATE, REWARD, WAIT, Account, account
@@ -114,7 +115,7 @@ class World(Told):
     record_s: float = 0.0
     serving: Version = field(default_factory=lambda: Version(0, fingerprint="f0"))
     spans: dict[str, list[Span]] = field(default_factory=lambda: {"trainer": [], "engine-0": []})
-    recomputes = False
+    asks = ()
 
     def __post_init__(self) -> None:
         self.clock = lambda: asyncio.get_event_loop().time()
@@ -161,15 +162,11 @@ class World(Told):
     def drop_reason(self, group: Group) -> None:
         return None
 
-    def prepare(self, groups: Any) -> Any:
-        @dataclass
-        class Prepared:
-            samples: list[Any] = field(default_factory=list)
-            losses: dict[str, Any] = field(default_factory=dict)
-            scale: float = 1.0
-            metrics: dict[str, float] = field(default_factory=dict)
+    def rows(self, *_: Any) -> Any:
+        return []
 
-        return Prepared()
+    def prepare(self, *_: Any) -> Any:
+        return Prepared([], {}, [Update([], 1.0)], {})
 
     async def trained(self, *_: Any) -> None:
         await asyncio.sleep(self.record_s)

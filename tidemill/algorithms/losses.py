@@ -1,24 +1,32 @@
 """Per-token losses on flat tensors. A loss returns its terms; weighing and summing them is `evaluate`, for all alike.
 
-Losses are minimised. On policy (pi = p_hat = mu) every policy loss here has the gradient -A * grad log pi. Constants
-come as keyword arguments from a `LossSpec`; a user's own loss is `FILE.py:function` with the same signature:
+Losses are minimised. pi is the live policy, p_hat the trainer's at the start of the step, mu the engine's when it sampled
+the token, A the advantage, sg[] a stop-gradient. Three ratios, never to be mixed: r = pi / p_hat moves with the optimizer
+inside a step, rho = pi / mu holds staleness, mismatch and drift together, k = p_hat / mu is constant in a step; rho = r k.
+
+On policy (pi = p_hat = mu) the terms of every policy loss add up to the gradient -A grad log pi. Every policy loss is
+positively homogeneous of degree 1 in A: loss(c A) = c loss(A) for a detached c >= 0, one a token (one a sequence for those
+in `presets.PER_SEQUENCE`). A correction for stale or mismatched tokens is such a factor: it is multiplied into the
+advantages before a loss sees them, which is exact, and no loss here knows of any.
+
+Constants come as keyword arguments from a `LossSpec`; a user's own loss is `FILE.py:function` with the same signature:
 
     def my_loss(x: LossInput, *, strength: float = 1.0) -> Loss
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.corrections import ratio, truncated
-from tidemill.loading import load_object
+from tidemill.loading import bound as by_name
 from tidemill.types import LossSpec
+
+LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows; the ratio is held constant there and passes no gradient
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,19 +41,12 @@ class LossInput:
     sequences: int
     reference: Tensor | None = None  # [N] log pi_ref
     entropy: Tensor | None = None  # [N] live, of the whole distribution at the sampling temperature, nats
+    lag: Tensor | None = None  # [N] int64: updates between the weights that sampled the token and those being trained
 
     def select(self, keep: Tensor) -> LossInput:
         """Only the tokens where `keep` [N] bool. What is left out can reach neither the value nor the gradient."""
-        return LossInput(
-            self.logprobs[keep],
-            self.behaviour[keep],
-            self.old[keep],
-            self.advantages[keep],
-            self.sequence[keep],
-            self.sequences,
-            None if self.reference is None else self.reference[keep],
-            None if self.entropy is None else self.entropy[keep],
-        )
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        return replace(self, **{name: value[keep] for name, value in values.items() if isinstance(value, Tensor)})
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,55 +58,276 @@ class Loss:
 LossFunction = Callable[[LossInput], Loss]
 
 
-def ppo_clip(
-    x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0, tis_cap: float = 0.0
-) -> Loss:
-    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / p_hat. PPO, 1707.06347; asymmetric: DAPO, 2503.14476.
+def ratio(logprobs: Tensor, base: Tensor | float) -> Tensor:
+    """exp(logprobs - base), the log clamped to +-20. Differentiable in what its arguments are differentiable in."""
+    return (logprobs - base).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
-    dual_clip > 1 bounds the term by dual_clip * |A| for A < 0 (1912.09729); tis_cap > 0 multiplies by min(p_hat / mu,
-    tis_cap), detached. 0 switches either off.
+
+def reinforce(x: LossInput) -> Loss:
+    """-A log pi.
+
+    Source: Williams, 1992.
+    When: one update on samples of the very weights that are trained; it corrects for nothing else.
+    Cost: nothing.
     """
-    _require(clip_low >= 0 and clip_high >= 0, f"clip_low={clip_low}, clip_high={clip_high}: expected numbers >= 0")
-    _require(dual_clip == 0 or dual_clip > 1, f"dual_clip={dual_clip}: expected 0 (off) or a number > 1")
-    _require(tis_cap >= 0, f"tis_cap={tis_cap}: expected 0 (off) or a positive number")
+    return Loss(-x.advantages * x.logprobs)
+
+
+def ppo_clip(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, dual_clip: float = 0.0) -> Loss:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / p_hat; where A < 0, at most dual_clip |A|.
+
+    Source: PPO, 1707.06347; asymmetric bounds DAPO, 2503.14476; dual clip 1912.09729: 0 is off, elsewhere 3 is common.
+    When: the usual choice, for samples that are a few versions old at most, and for several updates a step.
+    Cost: one more forward pass (p_hat), unless mu stands in for it.
+    """
+    _require(dual_clip == 0 or dual_clip > 1, f"{dual_clip=}: expected 0 (off) or a number > 1")
     a, r = x.advantages, ratio(x.logprobs, x.old)
-    objective = torch.minimum(r * a, r.clamp(1 - clip_low, 1 + clip_high) * a)
-    ratios = r.detach()
-    clipped = ((a > 0) & (ratios > 1 + clip_high)) | ((a < 0) & (ratios < 1 - clip_low))
+    objective, clipped = _clip(r, a, clip_low, clip_high)
     if dual_clip:
         objective = torch.where(a < 0, torch.maximum(objective, dual_clip * a), objective)
-        clipped = clipped | ((a < 0) & (ratios > dual_clip))
-    if tis_cap:
-        objective = objective * truncated(x.old, x.behaviour, tis_cap)
-    return Loss(-objective, {"clipped": clipped, "ratio": ratios})
+        clipped = clipped | ((a < 0) & (r > dual_clip))
+    return Loss(-objective, {"clipped": clipped, "ratio": r})
 
 
 def aipo(x: LossInput, *, cap: float = 5.0) -> Loss:
-    """-sg[min(rho, cap)] A log pi, rho = pi / mu with the live pi. Never drops a gradient. LlamaRL, 2505.24034."""
-    _require(cap > 0, f"cap={cap}: expected a positive number")
+    """-sg[min(rho, cap)] A log pi, rho = pi / mu.
+
+    Source: LlamaRL, 2505.24034, caps of 2 to 10; ScaleRL's CISPO, 2510.13786, is the same. Without sg it would drop tokens.
+    When: asynchronous training: corrects for staleness and mismatch, and no token loses its gradient.
+    Cost: nothing.
+    """
+    _require(cap > 0, f"{cap=}: expected a positive number")
     rho = ratio(x.logprobs.detach(), x.behaviour)
     return Loss(-(rho.clamp(max=cap) * x.advantages) * x.logprobs, {"clipped": rho > cap, "ratio": rho})
 
 
+def a3po(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
+    """-sg[p_hat / mu] min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / p_hat, with a p_hat of its own:
+    log p_hat = alpha log mu + (1 - alpha) sg[log pi], alpha = 1 / lag of the token, 0 where the lag is 0.
+
+    Source: A-3PO, 2512.06547. At lag 0 some code takes mu for p_hat; the paper takes pi.
+    When: stale samples, clipped around a policy between mu and pi that follows each token's age.
+    Cost: nothing.
+    """
+    lag = _given(x.lag, "a3po needs each token's lag: give LossInput.lag")
+    alpha = torch.where(lag >= 1, 1 / lag.clamp(min=1).to(x.logprobs.dtype), 0)
+    old = alpha * x.behaviour + (1 - alpha) * x.logprobs.detach()
+    r = ratio(x.logprobs, old)
+    objective, clipped = _clip(r, x.advantages, clip_low, clip_high)
+    return Loss(-ratio(old, x.behaviour) * objective, {"clipped": clipped, "ratio": r})
+
+
+def gspo(x: LossInput, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Loss:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of log r), r = pi / p_hat. Each
+    token has its sequence's term, so that the reduction "sequence" gives the paper's, 1 / |y| in its gradient.
+
+    Source: GSPO, 2507.18071, bounds as there; elsewhere they default to PPO's 0.2, which clips nothing.
+    When: one reward a sequence, mixture-of-experts models. A must not differ within a sequence.
+    Cost: one more forward pass (p_hat), unless mu stands in for it.
+    """
+    s = ratio(_sequence_mean(x, x.logprobs - x.old), 0)
+    objective, clipped = _clip(s, x.advantages, clip_low, clip_high)
+    return Loss(-objective, {"clipped": clipped, "ratio": s})
+
+
+def gspo_token(x: LossInput, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Loss:
+    """-min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A), s_t = sg[s] pi / sg[pi], s as in gspo.
+
+    Source: GSPO-token, 2507.18071; with one A a sequence, gspo's value and gradient.
+    When: gspo with advantages that differ within a sequence.
+    Cost: one more forward pass (p_hat), unless mu stands in for it.
+    """
+    frozen = x.logprobs.detach()
+    s = ratio(_sequence_mean(x, frozen - x.old), 0) * ratio(x.logprobs, frozen)
+    objective, clipped = _clip(s, x.advantages, clip_low, clip_high)
+    return Loss(-objective, {"clipped": clipped, "ratio": s})
+
+
+def cispo(x: LossInput, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Loss:
+    """-sg[clip(r, 1 - clip_low, 1 + clip_high)] A log pi, r = pi / p_hat; no lower bound at clip_low >= 1.
+
+    Source: MiniMax-M1, 2506.13585: no lower bound, the upper one is not published. Elsewhere clip_high may be the cap
+        itself, here 1 + clip_high is. With mu in place of p_hat: aipo.
+    When: rare, decisive tokens are to keep the gradient that PPO's clip takes from them.
+    Cost: one more forward pass (p_hat), unless mu stands in for it.
+    """
+    _bounds(clip_low, clip_high)
+    r = ratio(x.logprobs.detach(), x.old)
+    clipped = (r < 1 - clip_low) | (r > 1 + clip_high)
+    return Loss(-(r.clamp(1 - clip_low, 1 + clip_high) * x.advantages) * x.logprobs, {"clipped": clipped, "ratio": r})
+
+
+def sapo(x: LossInput, *, tau_positive: float = 1.0, tau_negative: float = 1.05) -> Loss:
+    """-(4 / tau) sigmoid(tau (r - 1)) A, r = pi / p_hat; tau = tau_positive where A > 0, else tau_negative.
+
+    Source: SAPO, 2511.20347, under the reduction "sequence"; some code takes the token mean.
+    When: the gradient is to fade with the distance from p_hat, not to end at a bound.
+    Cost: one more forward pass (p_hat), unless mu stands in for it.
+    """
+    _require(tau_positive > 0 and tau_negative > 0, f"{tau_positive=}, {tau_negative=}: expected positive numbers")
+    a, r = x.advantages, ratio(x.logprobs, x.old)
+    above, below = (4 / tau * torch.sigmoid(tau * (r - 1)) for tau in (tau_positive, tau_negative))
+    return Loss(-torch.where(a > 0, above, below) * a, {"ratio": r})
+
+
+def dppo_tv(x: LossInput, *, delta: float = 0.15) -> Loss:
+    """-M rho A, rho = pi / mu; M = 0 where |pi - mu| > delta and rho has gone the way A pushes, else 1.
+
+    Source: DPPO, 2602.04879, binary TV. Some code also caps rho or takes p_hat for mu; the paper finds both harmful.
+    When: stale or mismatched samples; rare tokens may move by large ratios, as little probability moves with them.
+    Cost: nothing.
+    """
+    return _dppo(x, (x.logprobs.detach().exp() - x.behaviour.exp()).abs(), delta)
+
+
+def dppo_kl(x: LossInput, *, delta: float = 0.05) -> Loss:
+    """-M rho A, rho = pi / mu; M = 0 where D > delta and rho has gone the way A pushes, else 1;
+    D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
+
+    Source: DPPO, 2602.04879, binary KL. Some code gives it the delta of dppo_tv, which is too loose.
+    When: as dppo_tv, and stricter with tokens that are nearly certain.
+    Cost: nothing.
+    """
+    pi, mu = x.logprobs.detach(), x.behaviour
+    log_not_pi, log_not_mu = ((-torch.expm1(p)).clamp(min=torch.finfo(p.dtype).tiny).log() for p in (pi, mu))
+    return _dppo(x, mu.exp() * (mu - pi) + log_not_mu.exp() * (log_not_mu - log_not_pi), delta)
+
+
+def gmpo(x: LossInput, *, bound: float = 0.4) -> Loss:
+    """-A exp(mean over the sequence of l), l = min(log r, bound) where A > 0, else max(log r, -bound), r = pi / p_hat. Each
+    token has its sequence's term, so that the reduction "sequence" gives the paper's, 1 / |y| in its gradient.
+
+    Source: GMPO, 2507.20673. The bound is one of log r; PPO's 0.2 means something else.
+    When: single outlying tokens upset the ratios. A must not differ within a sequence.
+    Cost: one more forward pass (p_hat), unless mu stands in for it.
+    """
+    _require(bound >= 0, f"{bound=}: expected a number >= 0")
+    a, log_r = x.advantages, x.logprobs - x.old
+    s = ratio(_sequence_mean(x, torch.where(a > 0, log_r.clamp(max=bound), log_r.clamp(min=-bound))), 0)
+    return Loss(-a * s, {"clipped": ((a > 0) & (log_r > bound)) | ((a < 0) & (log_r < -bound)), "ratio": s})
+
+
+def importance(x: LossInput) -> Loss:
+    """-rho A, rho = pi / mu.
+
+    Source: importance sampling; what M2PO, 2510.01161, has for the tokens that it keeps.
+    When: with a correction that drops the outliers: this bounds nothing.
+    Cost: nothing.
+    """
+    rho = ratio(x.logprobs, x.behaviour)
+    return Loss(-rho * x.advantages, {"ratio": rho})
+
+
+def topr(x: LossInput, *, cap: float = 1.0) -> Loss:
+    """-sg[w] A log pi; w = 1 where A >= 0, else min(pi(y) / mu(y), cap), y the whole sequence.
+
+    Source: TOPR, 2503.14286, with A for its reward. Some code takes the ratio of each token.
+    When: very old or foreign samples: successes count in full, failures as far as pi still makes them. One A a sequence.
+    Cost: nothing.
+    """
+    _require(cap > 0, f"{cap=}: expected a positive number")
+    a, log_rho = x.advantages, x.logprobs.detach() - x.behaviour
+    rho = ratio(_sequence_sum(x, log_rho), 0)[x.sequence]
+    weight = torch.where(a < 0, rho.clamp(max=cap), 1)
+    return Loss(-(weight * a) * x.logprobs, {"clipped": (a < 0) & (rho > cap), "ratio": ratio(log_rho, 0)})
+
+
+def rollout_mask(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.28) -> Loss:
+    """-sg[rho 1(1 - clip_low < rho < 1 + clip_high)] A log pi, rho = pi / mu.
+
+    Source: GLM-5, 2602.15763. The defaults are usual bounds of PPO's, not constants that the paper publishes.
+    When: asynchronous training; what has left the bounds around mu is dropped, whatever the sign of A.
+    Cost: nothing.
+    """
+    _bounds(clip_low, clip_high)
+    rho = ratio(x.logprobs.detach(), x.behaviour)
+    kept = (rho > 1 - clip_low) & (rho < 1 + clip_high)
+    return Loss(-torch.where(kept, rho * x.advantages, 0) * x.logprobs, {"clipped": ~kept, "ratio": rho})
+
+
 def cross_entropy(x: LossInput) -> Loss:
-    """-log pi: supervised training on given tokens."""
+    """-log pi.
+
+    Source: maximum likelihood.
+    When: supervised training on given tokens.
+    Cost: nothing.
+    """
     return Loss(-x.logprobs)
 
 
-LOSSES: dict[str, Callable[..., Loss]] = {"ppo_clip": ppo_clip, "aipo": aipo, "cross_entropy": cross_entropy}
-PROPORTIONAL = frozenset({"ppo_clip", "aipo"})  # terms that are a multiple of A: where A = 0 there is no gradient
+def kl_k1(x: LossInput, *, importance: float = 1.0) -> Loss:
+    """rho^importance d, d = log pi - log pi_ref, rho = pi / mu.
+
+    Source: 2510.01555, 2512.21852. With importance 0 its gradient is zero on average, so that it only adds noise.
+    When: importance 1: value and gradient of KL(pi || pi_ref) without bias, at any staleness.
+    Cost: one forward pass of the reference, and its weights.
+    """
+    return _kl(x, _to_reference(x, "kl_k1"), x.logprobs, importance)
+
+
+def kl_k2(x: LossInput, *, importance: float = 1.0) -> Loss:
+    """sg[rho]^importance d^2 / 2, d = log pi - log pi_ref, rho = pi / mu.
+
+    Source: 2510.01555. It is sg[rho] that makes the gradient that of KL(pi || pi_ref); with a live rho it is another one.
+    When: as kl_k1, with less noise near pi_ref; its value is no KL. importance 0 is right on policy only.
+    Cost: one forward pass of the reference, and its weights.
+    """
+    return _kl(x, _to_reference(x, "kl_k2").square() / 2, x.logprobs.detach(), importance)
+
+
+def kl_k3(x: LossInput, *, importance: float = 1.0) -> Loss:
+    """rho^importance (exp(-d) - 1 + d), d = log pi - log pi_ref clamped to +-20, rho = pi / mu.
+
+    Source: importance 1: DeepSeek-V3.2, 2512.02556; 0: GRPO, 2402.03300, whose gradient is that of KL(pi_ref || pi).
+    When: as kl_k1, and no term is below 0. importance 0 to reproduce what was done with it; right on policy only.
+    Cost: one forward pass of the reference, and its weights.
+    """
+    d = _to_reference(x, "kl_k3").clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+    return _kl(x, torch.expm1(-d) + d, x.logprobs, importance)
+
+
+def entropy(x: LossInput) -> Loss:
+    """-H, the entropy of the whole distribution that the token was drawn from.
+
+    Source: A3C, 1602.01783.
+    When: beside another loss, with a small weight, where exploration ends too early.
+    Cost: nothing.
+    """
+    return Loss(-_given(x.entropy, "entropy needs each token's entropy: give LossInput.entropy"))
+
+
+def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float = 0.0) -> Tensor:
+    """[N] max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; with clip 0 (off) (V - R)^2 / 2.
+
+    Source: PPO's code, 1707.06347; common values of clip are 0.2 and 0.5.
+    When: training the value model of GAE.
+    Cost: nothing beside the value model.
+    """
+    _require(clip >= 0, f"{clip=}: expected 0 (off) or a positive number")
+    squares = (values - returns).square()
+    if clip:
+        near = torch.clamp(values, old_values - clip, old_values + clip)
+        squares = torch.maximum(squares, (near - returns).square())
+    return squares / 2
+
+
+_ON_MU = (reinforce, aipo, a3po, dppo_tv, dppo_kl, importance, topr, rollout_mask)  # or on nothing
+_ON_OLD = (ppo_clip, gspo, gspo_token, cispo, sapo, gmpo)
+_OTHERS = (cross_entropy, kl_k1, kl_k2, kl_k3, entropy)
+LOSSES: dict[str, Callable[..., Loss]] = {f.__name__: f for f in (*_ON_OLD, *_ON_MU, *_OTHERS)}
+PROPORTIONAL = frozenset(f.__name__ for f in (*_ON_OLD, *_ON_MU))  # multiples of A: a sequence where A = 0 has no gradient
 
 
 def loss_by_name(spec: LossSpec) -> LossFunction:
-    """The loss with its constants bound. ValueError for an unknown name or a constant it does not take."""
-    function = load_object(spec.name) if ".py:" in spec.name else LOSSES.get(spec.name)
-    if function is None:
-        raise ValueError(f"loss {spec.name!r}: expected one of {', '.join(LOSSES)}, or FILE.py:function")
-    accepted = [p.name for p in inspect.signature(function).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    if unknown := sorted(set(spec.params) - set(accepted)):
-        takes = f"it takes {', '.join(accepted)}" if accepted else "it takes none"
-        raise ValueError(f"loss {spec.name!r} has no constant {', '.join(unknown)}: {takes}")
-    return partial(function, **spec.params)
+    """spec.weight * (the loss with its constants bound + each loss of spec.also, made likewise).
+
+    Metrics are not weighed; one of `also` whose name an earlier loss has taken goes by "LOSS/metric". ValueError for an
+    unknown name or a constant that it does not take.
+    """
+    own = by_name("loss", spec.name, spec.params, LOSSES)
+    if not spec.also and spec.weight == 1:
+        return own
+    return partial(_sum, [(spec.name, own), *((s.name, loss_by_name(s)) for s in spec.also)], spec.weight)
 
 
 def evaluate(loss: LossFunction, x: LossInput, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -117,16 +339,76 @@ def evaluate(loss: LossFunction, x: LossInput, weights: Tensor) -> tuple[Tensor,
     keep = weights != 0
     if not bool(keep.all()):
         x, weights = x.select(keep), weights[keep]
-    result = loss(x)
-    if not isinstance(result, Loss) or result.terms.shape != x.logprobs.shape:
-        given = f"shape {tuple(result.terms.shape)}" if isinstance(result, Loss) else type(result).__name__
-        raise ValueError(f"a loss returned {given}: expected Loss(terms) with one term for each of {len(weights)} tokens")
+    result = _checked(loss(x), x)
     total = (weights * result.terms).sum()
     metrics = {name: values.detach().sum(dtype=total.dtype) for name, values in result.metrics.items()}
     metrics |= {"loss": total.detach(), "tokens": total.new_tensor(len(weights))}
     if x.entropy is not None:
         metrics["entropy"] = x.entropy.detach().sum()
     return total, metrics
+
+
+def _sum(losses: Sequence[tuple[str, LossFunction]], weight: float, x: LossInput) -> Loss:
+    terms, metrics = torch.zeros_like(x.logprobs), dict[str, Tensor]()
+    for name, loss in losses:
+        result = _checked(loss(x), x)
+        terms = terms + result.terms
+        for key, values in result.metrics.items():
+            while key in metrics:
+                key = f"{name}/{key}"
+            metrics[key] = values
+    return Loss(weight * terms, metrics)
+
+
+def _checked(result: Loss, x: LossInput) -> Loss:
+    if not isinstance(result, Loss) or result.terms.shape != x.logprobs.shape:
+        given = f"shape {tuple(result.terms.shape)}" if isinstance(result, Loss) else type(result).__name__
+        raise ValueError(f"a loss returned {given}: expected Loss(terms) with one term for each of {len(x.logprobs)} tokens")
+    return result
+
+
+def _clip(r: Tensor, a: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """min(r A, clip(r, 1 - low, 1 + high) A), and where that has no gradient."""
+    _bounds(low, high)
+    objective = torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
+    return objective, ((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 1 - low))
+
+
+def _dppo(x: LossInput, distance: Tensor, delta: float) -> Loss:
+    _require(delta >= 0, f"{delta=}: expected a number >= 0")
+    a, rho = x.advantages, ratio(x.logprobs, x.behaviour)
+    dropped = (distance > delta) & (((a > 0) & (rho > 1)) | ((a < 0) & (rho < 1)))
+    return Loss(-torch.where(dropped, 0, rho * a), {"clipped": dropped, "ratio": rho})
+
+
+def _kl(x: LossInput, estimate: Tensor, logprobs: Tensor, importance: float) -> Loss:
+    _require(importance in (0, 1), f"{importance=}: expected 0 or 1")
+    terms = ratio(logprobs, x.behaviour) * estimate if importance else estimate
+    return Loss(terms, {"kl": terms})
+
+
+def _to_reference(x: LossInput, name: str) -> Tensor:
+    return x.logprobs - _given(x.reference, f"{name} needs reference logprobs: set algorithm.reference")
+
+
+def _sequence_sum(x: LossInput, values: Tensor) -> Tensor:
+    """[sequences] the sums of `values` [N]."""
+    return values.new_zeros(x.sequences).index_add(0, x.sequence, values)
+
+
+def _sequence_mean(x: LossInput, values: Tensor) -> Tensor:
+    """[N] the mean of `values` [N] over each token's sequence."""
+    return (_sequence_sum(x, values) / _sequence_sum(x, torch.ones_like(values)).clamp(min=1))[x.sequence]
+
+
+def _given(value: Tensor | None, otherwise: str) -> Tensor:
+    if value is None:
+        raise ValueError(otherwise)
+    return value
+
+
+def _bounds(clip_low: float, clip_high: float) -> None:
+    _require(clip_low >= 0 and clip_high >= 0, f"{clip_low=}, {clip_high=}: expected numbers >= 0")
 
 
 def _require(condition: bool, message: str) -> None:

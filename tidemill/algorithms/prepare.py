@@ -1,4 +1,6 @@
-"""Groups in, a step's samples out: advantages on the sampled tokens, the reduction's weights, one scale.
+"""Groups in, a step's samples out: advantages and corrections on the sampled tokens, the reduction's weights, one scale.
+
+    rows(groups) -> the trainer's logprobs of them, where they are asked for -> prepare(groups, rows, logprobs)
 
 A trajectory trains when it has a Score, was not cancelled and holds a sampled token; every other one is left out of the
 statistics, of the gradient and of its denominators (I5).
@@ -6,66 +8,161 @@ statistics, of the gradient and of its denominators (I5).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemill.algorithms.advantages import ADVANTAGES
+from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name, distilled, overlong
+from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
+from tidemill.algorithms.preferences import PREFERENCES, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.types import TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
+from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
-POLICY, SUPERVISED = "policy", "supervised"
+POLICY, REFERENCE, SUPERVISED = "policy", "reference", "supervised"
+Logprobs = Mapping[str, Sequence[Array]]
+"""Whose ("policy", "reference") -> [T] of each row"""
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    samples: list[Sample]
+    scale: float  # for `Trainer.apply`
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
     samples: list[Sample]
     losses: dict[str, LossSpec]
-    scale: float  # for `Trainer.apply`
+    updates: list[Update]  # of a step: one, unless it is cut into minibatches or gone over several times
     metrics: Metrics
 
 
 class Algorithm:
-    """The settings, as what the controller asks of an algorithm."""
+    """The settings, as what the controller asks of an algorithm. Raises ValueError for functions that do not load."""
 
-    def __init__(self, settings: AlgorithmSettings) -> None:
-        self.settings = settings
-
-    def drop_reason(self, group: Group) -> str | None:
-        return has_signal(group, self.settings)
+    def __init__(self, settings: AlgorithmSettings, max_tokens: int) -> None:
+        """max_tokens: the longest completion that may be sampled."""
+        self.settings, self._longest = settings.with_longest(max_tokens), max_tokens
+        self._corrections = [correction_by_name(each.name, each.constants) for each in settings.corrections]
+        self._advantage = advantage_by_name(settings.advantage, settings.constants_for(settings.advantage))
+        self._preference = settings.preference
 
     @property
-    def recomputes(self) -> bool:
-        return self.settings.old_logprobs == "recompute"
+    def asks(self) -> tuple[str, ...]:
+        """Whose logprobs of a step's rows `prepare` is to be given."""
+        wanted = {POLICY: self.settings.recomputes, REFERENCE: self.settings.reads_reference}
+        return tuple(who for who, is_wanted in wanted.items() if is_wanted)
 
-    def prepare(self, groups: Sequence[Group]) -> Prepared:
-        return prepare(groups, self.settings)
+    def drop_reason(self, group: Group) -> str | None:
+        """Why this group is not worth a step, or None: "unscored" (nothing to train on) or "zero-variance"."""
+        attempts = [t for _, t in self._attempts([group])]
+        if not attempts:
+            return "unscored"
+        if self.settings.zero_variance == "drop" and self._is_flat(group, attempts):
+            return "zero-variance"
+        return None
 
+    def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
+        """What is trained at this step, in the order of the groups, without advantages and weights yet."""
+        lagging = self.settings.reads_lags
+        return [_row(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
 
-def has_signal(group: Group, settings: AlgorithmSettings) -> str | None:
-    """Why this group is not worth a step, or None: "unscored" (nothing to train on) or "zero-variance"."""
-    if not any(_trains(t) for t in group.trajectories):
-        return "unscored"
-    if settings.zero_variance == "drop" and not _advantages(group, settings).any():
-        return "zero-variance"
-    return None
+    def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> Prepared:
+        """The samples of one step. `rows` are those of `groups`. Raises ValueError for what cannot be trained on."""
+        s, attempts = self.settings, list(self._attempts(groups))
+        old, reference = (_flat(rows, logprobs[who]) if who in logprobs else None for who in (POLICY, REFERENCE))
+        behaviour = _flat(rows, [row.logprobs for row in rows])
+        policy = behaviour if old is None else old
+        scores = self._scores(attempts)
+        against = None if reference is None else policy - reference  # log(p_hat / pi_ref)
+        if self._preference:
+            advantages, in_a_pair, found = self._preferred(scores, policy, reference)
+        else:
+            if s.kl_in_reward and against is not None:
+                scores = _penalised(scores, -s.kl_in_reward * against, s.advantage in USING_GIVEN)
+            advantages, in_a_pair, found = self._advantage(scores), np.ones(len(rows), bool), Metrics()
+        if s.reference is not None and s.reference.distil and reference is not None:
+            advantages = advantages + distilled(reference, policy, s.reference.distil)
+        lags = _flat(rows, [step - row.versions for row in rows]).astype(np.int64)
+        ratios = Ratios(policy, behaviour, advantages, scores.lengths, lags)
+        factors, corrected = correct(ratios, self._corrections)
+        trained = scores.lengths * ~np.array([self._is_masked(t) for _, t in attempts], bool)
+        trained = trained * in_a_pair
+        prompts = np.array([g.id for g, _ in attempts], np.int64)
+        weights, parts = np.zeros(len(rows)), list[tuple[slice, float]]()
+        for part in _minibatches(prompts, s.updates.minibatches):
+            weights[part], scale = reduction(s.reduction, trained[part], prompts[part], s.fixed_length)
+            parts.append((part, scale))
+        kept = {"old_logprobs": logprobs.get(POLICY), "ref_logprobs": logprobs.get(REFERENCE)}
+        samples = list(_filled(rows, factors * advantages, weights, kept))
+        updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
+        if against is not None:
+            found["kl"] = float(against.mean()) if len(against) else 0.0
+        metrics = _metrics(groups, attempts, sum(self._is_flat(g, [t for _, t in self._attempts([g])]) for g in groups))
+        metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
+        return Prepared(samples, {POLICY: s.loss_spec()}, updates, metrics)
 
+    def _attempts(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
+        for group in groups:
+            if self.settings.advantage == "remax" and not _baselines(group):
+                continue
+            for trajectory in group.trajectories:
+                cut = self.settings.overlong.treat == "filter" and trajectory.finish in TRUNCATED
+                if _trains(trajectory) and not cut:
+                    yield group, trajectory
 
-def prepare(groups: Sequence[Group], settings: AlgorithmSettings) -> Prepared:
-    """The samples of one step, in the order of the groups. Raises ValueError for what cannot be trained on."""
-    rows = [
-        (group, trajectory, float(advantage))
-        for group in groups
-        for trajectory, advantage in zip(group.trajectories, _advantages(group, settings), strict=True)
-        if _trains(trajectory)
-    ]
-    lengths = np.array([t.sampled for _, t, _ in rows], np.int64)
-    prompts = np.array([g.id for g, _, _ in rows], np.int64)
-    weights, scale = reduction(settings.reduction, lengths, prompts, settings.fixed_length)
-    samples = [_sample(g, t, a, float(w)) for (g, t, a), w in zip(rows, weights, strict=True)]
-    return Prepared(samples, {POLICY: settings.loss_spec()}, scale, _metrics(groups, rows, settings))
+    def _is_masked(self, trajectory: Trajectory) -> bool:
+        return self.settings.overlong.treat == "mask" and trajectory.finish in TRUNCATED
+
+    def _scores(self, attempts: Sequence[tuple[Group, Trajectory]]) -> Scores:
+        numbers: dict[tuple[int, int], int] = {}
+        cohorts = [numbers.setdefault((g.id, t.seat), len(numbers)) for g, t in attempts]  # seats are not alike
+        lengths = np.array([t.sampled for _, t in attempts], np.int64)
+        rewards = np.array([t.reward for _, t in attempts], np.float64)
+        if (cache := self.settings.overlong.cache) is not None:
+            rewards = rewards + overlong(lengths, self._longest, cache)
+        trajectories = [t for _, t in attempts]
+        given, turns = _by_turn(trajectories)
+        greedy = [_baselines(g).get(t.seat, np.nan) for g, t in attempts] if self.settings.advantage == "remax" else None
+        return Scores(
+            rewards,
+            np.array(cohorts, np.int64),
+            lengths,
+            _parts(trajectories),
+            given=given,
+            turns=turns,
+            greedy=None if greedy is None else np.array(greedy),
+        )
+
+    def _is_flat(self, group: Group, attempts: Sequence[Trajectory]) -> bool:
+        """Whether no attempt is told from those it is compared with."""
+        scores = self._scores([(group, t) for t in attempts])
+        if scores.given is not None and self.settings.advantage in USING_GIVEN:
+            return False
+        columns = [scores.rewards, *(scores.parts.values() if self.settings.advantage == "gdpo" else ())]
+        first = np.unique(scores.cohorts, return_index=True)[1]
+        return all((column == column[first[scores.cohorts]]).all() for column in columns)
+
+    def _preferred(self, scores: Scores, policy: Array, reference: Array | None) -> tuple[Array, Array, Metrics]:
+        """Advantages [M] of the best and the worst attempt of each cohort, 0 for the others, and which they are [n]. Twice
+        what the pair's loss has: the mean over pairs is to come out of one over their attempts."""
+        chosen, rejected = pairs_of(scores.rewards, scores.cohorts)
+        starts = np.cumsum(scores.lengths) - scores.lengths
+        sums = np.add.reduceat(policy, starts)
+        known = None if reference is None else np.add.reduceat(reference, starts)
+        pairs = Pairs(
+            *(sums[chosen], sums[rejected], scores.lengths[chosen], scores.lengths[rejected]),
+            *((None, None) if known is None else (known[chosen], known[rejected])),
+        )
+        found = PREFERENCES[self._preference](pairs, **self.settings.constants_for(self._preference))
+        of_attempt = np.zeros(len(scores.lengths))
+        of_attempt[chosen], of_attempt[rejected] = 2 * found.chosen, 2 * found.rejected
+        metrics: Metrics = {"pairs": float(len(chosen))}
+        if len(chosen):
+            metrics |= {"preference_loss": float(found.loss.mean()), "margin": float(found.margin.mean())}
+        return np.repeat(of_attempt, scores.lengths), np.isin(np.arange(len(of_attempt)), (chosen, rejected)), metrics
 
 
 def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[str, LossSpec], float]:
@@ -91,59 +188,114 @@ def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[
 
 def _trains(trajectory: Trajectory) -> bool:
     scored = isinstance(trajectory.outcome, Score) and trajectory.finish is not Finish.CANCELLED
-    return scored and bool(trajectory.mask.any())
+    return scored and trajectory.sample != GREEDY and bool(trajectory.mask.any())
 
 
-def _advantages(group: Group, settings: AlgorithmSettings) -> Array:
-    """[n] float64, one a trajectory. Siblings are compared within their seat: the parts of a game are not alike."""
-    rewards = np.array([t.reward if _trains(t) else np.nan for t in group.trajectories], np.float64)
-    seats = np.array([t.seat for t in group.trajectories], np.int64)
-    advantages = np.zeros_like(rewards)
-    for seat in np.unique(seats):
-        advantages[seats == seat] = ADVANTAGES[settings.advantage](rewards[seats == seat])
-    return advantages
+def _baselines(group: Group) -> dict[int, float]:
+    """The rewards of the greedy attempt, by seat; without those that have no score."""
+    return {t.seat: t.reward for t in group.trajectories if t.sample == GREEDY and isinstance(t.outcome, Score)}
 
 
-def _sample(group: Group, trajectory: Trajectory, advantage: float, weight: float) -> Sample:
+def _row(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
     if trajectory.temperature <= 0:
         raise ValueError(
             f"group {group.id} was sampled at temperature {trajectory.temperature}: greedy tokens have no logprob "
             "to train on; sample at a temperature > 0"
         )
-    mask = trajectory.mask
+    mask, nothing = trajectory.mask, np.zeros(trajectory.tokens.shape, np.float32)
     return Sample(
         tokens=trajectory.tokens,
         mask=mask,
         logprobs=trajectory.logprobs,
         versions=trajectory.versions,
-        advantages=np.where(mask, np.float32(advantage), np.float32(0)),
-        weights=np.where(mask, np.float32(weight), np.float32(0)),
+        advantages=nothing,
+        weights=nothing,
         loss=POLICY,
         temperature=trajectory.temperature,
+        lags=None if step is None else np.where(mask, step - trajectory.versions, 0).astype(np.int32),
+        support=trajectory.support,
         group=group.id,
         sample=trajectory.sample,
     )
 
 
-def _metrics(
-    groups: Sequence[Group], rows: Sequence[tuple[Group, Trajectory, float]], settings: AlgorithmSettings
-) -> Metrics:
-    attempts = sum(len(g.trajectories) for g in groups)
-    rewards = np.array([t.reward for _, t, _ in rows] or [0.0])
-    lengths = np.array([t.sampled for _, t, _ in rows] or [0])
-    flat = sum(not _advantages(g, settings).any() for g in groups)
+def _flat(rows: Sequence[Sample], values: Sequence[Array]) -> Array:
+    """[M] float64: those of the sampled tokens, row after row."""
+    parts = [np.asarray(each, np.float64)[row.mask] for row, each in zip(rows, values, strict=True)]
+    return np.concatenate(parts) if parts else np.zeros(0)
+
+
+def _filled(
+    rows: Sequence[Sample], advantages: Array, weights: Array, logprobs: Mapping[str, Sequence[Array] | None]
+) -> Iterator[Sample]:
+    """The rows with their advantages [M], weights [n] and what else is known of their tokens."""
+    end = 0
+    for i, row in enumerate(rows):
+        start, end = end, end + int(row.mask.sum())
+        own = np.zeros(row.tokens.shape, np.float32)
+        own[row.mask] = advantages[start:end]
+        weight = np.where(row.mask, np.float32(weights[i]), np.float32(0))
+        known = {name: values[i] for name, values in logprobs.items() if values is not None}
+        yield replace(row, advantages=own, weights=weight, **known)
+
+
+def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
+    """Rows of `count` parts, of as many groups each as can be; no group is divided."""
+    starts = np.flatnonzero(np.diff(prompts, prepend=prompts[:1] - 1))  # of each group its first row
+    firsts = [int(part[0]) for part in np.array_split(starts, min(count, len(starts)))] if len(starts) else [0]
+    for first, last in zip(firsts, [*firsts[1:], len(prompts)], strict=True):
+        yield slice(first, last)
+
+
+def _penalised(scores: Scores, given: Array, at_tokens: bool) -> Scores:
+    """Rewards with a penalty at tokens [M]: as it is for those who read it, else its sum off each attempt's reward."""
+    if at_tokens:
+        return replace(scores, given=given if scores.given is None else scores.given + given)
+    starts = np.cumsum(scores.lengths) - scores.lengths
+    return replace(scores, rewards=scores.rewards + np.add.reduceat(given, starts)) if len(starts) else scores
+
+
+def _parts(attempts: Sequence[Trajectory]) -> dict[str, Array]:
+    """The named components that all of these scores have."""
+    parts = [t.outcome.parts for t in attempts if isinstance(t.outcome, Score)]
+    names = [name for name in parts[0] if all(name in part for part in parts)] if parts else []
+    return {name: np.array([part[name] for part in parts], np.float64) for name in names}
+
+
+def _by_turn(attempts: Sequence[Trajectory]) -> tuple[Array | None, Array]:
+    """Rewards of turns, each at its last sampled token [M], None where no score has any; and every token's turn [M]."""
+    turns, given = [np.zeros(0, np.int64)], [np.zeros(0)]
+    for t in attempts:
+        assert isinstance(t.outcome, Score)
+        begins = t.mask & ~np.concatenate(([False], t.mask[:-1]))
+        own = np.cumsum(begins)[t.mask] - 1
+        rewards = np.zeros(len(own))
+        ends = np.flatnonzero(np.append(np.diff(own), 1))
+        if len(t.outcome.turns) > len(ends):
+            raise ValueError(f"a score rewards {len(t.outcome.turns)} turns of an episode of {len(ends)}")
+        rewards[ends[: len(t.outcome.turns)]] = t.outcome.turns
+        turns.append(own)
+        given.append(rewards)
+    some = any(isinstance(t.outcome, Score) and t.outcome.turns for t in attempts)
+    return np.concatenate(given) if some else None, np.concatenate(turns)
+
+
+def _metrics(groups: Sequence[Group], attempts: Sequence[tuple[Group, Trajectory]], flat: int) -> Metrics:
+    tried = sum(len(g.trajectories) for g in groups)
+    rewards = np.array([t.reward for _, t in attempts] or [0.0])
+    lengths = np.array([t.sampled for _, t in attempts] or [0])
     metrics = {
         "groups": float(len(groups)),
-        "samples": float(len(rows)),
-        "unscored": float(attempts - len(rows)),
+        "samples": float(len(attempts)),
+        "unscored": float(tried - len(attempts)),
         "zero_variance_groups": float(flat),
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
-        "truncated": sum(t.finish in TRUNCATED for _, t, _ in rows) / max(len(rows), 1),
+        "truncated": sum(t.finish in TRUNCATED for _, t in attempts) / max(len(attempts), 1),
     }
-    parts = [t.outcome.parts for _, t, _ in rows if isinstance(t.outcome, Score)]
+    parts = [t.outcome.parts for _, t in attempts if isinstance(t.outcome, Score)]
     for name in sorted({name for part in parts for name in part}):
         metrics[f"reward/{name}"] = float(np.mean([part[name] for part in parts if name in part]))
     return metrics

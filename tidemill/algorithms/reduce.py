@@ -12,15 +12,45 @@ import numpy as np
 
 from tidemill.types import Array
 
-REDUCTIONS = ("token", "sequence", "prompt", "fixed")
+REDUCTIONS = {
+    "token": """sum over all tokens / their number.
+
+    Source: DAPO, 2503.14476, as in its authors' code.
+    When: every token is to weigh the same: a long attempt weighs more than a short one.
+    Cost: nothing.
+    """,
+    "sequence": """mean over attempts of (sum over its tokens / |y|).
+
+    Source: GRPO, DeepSeekMath, 2402.03300.
+    When: every attempt is to weigh the same: a token of a long one weighs less, also where it is to be pushed down.
+    Cost: nothing.
+    """,
+    "prompt": """mean over prompts of (sum over the tokens of its attempts / their number).
+
+    Source: the objective printed in DAPO, 2503.14476; ScaleRL, 2510.13786.
+    When: every prompt is to weigh the same, however long its answers are.
+    Cost: nothing.
+    """,
+    "attempt": """mean over attempts of the sum over its tokens.
+
+    Source: REINFORCE, Williams 1992, on whole attempts.
+    When: the gradient of the mean reward itself, or of a preference; it grows with the length of the answers.
+    Cost: nothing.
+    """,
+    "fixed": """sum over all tokens / (attempts * fixed_length).
+
+    Source: Dr. GRPO, 2503.20783; fixed_length is the longest completion unless it is set.
+    When: as attempt, divided by a constant: no length is favoured, and the gradient is of the size of a token's.
+    Cost: nothing.
+    """,
+}
+"""What each of them is, in the form of the functions' docstrings."""
 
 
 def reduction(kind: str, lengths: Array, groups: Array, fixed: int | None = None) -> tuple[Array, float]:
     """Weights [n] float64 and the scale, of n samples with `lengths` [n] trained tokens, `groups` [n] prompt ids.
 
-    token: the mean over all tokens of the step. sequence: the mean over samples of their token means (GRPO).
-    prompt: the mean over prompts of their token means (the objective printed in DAPO, 2503.14476).
-    fixed: the sum over (samples * `fixed`), a constant length (Dr. GRPO, 2503.20783).
+    kind: see REDUCTIONS. fixed: the constant length of "fixed".
     Samples without a trained token count in no denominator; a step without any has scale 0.
     """
     lengths, groups = np.asarray(lengths, np.int64), np.asarray(groups)
@@ -39,6 +69,8 @@ def reduction(kind: str, lengths: Array, groups: Array, fixed: int | None = None
             tokens = np.bincount(prompt, weights=lengths)
             weights /= np.maximum(tokens, 1)[prompt]
             count = (tokens > 0).sum()
+        case "attempt":
+            count = trained.sum()
         case "fixed":
             if fixed is None or fixed < 1:
                 raise ValueError(f"reduction 'fixed' with length {fixed!r}: expected a positive number of tokens")

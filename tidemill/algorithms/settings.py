@@ -1,8 +1,8 @@
 """Which gradient: a preset's name, and what is to differ from it. No torch here.
 
-`algorithm = "grpo"` and `algorithm = { name = "grpo", clip_high = 0.28 }` are both accepted. A preset is nothing but values:
-what is read back from a resolved configuration is every value in force, and None where a constant does not apply to the
-chosen loss. A constant that does not apply is an error, because it would be ignored.
+`algorithm = "grpo"` and `algorithm = { name = "grpo", clip_high = 0.28 }` are both accepted. A preset is nothing but names
+and values (see `presets`): what is read back from a resolved configuration is every value in force. Whatever does not apply
+to what was chosen is an error, because it would be ignored.
 """
 
 from __future__ import annotations
@@ -12,42 +12,104 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from tidemill.algorithms.advantages import ADVANTAGES, COMPARING, USING_GIVEN
+from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
+from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
+from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
 from tidemill.config import Config
+from tidemill.loading import constants_of
 from tidemill.types import LossSpec
 
-LOSS_CONSTANTS: dict[str, dict[str, float]] = {
-    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0, "tis_cap": 0.0},
-    "aipo": {"cap": 5.0},
-}
-CONSTANTS = tuple(name for constants in LOSS_CONSTANTS.values() for name in constants)
+Constants = dict[str, Any]
+"""name -> number; weights of parts are a table"""
 
-PRESETS: dict[str, dict[str, Any]] = {
-    # DeepSeekMath, 2402.03300 (without its KL term): the mean over samples of their token means
-    "grpo": {"advantage": "grpo", "loss": "ppo_clip", "reduction": "sequence"},
-    # 2503.20783: no division by the spread and by a constant length only; fixed_length is the longest completion
-    "dr_grpo": {"advantage": "dr_grpo", "loss": "ppo_clip", "reduction": "fixed"},
-    # 2402.14740: leave-one-out baseline; per-token clip and batch token mean
-    "rloo": {"advantage": "rloo", "loss": "ppo_clip", "reduction": "token"},
-    # LlamaRL, 2505.24034: made for asynchronous training, corrects for the sampling policy and drops nothing
-    "aipo": {"advantage": "dr_grpo", "loss": "aipo", "reduction": "token"},
-    # 2503.14476: clip-higher, dynamic sampling, token mean as in the authors' code (the paper prints the prompt mean)
-    "dapo": {"advantage": "grpo", "loss": "ppo_clip", "reduction": "token", "clip_high": 0.28, "zero_variance": "drop"},
-}
+
+class CorrectionSettings(Config):
+    """`"tis"`, or `{ name = "tis", cap = 4 }`."""
+
+    name: str
+    constants: dict[str, float] = Field(default_factory=dict)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _short(cls, given: Any) -> Any:
+        if isinstance(given, str):
+            given = {"name": given}
+        return _gathered(given, cls) if isinstance(given, dict) else given
+
+    @model_validator(mode="after")
+    def _known(self) -> CorrectionSettings:
+        if ".py:" not in self.name:
+            _expect_name("correction", self.name, CORRECTIONS)
+            _expect_constants(self.constants, {f"the correction {self.name!r}": constants_of(CORRECTIONS[self.name])})
+        return self
+
+
+class ReferenceSettings(Config):
+    """Another policy beside the trained one, and what it is for: `"initial"`, a model folder, or a table."""
+
+    model: str = "initial"
+    every: int = Field(0, ge=0)  # updates after which it is brought up to the policy; 0: never
+    decay: float = Field(0.0, ge=0, lt=1)  # then: decay * itself + (1 - decay) * the policy
+    kl: float = Field(0.0, ge=0)  # times the divergence from it
+    estimator: Literal["k1", "k2", "k3"] | None = None  # k3; in a reward k1
+    into: Literal["loss", "reward"] = "loss"
+    distil: float = Field(0.0, ge=0)  # times log(reference / policy), as each token's reward: it is the teacher
+
+    @model_validator(mode="after")
+    def _consistent(self) -> ReferenceSettings:
+        if not self.kl and (self.estimator or self.into != "loss"):
+            raise ValueError("estimator and into do not apply while kl = 0")
+        if self.into == "reward" and self.estimator not in (None, "k1"):
+            raise ValueError(f"estimator = {self.estimator!r} does not go with into = 'reward', which takes k1 off")
+        if self.decay and not self.every:
+            raise ValueError("decay does not apply while every = 0: the reference never moves")
+        if self.distil and self.model == "initial" and not self.every:
+            raise ValueError("distil from the initial policy teaches nothing: set model to a teacher's folder, or every")
+        return self
+
+
+class OverlongSettings(Config):
+    """Attempts that were cut off: `"mask"`, or `{ treat = "penalty", cache = 64 }`."""
+
+    treat: Literal["keep", "filter", "mask", "penalty"] = "keep"  # see `prepare`
+    cache: int | None = Field(default=None, ge=1)  # tokens before the limit over which the penalty grows; None: a fifth
+
+    @model_validator(mode="after")
+    def _consistent(self) -> OverlongSettings:
+        if self.cache is not None and self.treat != "penalty":
+            raise ValueError(f"cache does not apply to treat = {self.treat!r}: it belongs to 'penalty'")
+        return self
+
+
+class UpdateSettings(Config):
+    """How often the optimizer moves in a step."""
+
+    minibatches: int = Field(default=1, ge=1)  # parts of a step's groups, each with an update of its own
+    epochs: int = Field(default=1, ge=1)  # times that a step's groups are gone over
+
+    @property
+    def count(self) -> int:
+        return self.minibatches * self.epochs
 
 
 class AlgorithmSettings(Config):
     name: str  # the preset that the other values came from
-    advantage: Literal["grpo", "dr_grpo", "rloo"]
-    loss: str  # "ppo_clip", "aipo" or FILE.py:function
-    reduction: Literal["token", "sequence", "prompt", "fixed"]
-    clip_low: float | None = Field(default=None, ge=0)
-    clip_high: float | None = Field(default=None, ge=0)
-    dual_clip: float | None = Field(default=None, ge=0)  # 0: off; else > 1
-    cap: float | None = Field(default=None, gt=0)
-    tis_cap: float | None = Field(default=None, ge=0)  # 0: off
+    advantage: str  # of `advantages`, or FILE.py:function
+    loss: str  # of `losses`, or FILE.py:function
+    reduction: Literal["token", "sequence", "prompt", "attempt", "fixed"]
+    constants: Constants = Field(
+        default_factory=dict
+    )  # of the loss and of the advantage; may be given beside the other keys
+    preference: str = ""  # of `preferences`: the best and the worst attempt at a task are a pair, in place of an advantage
+    corrections: tuple[CorrectionSettings, ...] = ()
     old_logprobs: Literal["behaviour", "recompute"] = "behaviour"  # p_hat: the engine's logprobs, or the trainer's own
+    updates: UpdateSettings = UpdateSettings()
     zero_variance: Literal["drop", "keep"] = "keep"  # groups whose rewards are all equal: they only dilute the mean
+    overlong: OverlongSettings = OverlongSettings()
     fixed_length: int | None = Field(default=None, ge=1)  # tokens; None: the longest completion that may be sampled
+    reference: ReferenceSettings | None = None
+    entropy: float = 0.0  # times the entropy, to be kept high (or, below 0, low)
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> AlgorithmSettings:
@@ -60,65 +122,238 @@ class AlgorithmSettings(Config):
             given = {"name": given}
         if not isinstance(given, dict):
             return given
-        name = given.get("name")
-        if name is None:
+        if given.get("name") is None:
             raise ValueError(f"name the preset to start from: one of {', '.join(PRESETS)}")
-        if str(name) not in PRESETS:
-            near = difflib.get_close_matches(str(name), PRESETS, n=1)
+        name = str(given["name"])
+        if name not in PRESETS:
+            near = difflib.get_close_matches(name, PRESETS, n=1)
             hint = f"did you mean {near[0]!r}?" if near else f"expected one of {', '.join(PRESETS)}"
             raise ValueError(f"unknown algorithm {name!r}; {hint}")
-        return _with_defaults({key: value for key, value in given.items() if value is not None})
+        if isinstance(each := given.get("corrections"), str | dict):
+            given = {**given, "corrections": [each]}
+        short = {"reference": "model", "overlong": "treat"}
+        given = {key: {short[key]: each} if key in short and isinstance(each, str) else each for key, each in given.items()}
+        return _with_defaults(_gathered({key: value for key, value in given.items() if value is not None}, cls))
 
     @model_validator(mode="after")
     def _applicable(self) -> AlgorithmSettings:
-        if self.loss not in LOSS_CONSTANTS and ".py:" not in self.loss:
-            raise ValueError(f"loss {self.loss!r}: expected {', '.join(LOSS_CONSTANTS)} or FILE.py:function")
-        if (accepted := LOSS_CONSTANTS.get(self.loss)) is not None:
-            for name in sorted(set(self._constants()) - set(accepted)):
-                raise ValueError(f"{name} does not apply to the loss {self.loss!r}, which takes {', '.join(accepted)}")
-        if self.dual_clip is not None and 0 < self.dual_clip <= 1:
-            raise ValueError(f"dual_clip = {self.dual_clip}: expected 0 (off) or a number > 1")
-        if self.fixed_length is not None and self.reduction != "fixed":
-            raise ValueError(f"fixed_length does not apply to the reduction {self.reduction!r}: it belongs to 'fixed'")
-        if self.tis_cap and self.old_logprobs == "behaviour":
-            raise ValueError("tis_cap corrects for p_hat / mu, which is 1 unless old_logprobs = 'recompute': set that too")
-        if self.loss == "aipo" and self.old_logprobs == "recompute":
-            raise ValueError(
-                "old_logprobs = 'recompute' does not apply to the loss 'aipo', which compares with the sampler only"
-            )
+        for kind, name, known in (("loss", self.loss, LOSS_CONSTANTS), ("advantage", self.advantage, ADVANTAGES)):
+            if ".py:" not in name:
+                _expect_name(kind, name, known)
+        if self.preference:
+            _expect_name("preference", self.preference, PREFERENCES)
+        if all(".py:" not in name for name in (self.loss, self.advantage)):
+            _expect_constants(self.constants, self._takers())
+        self._expect_whole()
+        self._expect_reference()
         return self
 
-    def _constants(self) -> dict[str, float]:
-        values: dict[str, float | None] = {name: self.__dict__[name] for name in CONSTANTS}
-        return {name: value for name, value in values.items() if value is not None}
+    def _takers(self) -> dict[str, Constants]:
+        """Who takes constants, and which, with their defaults."""
+        takers = {f"the loss {self.loss!r}": LOSS_CONSTANTS.get(self.loss, {})}
+        if self.preference:
+            return takers | {f"the preference {self.preference!r}": constants_of(PREFERENCES[self.preference])}
+        return takers | {f"the advantage {self.advantage!r}": constants_of(ADVANTAGES[self.advantage])}
 
-    def loss_spec(self) -> LossSpec:
-        return LossSpec(self.loss, self._constants())
-
-    def needs_groups(self) -> bool:
-        """Whether an advantage compares siblings, so that a group of one would train nothing."""
-        return True  # so do all advantages there are; a value baseline or a batch-wise one would not
-
-    def check(self, group_size: int) -> None:
-        """Raise ValueError when groups of this size would carry no gradient."""
-        if self.needs_groups() and group_size < 2:
+    def _expect_whole(self) -> None:
+        """That nothing was set which something else would ignore."""
+        recompute = self.old_logprobs == "recompute"
+        if self.fixed_length is not None and self.reduction != "fixed":
+            raise ValueError(f"fixed_length does not apply to the reduction {self.reduction!r}: it belongs to 'fixed'")
+        names = [each.name for each in self.corrections]
+        if (idle := [name for name in names if name not in WITHOUT_OLD]) and not recompute:
             raise ValueError(
-                f"group size {group_size} with advantage {self.advantage!r}, which compares the siblings of a prompt: "
-                "every advantage would be 0; use at least 2 samples a prompt"
+                f"the correction {idle[0]!r} is of p_hat / mu, which is 1 unless old_logprobs = 'recompute': set that too"
+            )
+        if self.loss in PER_SEQUENCE and (uneven := [name for name in names if name in PER_TOKEN]):
+            raise ValueError(
+                f"the correction {uneven[0]!r} weighs each token for itself, and the loss {self.loss!r} has one term for "
+                f"a whole attempt: use {', '.join(sorted(set(CORRECTIONS) - PER_TOKEN))}, or another loss"
+            )
+        reads_old = self.loss in ANCHORED or ".py:" in self.loss or names or self.reference or self.preference
+        if self.updates.count > 1 and not recompute:
+            raise ValueError(
+                f"{self.updates.count} updates a step need old_logprobs = 'recompute': the later ones are held against the "
+                "policy that the step began with"
+            )
+        if self.updates.count > 1 and "opsm" in names:
+            raise ValueError(
+                f"the correction 'opsm' is of the policy before it moves: no {self.updates.count} updates a step"
+            )
+        if self.preference and self.updates.count > 1:
+            raise ValueError(f"preference = {self.preference!r} is exact for one update a step; given: {self.updates.count}")
+        uneven = self._distils or self._tells_tokens_apart
+        if self.loss in PER_SEQUENCE and uneven and not self.preference:
+            raise ValueError(
+                f"the loss {self.loss!r} has one term for a whole attempt, and "
+                f"{'distil' if self._distils else repr(self.advantage)} tells its tokens apart: use another loss"
+            )
+        if self.preference and not (recompute and self.loss == "reinforce"):
+            raise ValueError(
+                f"preference = {self.preference!r} needs old_logprobs = 'recompute' and the loss 'reinforce', under which "
+                f"its gradient is exact; given were {self.old_logprobs!r} and {self.loss!r}"
+            )
+        if self.advantage in UNAVAILABLE:
+            raise ValueError(f"advantage = {self.advantage!r} needs {UNAVAILABLE[self.advantage]}, which this version lacks")
+        if recompute and not reads_old:
+            raise ValueError(
+                f"old_logprobs = 'recompute' does not apply to the loss {self.loss!r}: it compares with mu only"
+            )
+        if self.zero_variance == "drop" and not self.compares:
+            raise ValueError(
+                f"zero_variance = 'drop' does not apply to the advantage {self.advantage!r}: where all rewards of a group "
+                "are equal it has a gradient all the same; use 'keep'"
             )
 
-    def with_fixed_length(self, max_tokens: int) -> AlgorithmSettings:
-        """The same, with the length of reduction 'fixed' filled in where it was left open."""
-        if self.reduction != "fixed" or self.fixed_length is not None:
-            return self
-        return self.model_copy(update={"fixed_length": max_tokens})
+    def _expect_reference(self) -> None:
+        reads = self.preference in WITH_REFERENCE
+        if reads and self.reference is None:
+            raise ValueError(f"preference = {self.preference!r} needs a reference policy: set reference = 'initial'")
+        if self.reference is not None and not (reads or self.reference.kl or self.reference.distil):
+            raise ValueError("reference is given and nothing reads it: set reference.kl, reference.distil or a preference")
+
+    @property
+    def _distils(self) -> bool:
+        return self.reference is not None and self.reference.distil > 0
+
+    @property
+    def kl_in_reward(self) -> float:
+        """Its coefficient."""
+        return self.reference.kl if self.reference is not None and self.reference.into == "reward" else 0.0
+
+    @property
+    def _tells_tokens_apart(self) -> bool:
+        """Whether tokens of one attempt have different advantages."""
+        given = self.advantage in USING_GIVEN and bool(self.kl_in_reward)
+        return given or self.advantage in PER_TOKEN_ADVANTAGES or self.constants.get("gamma", 1.0) != 1.0
+
+    @property
+    def compares(self) -> bool:
+        """Whether attempts are compared, so that rewards which are all equal train nothing."""
+        alone = bool(self.preference) or self.advantage in COMPARING
+        return alone and not self._distils and not self.kl_in_reward
+
+    @property
+    def recomputes(self) -> bool:
+        return self.old_logprobs == "recompute"
+
+    @property
+    def reads_reference(self) -> bool:
+        return self.reference is not None
+
+    @property
+    def reads_lags(self) -> bool:
+        """Whether the loss asks how old each token's weights are."""
+        return self.loss == "a3po" or ".py:" in self.loss
+
+    def loss_spec(self) -> LossSpec:
+        also = []
+        if (r := self.reference) is not None and r.kl and r.into == "loss":
+            also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
+        if self.entropy:
+            also.append(LossSpec("entropy", weight=self.entropy))
+        numbers = {name: float(value) for name, value in self.constants_for(self.loss).items()}
+        return LossSpec(self.loss, numbers, also=tuple(also))
+
+    def constants_for(self, function: str) -> Constants:
+        """Of the loss, the advantage or the preference. A user's own function gets what no other one takes."""
+        takes = {self.loss: LOSS_CONSTANTS.get(self.loss), self.advantage: _taken(ADVANTAGES, self.advantage)}
+        takes[self.preference] = _taken(PREFERENCES, self.preference)
+        if (own := takes.get(function)) is not None:
+            return {name: value for name, value in self.constants.items() if name in own}
+        others = {name for names in takes.values() if names is not None for name in names}
+        return {name: value for name, value in self.constants.items() if name not in others}
+
+    def check(self, groups: int, group_size: int) -> None:
+        """Raise ValueError when steps of so many groups of this size could not be trained."""
+        if (parts := self.updates.minibatches) > groups:
+            raise ValueError(f"updates.minibatches = {parts} of {groups} groups a step: no group is divided")
+        if group_size < 2 and (self.preference or self.advantage in COMPARING):
+            what = f"preference {self.preference!r}" if self.preference else f"advantage {self.advantage!r}"
+            raise ValueError(
+                f"group size {group_size} with {what}, which compares the siblings of a prompt: "
+                "every advantage would be 0; use at least 2 samples a prompt"
+            )
+        least = {"pass_at_k": 1, "pkpo": 0}.get(self.advantage, 0)
+        if isinstance(k := self.constants.get("k"), int | float) and k + least > group_size:
+            raise ValueError(f"k = {k:g} with groups of {group_size}: give rollout.group_size at least {k + least:g}")
+
+    def with_longest(self, max_tokens: int) -> AlgorithmSettings:
+        """The same, with what follows from the longest completion filled in where it was left open."""
+        filled: dict[str, Any] = {}
+        if self.reduction == "fixed" and self.fixed_length is None:
+            filled["fixed_length"] = max_tokens
+        if self.overlong.treat == "penalty" and self.overlong.cache is None:
+            fifth = max(1, max_tokens // 5)  # DAPO's share: 4096 of 20480
+            filled["overlong"] = self.overlong.model_copy(update={"cache": fifth})
+        return self.model_copy(update=filled)
+
+
+PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
+UNAVAILABLE = {"gae": "a critic"}
+
+
+def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
+    """Keys that are no setting's are constants."""
+    known, constants = dict[str, Any](), given.get("constants", {})
+    if not isinstance(constants, dict):
+        return given
+    names = kind.model_fields
+    near = {key: difflib.get_close_matches(key, names, n=1, cutoff=0.75) for key in given if key not in names}
+    for key, value in given.items():
+        if key in names:
+            known[key] = value
+        elif (
+            isinstance(value, int | float | dict)
+            and not isinstance(value, bool)
+            and (key in EVERY_CONSTANT or not near[key])
+        ):
+            constants = {**constants, key: value}
+        else:
+            known[key] = value  # refused, with what it was perhaps meant to be
+    return known | {"constants": constants}
+
+
+EVERY_CONSTANT = {name for constants in LOSS_CONSTANTS.values() for name in constants} | {
+    name
+    for table in (ADVANTAGES, PREFERENCES, CORRECTIONS)
+    for function in table.values()
+    for name in constants_of(function)
+}
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, over the preset's values, over the chosen loss's own. The constants of a loss that was exchanged for
-    another one go with it."""
+    """What was given, over the preset's values, over the chosen functions' own. The constants of a function that was
+    exchanged for another one go with it."""
     preset = PRESETS[given["name"]]
-    loss = given.get("loss", preset["loss"])
-    if loss != preset["loss"]:
-        preset = {key: value for key, value in preset.items() if key not in CONSTANTS}
-    return {**LOSS_CONSTANTS.get(loss, {}), **preset, **given}
+    chosen = {"preference": "", **preset, **given}
+    own: Constants = dict(LOSS_CONSTANTS.get(chosen["loss"], {}))
+    table, name = (PREFERENCES, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])
+    own |= {key: value for key, value in (_taken(table, name) or {}).items() if value is not None}
+    changed = any(chosen.get(key) != preset.get(key, "") for key in ("loss", "advantage", "preference"))
+    kept = {k: v for k, v in preset.get("constants", {}).items() if k in own or not changed}
+    if isinstance(given.get("reference"), dict):
+        given = {**given, "reference": {**preset.get("reference", {}), **given["reference"]}}
+    return {**preset, **given, "constants": {**own, **kept, **given["constants"]}}
+
+
+def _taken(table: dict[str, Any], name: str) -> Constants | None:
+    return constants_of(table[name]) if name in table else None
+
+
+def _expect_name(kind: str, name: str, known: Any) -> None:
+    if name not in known:
+        near = difflib.get_close_matches(name, list(known), n=1)
+        hint = f"did you mean {near[0]!r}? " if near else ""
+        raise ValueError(f"{kind} {name!r}: {hint}expected {', '.join(known)} or FILE.py:function")
+
+
+def _expect_constants(given: Constants, takers: dict[str, Constants]) -> None:
+    for name in given:
+        if not any(name in own for own in takers.values()):
+            near = difflib.get_close_matches(name, [n for own in takers.values() for n in own], n=1)
+            if name in ReferenceSettings.model_fields:
+                near = [f"reference.{name}"]
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            takes = "; ".join(f"{who} takes {', '.join(own) or 'none'}" for who, own in takers.items())
+            raise ValueError(f"{name} does not apply: {takes}{hint}")

@@ -18,9 +18,12 @@ from torch.autograd.function import once_differentiable
 
 from tidemill.models.decoder import Decoder
 
+Support = tuple[Tensor, Tensor]
+
 _PLAIN = 1 << 20  # logits up to which the plain path is taken: 4 MiB in float32
 _CHUNK = {"cpu": 1 << 20}  # logits held at a time, about what the caches hold
 _CHUNK_ELSEWHERE = 1 << 26
+_NEVER = -1e4  # a log of 0 that can be multiplied by 0
 _ROWS = 256  # but at least so many rows: with fewer, reading the head's weights takes longer than multiplying by them
 
 
@@ -31,10 +34,13 @@ def token_logprobs(
     temperature: Tensor | float = 1.0,
     *,
     entropy: bool = False,
+    support: Support | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(log p(target) [N], entropy [N] or None), in nats, of softmax(logits / temperature); both can be differentiated.
 
+    support: (rows [S] int64, ascending, ids [S] int64): the rows that occur in it are of the distribution over these ids of
+    theirs alone, as top-p, top-k and min-p leave it. The other rows are over the whole vocabulary.
     hidden [N, D], targets [N] int64, temperature > 0: [N] or one for all (no gradient flows to it). `chunk` rows are
     projected at a time; None chooses by memory, and takes the plain path for small problems. float32, float64 for float64.
     Raises ValueError for a temperature that is not positive (greedy tokens have no logprob to train on).
@@ -54,18 +60,38 @@ def token_logprobs(
         hidden, weight = hidden.to(wide), weight.to(wide)
         scale = scale.to(hidden.device, wide).expand(rows)
         if chunk is None and rows * vocab <= _PLAIN:
-            return _plain(hidden, weight, targets, scale, entropy)
+            return _plain(hidden, weight, targets, scale, entropy, support)
         chunk = chunk or max(_ROWS, _CHUNK.get(hidden.device.type, _CHUNK_ELSEWHERE) // vocab)
-        logprobs, entropies = _Chunked.apply(hidden, weight, targets, scale, entropy, chunk)
+        logprobs, entropies = _Chunked.apply(hidden, weight, targets, scale, entropy, support, chunk)
         return logprobs, entropies if entropy else None
 
 
 def _plain(
-    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool
+    hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool, support: Support | None
 ) -> tuple[Tensor, Tensor | None]:
-    every = torch.log_softmax(F.linear(hidden, weight) / temperature[:, None], dim=-1)  # [N, V]
+    scaled = F.linear(hidden, weight) / temperature[:, None]  # [N, V]
+    left_out = _left_out(support, 0, *scaled.shape)
+    every = torch.log_softmax(scaled if left_out is None else scaled.masked_fill(left_out, -torch.inf), dim=-1)
     logprobs = every.gather(1, targets[:, None]).squeeze(1)
-    return logprobs, -(every.exp() * every).sum(-1) if entropy else None
+    if not entropy:
+        return logprobs, None
+    known = every if left_out is None else every.masked_fill(left_out, 0.0)  # 0 log 0
+    return logprobs, -(every.exp() * known).sum(-1)
+
+
+def _left_out(support: Support | None, begin: int, rows: int, vocab: int) -> Tensor | None:
+    """[rows, V] bool: what the rows from `begin` on were not sampled from; None when that is nothing."""
+    if support is None:
+        return None
+    of, ids = support
+    low, high = torch.searchsorted(of, torch.tensor([begin, begin + rows], device=of.device)).tolist()
+    if low == high:
+        return None
+    of, ids = of[low:high] - begin, ids[low:high]
+    result = torch.zeros((rows, vocab), dtype=torch.bool, device=of.device)
+    result[of] = True
+    result[of, ids] = False
+    return result
 
 
 class _Chunked(torch.autograd.Function):
@@ -73,22 +99,33 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: Tensor, entropy: bool, chunk: int
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        temperature: Tensor,
+        entropy: bool,
+        support: Support | None,
+        chunk: int,
     ) -> tuple[Tensor, Tensor]:
         logprobs, totals = hidden.new_empty(hidden.shape[0]), hidden.new_empty(hidden.shape[0])
         entropies = hidden.new_empty(hidden.shape[0] if entropy else 0)
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
             scaled = (hidden[part] @ weight.T).div_(temperature[part, None])
+            if (left_out := _left_out(support, begin, *scaled.shape)) is not None:
+                scaled.masked_fill_(left_out, -torch.inf)
             total = scaled.logsumexp(-1)
             totals[part] = total
             logprobs[part] = scaled.gather(1, targets[part, None]).squeeze(1) - total
             if entropy:
                 scaled.sub_(total[:, None])  # log p
+                if left_out is not None:
+                    scaled.masked_fill_(left_out, _NEVER)
                 entropies[part] = -torch.linalg.vecdot(scaled.exp(), scaled)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, temperature, totals, entropies)
-        ctx.chunk = chunk
+        ctx.support, ctx.chunk = support, chunk
         return logprobs, entropies
 
     @staticmethod
@@ -102,6 +139,8 @@ class _Chunked(torch.autograd.Function):
             for begin in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(begin, begin + ctx.chunk)
                 log_p = (hidden[part] @ weight.T).div_(temperature[part, None]).sub_(totals[part, None])
+                if (left_out := _left_out(ctx.support, begin, *log_p.shape)) is not None:
+                    log_p.masked_fill_(left_out, _NEVER)
                 p = log_p.exp()
                 factor = 0.0 if d_logprobs is None else d_logprobs[part, None]
                 if d_entropies is not None:
@@ -115,4 +154,4 @@ class _Chunked(torch.autograd.Function):
                     torch.mm(d_logits, weight, out=d_hidden[part])
                 if d_weight is not None:
                     d_weight.addmm_(d_logits.T, hidden[part])
-        return d_hidden, d_weight, None, None, None, None
+        return d_hidden, d_weight, None, None, None, None, None

@@ -49,13 +49,14 @@ class Batch:
     targets: Tensor  # [M] int64
     temperature: Tensor  # [M] float64
     weights: Tensor  # [M]
-    inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages, reference where there is one
+    inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages; reference and lag where there are any
+    support: tuple[Tensor, Tensor] | None  # what truncated sampling left, see `models.logprobs`
     sequence: Tensor  # [M] int64: 0 .. B - 1
     losses: dict[str, Tensor | None]  # loss id -> [M] bool, which tokens are its own; None: all of them
 
     def loss_input(self, name: str, logprobs: Tensor, entropy: Tensor) -> tuple[LossInput, Tensor]:
         """What the loss `name` sees of these logprobs and entropies [M], and its weights."""
-        given = {key: value.to(logprobs.dtype) for key, value in self.inputs.items()}
+        given = {key: value.to(logprobs.dtype) if value.is_floating_point() else value for key, value in self.inputs.items()}
         x = LossInput(logprobs, **given, sequence=self.sequence, sequences=len(self.rows), entropy=entropy)
         own, weights = self.losses[name], self.weights.to(logprobs.dtype)
         return (x, weights) if own is None else (x.select(own), weights[own])
@@ -111,6 +112,8 @@ def pack(rows: list[Row], device: torch.device) -> Batch:
     inputs = {"behaviour": gather(lambda s: s.logprobs), "old": gather(old), "advantages": gather(lambda s: s.advantages)}
     if any(row.sample.ref_logprobs is not None for row in rows):
         inputs["reference"] = gather(_reference)
+    if any(row.sample.lags is not None for row in rows):
+        inputs["lag"] = gather(_lags).long()
     spread = np.concatenate(places)
     shared = len(spread) > count
     return Batch(
@@ -124,6 +127,7 @@ def pack(rows: list[Row], device: torch.device) -> Batch:
         temperature=send(np.repeat(np.array([row.sample.temperature for row in rows]), counts)),
         weights=gather(lambda s: s.weights),
         inputs=inputs,
+        support=_support(rows, counts, send),
         sequence=send(np.repeat(np.arange(len(rows)), counts)),
         losses=_by_loss([row.sample.loss for row in rows], counts, send),
     )
@@ -152,3 +156,19 @@ def _reference(sample: Sample) -> Array:
     """A row without reference logprobs beside rows that have them: a loss that reads these anyway gets NaN, loudly."""
     unknown = np.full(sample.tokens.shape, np.nan, np.float32)
     return unknown if sample.ref_logprobs is None else sample.ref_logprobs
+
+
+def _lags(sample: Sample) -> Array:
+    return np.zeros(sample.tokens.shape, np.int32) if sample.lags is None else sample.lags
+
+
+def _support(rows: list[Row], counts: list[int], send: Callable[[Array], Tensor]) -> tuple[Tensor, Tensor] | None:
+    """(predicted token [S], id [S]) of every id that a token was sampled among."""
+    of, ids, begin = [], [], 0
+    for row, count in zip(rows, counts, strict=True):
+        if (support := row.sample.support) is not None:
+            sampled = np.flatnonzero(row.sample.mask[row.where])  # among the predicted ones; support has a row for each
+            of.append(begin + np.repeat(sampled, np.diff(support.offsets)))
+            ids.append(support.ids)
+        begin += count
+    return (send(np.concatenate(of).astype(np.int64)), send(np.concatenate(ids).astype(np.int64))) if of else None

@@ -1,7 +1,7 @@
 """A trainer on disk: a Hugging Face folder with the optimizer beside the weights. Safetensors and JSON, never pickle.
 
     config.json, *.safetensors, tokenizer   the master weights in their own dtype, by Hugging Face name
-    optimizer.safetensors                   both moments by parameter name; the random states
+    optimizer.safetensors                   both moments by parameter name; the random states; a reference that moves
     trainer.json                            format, updates done
 
 `Snapshot` is a copy in host memory: once it is taken, training goes on, and what is written does not change any more. Its
@@ -27,6 +27,7 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.weights import hf_views, load_folder, write_model
 from tidemill.protocols import CheckpointError
 from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.reference import Reference
 
 FORMAT = 1
 OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
@@ -40,13 +41,14 @@ class Snapshot:
     arch: Architecture
     dtype: torch.dtype
     weights: dict[str, Tensor]  # by Hugging Face name
-    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states
+    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states; a reference that moves
     updates: int
 
     @classmethod
-    def take(cls, decoder: Decoder, optimizer: Optimizer) -> Snapshot:
+    def take(cls, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None) -> Snapshot:
         """Weights, both moments and random states, copied. As fast as memory is; from a GPU, into pinned memory."""
-        weights, moments = _copied(dict(hf_views(decoder))), _copied(optimizer.state())
+        weights = _copied(dict(hf_views(decoder)))
+        moments = _copied(optimizer.state() | (reference.state() if reference else {}))
         if decoder.embed.weight.is_cuda:
             torch.cuda.synchronize(decoder.embed.weight.device)  # bounded: by the copies above
         return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments | _random(), optimizer.done)
@@ -72,18 +74,21 @@ def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: empty(tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
 
 
-def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer) -> None:
-    """Put decoder, optimizer and random states back to where the snapshot was taken. Raises CheckpointError."""
+def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None) -> None:
+    """Put decoder, optimizer, reference and random states back to where the snapshot was taken. Raises CheckpointError."""
     updates = _read_state(folder / _STATE)
     tensors = _read_tensors(folder / OPTIMIZER)
     random = {name: tensors.pop(name) for name in (_CPU_RNG, _CUDA_RNG) if name in tensors}
     if _CPU_RNG not in random:
         raise CheckpointError(f"{folder / OPTIMIZER}: the random state is missing")
-    _check(folder / OPTIMIZER, tensors, optimizer.expected(updates))
+    moved = reference.state() if reference else {}
+    _check(folder / OPTIMIZER, tensors, optimizer.expected(updates) | moved)
     weights = _read_weights(folder, decoder)
     with torch.no_grad():
         for (_, view), (_, saved) in zip(hf_views(decoder), hf_views(weights), strict=True):
             view.copy_(saved)
+    if reference is not None:
+        reference.restore({name: tensors.pop(name) for name in moved})
     optimizer.restore(tensors, updates)
     torch.set_rng_state(random[_CPU_RNG])
     if _CUDA_RNG in random and torch.cuda.is_available():

@@ -25,6 +25,7 @@ from tidemill.protocols import CheckpointError, PolicyMismatch
 from tidemill.trainer import step
 from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
 from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.trainer.telemetry import Recorder
 from tidemill.trainer.unchanged import Announced, why_unchanged
@@ -51,13 +52,15 @@ class NativeTrainer:
         settings: TrainerSettings,
         *,
         steps: int,
+        reference: Reference | None = None,
         sender: Sender | None = None,
         source: str | Path | None = None,
         offload: Offload = inline,
         process: str = "trainer",
     ) -> None:
-        """steps: optimizer updates in all, for the schedule. sender: the carrier of published weights. source: the model
-        folder whose tokenizer and configuration go into exports and checkpoints. The decoder is moved to the device."""
+        """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. sender: the carrier
+        of published weights. source: the model folder whose tokenizer and configuration go into exports and checkpoints.
+        The decoder is moved to the device."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -67,6 +70,7 @@ class NativeTrainer:
         self.device = resolve_device(settings.device)
         self.decoder = decoder.to(self.device)
         self._optimizer = Optimizer(self.decoder, settings, steps)
+        self._reference = reference and reference.beside(self.decoder)
         self._compute = step.Compute(
             device=self.device,
             budget=settings.micro_batch_tokens,
@@ -84,10 +88,14 @@ class NativeTrainer:
         """Optimizer updates done."""
         return self._optimizer.done
 
-    async def forward(self, samples: list[Sample]) -> list[Array]:
+    async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
+        decoder = self.decoder if policy == "policy" else self._reference and self._reference.decoder
+        if decoder is None:
+            raise ValueError(f"forward(policy={policy!r}): this trainer was built without a reference policy")
+
         def run() -> list[Array]:
             with self._recorder.span("forward", samples=len(samples)):
-                return step.forward(self.decoder, samples, self._compute)
+                return step.forward(decoder, samples, self._compute)
 
         return await self._offload(run)
 
@@ -110,6 +118,8 @@ class NativeTrainer:
             faults.reach(self._recorder.process, "apply", self.updates)
             with self._recorder.span("apply"):
                 self._applied = self._optimizer.apply(scale)
+                if self._reference is not None:
+                    self._reference.follow(self.decoder, self.updates)
             self._recorder.count("updates", 1)
             return self._applied
 
@@ -155,7 +165,7 @@ class NativeTrainer:
             faults.reach(self._recorder.process, "snapshot", self.updates)
             self._snapshot = None  # of a save that never came: its memory first
             with self._recorder.span("snapshot"):
-                self._snapshot = Snapshot.take(self.decoder, self._optimizer)
+                self._snapshot = Snapshot.take(self.decoder, self._optimizer, self._reference)
 
         await self._offload(run)
 
@@ -180,7 +190,7 @@ class NativeTrainer:
 
         def run() -> None:
             with self._recorder.span("load"):
-                load_checkpoint(Path(folder), self.decoder, self._optimizer)
+                load_checkpoint(Path(folder), self.decoder, self._optimizer, self._reference)
             self._announced = None
 
         await self._offload(run)

@@ -41,7 +41,9 @@ class Compute:
             hidden = decoder(batch.tokens, batch.positions, attend, checkpointing=checkpointing)
         self.passes[0] += 1
         picked = hidden.index_select(0, batch.predictors)
-        logprobs, entropy = token_logprobs(decoder, picked, batch.targets, batch.temperature, entropy=True)
+        logprobs, entropy = token_logprobs(
+            decoder, picked, batch.targets, batch.temperature, entropy=True, support=batch.support
+        )
         assert entropy is not None
         return logprobs, entropy
 
@@ -86,7 +88,7 @@ def forward_backward(
     if unknown := sorted({s.loss for s in samples} - set(losses)):
         raise ValueError(f"samples ask for the loss {', '.join(unknown)}; given were {', '.join(losses) or 'none'}")
     functions = {name: loss_by_name(spec) for name, spec in losses.items()}
-    proportional = {name for name, spec in losses.items() if spec.name in PROPORTIONAL}
+    proportional = {name for name, spec in losses.items() if spec.name in PROPORTIONAL and not spec.also}
     rows = rows_of(samples)
     moving = [_has_gradient(row.sample, proportional) for row in rows]
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]

@@ -1,0 +1,52 @@
+"""Each symptom is planted, told of with its remedy, and told of once; a healthy step shows none."""
+
+import numpy as np
+import pytest
+
+from tidemill.algorithms.symptoms import Symptoms
+from tidemill.types import Finish, Group, Score, Task, Trajectory
+
+HEALTHY = {
+    **{"train/zero_variance_groups": 1.0, "train/groups": 4.0, "train/entropy": 1.0},
+    **{"train/clipped": 0.05, "train/truncated": 0.1},
+}
+
+
+def group(rewards, id=0, same=False, env="spell"):
+    rows = []
+    for i, reward in enumerate(rewards):
+        tokens = np.array([1, 2, 3 if same else 3 + i], np.int32)
+        mask = np.array([False, True, True])
+        zero = np.zeros(3, np.float32)
+        rows.append(Trajectory(tokens, mask, zero, np.where(mask, 0, -1).astype(np.int32), Finish.STOP, Score(reward)))
+    return Group(id, Task(str(id), "p", env=env), rows)
+
+
+GROUPS = [group([1, 0, 0]), group([1, 1, 0], 1)]
+PLANTED = {
+    "identical completions": ([group([1, 1, 1], same=True), group([0, 0, 0], 1, same=True)], HEALTHY, "rollout.temperature"),
+    "no advantages": (GROUPS, HEALTHY | {"train/zero_variance_groups": 4.0}, "group_size"),
+    "entropy collapse": (GROUPS, HEALTHY | {"train/entropy": 0.09}, "clip_high"),
+    "ratio saturation": (GROUPS, HEALTHY | {"train/clipped": 0.21}, "max_lag"),
+    "truncation": (GROUPS, HEALTHY | {"train/truncated": 0.21}, "max_tokens"),
+    "one environment": ([group([1, 0]), group([1.0, 1.0], 1, env="sums"), group([1, 0], 2)], HEALTHY, "'spell'"),
+}
+
+
+@pytest.mark.parametrize("kind", PLANTED)
+def test_what_was_planted_is_told_of_once_with_a_remedy(kind):
+    groups, figures, remedy = PLANTED[kind]
+    symptoms = Symptoms()
+    assert symptoms.look(GROUPS, HEALTHY) == []
+    (text,) = symptoms.look(groups, figures)
+    assert remedy in text and list(symptoms.told) == [kind]
+    assert symptoms.look(groups, figures) == []
+
+
+def test_one_environment_alone_is_no_symptom_and_neither_are_all():
+    assert Symptoms().look([group([1, 0])], HEALTHY) == []
+    assert Symptoms().look([group([1, 0]), group([1, 0], 1, env="sums")], HEALTHY) == []
+
+
+def test_nothing_is_needed():
+    assert Symptoms().look([], {}) == []

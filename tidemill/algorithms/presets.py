@@ -1,0 +1,100 @@
+"""Presets: published algorithms as sets of the functions here and their constants. No torch: what losses take is a table.
+
+What a preset leaves out is the default of `AlgorithmSettings`; constants that it leaves out are those of the functions.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+LOSS_CONSTANTS: dict[str, dict[str, float]] = {
+    "reinforce": {},
+    "ppo_clip": {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0},
+    "aipo": {"cap": 5.0},
+    "a3po": {"clip_low": 0.2, "clip_high": 0.2},
+    "gspo": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "gspo_token": {"clip_low": 3e-4, "clip_high": 4e-4},
+    "cispo": {"clip_low": 1.0, "clip_high": 4.0},
+    "sapo": {"tau_positive": 1.0, "tau_negative": 1.05},
+    "dppo_tv": {"delta": 0.15},
+    "dppo_kl": {"delta": 0.05},
+    "gmpo": {"bound": 0.4},
+    "importance": {},
+    "topr": {"cap": 1.0},
+    "rollout_mask": {"clip_low": 0.2, "clip_high": 0.28},
+}
+"""The policy losses and their constants; `losses` has the same, which a test holds."""
+
+ANCHORED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"})  # read p_hat, the others mu or neither
+PER_SEQUENCE = frozenset({"gspo", "gmpo", "topr"})  # one term for a whole attempt: its tokens have one advantage
+
+_RECOMPUTE = {"old_logprobs": "recompute"}
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "grpo": {"advantage": "grpo", "loss": "ppo_clip", "reduction": "sequence"},
+    "dr_grpo": {"advantage": "dr_grpo", "loss": "ppo_clip", "reduction": "fixed"},
+    "dapo": {
+        **{"advantage": "grpo", "loss": "ppo_clip", "reduction": "token", "zero_variance": "drop"},
+        "constants": {"clip_high": 0.28},
+    },
+    "rloo": {"advantage": "rloo", "loss": "ppo_clip", "reduction": "token"},
+    "reinforce_pp": {"advantage": "reinforce_pp", "loss": "ppo_clip", "reduction": "token"},
+    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "loss": "ppo_clip", "reduction": "token"},
+    "remax": {"advantage": "remax", "loss": "ppo_clip", "reduction": "token"},
+    "maxrl": {"advantage": "maxrl", "loss": "aipo", "reduction": "sequence"},
+    "opo": {"advantage": "opo", "loss": "aipo", "reduction": "token"},
+    "gdpo": {"advantage": "gdpo", "loss": "ppo_clip", "reduction": "sequence"},
+    "pass_at_k": {"advantage": "pass_at_k", "loss": "ppo_clip", "reduction": "token", "constants": {"clip_high": 0.28}},
+    "aipo": {"advantage": "dr_grpo", "loss": "aipo", "reduction": "token"},
+    "decoupled_ppo": {
+        **{"advantage": "grpo", "loss": "ppo_clip", "reduction": "token", **_RECOMPUTE},
+        "corrections": [{"name": "icepop", "constants": {"low": 0.0, "high": 5.0}}],
+    },
+    "a3po": {"advantage": "grpo", "loss": "a3po", "reduction": "token"},
+    "gspo": {"advantage": "grpo", "loss": "gspo", "reduction": "sequence"},
+    "cispo": {"advantage": "grpo", "loss": "cispo", "reduction": "token"},
+    "sapo": {"advantage": "grpo", "loss": "sapo", "reduction": "sequence"},
+    "dppo": {"advantage": "grpo", "loss": "dppo_tv", "reduction": "token"},
+    "gmpo": {"advantage": "grpo", "loss": "gmpo", "reduction": "sequence"},
+    "m2po": {
+        **{"advantage": "grpo", "loss": "importance", "reduction": "token", **_RECOMPUTE},
+        "corrections": [{"name": "m2po"}],
+    },
+    "topr": {"advantage": "dr_grpo", "loss": "topr", "reduction": "attempt"},
+    "glm5": {"advantage": "grpo", "loss": "rollout_mask", "reduction": "token"},
+    "scalerl": {"advantage": "grpo_batch", "loss": "aipo", "reduction": "prompt", "zero_variance": "drop"},
+    "online_dpo": {
+        **{"advantage": "none", "preference": "dpo", "loss": "reinforce", "reduction": "attempt"},
+        **{"reference": {"model": "initial"}, **_RECOMPUTE, "zero_variance": "drop"},
+    },
+    "opd": {"advantage": "none", "loss": "importance", "reduction": "token", "reference": {"distil": 1.0}, **_RECOMPUTE},
+}
+
+NOTES = {
+    "grpo": "DeepSeekMath, 2402.03300; without its KL term, which reference.kl adds",
+    "dr_grpo": "Dr. GRPO, 2503.20783; no division by the spread, and by a constant length only: the longest completion",
+    "dapo": "DAPO, 2503.14476; clip-higher, dynamic sampling, token mean as in its code (the paper prints the prompt mean)",
+    "rloo": "RLOO, 2402.14740; leave-one-out baseline, with a clip of each token and the mean over tokens",
+    "reinforce_pp": "REINFORCE++, 2501.03262; one attempt a prompt is enough, whitened over the step",
+    "reinforce_pp_baseline": "REINFORCE++-baseline, 2501.03262; the group's mean as baseline, whitened over the step",
+    "remax": "ReMax, 2310.10505; the greedy answer is the baseline: one attempt more at each task",
+    "maxrl": "MaxRL, 2602.02710; its on-policy gradient, corrected for the sampler as AIPO is",
+    "opo": "OPO, 2505.23585; derived for steps that are on policy; off policy it is corrected as AIPO is",
+    "gdpo": "GDPO, 2601.05242; several rewards, each normalised on its own",
+    "pass_at_k": "Pass@k Training, 2508.10751; attempts are worth what they add to the best of k",
+    "aipo": "LlamaRL, 2505.24034; made for asynchronous training: corrects for the sampling policy and drops nothing",
+    "decoupled_ppo": "Decoupled PPO, 2110.00641, AReaL, 2505.24298; around p_hat; what k makes too heavy is dropped",
+    "a3po": "A-3PO, 2512.06547; as decoupled_ppo without its forward pass: p_hat lies between mu and pi by the token's age",
+    "gspo": "GSPO, 2507.18071; the ratio of whole attempts",
+    "cispo": "MiniMax-M1, 2506.13585; the ratio is cut and its gradient kept",
+    "sapo": "SAPO, 2511.20347; a soft gate in place of the clip",
+    "dppo": "DPPO, 2602.04879; a trust region on the probability itself",
+    "gmpo": "GMPO, 2507.20673; the geometric mean of the ratios",
+    "m2po": "M2PO, 2510.01161; the second moment of the ratios is bounded by leaving out the few largest",
+    "topr": "TOPR, 2503.14286; successes weigh 1, failures what the policy still thinks of them",
+    "glm5": "GLM-5, 2602.15763; what lies outside the band gives nothing",
+    "scalerl": "ScaleRL, 2510.13786; CISPO on mu, prompt mean, normalised over the batch, no group without a signal",
+    "online_dpo": "Online DPO, 2402.04792; a verifier is the judge: the best and the worst attempt at a task are a pair",
+    "opd": "On-policy distillation, as MOPD in 2601.02780; a token's reward is what a teacher thinks of it: the reference",
+}
+"""Of each: the paper; and what is to be known of it."""

@@ -1,0 +1,48 @@
+"""Another policy beside the one that is trained: what a divergence is measured from, or who teaches."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidemill.models.decoder import Decoder
+
+_PREFIX = "reference."  # of its tensors in a checkpoint
+
+
+@dataclass(slots=True)
+class Reference:
+    """every: updates after which it moves, 0 for never; then decay * itself + (1 - decay) * the policy."""
+
+    decoder: Decoder
+    every: int = 0
+    decay: float = 0.0
+
+    def beside(self, policy: Decoder) -> Reference:
+        """The same, on the policy's device. Raises ValueError when it speaks another language."""
+        if self.decoder.arch.vocab != policy.arch.vocab:
+            raise ValueError(
+                f"the reference policy has a vocabulary of {self.decoder.arch.vocab} tokens, the policy one of "
+                f"{policy.arch.vocab}: their logprobs cannot be compared; give a model with the same tokenizer"
+            )
+        if self.every and self.decoder.arch != policy.arch:
+            raise ValueError("a reference policy of another architecture cannot follow the policy: set reference.every = 0")
+        self.decoder = self.decoder.to(policy.embed.weight.device).requires_grad_(False)
+        return self
+
+    @torch.no_grad()
+    def follow(self, policy: Decoder, updates: int) -> None:
+        if self.every and updates % self.every == 0:
+            for own, other in zip(self.decoder.parameters(), policy.parameters(), strict=True):
+                own.lerp_(other, 1 - self.decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """By name, what a checkpoint must hold: nothing of one that never moves."""
+        return {_PREFIX + name: p.detach() for name, p in self.decoder.named_parameters()} if self.every else {}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
