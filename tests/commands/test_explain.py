@@ -1,0 +1,318 @@
+"""`tidemill explain`: every number is held against the part that it is about; nothing is started or written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tidemill.algorithms.presets import PRESETS
+from tidemill.algorithms.reduce import REDUCTIONS, reduction
+from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.buffer import Buffer
+from tidemill.build import EngineSpec, build_engine
+from tidemill.commands import sizing
+from tidemill.commands.in_force import differing, p_hat, parts_of
+from tidemill.config import load
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.kernels.library import native
+from tidemill.model_folder import architecture_of, resolve_model
+from tidemill.models.architecture import Architecture
+from tidemill.models.fresh import Size, fresh_model
+from tidemill.models.weights import empty_decoder
+from tidemill.recipe import RunConfig
+from tidemill.trainer.batch import rows_of, split
+from tidemill.trainer.checkpoint import Snapshot
+from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.reference import Reference
+from tidemill.types import Sample
+
+SHAPE = {
+    **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 128},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama, every bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "mistral": {"model_type": "mistral", "tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
+}
+
+
+def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunConfig:
+    return load(RunConfig, [], overrides, {"run_dir": "runs/x", "model": model, "env": env, "algorithm": "grpo"})
+
+
+def of(held: Iterable[sizing.Held]) -> dict[str, int]:
+    return {each.what.partition(",")[0]: each.bytes for each in held}
+
+
+def size(tensors: Iterable[Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted(family: str):
+    arch = Architecture.from_dict(SHAPE | FAMILIES[family])
+    decoder = empty_decoder(arch)
+    assert sizing.parameters(arch) == sum(p.numel() for p in decoder.parameters())
+    assert sorted(sizing.matrices(arch)) == sorted(tuple(weight.shape) for _, weight, _ in decoder.packed())
+
+
+def test_a_new_models_shape_is_known_before_it_is_made(tmp_path: Path):
+    known = architecture_of("new:0.1m")
+    assert list(tmp_path.iterdir()) == [] and known is not None
+    made = Architecture.from_folder(resolve_model("new:0.1m", tmp_path, seed=0))
+    assert sizing.parameters(known) == sizing.parameters(made) and known.context == made.context
+    assert architecture_of(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv", "context"), [("float32", None, 512), ("float32", 1, 240), ("bfloat16", None, 512), ("bfloat16", 1, 496)]
+)
+async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int | None, context: int):
+    sizes = Size(layers=8, hidden=64, heads=2, kv_heads=2, intermediate=96)
+    arch = fresh_model(tmp_path / "model", alphabet="abcdef", **sizes)
+    settings = EngineSettings.model_validate({"dtype": dtype, "device": "cpu", "kv_memory_mb": kv, "max_sequences": 7})
+    engine = build_engine(EngineSpec(model=tmp_path / "model", engine=settings))
+    assert isinstance(engine, NativeEngine) and engine._cache is not None
+    said, decoder = of(sizing.engine_memory(settings, arch)), engine._weights.decoder
+    assert said["weights"] == said["spare for the next version"] == size(decoder.parameters())
+    assert said["KV cache"] == size([engine._cache.kv])
+    assert sizing.context_of(settings, arch) == (await engine.capabilities()).context == context
+    compiled = native()
+    if compiled is not None and compiled.packs(decoder.head_weight):
+        assert said["packed copies of both"] == 2 * size(packed.numbers for _, _, packed in decoder.packed())
+    await engine.close()
+
+
+def test_what_an_engine_does_not_pack():
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
+    invariant = EngineSettings(batch_invariant=True, device="cpu")
+    assert not any("packed" in what for what in of(sizing.engine_memory(invariant, arch)))
+    on_gpu = of(sizing.engine_memory(EngineSettings(device="cuda", dtype="bfloat16"), arch))
+    assert on_gpu["head in float32"] == 4 * 48 * 32 and not any("packed" in what for what in on_gpu)
+
+
+def test_the_cache_takes_a_share_of_what_is_free():
+    arch, settings = Architecture.from_dict(SHAPE | FAMILIES["qwen2"]), EngineSettings(device="cpu")
+    full, short = sizing.kv_pages(settings, arch), sizing.kv_pages(settings, arch, free=4 << 20)
+    assert full == (128 * 8 + 1, False) and short[1] and short[0] < full[0]
+    assert of(sizing.engine_memory(settings, arch, free=4 << 20))["KV cache"] <= 1 << 20
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_trainer_holds_what_was_said(follows: bool):
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"])
+    every = f"algorithm.reference.every={int(follows)}"
+    config = recipe("algorithm.reference.kl=0.1", every, "trainer.serving_dtype=bfloat16")
+    said = of(sizing.trainer_memory(config, arch, arch))
+    decoder, reference = empty_decoder(arch), empty_decoder(arch)
+    decoder.initialise(torch.Generator())
+    optimizer = Optimizer(decoder, config.trainer, updates=1)
+    optimizer.apply(1.0)
+    assert said["weights"] == said["gradients"] == said["reference"] == size(decoder.parameters())
+    assert said["two moments"] == size(optimizer.state().values())
+    taken = Snapshot.take(decoder, optimizer, Reference(reference, every=int(follows)))
+    copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
+    assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied])
+    assert said["two versions on their way to engines"] == said["weights"]  # two of half the size
+    assert "reference" not in of(sizing.trainer_memory(recipe("placement.sync.carrier=checkpoint"), arch, None))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_step_has_more_micro_batches(seed: int):
+    draw = np.random.default_rng(seed)
+    groups, group_size, context = int(draw.integers(1, 6)), int(draw.integers(2, 6)), int(draw.integers(4, 60))
+    budget = int(draw.integers(1, 150))
+    config = recipe(f"rollout.groups={groups}", f"rollout.group_size={group_size}", f"trainer.micro_batch_tokens={budget}")
+    said = sizing.step_size(config, context)
+    samples = [sample(draw, int(draw.integers(2, context + 1))) for _ in range(said.sequences)]
+    rows = rows_of(samples)
+    assert max(row.length for row in rows) <= (said.row_tokens or 0)
+    assert len(split(rows, budget)) <= said.forward_micro_batches
+    moving = draw.random(len(rows)) < draw.random()
+    with_gradient, without = ([row for row, m in zip(rows, moving, strict=True) if m is want] for want in (True, False))
+    assert len(split(with_gradient, budget)) + len(split(without, budget)) <= said.train_micro_batches
+
+
+@pytest.mark.parametrize(("budget", "batches"), [(64, 8), (63, 16), (20, 16), (1000, 1)])
+def test_rows_of_full_length_need_as_many(budget: int, batches: int):
+    config = recipe("rollout.groups=4", "rollout.group_size=4", f"trainer.micro_batch_tokens={budget}")
+    said = sizing.step_size(config, context=33)
+    rows = rows_of([sample(np.random.default_rng(i), 33) for i in range(16)])
+    assert len(split(rows, budget)) == said.forward_micro_batches == batches
+    assert said.train_micro_batches == min(16, batches + 1)
+
+
+def sample(draw: np.random.Generator, length: int) -> Sample:
+    tokens, nothing = draw.integers(0, 1 << 20, length).astype(np.int32), np.zeros(length, np.float32)
+    mask = np.arange(length) > 0
+    return Sample(tokens, mask, nothing, np.zeros(length, np.int32), nothing, mask.astype(np.float32))
+
+
+@pytest.mark.parametrize("kind", REDUCTIONS)
+@pytest.mark.parametrize("minibatches", [1, 3])
+def test_the_denominator_is_that_of_the_reduction(kind: str, minibatches: int):
+    extra = [f"algorithm.updates.minibatches={minibatches}", "algorithm.old_logprobs=recompute"] if minibatches > 1 else []
+    config = recipe(f"algorithm.reduction={kind}", "rollout.max_tokens=10", "rollout.groups=7", *extra)
+    said = sizing.step_size(config, context=31)
+    assert said.replies == 5 and said.sampled_tokens == 7 * 8 * 30  # the context is shorter than five replies
+    groups = 7 if minibatches == 1 else 3
+    _, scale = reduction(kind, np.full(groups * 8, 30), np.repeat(np.arange(groups), 8), 10)
+    assert said.denominator == round(1 / scale)
+    if kind == "token":
+        assert sizing.step_size(config, context=None).denominator == groups * 8 * 50
+
+
+def test_a_pair_is_two_attempts():
+    assert sizing.step_size(recipe("algorithm=online_dpo"), context=64).denominator == 2 * 16
+
+
+def test_what_a_conversation_samples_is_bounded_by_the_context(trained: Path, tmp_path: Path):
+    (tmp_path / "own.py").write_text("tasks = []\ndef score(completion, answer): return 0.0\n")
+    chat, once = recipe(env=f"{trained.parent / 'env.py'}:checksum"), recipe(env=f"{tmp_path / 'own.py'}:score")
+    assert sizing.step_size(chat, 64).sampled_tokens == 128 * 63 and sizing.step_size(chat, None).sampled_tokens is None
+    assert sizing.step_size(once, 512).sampled_tokens == 128 * 256
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_does_not_differ_from_itself(name: str):
+    needs = {"opd": {"reference": {"model": "teacher"}}}.get(name, {})
+    found = differing(AlgorithmSettings.preset(name, **needs))
+    assert found == ({"reference.model": {"value": "teacher", "preset": "initial"}} if needs else {})
+
+
+def test_what_differs_is_named():
+    own = AlgorithmSettings.preset(
+        "decoupled_ppo", corrections=["tis"], clip_high=0.3, reference={"kl": 0.1}, overlong="mask"
+    )
+    assert differing(own) == {
+        "corrections": {
+            "value": [{"name": "tis", "constants": {}}],
+            "preset": [{"name": "icepop", "constants": {"low": 0.0, "high": 5.0}}],
+        },
+        "overlong.treat": {"value": "mask", "preset": "keep"},
+        "reference.model": {"value": "initial", "preset": None},
+        "reference.kl": {"value": 0.1, "preset": 0.0},
+        "clip_high": {"value": 0.3, "preset": 0.2},
+    }
+    other = differing(AlgorithmSettings.preset("dapo", loss="aipo", cap=4))
+    assert other == {"loss": {"value": "aipo", "preset": "ppo_clip"}, "cap": {"value": 4.0, "preset": 5.0}}
+
+
+def test_the_parts_are_those_that_act():
+    own = {"reference": {"model": "t", "kl": 0.1, "distil": 0.5}, "overlong": "penalty", "entropy": 0.01, "clip_high": 0.3}
+    settings = AlgorithmSettings.preset("decoupled_ppo", **own).with_longest(50)
+    found = [(part.role, part.name, part.weight) for part in parts_of(settings, 50)]
+    assert found == [
+        *(("reward", "overlong", None), ("advantage", "grpo", None), ("advantage", "distilled", 0.5)),
+        *(("correction", "icepop", None), ("loss", "ppo_clip", None), ("term", "kl_k3", 0.1), ("term", "entropy", 0.01)),
+        ("reduction", "token", None),
+    ]
+    constants = {part.name: part.constants for part in parts_of(settings, 50)}
+    assert constants["overlong"] == {"limit": 50, "cache": 10} and constants["icepop"] == {"low": 0.0, "high": 5.0}
+    assert constants["ppo_clip"] == {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": 0.0}
+    into = AlgorithmSettings.preset("grpo", reference={"kl": 0.1, "into": "reward"}, reduction="fixed").with_longest(7)
+    first, last = parts_of(into, 7)[0], parts_of(into, 7)[-1]
+    assert (first.name, first.weight) == ("KL", 0.1) and "summed over each attempt" in first.formula
+    assert last.constants == {"fixed_length": 7}
+    preferred = [part.name for part in parts_of(AlgorithmSettings.preset("online_dpo"), 7)]
+    assert preferred == ["dpo", "reinforce", "attempt"]
+
+
+def test_what_p_hat_is_decides_what_a_bound_does():
+    assert "r = rho, and what the loss does" in p_hat(AlgorithmSettings.preset("grpo"))
+    assert p_hat(AlgorithmSettings.preset("aipo")) == "mu stands in for it: k = 1"
+    assert "constants of ppo_clip do nothing" in p_hat(AlgorithmSettings.preset("decoupled_ppo"))
+    assert "do nothing" not in p_hat(AlgorithmSettings.preset("m2po"))
+    assert "r moves" in p_hat(AlgorithmSettings.preset("decoupled_ppo", updates={"epochs": 2}))
+
+
+def explained(tidemill, tmp_path: Path, *given: object) -> dict[str, Any]:
+    (tmp_path / "recipe.toml").write_text('model = "new:0.1m"\nenv = "guess"\nalgorithm = "grpo"\nrollout.max_tokens = 6\n')
+    said = tidemill("explain", tmp_path / "recipe.toml", *given, "--json")
+    assert said.code == 0, said.out
+    return json.loads(said.out)
+
+
+def test_it_tells_all_in_json(tidemill, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    given = ("max_lag=3", "rollout.window=5", "algorithm=dapo", "placement.engines=2", "steps=10")
+    about = explained(tidemill, tmp_path, *given)
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]  # no run folder, no model
+    assert (about["preset"], about["differs"], about["passes"]) == ("dapo", {}, {"policy": 1, "p_hat": 0, "reference": 0})
+    assert about["slots"] == Buffer(batch=16, max_lag=3, window=5).slots and about["samples"] == 10 * 16 * 8
+    assert [part["role"] for part in about["parts"]] == ["advantage", "loss", "reduction"]
+    assert (
+        about["parts"][0]["formula"].startswith("(R - mean) / (std + eps)") and "2402.03300" in about["parts"][0]["source"]
+    )
+    memory = about["memory"]
+    assert memory["total"] == sum(memory["trainer"].values()) + 2 * sum(memory["engine"].values())
+    assert about["step"]["sampled_tokens"] == 128 * 30
+    asked = explained(tidemill, tmp_path, "algorithm=online_dpo")
+    assert asked["passes"] == {"policy": 1, "p_hat": 1, "reference": 1}
+
+
+def test_it_tells_people(tidemill, tmp_path: Path):
+    explained(tidemill, tmp_path)
+    path = tmp_path / "recipe.toml"
+    said = tidemill("explain", path, "algorithm.loss=aipo", "algorithm.cap=4", "algorithm.zero_variance=drop").out
+    for line in (
+        "differs        loss = aipo, not ppo_clip",
+        "loss           aipo   cap = 4",
+        "-sg[min(rho, cap)] A log pi, rho = pi / mu",
+        "at most 3,840 tokens: 6 a reply, at most 5 replies an attempt",
+        "16 groups × 8 = 128",
+        "each attempt's tokens, then 128 attempts",
+        "more are sampled",
+        "(1 + 1) × 16 = 32 groups",
+        "103,424 parameters",
+    ):
+        assert line in said, said
+    absent = tidemill("explain", path, "model=nowhere", "max_lag=0")
+    assert absent.code == 0 and "nowhere is no folder here" in absent.out and "synchronous" in absent.out
+    teacher = tidemill("explain", path, "algorithm.name=opd", "algorithm.reference.model=nowhere").out
+    assert "the reference, whose folder is not here" in teacher and "distilled × 1" in teacher
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ("stepz=3", "did you mean 'steps'"),
+        ("algorithm=grop", "did you mean 'grpo'"),
+        ("algorithm.cap=3", "cap does not apply"),
+        ("model=new:3m", "expected new:0.1m"),
+        ("algorithm.loss=nowhere.py:f", "nowhere.py' does not exist"),
+        ("algorithm.advantage=nowhere.py:f", "nowhere.py' does not exist"),
+        ("env=nowhere.py:f", "nowhere.py' does not exist"),
+        ("rollout.group_size=1", "use at least 2 samples"),
+    ],
+)
+def test_a_recipe_that_would_not_run_is_refused_in_a_sentence(tidemill, tmp_path: Path, given: str, says: str):
+    explained(tidemill, tmp_path)
+    said = tidemill("explain", tmp_path / "recipe.toml", given)
+    assert said.code == 2 and says in said.out and "\n" not in said.out
+
+
+def test_a_model_that_cannot_be_computed_is_refused(tidemill, tmp_path: Path):
+    explained(tidemill, tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "gpt2"}))
+    said = tidemill("explain", tmp_path / "recipe.toml", f"model={tmp_path}")
+    assert said.code == 2 and "'gpt2' is not one of llama" in said.out
+
+
+def test_a_function_of_ones_own_says_what_its_docstring_says(tidemill, tmp_path: Path):
+    (tmp_path / "own.py").write_text('def mine(x, *, strength=2.0):\n    """-A log pi, twice."""\n')
+    about = explained(tidemill, tmp_path, f"algorithm.loss={tmp_path / 'own.py'}:mine", "algorithm.strength=3")
+    mine = about["parts"][1]
+    assert (mine["formula"], mine["constants"], mine["source"]) == ("-A log pi, twice", {"strength": 3.0}, "")
+    said = tidemill("explain", tmp_path / "recipe.toml", f"algorithm.loss={tmp_path / 'own.py'}:mine", "algorithm.x=3")
+    assert said.code == 2 and "has no constant x" in said.out

@@ -1,0 +1,197 @@
+"""What can be chosen, from the functions' own docstrings: no second list that could say something else. No torch here.
+
+    docstring -> Entry(formula, source, when, cost), and the constants of the signature
+
+A docstring is the formula and what it needs to be read, then lines that begin with `Source:`, `When:` and `Cost:`. One that
+lacks a part is an error. `docs/algorithms.md` is `page()`:
+
+    python -m tidemill.algorithms.catalogue > docs/algorithms.md
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tidemill.algorithms import advantages, prose
+from tidemill.algorithms.advantages import ADVANTAGES
+from tidemill.algorithms.corrections import CORRECTIONS
+from tidemill.algorithms.preferences import PREFERENCES, bradley_terry, kto
+from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
+from tidemill.algorithms.reduce import REDUCTIONS
+from tidemill.loading import constants_of, load_object
+
+PARTS = ("Source", "When", "Cost")
+_LABEL = re.compile(rf"^({'|'.join(PARTS)}):", re.MULTILINE)
+_PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    kind: str  # of TITLES; or "preset"
+    name: str
+    formula: str
+    source: str
+    when: str
+    cost: str
+    constants: Mapping[str, Any] = field(default_factory=dict)  # and their defaults
+
+
+TITLES = {
+    "advantage": "Advantages",
+    "loss": "Policy losses",
+    "term": "Further terms",
+    "correction": "Corrections",
+    "reduction": "Reductions",
+    "preference": "Preferences",
+    "reward": "Settings that are no functions",
+    "library": "From Python only",
+}
+"""Kinds of entries, and the sections that their tables are in."""
+
+
+def entries() -> list[Entry]:
+    """All there is, by kind. Raises ValueError when a docstring lacks a part."""
+    from tidemill.algorithms.losses import LOSSES, value_loss
+
+    terms = [function for name, function in LOSSES.items() if name not in LOSS_CONSTANTS]
+    return [
+        *_described("advantage", ADVANTAGES.values()),
+        *_described("loss", [LOSSES[name] for name in LOSS_CONSTANTS]),
+        *_described("term", terms),
+        *_described("correction", CORRECTIONS.values()),
+        *(parsed("reduction", name, text) for name, text in REDUCTIONS.items()),
+        *_described("preference", PREFERENCES.values()),
+        *_described("reward", [advantages.overlong, advantages.distilled]),
+        *_described("library", [advantages.returns, value_loss, kto, bradley_terry]),
+        *map(_preset, PRESETS),
+    ]
+
+
+def entry(kind: str, name: str) -> Entry:
+    """One of `entries()`; or of a user's own function, FILE.py:function, with as much as its docstring says."""
+    if ".py:" not in name:
+        return next(each for each in entries() if (each.kind, each.name) == (kind, name))
+    function = load_object(name)
+    formula, said = _split(inspect.getdoc(function) or "")
+    source, when, cost = (dict(said).get(part, "") for part in PARTS)
+    return Entry(kind, name, formula or "its docstring says nothing", source, when, cost, _defaults(function))
+
+
+def parsed(kind: str, name: str, text: str, constants: Mapping[str, Any] | None = None) -> Entry:
+    """Of a docstring. Raises ValueError unless every part is there, once, in order."""
+    formula, said = _split(text)
+    if not formula or tuple(label for label, _ in said) != PARTS or not all(what for _, what in said):
+        there = dict([("formula", formula), *said])
+        lacks = ", ".join(part for part in ("formula", *PARTS) if not there.get(part)) or "their order"
+        raise ValueError(f"the docstring of the {kind} {name!r} lacks {lacks}: expected a formula, then {': '.join(PARTS)}:")
+    (_, source), (_, when), (_, cost) = said
+    return Entry(kind, name, formula, source, when, cost, constants or {})
+
+
+def _split(text: str) -> tuple[str, list[tuple[str, str]]]:
+    first, *rest = (_line(part) for part in _LABEL.split(inspect.cleandoc(text)))
+    return first, list(zip(rest[::2], rest[1::2], strict=True))
+
+
+def _line(text: str) -> str:
+    """On one line; a single sentence goes without its full stop."""
+    line = " ".join(text.split())
+    return line if ". " in line else line.removesuffix(".")
+
+
+def _described(kind: str, functions: Iterable[Callable[..., Any]]) -> list[Entry]:
+    return [parsed(kind, f.__name__, f.__doc__ or "", _defaults(f)) for f in functions]
+
+
+def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
+    return {name: value for name, value in constants_of(function).items() if value is not inspect.Parameter.empty}
+
+
+def _preset(name: str) -> Entry:
+    """Its choice for a formula; what it costs is what its settings cost."""
+    paper, _, said = NOTES[name].partition("; ")
+    values = PRESETS[name]
+    asks = {"log p_hat": values.get("old_logprobs") == "recompute", "log pi_ref": "reference" in values}
+    passes = " and ".join(f"one forward pass for {what}" for what, is_asked in asks.items() if is_asked)
+    row = [cell for cell in _preset_row(name)[1:-1] if cell != "–"]
+    return Entry("preset", name, "; ".join(row), paper, said, passes or "nothing", values.get("constants", {}))
+
+
+def page() -> str:
+    """`docs/algorithms.md`."""
+    every = entries()
+    sections = {
+        kind: _section(title, prose.ABOUT[kind], _table([e for e in every if e.kind == kind]))
+        for kind, title in TITLES.items()
+    }
+    last = [sections.pop(kind) for kind in ("reward", "library")]
+    heads = ("preset", "advantage", "loss", "reduction", "corrections", "other", "paper")
+    presets = _section("Presets", prose.ABOUT["preset"], table(heads, map(_preset_row, PRESETS)))
+    first = (prose.INTRODUCTION, prose.NOTATION, prose.STEP, prose.OWN)
+    return "\n\n".join(part.strip() for part in (*first, *sections.values(), presets, *last, prose.LAG)) + "\n"
+
+
+def _section(title: str, about: str, rows: str) -> str:
+    return f"## {title}\n\n{about.strip()}\n\n{rows}"
+
+
+def _table(found: Sequence[Entry]) -> str:
+    rows = [(code(e.name), e.formula, e.source, e.when, e.cost, constants_as(e.constants) or "–") for e in found]
+    return table(("name", "formula", "source", "when", "cost", "constants"), rows)
+
+
+def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """In GitHub's Markdown: pipes escaped, papers as links."""
+    lines = [heads, ["---"] * len(heads), *([_cell(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return _PAPER.sub(r"[\g<0>](https://arxiv.org/abs/\g<0>)", text.replace("|", "\\|"))
+
+
+def code(text: str) -> str:
+    return f"`{text}`"
+
+
+def constants_as(constants: Mapping[str, Any]) -> str:
+    return ", ".join(code(f"{name} = {number(value)}") for name, value in constants.items())
+
+
+def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Settings by their names with dots."""
+    found = dict[str, Any]()
+    for key, value in tree.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return found
+
+
+def number(value: Any) -> str:
+    """As one would write it into a recipe."""
+    if value is None:
+        return "none"
+    return re.sub(r"e-0", "e-", f"{value:g}") if isinstance(value, int | float) else str(value)
+
+
+def _preset_row(name: str) -> tuple[str, ...]:
+    """preset, advantage, loss, reduction, corrections, other, paper."""
+    values = dict(PRESETS[name])
+    given, loss = values.pop("constants", {}), values.pop("loss")
+    own = {key: value for key, value in given.items() if key not in LOSS_CONSTANTS[loss]}
+    taken = {**LOSS_CONSTANTS[loss], **{key: value for key, value in given.items() if key not in own}}
+    corrections = [_called(each["name"], each.get("constants", {})) for each in values.pop("corrections", [])]
+    first = (_called(values.pop("advantage"), own), _called(loss, taken), code(values.pop("reduction")))
+    other = constants_as(flat(values))
+    return (code(name), *first, ", ".join(corrections) or "–", other or "–", NOTES[name])
+
+
+def _called(name: str, constants: Mapping[str, Any]) -> str:
+    return f"{code(name)} ({constants_as(constants)})" if constants else code(name)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

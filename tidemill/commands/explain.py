@@ -1,0 +1,198 @@
+"""`tidemill explain RECIPE`: which gradient a recipe asks for, and what that comes to, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.text import Text
+
+from tidemill.algorithms.catalogue import number
+from tidemill.algorithms.losses import loss_by_name
+from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.presets import NOTES
+from tidemill.commands import sizing
+from tidemill.commands.in_force import differing, p_hat, parts_of
+from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.config import ConfigError
+from tidemill.model_folder import architecture_of
+from tidemill.recipe import RunConfig, load_recipe
+
+MIB, GIB = 2**20, 2**30
+Row = tuple[str | Text, str | Text]
+
+
+def explain(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
+    config = load_recipe([recipe], overrides)
+    about = explained(config)
+    if as_json:
+        print_json({"recipe": str(recipe), **about})
+    else:
+        _show(recipe, config, about)
+    return 0
+
+
+def explained(config: RunConfig) -> dict[str, Any]:
+    """All that is printed, as plain data. Raises ConfigError for what `train` would refuse of algorithm and model."""
+    try:
+        algorithm = Algorithm(config.algorithm, config.rollout.max_tokens)
+        settings = algorithm.settings  # what follows from the longest reply is filled in
+        loss_by_name(settings.loss_spec())
+        parts = parts_of(settings, config.rollout.max_tokens)
+        memory = _memory(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    step = sizing.step_size(config, None if memory is None else memory["context"])
+    asked = {"p_hat": int("policy" in algorithm.asks), "reference": int("reference" in algorithm.asks)}
+    return {
+        **{"preset": settings.name, "note": NOTES[settings.name], "differs": differing(config.algorithm)},
+        **{"parts": [asdict(part) for part in parts], "p_hat": p_hat(settings)},
+        "step": asdict(step),
+        "passes": {"policy": settings.updates.epochs, **asked},
+        "reduction": {"name": settings.reduction, "denominator": _denominator(config, step)},
+        "steps": config.steps,
+        "samples": config.steps * step.sequences,
+        "max_lag": config.max_lag,
+        "slots": (config.max_lag + 1) * step.groups - config.rollout.window + 1,
+        "memory": memory,
+    }
+
+
+def _memory(config: RunConfig) -> dict[str, Any] | None:
+    """None where the model's folder is not here."""
+    arch = architecture_of(config.model)
+    if arch is None:
+        return None
+    asked = config.algorithm.reference
+    other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
+    free = sizing.free_memory(config.engine)
+    trainer, engine = sizing.trainer_memory(config, arch, other), sizing.engine_memory(config.engine, arch, free)
+    engines = config.placement.engines
+    return {
+        "model": config.model,
+        **{"parameters": sizing.parameters(arch), "context": sizing.context_of(config.engine, arch, free)},
+        **{"trainer": {h.what: h.bytes for h in trainer}, "engine": {h.what: h.bytes for h in engine}, "engines": engines},
+        "total": sum(h.bytes for h in trainer) + engines * sum(h.bytes for h in engine),
+        "without_reference": asked is not None and other is None,
+        "short_of_kv": sizing.kv_pages(config.engine, arch, free)[1],
+    }
+
+
+def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
+    screen = console()
+    sections = (
+        (str(recipe), _algorithm(about)),
+        ("a step", _step(config, about)),
+        ("the run", _run(config, about)),
+        ("memory, an estimate", _memory_rows(config, about["memory"])),
+    )
+    width = max(len(str(label)) for _, rows in sections for label, _ in rows)
+    for title, rows in sections:
+        screen.print(Text(title, "bold"))
+        print_rows(screen, [(str(label).ljust(width), said) for label, said in rows])
+
+
+def _algorithm(about: Mapping[str, Any]) -> list[Row]:
+    differs = [f"{key} = {_value(each['value'])}, not {_value(each['preset'])}" for key, each in about["differs"].items()]
+    rows: list[Row] = [("preset", f"{about['preset']}: {about['note']}"), ("differs", "\n".join(differs) or "nothing")]
+    for part in about["parts"]:
+        said = Text.assemble((part["name"], "bold"))
+        if part["weight"] is not None:
+            said.append(f" × {number(part['weight'])}")
+        if part["constants"]:
+            said.append(f"   {', '.join(f'{key} = {_value(value)}' for key, value in part['constants'].items())}")
+        said.append(f"\n{part['formula']}")
+        if part["source"]:
+            said.append(f"\n{part['source']}", "dim")
+        rows.append((part["role"], said))
+    return [*rows, ("p_hat", about["p_hat"])]
+
+
+def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
+    step, passes, replies = about["step"], about["passes"], about["step"]["replies"]
+    asked = "as many as its environment asks for" if replies is None else f"at most {_n(replies, 'reply')} an attempt"
+    of = f"{config.rollout.max_tokens:,} a reply, {asked}"
+    tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
+    rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
+    forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference")) if passes[key]]
+    ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
+    ran += [f"forward for {' and for '.join(forward)}"] if forward else []
+    batches = [f"at most {step['train_micro_batches']:,} with gradients"]
+    batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
+    return [
+        ("attempts", f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"),
+        ("sampled", f"{tokens} tokens: {of}"),
+        ("updates", f"{step['updates']:,}"),
+        ("passes", "; ".join(ran)),
+        ("micro-batches", f"{', '.join(batches)}: {config.trainer.micro_batch_tokens:,} tokens each, {rows}"),
+        ("denominator", about["reduction"]["denominator"]),
+    ]
+
+
+def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
+    """What the weighted sum of an update is divided by, in words."""
+    s, most = config.algorithm, step.denominator
+    groups = -(-step.groups // s.updates.minibatches)
+    attempts = f"{groups * (2 if s.preference else step.group_size):,} attempts"
+    words = {
+        "token": "the tokens trained on" + ("" if most is None else f", at most {most:,}"),
+        "sequence": f"each attempt's tokens, then {attempts}",
+        "prompt": f"the tokens of each prompt, then {groups:,} prompts",
+        "attempt": attempts,
+        "fixed": f"{attempts} × a constant length = {most}",
+    }
+    of = "of an update: " if s.updates.count > 1 else ""
+    return f"{of}{words[s.reduction]}; those without a score do not count"
+
+
+def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
+    drops = config.algorithm.zero_variance == "drop"
+    more = "; more are sampled, as groups without a difference are dropped" if drops else ""
+    window = f" - {config.rollout.window} + 1" if config.rollout.window > 1 else ""
+    behind = "synchronous: nothing trained on is stale"
+    if config.max_lag:
+        behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
+    slots = f"({config.max_lag} + 1) × {about['step']['groups']}{window} = {about['slots']:,}"
+    return [
+        ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),
+        ("max_lag", f"{config.max_lag}: {behind}"),
+        ("slots", f"{slots} groups in flight or waiting"),
+    ]
+
+
+def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Row]:
+    if memory is None:
+        return [("model", f"{config.model} is no folder here: nothing is known of its size")]
+    engines, kv = memory["engines"], " (short of full contexts)" if memory["short_of_kv"] else ""
+    rows: list[Row] = [
+        ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
+    ]
+    for process, times in (("trainer", ""), ("engine", f", each of {engines}" if engines > 1 else "")):
+        held = memory[process]
+        each = [f"{_bytes(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
+        rows.append((process, f"{_bytes(sum(held.values()))}{times}: {', '.join(each)}"))
+    left = "the reference, whose folder is not here, " if memory["without_reference"] else ""
+    beside = f"beside it: {left}activations of a micro-batch, and what Python and torch take in each process"
+    return [*rows, ("together", f"{_bytes(memory['total'])}; {beside}")]
+
+
+def _value(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(_called(each) for each in value) or "none"
+    return number(value)
+
+
+def _called(correction: Mapping[str, Any]) -> str:
+    constants = ", ".join(f"{key} = {number(value)}" for key, value in correction["constants"].items())
+    return f"{correction['name']} ({constants})" if constants else correction["name"]
+
+
+def _n(count: int, noun: str) -> str:
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
+
+
+def _bytes(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
