@@ -40,6 +40,16 @@ def train(
 
 
 @app.command()
+def explain(
+    recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
+) -> None:
+    """What a recipe would do: its formulas and where they come from, the numbers of a step, memory by process."""
+    from tidemill.commands import explain as command
+
+    raise typer.Exit(command.explain(recipe, overrides or [], as_json))
+
+
+@app.command()
 def new(name: Annotated[str, typer.Argument(help="of the folder, and of the environment's file")]) -> None:
     """Begin a task of your own: an environment, a recipe that trains it at once, a test of its reward."""
     from tidemill.commands import new as starter
@@ -78,11 +88,15 @@ def samples(
 
 
 @app.command()
-def ledger(run: RunDir, as_json: AsJson = False) -> None:
+def ledger(
+    run: RunDir,
+    every: Annotated[bool, typer.Option("--all", help="every evaluation and event; else a few of each")] = False,
+    as_json: AsJson = False,
+) -> None:
     """Was anything lost? Every group of a run, by its fate."""
     from tidemill.commands import ledger as command
 
-    raise typer.Exit(command.ledger(run, as_json))
+    raise typer.Exit(command.ledger(run, every, as_json))
 
 
 @app.command()

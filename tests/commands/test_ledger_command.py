@@ -26,7 +26,7 @@ def test_what_a_person_reads(tidemill, trained: Path):
     assert "6 admitted = 6 trained + 0 pending" in out and "conserved: 0 lost, 0 trained twice" in out
     assert "3 trained, the last one ended" in out and "4 published, the latest policy@v3" in out
     accuracy = read_json(trained / "report.json")["accuracy_after"]
-    assert f"{accuracy:.3f} on 40 tasks after step 3" in out and "checkpoint  step 3" in out
+    assert f"{accuracy:.3f} on 40 tasks after step 3" in out and "checkpoint: step 3" in out
 
 
 def test_drops_by_reason_beside_a_live_run(tidemill, run: Path):
@@ -51,6 +51,22 @@ def test_a_loss_is_a_failure(tidemill, run: Path):
     said, person = tidemill("ledger", run, "--json"), tidemill("ledger", run)
     assert said.code == 1 == person.code and json.loads(said.out)["lost"] == 1
     assert "NOT conserved: 1 lost" in person.out
+
+
+def test_what_is_left_out_is_counted_and_can_be_seen(tidemill, run: Path):
+    assert "not shown" not in tidemill("ledger", run).out
+    with SqliteLedger(run, mode="open") as writer:
+        before = len(writer.events())
+        for number in range(6):
+            writer.event("engine_restarted", {"engine": f"engine-{number}", "after_s": 1.0})
+        for step in range(4, 12):
+            writer.evaluation(step, {"accuracy": 0.5, "n": 40.0})
+    few, every = tidemill("ledger", run).out, tidemill("ledger", run, "--all").out
+    assert few.splitlines()[-1] == f"  not shown: 4 evaluations, {before + 1} earlier events; --all shows them"
+    assert "engine restarted: engine-5, after 1 s" in few and "engine-0," not in few
+    assert few.count("tasks after step") == 6 and "not shown" not in every
+    assert every.count("tasks after step") == 10 and all(f"engine-{number}, after 1 s" in every for number in range(6))
+    assert "checkpoint: step 3" in every and json.loads(tidemill("ledger", run, "--all", "--json").out)["admitted"] == 6
 
 
 def test_no_run_is_one_sentence(tidemill, tmp_path: Path):

@@ -214,7 +214,8 @@ def test_short_strings():
     ("env", "message"),
     [
         ("gues", r"unknown environment 'gues' \(did you mean 'guess'\?\)"),
-        ("reasoning_gym", "unknown environment 'reasoning_gym'"),
+        ("reasoning_gym", r"'reasoning_gym' needs dataset: expected {kind = \"reasoning_gym\", dataset = ...}"),
+        ("rows", "'rows' needs data and reward: expected"),
         ("my.py", "expected my.py:NAME"),
         ({"kind": "row"}, r"unknown kind 'row' \(did you mean 'rows'\?\)"),
         ({"low": 3}, "has no kind"),

@@ -93,6 +93,12 @@ async def test_one_bad_attempt_does_not_cost_its_siblings_theirs(spelling, spell
     ("given", "message"),
     [
         ({"dataset": "spell_backwards"}, "no dataset 'spell_backwards'; did you mean 'spell_backward'"),
+        ({"dataset": "Spell Backward"}, "did you mean 'spell_backward'?"),
+        ({"dataset": "SPELL"}, "did you mean 'spell_backward'?"),
+        ({"dataset": "reverse_words"}, "did you mean 'word_sequence_reversal'?"),
+        ({"dataset": "sudokus"}, "did you mean 'mini_sudoku' or 'sudoku'?"),
+        ({"dataset": "zzqq"}, "no dataset 'zzqq'; known: ab, acre, "),
+        ({"dataset": "?"}, "no dataset '?'; known: ab, acre, "),
         ({"dataset": "gcd", "args": {"min_number": 1}}, "gcd has no argument 'min_number'; did you mean 'min_numbers'"),
         ({"dataset": "gcd", "args": {"min_numbers": 9}}, "does not take args="),
         ({"dataset": "coin_flip", "eval_size": 500, "args": {"max_trials": 3}}, "distinct questions with these args"),

@@ -13,24 +13,27 @@ from rich.text import Text
 from tidemill.commands.screen import console, print_json, print_rows, visible
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
+from tidemill.observability.events import worded
 from tidemill.types import Version
 
-LATEST = 5  # events shown
+LATEST = 5  # events shown, unless all are asked for
+FEW = 8  # evaluations shown, and the last one
 
 
-def ledger(run: Path, as_json: bool) -> int:
+def ledger(run: Path, every: bool, as_json: bool) -> int:
     """The exit status: 0 when every admitted group has exactly one fate, else 1."""
     with SqliteLedger(run, mode="read") as record:
         counts = record.counts()
         if as_json:
             print_json(counts.figures())
         else:
-            _show(console(), run, counts, record)
+            _show(console(), run, counts, record, every)
     return 0 if counts.conserved else 1
 
 
-def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger) -> None:
+def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger, every: bool) -> None:
     evaluations, events = record.evaluations(), record.events()
+    few, latest = (evaluations, events) if every else (_few(evaluations), events[-LATEST:])
     rows: list[tuple[str | Text, str | Text]] = [
         ("groups", _sum(counts)),
         ("", _verdict(counts)),
@@ -38,12 +41,15 @@ def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger) -> N
         ("versions", _versions(record.versions())),
     ]
     if evaluations:
-        rows.append(("held-out", _evaluations(evaluations)))
+        rows.append(("held-out", _evaluations(few)))
     if events:
         rows.append(("events", _kinds(events)))
-        rows += [("", _event(event)) for event in events[-LATEST:]]
+        rows += [("", _event(event)) for event in latest]
     screen.print(Text(str(run), "bold"))
     print_rows(screen, rows)
+    counted = (("evaluation", len(evaluations) - len(few)), ("earlier event", len(events) - len(latest)))
+    if left := [f"{n:,} {noun}{'s' if n > 1 else ''}" for noun, n in counted if n]:
+        screen.print(Text(f"\n  not shown: {', '.join(left)}; --all shows them", "dim"))
 
 
 def _sum(counts: Counts) -> str:
@@ -85,11 +91,14 @@ def _versions(versions: Sequence[Version]) -> str:
     return f"{len(versions):,} published{several}, the latest {versions[-1]} ({versions[-1].fingerprint[:12]})"
 
 
+def _few(evaluations: Sequence[EvalRecord]) -> Sequence[EvalRecord]:
+    """The first, the last and a few between."""
+    stride = max(1, -(-len(evaluations) // FEW))
+    return [e for i, e in enumerate(evaluations) if i % stride == 0 or e is evaluations[-1]]
+
+
 def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
-    """The first, the last and a few between, as a line each."""
-    few = max(1, -(-len(evaluations) // 8))
-    shown = [e for i, e in enumerate(evaluations) if i % few == 0 or e is evaluations[-1]]
-    return "\n".join(f"{_share(e.accuracy)} on {e.n or 0:,} tasks after step {e.step:,}" for e in shown)
+    return "\n".join(f"{_share(e.accuracy)} on {e.n or 0:,} tasks after step {e.step:,}" for e in evaluations)
 
 
 def _share(accuracy: float | None) -> str:
@@ -102,8 +111,8 @@ def _kinds(events: Sequence[Event]) -> str:
 
 
 def _event(event: Event) -> str:
-    detail = ", ".join(f"{key} {value}" for key, value in event.detail.items())
-    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.at))}  {event.kind}  {visible(detail)}"
+    said = visible(worded(event.kind, event.detail))
+    return f"{time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(event.at))}  {said}"
 
 
 def _ago(at: float) -> str:

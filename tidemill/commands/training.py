@@ -6,8 +6,11 @@ import asyncio
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
-from tidemill.commands.screen import own_name
+from rich.text import Text
+
+from tidemill.commands.screen import console, own_name
 from tidemill.config import ConfigError
 from tidemill.observability.display import ProgressDisplay
 from tidemill.recipe import RunConfig, load_recipe
@@ -20,7 +23,7 @@ def train(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
     """Run a recipe to its end, or on from where it was. The exit status: 0 done, 3 stopped before its last step."""
     config = load_recipe([recipe], overrides)
     ended = _run(config, as_json)
-    _tell(config, ended, as_json)
+    _tell(config, recipe, ended, as_json)
     return 0 if ended.complete else 3
 
 
@@ -35,7 +38,7 @@ def _run(config: RunConfig, as_json: bool) -> Ended:
     return asyncio.run(run(config, display))
 
 
-def _tell(config: RunConfig, ended: Ended, as_json: bool) -> None:
+def _tell(config: RunConfig, recipe: Path, ended: Ended, as_json: bool) -> None:
     if as_json:
         print(json.dumps({"kind": "report", **ended.report}))
         return
@@ -62,7 +65,27 @@ def _tell(config: RunConfig, ended: Ended, as_json: bool) -> None:
     if advice := report.get("advice"):
         print(f"  to go faster: {advice['text']}")
     me = own_name()
-    print(f"  next:   {me} samples {folder} --worst 3 --tokens  ·  {me} eval {folder}  ·  {me} new mytask")
+    if fell := report.get("unlearned"):
+        console().print(Text("\n".join(_unlearned(fell, config, f"{me} reward test {recipe}")), "bold red"), soft_wrap=True)
+    following = [f"samples {folder} --worst 3 --tokens"]
+    if ended.complete:
+        following += [f"eval {folder}", "new mytask" if recipe.resolve() == DEMO.resolve() else f"serve {folder}"]
+    print(f"  next:   {'  ·  '.join(f'{me} {command}' for command in following)}")
+
+
+def _unlearned(fell: dict[str, Any], config: RunConfig, test: str) -> list[str]:
+    """What happened, and what to look at first: the commonest causes in their order."""
+    n, m = (f"{fell[key]:,}" for key in ("n_before", "n_after"))
+    tasks = f"on {n} tasks" if n == m else f"on {n} and {m} tasks"
+    lines = [
+        f"  UNLEARNED: held-out accuracy fell from {fell['before']:.3f} to {fell['after']:.3f} {tasks}, by "
+        f"{fell['errors']:.1f} standard errors of the difference: the model solves less than the one that the run began with"
+    ]
+    if fell["unjudged"]:
+        lines.append(f"  {fell['unjudged']:,} of the {m} could not be judged and count as not solved: mend that first")
+    lag = f"max_lag={config.max_lag} (0 trains on nothing stale)" if config.max_lag else ""
+    looks = [f"trainer.lr={config.trainer.lr:g} (try a tenth)", f"the reward (`{test}`)", lag]
+    return [*lines, f"  look first at: {', '.join(filter(None, looks))}"]
 
 
 def _time_went(processes: dict[str, dict[str, float]]) -> list[str]:

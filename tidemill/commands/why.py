@@ -9,10 +9,11 @@ from typing import Any
 import psutil
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.commands.screen import console, print_json, print_rows, visible
 from tidemill.health import EVERY_S, FAILURE, STATUS
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.lock import holder
+from tidemill.observability.events import worded
 from tidemill.run_folder import RunFolder, read_json
 
 ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing
@@ -30,19 +31,22 @@ def why(run: Path, as_json: bool) -> int:
 
 
 def standing(folder: RunFolder) -> dict[str, Any]:
-    """state: running, stuck, complete, failed, stopped or killed; and what is known beside it."""
+    """state: running, stuck, complete, failed, stopped or killed; and what is known beside it.
+
+    status: the last that the process wrote whose state it is; None when it came to none.
+    """
     status = read_json(folder.path / STATUS) if (folder.path / STATUS).is_file() else None
     failure = read_json(folder.path / FAILURE) if (folder.path / FAILURE).is_file() else None
     pid = holder(folder.path)
     if pid is not None:
         late = status is None or status["pid"] != pid or time.time() - status["at"] > LATE_S
         state, failure = ("stuck" if late and _stopped(pid) else "running"), None
-    elif folder.summary() is not None:
+    elif (report := folder.summary()) is not None and report["steps"] >= folder.recipe()["steps"]:
         state, failure = "complete", None
     elif failure is not None:
         state = "stopped" if failure["kind"] in ("CancelledError", "KeyboardInterrupt") else "failed"
     else:
-        state = "stopped" if (folder.path / "interrupted.json").is_file() else "killed"
+        state = "stopped" if folder.interrupted.is_file() else "killed"
     with SqliteLedger(folder.path, mode="read") as ledger:
         counts = ledger.counts().figures()
         events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind not in ROUTINE][-5:]
@@ -65,9 +69,12 @@ def _show(run: Path, about: dict[str, Any]) -> None:
         rows.append(("first cause", Text(first, "bold red")))
         rows += [("", line) for line in rest]
     if status is not None:
-        rows.append(("at", f"step {status.get('step', '?')} of {status.get('steps', '?')}, {_age(status['at'])}"))
-        rows += [("waits" if i == 0 else "", _wait(w, status["at"])) for i, w in enumerate(status["waits"])]
-        rows += [("processes" if i == 0 else "", _process(p)) for i, p in enumerate(status["processes"])]
+        step = f"step {status.get('step', '?')} of {status.get('steps', '?')}, {_age(status['at'])}"
+        rows.append(("at" if live else "last at", step))
+        if live or about["state"] == "killed":  # a run that ended by itself waits for nobody
+            waits, processes = ("waits", "processes") if live else ("was waiting", "had processes")
+            rows += [(waits if i == 0 else "", _wait(w, status["at"])) for i, w in enumerate(status["waits"])]
+            rows += [(processes if i == 0 else "", _process(p)) for i, p in enumerate(status["processes"])]
     rows += [("events" if i == 0 else "", _event(e)) for i, e in enumerate(about["events"])]
     screen.print(Text(str(run), "bold"))
     print_rows(screen, rows)
@@ -83,11 +90,11 @@ def _state(about: dict[str, Any]) -> str:
         case "stuck":
             return f"process {about['pid']} is stopped (SIGSTOP): kill -CONT {about['pid']} lets it go on"
         case "complete":
-            return "complete"
+            return "complete: it came to its last step"
         case "stopped":
             return f"stopped when it was asked to; {went}"
         case "failed":
-            return f"ended by an error; {went} once its cause is gone"
+            return f"ended by an error {_age(about['failure']['at'])}; {went} once its cause is gone"
     return f"killed: it ended without a word (kill -9, out of memory, power); {went}"
 
 
@@ -104,8 +111,9 @@ def _process(process: dict[str, Any]) -> str:
 
 
 def _event(event: dict[str, Any]) -> str:
-    detail = ", ".join(f"{k} {v}" for k, v in event.items() if k not in ("at", "kind"))
-    return f"{_age(event['at'])}: {event['kind']}, {detail}".partition("\n")[0]
+    detail = {key: value for key, value in event.items() if key not in ("at", "kind")}
+    first, _, _ = worded(event["kind"], detail).partition("\n")
+    return f"{_age(event['at'])}: {visible(first)}"
 
 
 def _age(at: float) -> str:

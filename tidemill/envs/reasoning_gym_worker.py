@@ -12,6 +12,7 @@ from __future__ import annotations
 import difflib
 import json
 import os
+import re
 import sys
 from collections.abc import Set
 from dataclasses import fields
@@ -26,6 +27,7 @@ from reasoning_gym.utils import extract_answer
 from tidemill import codec
 
 _APART = 0.9  # share of distinct answers from which on answers are kept apart as well as questions
+_NEAR = 0.7  # likeness of a name that may have been meant
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -122,7 +124,7 @@ def _fold(text: Any) -> str:
 
 def _why(order: Order, error: Exception) -> str:
     if order.dataset not in DATASETS:
-        near = difflib.get_close_matches(order.dataset, DATASETS, n=3, cutoff=0.5)
+        near = _near(order.dataset)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {', '.join(sorted(DATASETS))}"
         return f"reasoning-gym has no dataset {order.dataset!r}; {hint}"
     known = sorted({f.name for f in fields(DATASETS[order.dataset][1])} - {"seed", "size"})
@@ -132,6 +134,26 @@ def _why(order: Order, error: Exception) -> str:
         hint = f"did you mean {near[0]!r}?" if near else f"it takes {', '.join(known)}"
         return f"reasoning-gym's {order.dataset} has no argument {unknown[0]!r}; {hint}"
     return f"reasoning-gym's {order.dataset} does not take args={order.args!r}: {error}"
+
+
+def _near(name: str) -> list[str]:
+    """Up to three datasets, the likest first: spelt like it as a whole, or having words like all of its words."""
+    likeness = {known: max(_alike(name, known), _words_alike(name, known)) for known in sorted(DATASETS)}
+    least = max(_NEAR, max(likeness.values()) - 0.15)
+    return sorted((known for known in likeness if likeness[known] >= least), key=lambda known: -likeness[known])[:3]
+
+
+def _alike(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, "_".join(_words(one)), "_".join(_words(other))).ratio()
+
+
+def _words_alike(name: str, known: str) -> float:
+    found = [max(_alike(word, other) for other in _words(known)) for word in _words(name)]
+    return sum(found) / max(len(found), 1)
+
+
+def _words(name: str) -> list[str]:
+    return re.findall(r"[^\W_]+", name.casefold())
 
 
 def main() -> None:

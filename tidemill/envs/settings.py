@@ -103,6 +103,10 @@ def _expand(text: str) -> dict[str, Any]:
         return {"kind": text}
     if text.endswith(".py"):
         raise ValueError(f"environment {text!r} names no object of the file: expected {text}:NAME")
+    if text in KINDS:  # it lacks what has no default
+        needs = [name for name, field in KINDS[text].model_fields.items() if field.is_required()]
+        table = ", ".join([f'kind = "{text}"', *(f"{name} = ..." for name in needs)])
+        raise ValueError(f"environment {text!r} needs {' and '.join(needs)}: expected {{{table}}}")
     raise ValueError(f"unknown environment {text!r}{_near(kind)}: expected guess, reasoning_gym:DATASET or FILE.py:NAME")
 
 

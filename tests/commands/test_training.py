@@ -1,0 +1,102 @@
+"""What `tidemill train` says at its end: that a run unlearned, and what comes next."""
+
+from __future__ import annotations
+
+from math import sqrt
+from pathlib import Path
+
+import pytest
+
+from tidemill.commands import training
+from tidemill.evaluation import errors_apart
+from tidemill.ledger.records import EvalRecord
+from tidemill.recipe import load_recipe
+from tidemill.report import unlearned
+from tidemill.run_folder import read_json
+from tidemill.session import Ended
+
+FORGETFUL = """
+from tidemill.envs.environment import environment
+from tidemill.types import Score
+
+seen = []
+
+
+@environment(tasks=lambda split: [{"prompt": f"{split} {i}", "answer": "a"} for i in range(20)])
+async def forgetful(task, chat):
+    said = await chat.reply(task.prompt)
+    if task.prompt.startswith("eval"):
+        seen.append(task)
+        return Score(float(len(seen) <= 20))  # solved before the first step, never after
+    return Score(len(said) / 100)
+"""
+
+
+def evaluation(step: int, accuracy: float | None, n: int | None, **metrics: float) -> EvalRecord:
+    return EvalRecord(step, 0.0, n, accuracy, metrics)
+
+
+def test_a_run_that_unlearns_says_so_and_is_no_failure(tidemill, trained: Path, tmp_path: Path):
+    (tmp_path / "env.py").write_text(FORGETFUL)
+    given = [f"run_dir={tmp_path / 'run'}", f"env={tmp_path / 'env.py'}:forgetful", "steps=1", "eval.final_tasks=20"]
+    recipe = trained.parent / "recipe.toml"
+    said = tidemill("train", recipe, *given, "placement.environment.workers=0", "trainer.lr=1e-3", "max_lag=2")
+    assert said.code == 0 and "done: 1 steps" in said.out
+    assert "UNLEARNED: held-out accuracy fell from 1.000 to 0.000 on 20 tasks, by 6.3 standard errors" in said.out
+    assert (
+        f"look first at: trainer.lr=0.001 (try a tenth), the reward (`tidemill reward test {recipe}`), max_lag=2" in said.out
+    )
+    assert "could not be judged" not in said.out
+    found = read_json(tmp_path / "run" / "report.json")["unlearned"]
+    assert found == {"before": 1.0, "after": 0.0, "n_before": 20, "n_after": 20, "errors": 6.32, "unjudged": 0}
+
+
+def test_a_fall_by_chance_is_none():
+    assert unlearned([]) is None and unlearned([evaluation(0, 0.9, 500)]) is None
+    assert unlearned([evaluation(0, 0.70, 512), evaluation(9, 0.65, 512)]) is None  # 1.7
+    fell = unlearned([evaluation(0, 0.70, 512), evaluation(5, 0.9, 128), evaluation(9, 0.64, 512, infra_errors=7)])
+    assert fell is not None and fell["errors"] == pytest.approx(2.05, abs=0.01) and fell["unjudged"] == 7
+    assert unlearned([evaluation(0, 0.64, 512), evaluation(9, 0.70, 512)]) is None
+    assert unlearned([evaluation(0, 1.0, 1), evaluation(9, 0.0, 1)]) is None  # a coin shows that
+    assert unlearned([evaluation(0, None, None), evaluation(9, 0.0, 100)]) is None
+
+
+@pytest.mark.parametrize(("a", "n", "c", "m"), [(350, 512, 300, 512), (60, 80, 30, 40), (5, 5, 0, 7)])
+def test_the_errors_are_those_of_pearsons_test(a: int, n: int, c: int, m: int):
+    """The square of the distance is the statistic of Pearson's chi-squared test of the two-by-two table."""
+    b, d = n - a, m - c
+    chi2 = (n + m) * (a * d - b * c) ** 2 / (n * m * (a + c) * (b + d))
+    assert abs(errors_apart(a / n, n, c / m, m)) == pytest.approx(sqrt(chi2))
+    assert errors_apart(1.0, n, 1.0, m) == errors_apart(0.0, n, 0.0, m) == 0.0
+
+
+def test_what_could_not_be_judged_is_named_and_what_cannot_be_the_cause_is_not(trained: Path, capsys):
+    recipe, report = trained.parent / "recipe.toml", read_json(trained / "report.json")
+    fell = {"before": 0.9, "after": 0.5, "n_before": 40, "n_after": 20, "errors": 3.3, "unjudged": 8}
+    config = load_recipe([recipe], [f"run_dir={trained}", "env=guess", "max_lag=0"])
+    training._tell(config, recipe, Ended(3, True, report | {"unlearned": fell}), False)
+    said = capsys.readouterr().out
+    assert "from 0.900 to 0.500 on 40 and 20 tasks" in said and "8 of the 20 could not be judged" in said
+    assert "look first at" in said and "max_lag" not in said
+
+
+def again(tidemill, run: Path, trained: Path) -> str:
+    """What the same command says of a run that is complete."""
+    env = read_json(run / "config.json")["env"]["path"]
+    said = tidemill("train", trained.parent / "recipe.toml", f"run_dir={run}", f"env={env}")
+    assert said.code == 0 and "is complete" in said.out
+    return said.out
+
+
+def test_what_comes_next(tidemill, run: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    recipe, report = trained.parent / "recipe.toml", read_json(run / "report.json")
+    said = again(tidemill, run, trained)
+    assert "UNLEARNED" not in said
+    last = said.splitlines()[-1]
+    assert f"samples {run} " in last and f"eval {run} " in last and f"serve {run}" in last and "new " not in last
+    config = load_recipe([recipe], [f"run_dir={run}", "env=guess"])
+    training._tell(config, recipe, Ended(2, False, report), False)
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert f"samples {run} " in last and "eval" not in last and "serve" not in last  # there is no model yet
+    monkeypatch.setattr(training, "DEMO", recipe)
+    assert again(tidemill, run, trained).splitlines()[-1].endswith("new mytask")

@@ -1,0 +1,101 @@
+"""`tidemill why`: of a run that goes on, who waits for whom; of one that has ended, how, and no wait as if it went on."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from tidemill.commands import why as command
+from tidemill.health import FAILURE, STATUS, record_failure
+from tidemill.ledger import SqliteLedger
+from tidemill.models.architecture import UnsupportedModel
+from tidemill.run_folder import read_json
+
+
+@pytest.fixture
+def waiting(run: Path) -> Path:
+    """The run's folder, in which the last that was said is that the controller waits for the trainer."""
+    now = time.time()
+    wait = {"peer": "trainer", "what": "forward_backward", "count": 1, "since": now - 3, "limit_s": 60.0}
+    process = {"name": "trainer", "pid": 1, "alive": True, "heard": 0.1, "busy": []}
+    status = {
+        "pid": os.getpid(),
+        "started": now - 9,
+        "at": now,
+        "step": 2,
+        "steps": 3,
+        "waits": [wait],
+        "processes": [process],
+    }
+    (run / STATUS).write_text(json.dumps(status))
+    return run
+
+
+def unfinished(run: Path) -> Path:
+    (run / "report.json").unlink()
+    return run
+
+
+def test_a_run_that_goes_on(tidemill, waiting: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(command, "holder", lambda _: os.getpid())  # a lock of one's own cannot be seen
+    said = tidemill("why", unfinished(waiting))
+    assert said.code == 0 and f"running, process {os.getpid()}" in said.out
+    assert "waits " in said.out and "the controller for trainer: forward_backward, since 3.0 s of at most 60 s" in said.out
+    assert "processes" in said.out and "at " in said.out
+
+
+def test_a_complete_one_waits_for_nobody(tidemill, waiting: Path):
+    said = tidemill("why", waiting)
+    assert said.code == 0 and "complete: it came to its last step" in said.out and "step 2 of 3" in said.out
+    assert "forward_backward" not in said.out and "processes" not in said.out
+
+
+def test_a_killed_one_was_waiting(tidemill, waiting: Path):
+    said = tidemill("why", unfinished(waiting))
+    assert said.code == 1 and "killed: it ended without a word" in said.out
+    assert "was waiting    the controller for trainer: forward_backward" in said.out and "had processes  trainer" in said.out
+    assert "waits" not in said.out
+
+
+def test_one_that_was_complete_and_is_killed_with_more_steps(tidemill, waiting: Path):
+    config = read_json(waiting / "config.json")
+    (waiting / "config.json").write_text(json.dumps(config | {"steps": config["steps"] + 1}))
+    assert "killed: it ended without a word" in tidemill("why", waiting).out
+
+
+def test_one_that_failed_or_was_stopped_waits_for_nobody(tidemill, waiting: Path):
+    record_failure(unfinished(waiting), RuntimeError("the sandbox is gone\nfor good"))
+    said = tidemill("why", waiting)
+    assert said.code == 1 and "ended by an error 0 s ago" in said.out and "first cause  the sandbox is gone" in said.out
+    assert "forward_backward" not in said.out and "processes" not in said.out
+    (waiting / FAILURE).unlink()
+    (waiting / "interrupted.json").write_text("{}")
+    said = tidemill("why", waiting)
+    assert said.code == 1 and "stopped when it was asked to" in said.out and "forward_backward" not in said.out
+
+
+def test_what_an_earlier_end_left_is_not_the_next_ones(tidemill, waiting: Path, trained: Path):
+    """A start that fails before it says anything is not at the step where the one before it was."""
+    (waiting / "interrupted.json").write_text("{}")
+    (waiting / FAILURE).write_text("{}")
+    (waiting / "initial").unlink()
+    env = read_json(waiting / "config.json")["env"]["path"]
+    given = [f"run_dir={waiting}", f"env={env}", "steps=4"]
+    with pytest.raises(UnsupportedModel, match="initial"):
+        tidemill("train", trained.parent / "recipe.toml", *given)
+    said = tidemill("why", waiting)
+    assert "ended by an error" in said.out and "first cause" in said.out and "step 2 of 3" not in said.out
+    assert not (waiting / "interrupted.json").exists()
+
+
+def test_events_are_in_words(tidemill, run: Path):
+    with SqliteLedger(run, mode="open") as writer:
+        writer.event("engine_restarted", {"engine": "engine-0", "after_s": 1.0})
+        writer.event("payload_lost", {"group": 3, "reason": "\x1b[31mred\nand more"})
+    out = tidemill("why", run).out
+    assert "ago: engine restarted: engine-0, after 1 s" in out
+    assert "payload lost: group 3, ␛[31mred" in out and "and more" not in out
