@@ -25,6 +25,7 @@ def test_short_forms_and_overrides_into_them():
         "drop",
     )
     assert config.env.high == 9
+    assert load("algorithm.advantage=remax").algorithm == load("algorithm=grpo", "algorithm.advantage=remax").algorithm
 
 
 def test_every_recipe_takes_the_plain_keys():

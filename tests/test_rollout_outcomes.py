@@ -102,6 +102,7 @@ async def test_a_limit_and_a_result():
         ("1.0", "returned '1.0' (str)"),
         (float("nan"), "returned nan"),
         (Score(1.0, {"format": float("inf")}), "returned a Score whose format is inf"),
+        (Score(1.0, {"format": 1}, turns=[1, 0.5]), Score(1.0, {"format": 1.0}, (1.0, 0.5))),  # type: ignore[arg-type]
         (Unscorable("x" * 10_000), None),
     ],
 )

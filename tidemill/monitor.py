@@ -30,6 +30,7 @@ from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, PeerLost, Trainer
 from tidemill.seeds import derive_seed
 from tidemill.types import (
+    GREEDY,
     TRUNCATED,
     Array,
     Group,
@@ -61,7 +62,7 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
     """What the policy does. Groups finish in bursts, so this looks at the latest batch's worth of them, dropped or not."""
-    for t in (t for group in groups for t in group.trajectories):
+    for t in (t for group in groups for t in group.trajectories if t.sample != GREEDY):
         metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
         metrics.mean("length/mean", t.sampled)
         metrics.max("length/max", t.sampled)

@@ -138,6 +138,8 @@ class RunConfig(Config):
         if not isinstance(given, dict):
             return given
         tree = cls.expanded(given)
+        if isinstance(chosen := tree.get("algorithm"), dict) and "name" not in chosen:
+            tree = {**tree, "algorithm": {"name": "grpo", **chosen}}  # as where nothing of it is given
         return _exactly(tree) if tree.get("deterministic") is True else tree
 
     @model_validator(mode="after")

@@ -31,7 +31,7 @@ from tidemill.protocols import CheckpointError
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder
 from tidemill.trainer.native import NativeTrainer
-from tidemill.types import Array, Sample, Trajectory, Version
+from tidemill.types import GREEDY, Array, Sample, Trajectory, Version
 
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # of those that differ: each is computed in every way that could explain it
@@ -155,6 +155,8 @@ def _choose(
             result.removed += 1
         elif any(len(picked) < rows for version, picked in chosen.items() if version.step == line.oldest):
             trajectory = ledger.load_trajectory(line.group_id, line.place)
+            if trajectory.sample == GREEDY:
+                continue  # greedy tokens have no logprob
             picked = chosen.get(trajectory.sources[0]) if len(trajectory.sources) == 1 else None
             if picked is None:
                 result.elsewhere += 1  # of another life of that step

@@ -150,7 +150,7 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     def __post_init__(self) -> None:
         if not np.isfinite(self.value):
             raise ValueError(f"Score(value={self.value!r}): expected a finite number; return Unscorable(reason) instead")
-        if not np.isfinite(self.turns).all():
+        if self.turns and not np.isfinite(self.turns).all():
             raise ValueError(f"Score(turns={self.turns!r}): expected finite numbers")
 
 

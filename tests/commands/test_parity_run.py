@@ -252,3 +252,16 @@ def test_a_temperature_is_found_to_many_digits(temperature: float) -> None:
     scaled = logits / temperature
     recorded = (scaled - np.log(np.exp(scaled).sum(-1, keepdims=True)))[np.arange(40), targets]
     assert fit_temperature(logits, targets, recorded) == pytest.approx(temperature, rel=1e-5)
+
+
+def test_greedy_baselines_are_no_trajectories_to_replay(tmp_path: Path) -> None:
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    (tmp_path / "recipe.toml").write_text(RECIPE)
+    given = [f"run_dir={tmp_path / 'run'}", f"env={tmp_path / 'env.py'}:checksum", "steps=1", "algorithm=remax"]
+    trained = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.toml"), *given, "--json"], catch_exceptions=False)
+    assert trained.exit_code == 0, trained.stdout
+    with SqliteLedger(tmp_path / "run", mode="read") as ledger:
+        samples = {line.sample for line in ledger.samples(order="recent", limit=99)}
+    assert min(samples) == -1, "there were greedy attempts"
+    status, report = parity(tmp_path / "run")
+    assert status == 0 and only(report)["trajectories"] > 0

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tidemill import monitor
 from tidemill.monitor import Monitor
+from tidemill.observability.metrics import StepMetrics
 from tidemill.protocols import PeerLost
-from tidemill.types import Telemetry
+from tidemill.types import GREEDY, Finish, Group, Score, Task, Telemetry, Trajectory
 
 
 class Engine:
@@ -32,3 +34,14 @@ async def test_an_engine_that_is_lost_or_silent_holds_nobody_up_and_ends_nothing
     assert [await Monitor._of(Engine(answer)) for answer in answers] == [well, None, None, None]
     with pytest.raises(ValueError):
         await Monitor._of(Engine(ValueError("a defect")))
+
+
+def test_a_greedy_baseline_is_no_part_of_what_the_policy_does() -> None:
+    def attempt(reward: float, sample: int) -> Trajectory:
+        mask = np.array([False, True])
+        zero, versions = np.zeros(2, np.float32), np.array([-1, 0], np.int32)
+        return Trajectory(np.arange(2, dtype=np.int32), mask, zero, versions, Finish.STOP, Score(reward), sample=sample)
+
+    metrics = StepMetrics()
+    monitor.describe(metrics, [Group(0, Task("t", "p"), [attempt(0.0, 0), attempt(0.5, 1), attempt(1.0, GREEDY)])])
+    assert metrics.take()["reward/mean"] == 0.25

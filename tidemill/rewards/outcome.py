@@ -61,12 +61,13 @@ def _checked(outcome: Outcome, name: str) -> Outcome:
         reason = outcome.reason if isinstance(outcome.reason, str) else shown(outcome.reason)
         return type(outcome)(clip(reason))
     parts = outcome.parts if isinstance(outcome.parts, dict) else {"parts": outcome.parts}
-    numbers = {part: _number(value) for part, value in {"value": outcome.value, **parts}.items()}
-    for part, number in numbers.items():
+    turns = outcome.turns if isinstance(outcome.turns, tuple | list) else (outcome.turns,)
+    given = {"value": outcome.value, **parts} | {f"turns[{i}]": turn for i, turn in enumerate(turns)}
+    for part, value in given.items():
+        number = _number(value)
         if not isinstance(part, str) or number is None or not math.isfinite(number):
-            given = outcome.value if part == "value" else parts[part]
-            return InfraError(f"{name} returned a Score whose {part} is {shown(given)}: expected a finite number")
-    return Score(float(outcome.value), {part: float(value) for part, value in parts.items()})
+            return InfraError(f"{name} returned a Score whose {part} is {shown(value)}: expected a finite number")
+    return Score(float(outcome.value), {part: float(value) for part, value in parts.items()}, tuple(map(float, turns)))
 
 
 def _number(value: Any) -> float | None:
