@@ -41,7 +41,9 @@ def trajectory(outcome: Outcome | None, n: int = 5) -> Trajectory:
     )
 
 
-@pytest.mark.parametrize("outcome", [None, Score(1.0, {"a": 0.5}, (0.5, -1.0)), Unscorable("no answer"), InfraError("crashed")])
+@pytest.mark.parametrize(
+    "outcome", [None, Score(1.0, {"a": 0.5}, (0.5, -1.0)), Unscorable("no answer"), InfraError("crashed")]
+)
 def test_a_group_comes_back_equal(outcome):
     group = Group(7, Task("t", [{"role": "user", "content": "hi"}], {"answer": 3}), [trajectory(outcome)])
     back = decode(encode(group), Group)
