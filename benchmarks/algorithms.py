@@ -88,6 +88,17 @@ def train(place: Path, algorithm: dict[str, Any], seed: int, max_lag: int, model
     }
 
 
+def trained(place: Path, name: str, algorithm: dict[str, Any], max_lag: int, steps: int, seeds: int) -> list[dict[str, Any]]:
+    """One run for each seed, from that seed's model."""
+    found = []
+    for seed in range(seeds):
+        model = place / f"model-{seed}"
+        if not model.exists():
+            fresh_model(model, alphabet=ALPHABET, context=32, seed=seed, **SIZES["0.1m"])
+        found.append(train(place / f"{name}-{seed}", algorithm, seed, max_lag, model, steps))
+    return found
+
+
 def teacher(place: Path, steps: int) -> Path:
     """A folder with a model that has learnt the task, of another seed than the pupils."""
     fresh_model(place / "young", alphabet=ALPHABET, context=32, seed=99, **SIZES["0.1m"])
@@ -100,12 +111,7 @@ def presets(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[s
     for name in [name for name in PRESETS if not only or name in only]:
         algorithm = {"name": name, **({"reference": {"model": str(taught)}} if name == "opd" else {})}
         for max_lag, runs in ((4, seeds), (0, 1)):
-            found = []
-            for seed in range(runs):
-                model = place / f"model-{seed}"
-                if not model.exists():
-                    fresh_model(model, alphabet=ALPHABET, context=32, seed=seed, **SIZES["0.1m"])
-                found.append(train(place / f"{name}-{max_lag}-{seed}", algorithm, seed, max_lag, model, steps))
+            found = trained(place, f"{name}-{max_lag}", algorithm, max_lag, steps, runs)
             after = np.array([each["after"] for each in found])
             row = {
                 "preset": name,
@@ -125,13 +131,7 @@ def lag(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str, 
     rows = []
     for name in [name for name in WAYS if not only or name in only]:
         for max_lag in LAGS:
-            found = []
-            for seed in range(seeds):
-                model = place / f"model-{seed}"
-                if not model.exists():
-                    fresh_model(model, alphabet=ALPHABET, context=32, seed=seed, **SIZES["0.1m"])
-                run = place / f"lag-{name.replace(' ', '-')}-{max_lag}-{seed}"
-                found.append(train(run, WAYS[name], seed, max_lag, model, steps))
+            found = trained(place, f"lag-{name.replace(' ', '-')}-{max_lag}", WAYS[name], max_lag, steps, seeds)
             last = np.array([np.mean(each["rewards"][-10:]) for each in found])
             row = {
                 "way": name,

@@ -96,10 +96,11 @@ async def train(session: Session, parts: Parts) -> int:
     algorithm = Algorithm(config.algorithm, config.rollout.max_tokens)
     kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
-    baseline = config.algorithm.advantage == "remax"
     contexts = [(await engine.capabilities()).context for engine in pool.engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
-    roller = Rollout(pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside, baseline)
+    roller = Rollout(
+        pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside, config.algorithm.wants_greedy
+    )
 
     def unchanged(version: Version, why: str) -> None:
         session.tell("weights_unchanged", {"version": str(version), "why": why})

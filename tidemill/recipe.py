@@ -47,11 +47,6 @@ class RolloutSettings(Config):
     window: int = Field(1, ge=1)  # look-ahead past the oldest unfinished group, see `buffer`
     episode_s: float = Field(600.0, gt=0)  # an episode that takes longer ends as an infrastructure error
 
-    @property
-    def truncated(self) -> bool:
-        """Whether less than the model's whole distribution is sampled from."""
-        return (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0)
-
 
 class WarmupSettings(Config):
     """Supervised training on the tasks' own answers before reinforcement learning. Off while `accuracy` is 0."""

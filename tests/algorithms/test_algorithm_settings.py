@@ -124,7 +124,7 @@ def test_groups_that_would_train_nothing_are_refused():
         parse("grpo").check(4, 1)
     with pytest.raises(ValueError, match="group size 1 with preference 'dpo'"):
         parse("online_dpo").check(4, 1)
-    with pytest.raises(ValueError, match=r"k = 8 with groups of 8: give rollout.group_size at least 9"):
+    with pytest.raises(ValueError, match=r"k = 8 with groups of 8: give rollout.group_size >= 9"):
         parse({"name": "pass_at_k", "k": 8}).check(4, 8)
     with pytest.raises(ValueError, match="minibatches = 8 of 4 groups"):
         parse({"name": "grpo", "updates": {"minibatches": 8}, "old_logprobs": "recompute"}).check(4, 8)

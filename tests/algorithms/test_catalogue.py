@@ -7,13 +7,13 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from markdown_it import MarkdownIt
+from test_layers import option_names
 
 from tidemill.algorithms import advantages, corrections, losses, preferences, prose
 from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name
@@ -23,7 +23,7 @@ from tidemill.algorithms.losses import LossInput, loss_by_name
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PER_SEQUENCE, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
 from tidemill.algorithms.settings import UNAVAILABLE, AlgorithmSettings
-from tidemill.config import Config, _models, build
+from tidemill.config import Config, build
 from tidemill.types import LossSpec
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
@@ -48,10 +48,10 @@ def test_every_public_function_is_in_it_once():
         for name, f in vars(module).items()
         if inspect.isfunction(f) and f.__module__ == module.__name__ and not name.startswith("_")
     ]
-    assert sorted(set(public) - TOOLS) == sorted({name for kind, name in found if kind not in ("reduction", "preset")})
+    assert sorted(set(public) - TOOLS) == sorted({name for kind, name in found if kind != "reduction"})
     assert [name for kind, name in found if kind == "loss"] == list(LOSS_CONSTANTS)
     assert [name for kind, name in found if kind == "reduction"] == list(REDUCTIONS)
-    assert [name for kind, name in found if kind == "preset"] == list(PRESETS) == list(NOTES)
+    assert list(PRESETS) == list(NOTES)
 
 
 def test_an_entry_is_its_docstring_and_its_signature():
@@ -59,8 +59,6 @@ def test_an_entry_is_its_docstring_and_its_signature():
     assert found.formula == "-sg[min(rho, cap)] A log pi, rho = pi / mu" and found.constants == {"cap": 5.0}
     assert said == f"{found.formula}. Source: {found.source} When: {found.when}. Cost: {found.cost}."
     assert entry("library", "kto").constants == {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
-    assert entry("preset", "decoupled_ppo").cost == "one forward pass for log p_hat"
-    assert entry("preset", "online_dpo").cost == "one forward pass for log p_hat and one forward pass for log pi_ref"
 
 
 def test_lines_that_go_on_belong_to_their_part():
@@ -106,9 +104,8 @@ def test_a_reader_sees_what_was_written():
     """Neither pipes nor stars nor brackets of a formula are taken for Markdown."""
     rows = shown(page())
     for each in entries():
-        if each.kind != "preset":
-            cells = (each.name, each.formula, each.source, each.when, each.cost, constants_as(each.constants) or "–")
-            assert [cell.replace("`", "") for cell in cells] in rows
+        cells = (each.name, each.formula, each.source, each.when, each.cost, constants_as(each.constants) or "–")
+        assert [cell.replace("`", "") for cell in cells] in rows
     assert [row[-1] for row in rows if row[0] in PRESETS and len(row) == 7] == list(NOTES.values())
     assert shown(table(("a", "b"), [("x | y", "1 * 2")])) == [["a", "b"], ["x | y", "1 * 2"]]
     with pytest.raises(AssertionError):
@@ -116,21 +113,12 @@ def test_a_reader_sees_what_was_written():
 
 
 def test_what_is_written_by_hand_holds():
-    settings = set(options(AlgorithmSettings)) - {"name", "advantage", "loss", "reduction"}
+    settings = set(option_names(AlgorithmSettings)) - {"name", "advantage", "loss", "reduction"}
     assert {
         name for name in settings if f"`{name}" not in prose.ABOUT["reward"] and not name.startswith("corrections.")
     } == set()
     assert all(f"`{name}`" in prose.ABOUT["advantage"] for name in (*USING_GIVEN, *UNAVAILABLE))
     assert all(f"`{name}`" in prose.ABOUT["loss"] for name in PER_SEQUENCE)
-
-
-def options(kind: type[Config], prefix: str = "") -> Iterator[str]:
-    for name, info in kind.model_fields.items():
-        nested = _models(info.annotation)
-        for model in nested:
-            yield from options(model, f"{prefix}{name}.")
-        if not nested:
-            yield prefix + name
 
 
 class Recipe(Config):

@@ -176,7 +176,7 @@ def test_kl_in_the_loss_and_in_the_reward():
     s = AlgorithmSettings.preset("dr_grpo", reference={"kl": 0.1})
     prepared = prepare([group(1.0, 0.0)], s, {"reference": -0.2})
     assert [(e.name, e.weight) for e in prepared.losses["policy"].also] == [("kl_k3", 0.1)]
-    assert advantages(prepared) == [0.5, -0.5] and prepared.metrics["kl"] == pytest.approx(0.2)
+    assert advantages(prepared) == [0.5, -0.5] and prepared.metrics["log_reference_ratio"] == pytest.approx(0.2)
     assert prepared.samples[0].ref_logprobs[-1] == pytest.approx(-0.7)
     s = AlgorithmSettings.preset("dr_grpo", reference={"kl": 0.1, "into": "reward"})
     prepared = prepare([group(trajectory(1.0, 2), trajectory(1.0, 4))], s, {"reference": -0.2})
@@ -192,6 +192,7 @@ def test_distillation_is_each_tokens_own_reward():
     s = AlgorithmSettings.preset("opd", reference="teacher/")
     prepared = prepare([group(1.0, 1.0)], s, {"policy": 0.0, "reference": 0.3})
     assert advantages(prepared) == pytest.approx([0.3, 0.3])
+    assert prepared.metrics["zero_variance_groups"] == 0, "it has a gradient all the same"
     assert has_signal(group(1.0, 1.0), s) is None
 
 

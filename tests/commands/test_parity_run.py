@@ -173,14 +173,19 @@ async def test_the_size_of_bfloat16_is_named(run: Path, monkeypatch: pytest.Monk
     assert [c.partition(" (")[0] for c in result.versions[0].findings] == ["dtype"]
 
 
+def one_step(folder: Path, override: str) -> Path:
+    """A run of one step, of its own."""
+    (folder / "env.py").write_text(ENVIRONMENT)
+    (folder / "recipe.toml").write_text(RECIPE)
+    given = [f"run_dir={folder / 'run'}", f"env={folder / 'env.py'}:checksum", "steps=1", override]
+    trained = CliRunner().invoke(app, ["train", str(folder / "recipe.toml"), *given, "--json"], catch_exceptions=False)
+    assert trained.exit_code == 0, trained.stdout
+    return folder / "run"
+
+
 @pytest.fixture
 def truncated_run(tmp_path: Path) -> Path:
-    (tmp_path / "env.py").write_text(ENVIRONMENT)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    given = [f"run_dir={tmp_path / 'run'}", f"env={tmp_path / 'env.py'}:checksum", "steps=1", "rollout.top_p=0.6"]
-    trained = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.toml"), *given, "--json"], catch_exceptions=False)
-    assert trained.exit_code == 0, trained.stdout
-    return tmp_path / "run"
+    return one_step(tmp_path, "rollout.top_p=0.6")
 
 
 async def test_truncated_sampling_is_over_the_support_and_named_where_it_is_not(truncated_run: Path) -> None:
@@ -255,13 +260,9 @@ def test_a_temperature_is_found_to_many_digits(temperature: float) -> None:
 
 
 def test_greedy_baselines_are_no_trajectories_to_replay(tmp_path: Path) -> None:
-    (tmp_path / "env.py").write_text(ENVIRONMENT)
-    (tmp_path / "recipe.toml").write_text(RECIPE)
-    given = [f"run_dir={tmp_path / 'run'}", f"env={tmp_path / 'env.py'}:checksum", "steps=1", "algorithm=remax"]
-    trained = CliRunner().invoke(app, ["train", str(tmp_path / "recipe.toml"), *given, "--json"], catch_exceptions=False)
-    assert trained.exit_code == 0, trained.stdout
-    with SqliteLedger(tmp_path / "run", mode="read") as ledger:
+    run = one_step(tmp_path, "algorithm=remax")
+    with SqliteLedger(run, mode="read") as ledger:
         samples = {line.sample for line in ledger.samples(order="recent", limit=99)}
     assert min(samples) == -1, "there were greedy attempts"
-    status, report = parity(tmp_path / "run")
+    status, report = parity(run)
     assert status == 0 and only(report)["trajectories"] > 0

@@ -84,7 +84,7 @@ def test_a_long_completion_is_read_quickly():
     for text in ("1," * 50_000, "9" * 100_000, "\\boxed{" * 20_000, "-" * 100_000, "1/" * 50_000):
         f.last_number(text)
         f.boxed(text)
-    assert time.process_time() - begun < 20.0
+    assert time.process_time() - begun < 2.0
 
 
 def test_last_boxed():

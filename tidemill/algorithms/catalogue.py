@@ -31,7 +31,7 @@ _PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    kind: str  # of TITLES; or "preset"
+    kind: str  # of TITLES
     name: str
     formula: str
     source: str
@@ -67,7 +67,6 @@ def entries() -> list[Entry]:
         *_described("preference", PREFERENCES.values()),
         *_described("reward", [advantages.overlong, advantages.distilled]),
         *_described("library", [advantages.returns, value_loss, kto, bradley_terry]),
-        *map(_preset, PRESETS),
     ]
 
 
@@ -109,16 +108,6 @@ def _described(kind: str, functions: Iterable[Callable[..., Any]]) -> list[Entry
 
 def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: value for name, value in constants_of(function).items() if value is not inspect.Parameter.empty}
-
-
-def _preset(name: str) -> Entry:
-    """Its choice for a formula; what it costs is what its settings cost."""
-    paper, _, said = NOTES[name].partition("; ")
-    values = PRESETS[name]
-    asks = {"log p_hat": values.get("old_logprobs") == "recompute", "log pi_ref": "reference" in values}
-    passes = " and ".join(f"one forward pass for {what}" for what, is_asked in asks.items() if is_asked)
-    row = [cell for cell in _preset_row(name)[1:-1] if cell != "–"]
-    return Entry("preset", name, "; ".join(row), paper, said, passes or "nothing", values.get("constants", {}))
 
 
 def page() -> str:

@@ -40,7 +40,7 @@ class LossInput:
     sequence: Tensor  # [N] int64: which sequence each token belongs to, 0 .. sequences - 1
     sequences: int
     reference: Tensor | None = None  # [N] log pi_ref
-    entropy: Tensor | None = None  # [N] live, of the whole distribution at the sampling temperature, nats
+    entropy: Tensor | None = None  # [N] live, of the distribution that was sampled, nats
     lag: Tensor | None = None  # [N] int64: updates between the weights that sampled the token and those being trained
 
     def select(self, keep: Tensor) -> LossInput:
@@ -287,7 +287,7 @@ def kl_k3(x: LossInput, *, importance: float = 1.0) -> Loss:
 
 
 def entropy(x: LossInput) -> Loss:
-    """-H, the entropy of the whole distribution that the token was drawn from.
+    """-H, the entropy of the distribution that the token was drawn from.
 
     Source: A3C, 1602.01783.
     When: beside another loss, with a small weight, where exploration ends too early.

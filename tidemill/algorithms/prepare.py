@@ -48,19 +48,20 @@ class Algorithm:
         self._corrections = [correction_by_name(each.name, each.constants) for each in settings.corrections]
         self._advantage = advantage_by_name(settings.advantage, settings.constants_for(settings.advantage))
         self._preference = settings.preference
+        self._reads_turns = settings.advantage in USING_GIVEN or ".py:" in settings.advantage
 
     @property
     def asks(self) -> tuple[str, ...]:
         """Whose logprobs of a step's rows `prepare` is to be given."""
-        wanted = {POLICY: self.settings.recomputes, REFERENCE: self.settings.reads_reference}
+        wanted = {POLICY: self.settings.recomputes, REFERENCE: self.settings.reference is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
 
     def drop_reason(self, group: Group) -> str | None:
         """Why this group is not worth a step, or None: "unscored" (nothing to train on) or "zero-variance"."""
-        attempts = [t for _, t in self._attempts([group])]
+        attempts = list(self._attempts([group]))
         if not attempts:
             return "unscored"
-        if self.settings.zero_variance == "drop" and self._is_flat(group, attempts):
+        if self.settings.zero_variance == "drop" and not self._told_apart(self._scores(attempts)).any():
             return "zero-variance"
         return None
 
@@ -76,6 +77,7 @@ class Algorithm:
         behaviour = _flat(rows, [row.logprobs for row in rows])
         policy = behaviour if old is None else old
         scores = self._scores(attempts)
+        told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(scores), strict=True) if differs}
         against = None if reference is None else policy - reference  # log(p_hat / pi_ref)
         if self._preference:
             advantages, in_a_pair, found = self._preferred(scores, policy, reference)
@@ -99,14 +101,14 @@ class Algorithm:
         samples = list(_filled(rows, factors * advantages, weights, kept))
         updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
         if against is not None:
-            found["kl"] = float(against.mean()) if len(against) else 0.0
-        metrics = _metrics(groups, attempts, sum(self._is_flat(g, [t for _, t in self._attempts([g])]) for g in groups))
+            found["log_reference_ratio"] = float(against.mean()) if len(against) else 0.0
+        metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
         metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
         return Prepared(samples, {POLICY: s.loss_spec()}, updates, metrics)
 
     def _attempts(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
         for group in groups:
-            if self.settings.advantage == "remax" and not _baselines(group):
+            if self.settings.wants_greedy and not _baselines(group):
                 continue
             for trajectory in group.trajectories:
                 cut = self.settings.overlong.treat == "filter" and trajectory.finish in TRUNCATED
@@ -124,8 +126,8 @@ class Algorithm:
         if (cache := self.settings.overlong.cache) is not None:
             rewards = rewards + overlong(lengths, self._longest, cache)
         trajectories = [t for _, t in attempts]
-        given, turns = _by_turn(trajectories)
-        greedy = [_baselines(g).get(t.seat, np.nan) for g, t in attempts] if self.settings.advantage == "remax" else None
+        given, turns = _by_turn(trajectories) if self._reads_turns else (None, None)
+        greedy = [_baselines(g).get(t.seat, np.nan) for g, t in attempts] if self.settings.wants_greedy else None
         return Scores(
             rewards,
             np.array(cohorts, np.int64),
@@ -136,14 +138,13 @@ class Algorithm:
             greedy=None if greedy is None else np.array(greedy),
         )
 
-    def _is_flat(self, group: Group, attempts: Sequence[Trajectory]) -> bool:
-        """Whether no attempt is told from those it is compared with."""
-        scores = self._scores([(group, t) for t in attempts])
-        if scores.given is not None and self.settings.advantage in USING_GIVEN:
-            return False
+    def _told_apart(self, scores: Scores) -> Array:
+        """[n] bool: whether an attempt differs from the first one that it is compared with."""
+        if scores.given is not None:
+            return np.ones(len(scores.rewards), bool)
+        first, index = np.unique(scores.cohorts, return_index=True, return_inverse=True)[1:]
         columns = [scores.rewards, *(scores.parts.values() if self.settings.advantage == "gdpo" else ())]
-        first = np.unique(scores.cohorts, return_index=True)[1]
-        return all((column == column[first[scores.cohorts]]).all() for column in columns)
+        return np.any([column != column[first[index]] for column in columns], axis=0)
 
     def _preferred(self, scores: Scores, policy: Array, reference: Array | None) -> tuple[Array, Array, Metrics]:
         """Advantages [M] of the best and the worst attempt of each cohort, 0 for the others, and which they are [n]. Twice
@@ -288,7 +289,7 @@ def _metrics(groups: Sequence[Group], attempts: Sequence[tuple[Group, Trajectory
         "groups": float(len(groups)),
         "samples": float(len(attempts)),
         "unscored": float(tried - len(attempts)),
-        "zero_variance_groups": float(flat),
+        "zero_variance_groups": float(flat),  # of an advantage that compares: without a gradient
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "completion_tokens": float(lengths.mean()),

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tidemill.algorithms.advantages import ADVANTAGES, COMPARING, USING_GIVEN
+from tidemill.algorithms.advantages import ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
@@ -157,7 +157,7 @@ class AlgorithmSettings(Config):
 
     def _expect_whole(self) -> None:
         """That nothing was set which something else would ignore."""
-        recompute = self.old_logprobs == "recompute"
+        recompute = self.recomputes
         if self.fixed_length is not None and self.reduction != "fixed":
             raise ValueError(f"fixed_length does not apply to the reduction {self.reduction!r}: it belongs to 'fixed'")
         names = [each.name for each in self.corrections]
@@ -238,8 +238,9 @@ class AlgorithmSettings(Config):
         return self.old_logprobs == "recompute"
 
     @property
-    def reads_reference(self) -> bool:
-        return self.reference is not None
+    def wants_greedy(self) -> bool:
+        """Whether attempts are compared with a greedy one at the same task."""
+        return NEEDS.get(self.advantage) == "greedy"
 
     @property
     def reads_lags(self) -> bool:
@@ -274,9 +275,11 @@ class AlgorithmSettings(Config):
                 f"group size {group_size} with {what}, which compares the siblings of a prompt: "
                 "every advantage would be 0; use at least 2 samples a prompt"
             )
-        least = {"pass_at_k": 1, "pkpo": 0}.get(self.advantage, 0)
-        if isinstance(k := self.constants.get("k"), int | float) and k + least > group_size:
-            raise ValueError(f"k = {k:g} with groups of {group_size}: give rollout.group_size at least {k + least:g}")
+        least = self.constants.get("k", 0) + (self.advantage == "pass_at_k")  # the best of all attempts is the same for all
+        if least > group_size:
+            raise ValueError(
+                f"k = {self.constants['k']:g} with groups of {group_size}: give rollout.group_size >= {least:g}"
+            )
 
     def with_longest(self, max_tokens: int) -> AlgorithmSettings:
         """The same, with what follows from the longest completion filled in where it was left open."""

@@ -16,12 +16,12 @@ from tidemill.engine.attention import page_bytes
 from tidemill.engine.core import SHARE_OF_FREE_MEMORY
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings
+from tidemill.kernels.library import BLOCK, STEP
 from tidemill.loading import load_object
 from tidemill.models.architecture import Architecture
 from tidemill.recipe import RunConfig
 
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
-PACKED_ROWS, PACKED_COLUMNS = 32, 32  # see `kernels.library`: rows are filled up; bfloat16 columns must divide
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,14 +130,10 @@ def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None
     """Of one engine, at most. free: memory that its KV cache takes a share of; None: not known."""
     size = ITEM[settings.dtype]
     own, on_cpu = size * parameters(arch), on_device(settings) == "cpu"
-    packs = [
-        (n, k)
-        for n, k in matrices(arch)
-        if on_cpu and not settings.batch_invariant and (size == 4 or k % PACKED_COLUMNS == 0)
-    ]
+    packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
     held = [Held("weights", own), Held("spare for the next version", own)]
     if packs:
-        packed = sum(-(-n // PACKED_ROWS) * PACKED_ROWS * k for n, k in packs)
+        packed = sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
         held.append(Held("packed copies of both, where the processor has a product for them", 2 * packed * size))
     elif size == 2:
         held.append(Held("head in float32", 4 * arch.vocab * arch.hidden))

@@ -32,7 +32,7 @@ COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
 WORTH_THREADS = 16  # rows
 WORTH_THREADS_PRODUCTS = 1 << 22
-_BLOCK = 32  # outputs, see linear.c
+BLOCK, STEP = 32, 32  # outputs that rows are filled up to; inputs that must divide, of bfloat16: see linear.c
 LIMIT_S = 120.0  # of one compilation, which takes a few seconds
 
 _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -184,14 +184,16 @@ class Native:
     def packs(self, weight: Tensor) -> bool:
         """Whether `linear` is made for weights [N, K] like this one, on this processor."""
         narrow = weight.dtype == torch.bfloat16
-        return self._packs.get(weight.dtype, False) and weight.device.type == "cpu" and not (narrow and weight.shape[1] % 32)
+        return (
+            self._packs.get(weight.dtype, False) and weight.device.type == "cpu" and not (narrow and weight.shape[1] % STEP)
+        )
 
     def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
         """A weight [N, K] in the order in which `linear` reads it, flat; `into` is an earlier one of the same shape."""
         n, k = weight.shape
-        packed = torch.empty(-(-n // _BLOCK) * _BLOCK * k, dtype=weight.dtype) if into is None else into
+        packed = torch.empty(-(-n // BLOCK) * BLOCK * k, dtype=weight.dtype) if into is None else into
         assert self.packs(weight) and weight.stride(1) == 1 and packed.is_contiguous() and packed.dtype == weight.dtype
-        assert packed.numel() == -(-n // _BLOCK) * _BLOCK * k
+        assert packed.numel() == -(-n // BLOCK) * BLOCK * k
         self._library.tidemill_pack(
             *(packed.data_ptr(), weight.data_ptr(), weight.stride(0), n, k, weight.dtype == torch.bfloat16)
         )
@@ -202,7 +204,7 @@ class Native:
         float32, each row on its own."""
         n, k = x.shape
         out = torch.empty((n, outputs), dtype=torch.float32 if wide else x.dtype)
-        assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // _BLOCK) * _BLOCK * k
+        assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // BLOCK) * BLOCK * k
         assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs)
         threads = torch.get_num_threads() if n * outputs * k >= WORTH_THREADS_PRODUCTS else 1
         self._library.tidemill_linear(
