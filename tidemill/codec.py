@@ -18,6 +18,7 @@ _DTYPES = {
     np.dtype(n).str: np.dtype(n) for n in ("int8", "uint8", "bool", "int32", "int64", "float16", "float32", "float64")
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_SMALL = 1 << 14  # bytes that are copied sooner than shown in place
 
 
 class CodecError(ValueError):
@@ -29,7 +30,8 @@ def _pack(value: Any) -> Any:
         name = _NAMES.get(value.dtype)
         if name is None:
             raise TypeError(f"arrays of dtype {value.dtype} do not travel; known: {sorted(_DTYPES)}")
-        return (name, value.shape, np.ascontiguousarray(value).data.cast("B") if value.size else b"")
+        small = value.nbytes < _SMALL
+        return (name, value.shape, value.tobytes() if small else np.ascontiguousarray(value).data.cast("B"))
     if isinstance(value, np.generic):
         return value.item()
     raise TypeError(f"{type(value).__name__} does not travel")

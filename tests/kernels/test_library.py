@@ -161,7 +161,7 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("total[g] * before + sum", "total[g] * before + 2 * sum"),
         ("memcpy(to + bytes,", "memcpy(to,"),
         ("total += sum * *factors", "total += sum"),
-        ("return sum + rest", "return sum + 1"),
+        ("return sum + word", "return sum + 1"),
         ("sums[r][1] += high * factor", "sums[r][1] += low * factor"),
         ("memcpy(&square[r], from, sizeof(ints))", "memcpy(&square[r], from, 60)"),
     ],

@@ -209,7 +209,7 @@ def test_evaluations_events_and_meta(ledger: SqliteLedger) -> None:
     assert [e.detail for e in ledger.events("checkpoint")] == [{"step": 3}]
     ledger.set_meta("recipe", "abc")
     ledger.set_meta("recipe", "abd")
-    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "1"
+    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "2"
 
 
 def test_samples_rank_scores_only(ledger: SqliteLedger) -> None:

@@ -167,6 +167,21 @@ def test_it_is_pinned() -> None:
     assert fingerprint([Slice.whole("w", tensor)]) == "bbd5f2fb112859fe2efb180eb34bcb5d"
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_words_come_with_the_sum(dtype: torch.dtype, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of blocks that begin and end anywhere, in runs of keys and in words."""
+    if not compiled:
+        monkeypatch.setattr(module, "native", lambda: None)
+    whole = tensor_of((2, module._RUN + 4099), dtype, 3).view(-1)
+    for begin, end in ((0, len(whole)), (1, 2), (module._RUN - 3, 2 * module._RUN + 5), (7, 7 + 2 * 2048 + 1), (5, 5)):
+        piece = Slice("w", tuple(whole.shape), (begin,), whole[begin:end])
+        total = Fingerprint()
+        assert total.add(piece, words=True) == word_sum(piece.tensor)
+        again = Fingerprint()
+        assert again.add(piece) == 0 and again._sums == total._sums
+
+
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_integers() -> None:
     for dtype in DTYPES:

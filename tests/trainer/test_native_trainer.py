@@ -198,6 +198,7 @@ async def test_what_is_written_is_the_moment_of_the_snapshot_whatever_is_trained
     writing = asyncio.create_task(other.save(str(tmp_path / "late")))
     assert await asyncio.to_thread(half.wait, 20), "the write had begun"
     await one_step(other, 2)
+    await other.snapshot()  # nor does the next one, whose memory is not that of one which is being written
     assert other.updates == 3 and not writing.done()
     go_on.set()
     await writing
@@ -225,6 +226,21 @@ async def test_a_snapshot_shares_no_memory_and_is_given_back():
     del taken, copies
     await t.close()
     assert gone() is None
+
+
+async def test_a_snapshot_takes_the_memory_of_the_one_that_was_written(tmp_path):
+    reusing, fresh = trainer(), trainer()
+    await one_step(reusing, 0)
+    await save(reusing, tmp_path / "first")
+    first = {name: copy.data_ptr() for name, copy in reusing._room.optimizer.items() if not name.startswith("random")}
+    await one_step(reusing, 1)
+    await save(reusing, tmp_path / "second")
+    assert first and first.items() <= {name: copy.data_ptr() for name, copy in reusing._room.optimizer.items()}.items()
+    for seed in (0, 1):
+        await one_step(fresh, seed)
+    await save(fresh, tmp_path / "fresh")
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "second" / file).read_bytes() == (tmp_path / "fresh" / file).read_bytes()
 
 
 async def test_a_checkpoint_is_also_a_model_folder(tmp_path):

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.served import WORD, Contents, words_by_matrix, words_in_use
+from tidemill.models.served import Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
 from tidemill.models.weights import empty_decoder, load_slices
 from tidemill.protocols import PolicyMismatch
@@ -67,7 +67,7 @@ class Staging:
             load_slices(self._spare, _noting(self._receiver.receive(published), totals))
         except ValueError as error:
             raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
-        held = Contents.of(self._spare, self._spare.embed.weight.dtype, WORD)
+        held = Contents.of(self._spare, self._spare.embed.weight.dtype)
         if held.fingerprint != version.fingerprint:
             raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
         self._proven = version, words_by_matrix(self._spare, held.words)

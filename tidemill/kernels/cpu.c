@@ -350,40 +350,55 @@ void tidemill_sample(const float *logits, int n, int vocab, const float *sharpne
 
 /* ---- fingerprints ----------------------------------------------------------------------------------------------- */
 
-/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] times
- * factors[i / run], which are counted from the run of `first`. Elements are unsigned and have `width` bytes. */
-uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t first, const uint64_t *keys, int64_t run,
-                            const uint64_t *factors) {
-    uint64_t total = 0;
-    for (int64_t at = 0; at < n; factors++) {
-        const int64_t begin = (first + at) % run, count = n - at < run - begin ? n - at : run - begin;
-        const uint64_t *key = keys + begin;
-        uint64_t sum = 0;
-        if (width == 1)
-            for (int64_t i = 0; i < count; i++) sum += ((const uint8_t *)elements)[at + i] * key[i];
-        else if (width == 2)
-            for (int64_t i = 0; i < count; i++) sum += ((const uint16_t *)elements)[at + i] * key[i];
-        else
-            for (int64_t i = 0; i < count; i++) sum += ((const uint32_t *)elements)[at + i] * key[i];
-        total += sum * *factors;
-        at += count;
-    }
-    return total;
+enum { PART = 2048 }; /* elements that are looked at twice while the first cache holds them */
+
+static uint64_t keyed(const void *elements, int width, int64_t at, const uint64_t *key, int64_t count) {
+    uint64_t sum = 0;
+    if (width == 1)
+        for (int64_t i = 0; i < count; i++) sum += ((const uint8_t *)elements)[at + i] * key[i];
+    else if (width == 2)
+        for (int64_t i = 0; i < count; i++) sum += ((const uint16_t *)elements)[at + i] * key[i];
+    else
+        for (int64_t i = 0; i < count; i++) sum += ((const uint32_t *)elements)[at + i] * key[i];
+    return sum;
 }
 
-/* The sum of bytes as little-endian words of four or of eight, modulo 2^64; the last may be short. */
-uint64_t tidemill_word_sum(const char *bytes, int64_t n, int width) {
-    uint64_t sum = 0, rest = 0;
-    for (int64_t i = 0; width == 8 && i < n / 8; i++) {
-        uint64_t word;
-        memcpy(&word, bytes + 8 * i, 8);
-        sum += word;
-    }
-    for (int64_t i = 0; width == 4 && i < n / 4; i++) {
-        uint32_t word;
+/* The sum of bytes as little-endian words of four, modulo 2^64; the last may be short. */
+uint64_t tidemill_word_sum(const char *bytes, int64_t n) {
+    uint64_t sum = 0;
+    uint32_t word = 0;
+    for (int64_t i = 0; i < n / 4; i++) {
         memcpy(&word, bytes + 4 * i, 4);
         sum += word;
     }
-    memcpy(&rest, bytes + n / width * width, n % width);
-    return sum + rest;
+    word = 0;
+    memcpy(&word, bytes + n / 4 * 4, n % 4);
+    return sum + word;
+}
+
+/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] times
+ * factors[i / run], which are counted from the run of `first`. Elements are unsigned and have `width` bytes. Where
+ * `words` is given, it becomes the sum of their words, in the same pass over memory. */
+uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t first, const uint64_t *keys, int64_t run,
+                            const uint64_t *factors, uint64_t *words) {
+    const char *bytes = elements;
+    uint64_t total = 0, seen = 0;
+    int64_t done = 0; /* bytes of whole words that are in `seen` */
+    for (int64_t at = 0; at < n; factors++) {
+        const int64_t begin = (first + at) % run, count = n - at < run - begin ? n - at : run - begin;
+        uint64_t sum = 0;
+        for (int64_t i = 0; i < count; i += PART) {
+            const int64_t here = count - i < PART ? count - i : PART;
+            sum += keyed(elements, width, at + i, keys + begin + i, here);
+            if (words) {
+                const int64_t end = (at + i + here) * width / 4 * 4;
+                seen += tidemill_word_sum(bytes + done, end - done);
+                done = end;
+            }
+        }
+        total += sum * *factors;
+        at += count;
+    }
+    if (words) *words = seen + tidemill_word_sum(bytes + done, n * width - done);
+    return total;
 }

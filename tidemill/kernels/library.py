@@ -51,8 +51,8 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "tidemill_gate": (None, [_Pointer, _Int, _Pointer, _Int, _Int, _Int]),
     "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
-    "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer]),
-    "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long, _Int]),
+    "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer]),
+    "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
     "tidemill_linear_is_fast": (_Int, [_Int]),
     "tidemill_pack": (None, [_Pointer, _Pointer, _Long] + [_Int] * 3),
     "tidemill_linear": (None, [_Pointer, _Long, _Pointer, _Pointer, _Pointer] + [_Int] * 6),
@@ -213,19 +213,23 @@ class Native:
         )
         return out
 
-    def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> int:
+    def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor, words: bool = False) -> tuple[int, int]:
         """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
-        element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's], both int64."""
+        element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's], both int64.
+        words: and their `word_sum`, in the same pass; else 0."""
         width, n, run = elements.element_size(), elements.numel(), keys.numel()
         assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + n - 1) // run
-        return self._library.tidemill_keyed_sum(
-            *(elements.data_ptr(), width, n, first, keys.data_ptr(), run, factors.data_ptr())
+        found = ctypes.c_uint64()
+        total = self._library.tidemill_keyed_sum(
+            *(elements.data_ptr(), width, n, first, keys.data_ptr(), run, factors.data_ptr()),
+            ctypes.addressof(found) if words else None,
         )
+        return total, found.value
 
-    def word_sum(self, tensor: Tensor, width: int) -> int:
-        """Of a dense tensor's bytes as little-endian words of `width` bytes, 4 or 8, modulo 2^64; the last may be short."""
-        assert tensor.is_contiguous() and width in (4, 8)
-        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes, width)
+    def word_sum(self, tensor: Tensor) -> int:
+        """Of a dense tensor's bytes as little-endian words of four, modulo 2^64; the last may be short."""
+        assert tensor.is_contiguous()
+        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes)
 
 
 def _threads(rows: int) -> int:
@@ -369,9 +373,9 @@ def _try(library: Native) -> None:
         right &= np.allclose(seen[row], expected, atol=1e-5)
     elements, keys, factors = torch.arange(40, dtype=torch.int16), torch.arange(32), torch.tensor([3, 5])
     keyed = int((elements * (keys * factors[:, None]).view(-1)[20:60]).sum())
-    right &= library.word_sum(elements, 4) == int(elements.view(torch.int32).sum())
-    right &= library.word_sum(elements, 8) == int(elements.view(torch.int64).sum())
-    right &= library.keyed_sum(elements, 20, keys, factors) == keyed
+    words = int(elements.view(torch.int32).sum())
+    right &= library.word_sum(elements) == words
+    right &= library.keyed_sum(elements, 20, keys, factors, words=True) == (keyed, words)
     for dtype in DTYPES:
         weight, x = elements[:33, None].to(dtype) * 0.5 + 1, queries.reshape(4, 64)[:3].to(dtype)
         weight = weight + torch.arange(64).to(dtype) % 7

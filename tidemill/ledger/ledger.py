@@ -30,7 +30,7 @@ from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
 from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
 from tidemill.ledger.retention import retain
-from tidemill.ledger.rows import as_json
+from tidemill.ledger.rows import as_json, figures_json
 from tidemill.ledger.schema import SCHEMA, VERSION
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers, whole_groups
 from tidemill.ledger.waiting import Waiting
@@ -197,7 +197,7 @@ class SqliteLedger(LedgerReads):
         with self._write() as db:
             changed = db.execute(
                 "UPDATE steps SET ended_at = ?, metrics = ? WHERE step = ? AND incarnation = ? AND ended_at IS NULL",
-                (time.time(), as_json(metrics, f"step {step}"), step, incarnation),
+                (time.time(), figures_json(metrics, f"step {step}"), step, incarnation),
             ).rowcount
             if changed != 1:
                 raise LedgerError(f"cannot end step {step}, incarnation {incarnation}: it was not begun, or has ended")
@@ -220,7 +220,7 @@ class SqliteLedger(LedgerReads):
         """`step` is that of the weights; `results` holds "accuracy" and "n", with or without "eval/" before every key."""
         plain = {key.removeprefix("eval/"): value for key, value in results.items()}
         n = int(plain["n"]) if "n" in plain else None
-        row = (step, time.time(), n, plain.get("accuracy"), as_json(plain, f"evaluation of step {step}"))
+        row = (step, time.time(), n, plain.get("accuracy"), figures_json(plain, f"evaluation of step {step}"))
         with self._write() as db:
             db.execute("INSERT INTO evals (step, at, n, accuracy, metrics) VALUES (?, ?, ?, ?, ?)", row)
 

@@ -40,7 +40,7 @@ def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[
             *versions,
             t.temperature,
             logprob,
-            t.text[:TEXT_LIMIT].encode(errors="replace").decode(),
+            text if (text := t.text[:TEXT_LIMIT]).isascii() else text.encode(errors="replace").decode(),
         )
         for (group, i, t, at), (sampled, *versions, logprob) in zip(found, summaries, strict=True)
     ]
@@ -52,7 +52,7 @@ def _judged(outcome: Outcome | None) -> tuple[float | None, str | None, str | No
         return None, None, None, None
     kind = _KINDS[type(outcome)]
     if isinstance(outcome, Score):
-        return outcome.value, kind, None, _parts(outcome.parts) if outcome.parts else None
+        return outcome.value, kind, None, figures_json(outcome.parts, "score") if outcome.parts else None
     return None, kind, outcome.reason, None
 
 
@@ -73,12 +73,12 @@ def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, 
     return [(n, *next(figures)) if n else (0, None, None, None) for n in counts.tolist()]
 
 
-def _parts(parts: dict[str, float]) -> str:
-    """As `as_json`, in a tenth of the time, for what comes with every trajectory."""
+def figures_json(figures: dict[str, float], owner: str) -> str:
+    """As `as_json`, in a tenth of the time, for what comes with every step and every trajectory."""
     try:
-        return _quick.encode(parts).decode()
+        return _quick.encode(figures).decode()
     except (TypeError, ValueError):  # a name that is half of a surrogate pair, a figure of NumPy's
-        return as_json(parts, "score")
+        return as_json(figures, owner)
 
 
 def as_json(value: Any, owner: str) -> str:

@@ -11,11 +11,17 @@ compares two records instead of repeating one.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from tidemill.types import Finish
 
-VERSION = 1
+VERSION = 2
 
-_FINISHES = ", ".join(f"'{f.value}'" for f in Finish)
+
+def _among(column: str, values: Iterable[str]) -> str:
+    """Spelt out, for SQLite fills a table for `column IN (...)` anew with each row that it checks."""
+    return " OR ".join(f"{column} = '{value}'" for value in values)
+
 
 SCHEMA = f"""
 CREATE TABLE meta (
@@ -47,7 +53,7 @@ CREATE TABLE groups (                    -- the siblings of one task; id is the 
   task_key INTEGER NOT NULL REFERENCES tasks (key),
   admitted_at REAL NOT NULL,
   finished_at REAL,                      -- rolled out, scored, on disk; NULL: in flight, or dropped before that
-  fate TEXT CHECK (fate IN ('trained', 'dropped')),  -- NULL: pending
+  fate TEXT CHECK ({_among("fate", ("trained", "dropped"))}),  -- NULL: pending
   reason TEXT CHECK (reason <> ''),      -- why it was dropped
   settled_at REAL,                       -- when the fate was written
   step INTEGER,                          -- trained: the step, and the incarnation that first ran it
@@ -86,10 +92,10 @@ CREATE TABLE trajectories (              -- one row for each trajectory of a fin
   sampled INTEGER NOT NULL,              -- those the policy sampled
   turns INTEGER NOT NULL,
   reward REAL,                           -- NULL unless outcome is 'score'
-  outcome TEXT CHECK (outcome IN ('score', 'unscorable', 'infra_error')),  -- NULL: was not judged
+  outcome TEXT CHECK ({_among("outcome", ("score", "unscorable", "infra_error"))}),  -- NULL: was not judged
   outcome_reason TEXT,
   parts TEXT CHECK (parts IS NULL OR json_valid(parts)),  -- the score's named components, a JSON object
-  finish TEXT NOT NULL CHECK (finish IN ({_FINISHES})),
+  finish TEXT NOT NULL CHECK ({_among("finish", Finish)}),
   oldest INTEGER,                        -- step of the weights of its oldest and newest sampled token
   newest INTEGER,
   temperature REAL NOT NULL,

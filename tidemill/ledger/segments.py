@@ -18,21 +18,21 @@ import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from tidemill.durable import flush
 from tidemill.ledger.records import LedgerError
 
 MAGIC = b"TMTR"
 _HEADER = struct.Struct("<4sIIqHH")
+_IDENTITY = struct.Struct("<qHH")
 HEADER_BYTES = _HEADER.size
 MOST = 2**16 - 1  # trajectories of a group
 _NAME = re.compile(r"seg-(\d{6,})\.bin")
 
 
-@dataclass(frozen=True, slots=True)
-class Location:
+class Location(NamedTuple):
     """Where a record begins, how long its payload is, and its checksum."""
 
     segment: int
@@ -178,7 +178,7 @@ def whole_groups(folder: Path, number: int, offset: int) -> Iterator[tuple[int, 
 
 
 def _checksum(group_id: int, place: int, count: int, payload: bytes) -> int:
-    return zlib.crc32(payload, zlib.crc32(struct.pack("<qHH", group_id, place, count)))
+    return zlib.crc32(payload, zlib.crc32(_IDENTITY.pack(group_id, place, count)))
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

@@ -52,10 +52,13 @@ class Fingerprint:
         self._coverage = Coverage()
         self._sums: dict[str, list[int | Tensor]] = {}
 
-    def add(self, piece: Slice) -> None:
-        """Raises ValueError when the slice contradicts or repeats an earlier one. Does not wait for a GPU."""
+    def add(self, piece: Slice, words: bool = False) -> int:
+        """Raises ValueError when the slice contradicts or repeats an earlier one. Does not wait for a GPU unless it is
+        asked for the block's `word_sum` besides, which it then returns: both need one pass over memory."""
         self._coverage.add(piece)
-        self._sums.setdefault(piece.name, []).append(_block_sum(piece))
+        total, found = _block_sum(piece, words)
+        self._sums.setdefault(piece.name, []).append(total)
+        return found
 
     def sums(self) -> dict[str, int]:
         """The sum of each tensor, 0 <= sum < 2^64, by name. Raises ValueError when a tensor is incomplete."""
@@ -87,49 +90,49 @@ def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
     return total.sums()
 
 
-def word_sum(tensor: Tensor, width: int = 8) -> int:
-    """The sum of a tensor's bytes as little-endian words of `width` bytes, 4 or 8, modulo 2**64; the last may be short.
+def word_sum(tensor: Tensor) -> int:
+    """The sum of a tensor's bytes as little-endian words of four, modulo 2**64; the last may be short.
 
     It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
     dense = tensor.detach().contiguous()
     if dense.device.type == "cpu":
         if (compiled := native()) is not None:
-            return compiled.word_sum(dense, width)
+            return compiled.word_sum(dense)
         array = dense.view(-1).view(torch.uint8).numpy()
-        whole = array.nbytes // width * width
-        words, rest = int(np.add.reduce(array[:whole].view(f"<u{width}"), dtype=np.uint64)), array[whole:]
+        whole = array.nbytes // 4 * 4
+        words, rest = int(np.add.reduce(array[:whole].view("<u4"), dtype=np.uint64)), array[whole:]
     else:
         raw = dense.view(-1).view(torch.uint8)
-        whole = raw.numel() // width * width
-        aligned = raw if raw.storage_offset() % width == 0 else raw.clone()
-        signed = aligned[:whole].view({4: torch.int32, 8: torch.int64}[width])
+        whole = raw.numel() // 4 * 4
+        aligned = raw if raw.storage_offset() % 4 == 0 else raw.clone()
+        signed = aligned[:whole].view(torch.int32)
         words, rest = int(signed.sum(dtype=torch.int64)), raw[whole:].cpu().numpy()
-        words += int((signed < 0).sum()) << 32 if width == 4 else 0
+        words += int((signed < 0).sum()) << 32
     return (words + int.from_bytes(rest.tobytes(), "little")) % 2**64
 
 
-def _block_sum(piece: Slice) -> int | Tensor:
-    """Modulo 2^64; elsewhere than on a CPU a scalar int64 that lies on the block's device."""
+def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int]:
+    """Modulo 2^64; elsewhere than on a CPU a scalar int64 that lies on the block's device. And its words' sum."""
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
     if block.device.type == "cpu" and block.shape[1:] == shape[1:]:
-        return _run_sum(block.contiguous(), offset[0] * math.prod(shape[1:]) if shape else 0)
+        return _run_sum(block.contiguous(), offset[0] * math.prod(shape[1:]) if shape else 0, words)
     strides = [math.prod(shape[dim + 1 :]) for dim in range(block.ndim)]
     keys = _KEY_BITS.to(block.device)
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     for part, at in _small_blocks(block, offset, _BLOCK):
         total += (_bits(part) * _keys_of(part.shape, at, strides, keys)).sum()
-    return total
+    return total, word_sum(block) if words else 0
 
 
-def _run_sum(block: Tensor, first: int) -> int:
+def _run_sum(block: Tensor, first: int, words: bool) -> tuple[int, int]:
     """Of dense elements whose indices are `first`, `first` + 1, ...: for each run of keys their products, and the sum."""
     count = block.numel()
     factors = _factors(first // _RUN, (first + count) // _RUN + 1)
     if (compiled := native()) is not None:
-        return compiled.keyed_sum(block, first, _KEY_BITS, factors)
+        return compiled.keyed_sum(block, first, _KEY_BITS, factors, words)
     bits = block.view(-1).view(torch.uint8).numpy().view(_INTEGERS[block.element_size()])
     room, total, at = np.empty(min(_RUN, count), np.uint64), 0, 0
     for factor in factors.numpy().view(np.uint64).tolist():
@@ -140,7 +143,7 @@ def _run_sum(block: Tensor, first: int) -> int:
         wide *= _KEYS[begin : begin + len(part)]  # NumPy's scalar product of integers takes half as long again
         total += int(wide.sum()) * factor
         at += len(part)
-    return total % 2**64
+    return total % 2**64, word_sum(block) if words else 0
 
 
 @lru_cache(maxsize=1 << 10)

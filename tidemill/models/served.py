@@ -1,11 +1,12 @@
 """What a decoder's weights come to when they are served, tensor by tensor: both ends of one proof (I1).
 
-    trainer   own = Contents.of(decoder, dtype), announced with the version; `checked` holds the stream against it
+    trainer   own = Contents.of(decoder, dtype), announced with the version; `checked` says with each tensor what it sums to
     engine    Contents.of(staged decoder) must be what was announced; after the commit, the words of what runs must be those
 
 The trainer reads `own` from its parameters, never from the stream, so that a mistake on the way (a tensor left out, two
-exchanged, a transposed view, a stale copy) cannot be in both. The fingerprint is one-to-one in every element and knows its
-place; the sum of words runs at memory speed, and is for what is looked at a second time.
+exchanged, a transposed view, a stale copy) cannot be in both. Only the engine's look at what it will serve is a proof: the
+stream is not summed on its way as well. The fingerprint is one-to-one in every element and knows its place; the sum of words
+runs at memory speed, and is for what is looked at a second time.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tidemill.models.weights import hf_views
 from tidemill.protocols import PolicyMismatch
 
 HEAD = "the head, which is the embedding"
-WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places
+WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places; see `word_sum`
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,14 +37,15 @@ class Contents:
     outlines: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @classmethod
-    def of(cls, decoder: Decoder, dtype: torch.dtype, word: int = 8) -> Contents:
-        """Cast one tensor at a time. word: its bytes. Raises PolicyMismatch when the names do not cover every parameter."""
-        everything, words, outlines = Fingerprint(), {}, {}
+    def of(cls, decoder: Decoder, dtype: torch.dtype) -> Contents:
+        """Cast one tensor at a time. Raises PolicyMismatch when the names do not cover every parameter."""
+        everything, words, outlines, named = Fingerprint(), {}, {}, 0
         for name, view in hf_views(decoder):
             piece = Slice.whole(name, view.to(dtype))
-            everything.add(piece)
-            words[name], outlines[name] = word_sum(piece.tensor, word), (piece.shape, dtype)
-        _check_complete(decoder)
+            words[name], outlines[name] = everything.add(piece, words=True), (piece.shape, dtype)
+            named += view.numel()
+        if named != (there := sum(p.numel() for p in decoder.parameters())):
+            raise PolicyMismatch(f"the Hugging Face names cover {named} of {there} weights: the others would never be sent")
         return cls(everything.hexdigest(), everything.sums(), words, outlines)
 
 
@@ -53,11 +55,11 @@ def words_of(decoder: Decoder) -> dict[str, int]:
 
 
 def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
-    """`words` of four bytes, of the tensors, added up for those that are rows of one parameter, under all their names."""
+    """`words` of the tensors, added up for those that are rows of one parameter, under all their names."""
     found = {}
     for key, parameter, rows in _matrices(decoder):
         split = any(view.nbytes % WORD for _, view in rows[:-1])  # a word has its ends in two of them
-        found[key] = word_sum(parameter, WORD) if split else sum(words[name] for name, _ in rows) % 2**64
+        found[key] = word_sum(parameter) if split else sum(words[name] for name, _ in rows) % 2**64
     return found | {HEAD: found[next(iter(found))]} if decoder.head is None else found
 
 
@@ -68,10 +70,10 @@ def words_in_use(decoder: Decoder) -> dict[str, int]:
     for key, parameter, _ in _matrices(decoder):
         copy = packed.get(id(parameter)) if parameter is not decoder.embed.weight else None
         used = parameter if copy is None or copy.numbers is None else copy.numbers
-        found[key] = word_sum(used, WORD)
+        found[key] = word_sum(used)
     if decoder.head is None:
         head = decoder.packed_head.numbers
-        found[HEAD] = found[next(iter(found))] if head is None else word_sum(head, WORD)
+        found[HEAD] = found[next(iter(found))] if head is None else word_sum(head)
     return found
 
 
@@ -85,32 +87,28 @@ def _matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, T
         yield ", ".join(name for name, _ in parts), parameter, parts
 
 
-def checked(stream: Iterable[Slice], own: Contents, before: Contents | None = None) -> Iterator[Slice]:
-    """The slices of `stream`, each with its tensor's `total`, as long as they are what `own` says.
+def checked(stream: Iterable[Slice], own: Contents) -> Iterator[Slice]:
+    """The slices of `stream`, each with its tensor's `total` for the receivers, who prove by it what they received.
 
-    Raises PolicyMismatch that names the first tensor that is another one, or comes twice, or not at all; nothing of a
-    stream that ends so may become visible. `before`: what was served until now, to say when a tensor is still that one.
-    Tensors come whole.
+    Raises PolicyMismatch that names the first tensor that does not belong to `own`, has another form, comes twice, or not at
+    all; nothing of a stream that ends so may become visible. Tensors come whole.
     """
-    left = dict(own.words)
+    left = set(own.outlines)
     for piece in stream:
         if piece.name not in left:
-            known = "comes a second time" if piece.name in own.words else "is no weight of this model"
+            known = "comes a second time" if piece.name in own.outlines else "is no weight of this model"
             raise PolicyMismatch(f"the weights that were about to be sent are not the trainer's: {piece.name} {known}")
-        words, outline = word_sum(piece.tensor), (tuple(piece.tensor.shape), piece.tensor.dtype)
-        if words != left.pop(piece.name) or outline != own.outlines[piece.name]:
-            stale = before is not None and before.words.get(piece.name) == words
+        left.discard(piece.name)
+        if (outline := (tuple(piece.tensor.shape), piece.tensor.dtype)) != own.outlines[piece.name]:
             raise PolicyMismatch(
-                f"the weights that were about to be sent are not the trainer's: {piece.name} "
-                + ("is still that of the version before" if stale else "differs")
+                f"the weights that were about to be sent are not the trainer's: {piece.name} is {_form(*outline)}, "
+                f"the trainer's is {_form(*own.outlines[piece.name])}"
             )
         yield replace(piece, total=own.totals[piece.name])
     if left:
         more = f" and {len(left) - 1} more" if len(left) > 1 else ""
-        raise PolicyMismatch(f"the weights that were about to be sent are not all: {next(iter(left))}{more} left out")
+        raise PolicyMismatch(f"the weights that were about to be sent are not all: {min(left)}{more} left out")
 
 
-def _check_complete(decoder: Decoder) -> None:
-    named = sum(view.numel() for _, view in hf_views(decoder))
-    if named != (there := sum(p.numel() for p in decoder.parameters())):
-        raise PolicyMismatch(f"the Hugging Face names cover {named} of {there} weights: the others would never be sent")
+def _form(shape: tuple[int, ...], dtype: torch.dtype) -> str:
+    return f"{list(shape)} {dtype}"

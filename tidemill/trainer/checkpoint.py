@@ -45,13 +45,25 @@ class Snapshot:
     updates: int
 
     @classmethod
-    def take(cls, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None) -> Snapshot:
-        """Weights, both moments and random states, copied. As fast as memory is; from a GPU, into pinned memory."""
-        weights = _copied(dict(hf_views(decoder)))
-        moments = _copied(optimizer.state() | (reference.state() if reference else {}))
+    def take(
+        cls, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None, room: Snapshot | None = None
+    ) -> Snapshot:
+        """Weights, both moments and random states, copied. As fast as memory is; from a GPU, into pinned memory.
+
+        room: one that nobody needs any more, whose memory is used: new memory takes longer than the copy."""
+        weights = _copied(dict(hf_views(decoder)), room.weights if room else {})
+        state = optimizer.state() | (reference.state() if reference else {})
+        moments = _copied(state, room.optimizer if room else {})
         if decoder.embed.weight.is_cuda:
             torch.cuda.synchronize(decoder.embed.weight.device)  # bounded: by the copies above
         return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments | _random(), optimizer.done)
+
+    @classmethod
+    def room(cls, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None) -> Snapshot:
+        """The memory that `take` will need, touched: what does not fit is known before anything is trained."""
+        weights = _copied(dict(hf_views(decoder)), {})
+        moments = _copied(optimizer.expected(1) | (reference.state() if reference else {}), {})
+        return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments, 0)
 
     def write(self, folder: Path, source: Path | None, wrote: Callable[[Path], None]) -> None:
         """Make `folder`. source: whose tokenizer goes with it. wrote: is told of each big file. Raises CheckpointError."""
@@ -67,11 +79,14 @@ class Snapshot:
             raise CheckpointError(f"{folder}: {error}") from error
 
 
-def _copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    def empty(like: Tensor) -> Tensor:
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+def _copied(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def place(name: str, like: Tensor) -> Tensor:
+        there = room.get(name)
+        fits = there is not None and (there.shape, there.dtype) == (like.shape, like.dtype)
+        return there if fits else torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
-    return {name: empty(tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
+    with torch.no_grad():
+        return {name: place(name, tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
 
 
 def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None) -> None:

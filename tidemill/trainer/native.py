@@ -80,6 +80,7 @@ class NativeTrainer:
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
+        self._room: Snapshot | None = Snapshot.room(self.decoder, self._optimizer, self._reference)  # for the next one
         self._announced: Announced | None = None  # what was published last; None before, and after `load`
         self._applied: Metrics = {}  # what the optimizer said of its latest update
 
@@ -126,7 +127,7 @@ class NativeTrainer:
         return await self._offload(run)
 
     async def publish(self, version: Version) -> Published:
-        """Raises PolicyMismatch, and nothing becomes visible, when what is about to be sent is not what this trainer has."""
+        """Raises PolicyMismatch, and nothing becomes visible, when the tensors about to be sent are not this trainer's."""
         sender = self._sender
         if sender is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
@@ -146,7 +147,7 @@ class NativeTrainer:
         masters = own.words if dtype == "float32" else words_of(self.decoder)
         announced = Announced(own, masters, self.updates)
         version = replace(version, fingerprint=own.fingerprint)
-        published = sender.send(version, checked(self._stream(version), own, before and before.contents))
+        published = sender.send(version, checked(self._stream(version), own))
         if published.version != version:
             raise PolicyMismatch(
                 f"the carrier announces {published.version} ({published.version.fingerprint}), not {version}"
@@ -163,9 +164,9 @@ class NativeTrainer:
     async def snapshot(self) -> None:
         def run() -> None:
             faults.reach(self._recorder.process, "snapshot", self.updates)
-            self._snapshot = None  # of a save that never came: its memory first
+            room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: its save never came
             with self._recorder.span("snapshot"):
-                self._snapshot = Snapshot.take(self.decoder, self._optimizer, self._reference)
+                self._snapshot = Snapshot.take(self.decoder, self._optimizer, self._reference, room)
 
         await self._offload(run)
 
@@ -182,6 +183,7 @@ class NativeTrainer:
         def run() -> None:
             with self._recorder.span("save"):
                 snapshot.write(Path(folder), self._source, wrote)
+            self._room = snapshot
 
         await asyncio.to_thread(run)  # bounded: by the disk; a caller in another process has its deadline
 
@@ -213,7 +215,7 @@ class NativeTrainer:
     async def close(self) -> None:
         """Give back the carrier, and the memory of gradients and snapshot."""
         self._optimizer.forget()
-        self._snapshot = None
+        self._snapshot = self._room = None
         if self._sender is not None:
             self._sender.close()
 
