@@ -81,8 +81,8 @@ ONCE: dict[str, list[Any]] = {
     "wire: a child's report": [b"\xff\xff\xff\xff" + b"x" * 1000, b"", b"\x00\x00\x00\x01\xc1"],
     "wire: replies to a caller": [[[codec.encode(Failed(0, ["ValueError"], "", "")), b""]]],
     "ledger: database": [
-        lambda whole: whole.replace(b'{"loss": 1.0}', b'{"loss": \xff.0}'),
-        lambda whole: whole.replace(b'{"loss": 1.0}', b'{"loss": 1.0['),
+        lambda whole: whole.replace(b'{"loss":1.0}', b'{"loss":\xff.0}'),
+        lambda whole: whole.replace(b'{"loss":1.0}', b'{"loss":1.0['),
         lambda whole: whole.replace(b"begun_at REAL", b"begum_at REAL"),
         lambda whole: whole.replace(b"CREATE TABLE steps", b"CREATE TABLE \x80teps"),
         lambda whole: whole.replace(b"incarnation INTEGER", b"incarnatio\x80 INTEGER"),
