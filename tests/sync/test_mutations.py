@@ -185,7 +185,7 @@ def test_a_trainer_that_streams_something_else(tiny: Run, name: str, carrier: st
         yield from CHANGES[name](now, kept) if tiny.sick else now
 
     tiny.monkeypatch.setattr(native, "serving_slices", mutated)
-    told = {"transposed": OUT, "an old version": "", "one tensor twice": "a second time"}
+    told = {"swapped": f"({Q}|{Q1})", "transposed": OUT, "an old version": "", "one tensor twice": "a second time"}
     at_once = name in ("dropped", "another dtype", "one tensor twice")  # without a look at the numbers
     found_by = "about to be sent are not" if at_once else "received .* first tensor that differs is"
     with pytest.raises(PolicyMismatch, match=f"{found_by}.*{told.get(name, Q)}"):
