@@ -23,6 +23,7 @@ from torch import Tensor
 from tidemill.kernels.library import native
 from tidemill.models.slices import Coverage, Slice
 
+WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # eight bytes count as two elements of four
 _RUN = 1 << 15  # elements whose keys lie ready: these, and room to compute in, fit an L2 cache
 _BLOCK = 1 << 22  # elements at a time elsewhere than in runs
@@ -91,7 +92,7 @@ def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
 
 
 def word_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes as little-endian words of four, modulo 2**64; the last may be short.
+    """The sum of a tensor's bytes as little-endian words of `WORD`, modulo 2**64; the last may be short.
 
     It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
@@ -100,12 +101,12 @@ def word_sum(tensor: Tensor) -> int:
         if (compiled := native()) is not None:
             return compiled.word_sum(dense)
         array = dense.view(-1).view(torch.uint8).numpy()
-        whole = array.nbytes // 4 * 4
+        whole = array.nbytes // WORD * WORD
         words, rest = int(np.add.reduce(array[:whole].view("<u4"), dtype=np.uint64)), array[whole:]
     else:
         raw = dense.view(-1).view(torch.uint8)
-        whole = raw.numel() // 4 * 4
-        aligned = raw if raw.storage_offset() % 4 == 0 else raw.clone()
+        whole = raw.numel() // WORD * WORD
+        aligned = raw if raw.storage_offset() % WORD == 0 else raw.clone()
         signed = aligned[:whole].view(torch.int32)
         words, rest = int(signed.sum(dtype=torch.int64)), raw[whole:].cpu().numpy()
         words += int((signed < 0).sum()) << 32

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.fingerprint import Fingerprint, word_sum
+from tidemill.models.fingerprint import WORD, Fingerprint, word_sum
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
 from tidemill.protocols import PolicyMismatch
 
 HEAD = "the head, which is the embedding"
-WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places; see `word_sum`
 
 
 @dataclass(frozen=True, slots=True)

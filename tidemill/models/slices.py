@@ -80,21 +80,18 @@ class Coverage:
         if (seen.shape, seen.dtype) != (shape, piece.tensor.dtype):
             given, first = f"{_text(shape)} {piece.tensor.dtype}", f"{_text(seen.shape)} {seen.dtype}"
             raise ValueError(f"{name}: a slice says {given}, an earlier one said {first}")
-        size, offset = tuple(piece.tensor.shape), piece.offset
-        if not len(shape) == len(offset) == len(size):
+        if not len(shape) == len(piece.offset) == piece.tensor.ndim:
             raise ValueError(f"{name}: shape, offset and block of a slice differ in their number of dimensions")
-        box = tuple(zip(offset, map(int.__add__, offset, size), strict=True))
-        if (any(offset) or size != shape) and any(
-            begin < 0 or end > most for (begin, end), most in zip(box, shape, strict=True)
-        ):
-            raise ValueError(f"{name}: a block of {_text(size)} at {offset} lies outside {_text(shape)}")
-        if not (elements := piece.tensor.numel()):
+        box = tuple((begin, begin + size) for begin, size in zip(piece.offset, piece.tensor.shape, strict=True))
+        if any(begin < 0 or end > size for (begin, end), size in zip(box, shape, strict=True)):
+            raise ValueError(f"{name}: a block of {_text(piece.tensor.shape)} at {piece.offset} lies outside {_text(shape)}")
+        if not piece.tensor.numel():
             return
         for other in seen.boxes:
             if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                raise ValueError(f"{name}: elements at {offset} were given twice")
+                raise ValueError(f"{name}: elements at {piece.offset} were given twice")
         seen.boxes.append(box)
-        seen.elements += elements
+        seen.elements += piece.tensor.numel()
 
     def complete(self) -> None:
         """Raises ValueError when a tensor that was begun lacks elements."""

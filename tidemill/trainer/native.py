@@ -127,7 +127,8 @@ class NativeTrainer:
         return await self._offload(run)
 
     async def publish(self, version: Version) -> Published:
-        """Raises PolicyMismatch, and nothing becomes visible, when the tensors about to be sent are not this trainer's."""
+        """Raises PolicyMismatch, and nothing becomes visible, when the tensors about to be sent are not those of this model:
+        their names and forms. That their numbers are this trainer's, each engine proves before it serves them."""
         sender = self._sender
         if sender is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
