@@ -218,6 +218,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         trainer=config.trainer,
         steps=config.steps * config.algorithm.updates.count,
         reference=config.algorithm.reference,
+        critic=config.algorithm.critic,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,

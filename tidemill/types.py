@@ -272,6 +272,8 @@ class Sample:
     temperature: float = 1.0
     old_logprobs: Array | None = None  # [T] float32  trainer-side logprob at the start of the step, when recomputed
     ref_logprobs: Array | None = None  # [T] float32  reference policy
+    values: Array | None = None  # [T] float32  a critic's value before each token, at the start of the step
+    returns: Array | None = None  # [T] float32  what the critic is trained towards
     lags: Array | None = (
         None  # [T] int32  updates since the weights that sampled it, where the loss reads that; 0 where not mask
     )

@@ -55,7 +55,7 @@ TITLES = {
 
 def entries() -> list[Entry]:
     """All there is, by kind. Raises ValueError when a docstring lacks a part."""
-    from tidemill.algorithms.losses import LOSSES, value_loss
+    from tidemill.algorithms.losses import LOSSES
 
     terms = [function for name, function in LOSSES.items() if name not in LOSS_CONSTANTS]
     return [
@@ -65,8 +65,8 @@ def entries() -> list[Entry]:
         *_described("correction", CORRECTIONS.values()),
         *(parsed("reduction", name, text) for name, text in REDUCTIONS.items()),
         *_described("preference", PREFERENCES.values()),
-        *_described("reward", [advantages.overlong, advantages.distilled]),
-        *_described("library", [advantages.returns, value_loss, kto, bradley_terry]),
+        *_described("reward", [advantages.overlong, advantages.distilled, advantages.returns]),
+        *_described("library", [kto, bradley_terry]),
     ]
 
 

@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name, distilled, overlong
+from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name, distilled, overlong, returns
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.preferences import PREFERENCES, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
-POLICY, REFERENCE, SUPERVISED = "policy", "reference", "supervised"
+POLICY, REFERENCE, CRITIC, SUPERVISED = "policy", "reference", "critic", "supervised"
 Logprobs = Mapping[str, Sequence[Array]]
-"""Whose ("policy", "reference") -> [T] of each row"""
+"""Whose ("policy", "reference") -> [T] of each row; of the "critic" its values"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +52,9 @@ class Algorithm:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Whose logprobs of a step's rows `prepare` is to be given."""
-        wanted = {POLICY: self.settings.recomputes, REFERENCE: self.settings.reference is not None}
+        """Whose logprobs (the critic's values) of a step's rows `prepare` is to be given."""
+        s = self.settings
+        wanted = {POLICY: s.recomputes, REFERENCE: s.reference is not None, CRITIC: s.critic is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
 
     def drop_reason(self, group: Group) -> str | None:
@@ -84,6 +85,8 @@ class Algorithm:
         else:
             if s.kl_in_reward and against is not None:
                 scores = _penalised(scores, -s.kl_in_reward * against, s.advantage in USING_GIVEN)
+            if s.critic is not None:
+                scores = replace(scores, values=_flat(rows, logprobs[CRITIC]))
             advantages, in_a_pair, found = self._advantage(scores), np.ones(len(rows), bool), Metrics()
         if s.reference is not None and s.reference.distil and reference is not None:
             advantages = advantages + distilled(reference, policy, s.reference.distil)
@@ -98,6 +101,12 @@ class Algorithm:
             weights[part], scale = reduction(s.reduction, trained[part], prompts[part], s.fixed_length)
             parts.append((part, scale))
         kept = {"old_logprobs": logprobs.get(POLICY), "ref_logprobs": logprobs.get(REFERENCE)}
+        if (critic := s.critic) is not None:
+            target = returns(scores, s.constants.get("gamma", 1.0), critic.lam)
+            kept |= {"values": logprobs[CRITIC], "returns": list(_of_rows(rows, target))}
+            found |= _of_values(_flat(rows, logprobs[CRITIC]), target)
+            if step < critic.warmup:
+                advantages = np.zeros(len(advantages))
         samples = list(_filled(rows, factors * advantages, weights, kept))
         updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
         if against is not None:
@@ -226,18 +235,24 @@ def _flat(rows: Sequence[Sample], values: Sequence[Array]) -> Array:
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
-def _filled(
-    rows: Sequence[Sample], advantages: Array, weights: Array, logprobs: Mapping[str, Sequence[Array] | None]
-) -> Iterator[Sample]:
-    """The rows with their advantages [M], weights [n] and what else is known of their tokens."""
+def _of_rows(rows: Sequence[Sample], values: Array) -> Iterator[Array]:
+    """`_flat`, undone: [T] float32 of each row, 0 where nothing was sampled."""
     end = 0
-    for i, row in enumerate(rows):
+    for row in rows:
         start, end = end, end + int(row.mask.sum())
         own = np.zeros(row.tokens.shape, np.float32)
-        own[row.mask] = advantages[start:end]
+        own[row.mask] = values[start:end]
+        yield own
+
+
+def _filled(
+    rows: Sequence[Sample], advantages: Array, weights: Array, known: Mapping[str, Sequence[Array] | None]
+) -> Iterator[Sample]:
+    """The rows with their advantages [M], weights [n] and what else is known of their tokens."""
+    for i, (row, own) in enumerate(zip(rows, _of_rows(rows, advantages), strict=True)):
         weight = np.where(row.mask, np.float32(weights[i]), np.float32(0))
-        known = {name: values[i] for name, values in logprobs.items() if values is not None}
-        yield replace(row, advantages=own, weights=weight, **known)
+        others = {name: values[i] for name, values in known.items() if values is not None}
+        yield replace(row, advantages=own, weights=weight, **others)
 
 
 def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
@@ -279,6 +294,15 @@ def _by_turn(attempts: Sequence[Trajectory]) -> tuple[Array | None, Array]:
         given.append(rewards)
     some = any(isinstance(t.outcome, Score) and t.outcome.turns for t in attempts)
     return np.concatenate(given) if some else None, np.concatenate(turns)
+
+
+def _of_values(values: Array, target: Array) -> Metrics:
+    """explained_variance: 1 - Var(R - V) / Var(R), at most 1; 0 for a critic that knows no more than a constant."""
+    if not len(target):
+        return {}
+    spread = float(target.var())
+    explained = 1 - float((target - values).var()) / spread if spread > 0 else 0.0
+    return {"value/mean": float(values.mean()), "value/explained_variance": explained}
 
 
 def _metrics(groups: Sequence[Group], attempts: Sequence[tuple[Group, Trajectory]], flat: int) -> Metrics:

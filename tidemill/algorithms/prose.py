@@ -106,8 +106,7 @@ ABOUT = {
     "advantage": """
 `algorithm.advantage`. R is an attempt's reward, `given` what is rewarded at tokens besides: turns that a score rewards
 (`Score.turns`), and the penalty of `reference.into = "reward"`. It is read by `reinforce_pp`, `process`, `turn_level`,
-`remax` and `gae`. For `remax` each group has one greedy attempt more, which is not trained on. `gae` needs a critic, which a
-recipe cannot give yet: it is refused.
+`remax` and `gae`. For `remax` each group has one greedy attempt more, which is not trained on. `gae` needs a `critic`.
 """,
     "loss": """
 `algorithm.loss`. "One more forward pass" is what `old_logprobs = "recompute"` costs; without it mu stands in for p_hat.
@@ -116,7 +115,8 @@ tells its tokens apart.
 """,
     "term": """
 Added to the policy loss, on the same tokens and under the same reduction, times a weight of their own: `reference.kl` for
-one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `algorithm.entropy` for `entropy`.
+one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `algorithm.entropy` for `entropy`;
+`critic.weight` for `value`, of the critic's values. `score` trains a reward model.
 `cross_entropy` is what a warm-up trains with.
 """,
     "correction": """
@@ -152,13 +152,19 @@ The loss's constants are those in force. What a row leaves out has its default. 
   `"k3"` unless it is given, `"k1"` or `"k2"`. `"reward"`: -kl log(p_hat / pi_ref) at each token for advantages that read
   `given`, and the sum of it on the attempt's reward for the others.
 * `reference.distil`, the weight of `distilled` below, which is added to the advantages: the reference is the teacher.
+* `critic.model`, what an answer is worth before each of its tokens, for `gae`: a model of its own that begins as the policy
+  does (`"initial"`), as a model or reward model in a folder, or a head on the policy's own decoder (`"policy"`): half the
+  memory and time, but then the value loss, times `critic.weight`, pulls at the policy's weights. Its first values are 0. It
+  has its own optimizer, with `critic.lr` (the trainer's unless it is given) and its own clipping of gradients; it is in
+  every checkpoint. `critic.clip`: see `value`. `critic.lam`: of the returns that it is trained towards, `returns` below; an
+  attempt that was cut off has ended like any other. `critic.warmup`: the first steps, in which only the critic learns.
 * `entropy`, the weight of the further term `entropy`; below 0 it keeps entropy low.
 * `preference`, the name of one of the preferences above.
 * `constants`, a table for constants whose names are settings' too.
 
-What is added to a reward, and to an advantage:
+What is added to a reward, and to an advantage; and what a critic is trained towards:
 """,
-    "library": "No setting reaches these: they are for programs that bring their own critic, labels or reward model.",
+    "library": "No setting reaches these: they are for programs that bring their own labels or reward model.",
 }
 
 LAG = """

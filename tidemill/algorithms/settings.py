@@ -69,6 +69,17 @@ class ReferenceSettings(Config):
         return self
 
 
+class CriticSettings(Config):
+    """What an answer is worth before each of its tokens: `"initial"`, `"policy"`, a folder, or a table."""
+
+    model: str = "initial"  # a model or reward model to begin as; initial: the policy's; policy: a head on its own decoder
+    lr: float | None = Field(default=None, gt=0)  # None: the trainer's
+    weight: float = Field(0.5, gt=0)  # of its loss beside the policy's
+    clip: float = Field(0.0, ge=0)  # how far a value may move in a step, see `value`; 0: as far as it likes
+    lam: float = Field(1.0, ge=0, le=1)  # of the returns that it is trained towards
+    warmup: int = Field(0, ge=0)  # first steps, in which no advantage reaches the policy
+
+
 class OverlongSettings(Config):
     """Attempts that were cut off: `"mask"`, or `{ treat = "penalty", cache = 64 }`."""
 
@@ -109,6 +120,7 @@ class AlgorithmSettings(Config):
     overlong: OverlongSettings = OverlongSettings()
     fixed_length: int | None = Field(default=None, ge=1)  # tokens; None: the longest completion that may be sampled
     reference: ReferenceSettings | None = None
+    critic: CriticSettings | None = None
     entropy: float = 0.0  # times the entropy, to be kept high (or, below 0, low)
 
     @classmethod
@@ -131,7 +143,7 @@ class AlgorithmSettings(Config):
             raise ValueError(f"unknown algorithm {name!r}; {hint}")
         if isinstance(each := given.get("corrections"), str | dict):
             given = {**given, "corrections": [each]}
-        short = {"reference": "model", "overlong": "treat"}
+        short = {"reference": "model", "critic": "model", "overlong": "treat"}
         given = {key: {short[key]: each} if key in short and isinstance(each, str) else each for key, each in given.items()}
         return _with_defaults(_gathered({key: value for key, value in given.items() if value is not None}, cls))
 
@@ -146,6 +158,7 @@ class AlgorithmSettings(Config):
             _expect_constants(self.constants, self._takers())
         self._expect_whole()
         self._expect_reference()
+        self._expect_critic()
         return self
 
     def _takers(self) -> dict[str, Constants]:
@@ -193,8 +206,6 @@ class AlgorithmSettings(Config):
                 f"preference = {self.preference!r} needs old_logprobs = 'recompute' and the loss 'reinforce', under which "
                 f"its gradient is exact; given were {self.old_logprobs!r} and {self.loss!r}"
             )
-        if self.advantage in UNAVAILABLE:
-            raise ValueError(f"advantage = {self.advantage!r} needs {UNAVAILABLE[self.advantage]}, which this version lacks")
         if recompute and not reads_old:
             raise ValueError(
                 f"old_logprobs = 'recompute' does not apply to the loss {self.loss!r}: it compares with mu only"
@@ -211,6 +222,13 @@ class AlgorithmSettings(Config):
             raise ValueError(f"preference = {self.preference!r} needs a reference policy: set reference = 'initial'")
         if self.reference is not None and not (reads or self.reference.kl or self.reference.distil):
             raise ValueError("reference is given and nothing reads it: set reference.kl, reference.distil or a preference")
+
+    def _expect_critic(self) -> None:
+        reads = NEEDS.get(self.advantage) == "values" and not self.preference
+        if reads and self.critic is None:
+            raise ValueError(f"advantage = {self.advantage!r} needs a critic: set critic = 'initial'")
+        if self.critic is not None and not (reads or ".py:" in self.advantage):
+            raise ValueError(f"critic is given and nothing reads it: set advantage = 'gae', not {self.advantage!r}")
 
     @property
     def _distils(self) -> bool:
@@ -251,6 +269,8 @@ class AlgorithmSettings(Config):
         also = []
         if (r := self.reference) is not None and r.kl and r.into == "loss":
             also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
+        if (critic := self.critic) is not None:
+            also.append(LossSpec("value", {"clip": critic.clip}, weight=critic.weight))
         if self.entropy:
             also.append(LossSpec("entropy", weight=self.entropy))
         numbers = {name: float(value) for name, value in self.constants_for(self.loss).items()}
@@ -293,7 +313,6 @@ class AlgorithmSettings(Config):
 
 
 PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
-UNAVAILABLE = {"gae": "a critic"}
 
 
 def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
@@ -335,8 +354,9 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     own |= {key: value for key, value in (_taken(table, name) or {}).items() if value is not None}
     changed = any(chosen.get(key) != preset.get(key, "") for key in ("loss", "advantage", "preference"))
     kept = {k: v for k, v in preset.get("constants", {}).items() if k in own or not changed}
-    if isinstance(given.get("reference"), dict):
-        given = {**given, "reference": {**preset.get("reference", {}), **given["reference"]}}
+    for table_of in ("reference", "critic"):
+        if isinstance(given.get(table_of), dict):
+            given = {**given, table_of: {**preset.get(table_of, {}), **given[table_of]}}
     return {**preset, **given, "constants": {**own, **kept, **given["constants"]}}
 
 

@@ -21,6 +21,7 @@ from tidemill.model_folder import architecture_of
 from tidemill.recipe import RunConfig, load_recipe
 
 MIB, GIB = 2**20, 2**30
+PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
 Row = tuple[str | Text, str | Text]
 
 
@@ -45,7 +46,7 @@ def explained(config: RunConfig) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     step = sizing.step_size(config, None if memory is None else memory["context"])
-    asked = {"p_hat": int("policy" in algorithm.asks), "reference": int("reference" in algorithm.asks)}
+    asked = {name: int(who in algorithm.asks) for name, who in PASSES}
     return {
         **{"preset": settings.name, "note": NOTES[settings.name], "differs": differing(config.algorithm)},
         **{"parts": [asdict(part) for part in parts], "p_hat": p_hat(settings)},
@@ -67,8 +68,10 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
         return None
     asked = config.algorithm.reference
     other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
+    critic = None if config.algorithm.critic is None else config.algorithm.critic.model
+    judge = None if critic in (None, "policy") else arch if critic == "initial" else architecture_of(critic)
     free = sizing.free_memory(config.engine)
-    trainer, engine = sizing.trainer_memory(config, arch, other), sizing.engine_memory(config.engine, arch, free)
+    trainer, engine = sizing.trainer_memory(config, arch, other, judge), sizing.engine_memory(config.engine, arch, free)
     engines = config.placement.engines
     return {
         "model": config.model,
@@ -116,7 +119,7 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     of = f"{config.rollout.max_tokens:,} a reply, {asked}"
     tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
-    forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference")) if passes[key]]
+    forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
     ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
     ran += [f"forward for {' and for '.join(forward)}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]

@@ -9,7 +9,7 @@ from typing import Any
 from tidemill.algorithms.advantages import USING_GIVEN
 from tidemill.algorithms.catalogue import entry, flat
 from tidemill.algorithms.presets import ANCHORED, PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
+from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.config import Config, dump
 
 
@@ -72,8 +72,9 @@ def differing(settings: AlgorithmSettings) -> dict[str, dict[str, Any]]:
     theirs["corrections"] = [
         {"name": each["name"], "constants": each.get("constants", {})} for each in theirs["corrections"]
     ]
-    if ours["reference"] is not None:
-        theirs["reference"] = {**_defaults(ReferenceSettings), **(preset.get("reference") or {"model": None})}
+    for key, kind in (("reference", ReferenceSettings), ("critic", CriticSettings)):
+        if ours[key] is not None:
+            theirs[key] = {**_defaults(kind), **(preset.get(key) or {"model": None})}
     mine, other = flat(ours) | constants, {"name": settings.name, **flat(theirs), **usual}
     return {key: {"value": mine[key], "preset": other.get(key)} for key in mine if mine[key] != other.get(key)}
 

@@ -107,14 +107,20 @@ def parameters(arch: Architecture) -> int:
     return sum(n * k for n, k in matrices(arch)) + embedding + arch.layers * vectors + arch.hidden
 
 
-def trainer_memory(config: RunConfig, arch: Architecture, reference: Architecture | None) -> list[Held]:
-    """reference: the other policy's, where there is one and its folder is known."""
+def trainer_memory(
+    config: RunConfig, arch: Architecture, reference: Architecture | None, critic: Architecture | None = None
+) -> list[Held]:
+    """reference, critic: those of the other policy and of a critic of its own, where there are any whose folder is known."""
     own, asked = 4 * parameters(arch), config.algorithm.reference
     held = [Held("weights", own), Held("gradients", own), Held("two moments", 2 * own)]
     moves = 0
     if asked is not None and reference is not None:
         held.append(Held("reference", 4 * parameters(reference)))
         moves = 4 * parameters(reference) if asked.every else 0
+    if critic is not None:  # without the head, a vocabulary's worth, where that is not the embedding
+        size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
+        held.append(Held("critic, its gradients and moments", 4 * size))
+        moves += 3 * size
     held.append(Held("copy while a checkpoint is written", 3 * own + moves))
     if config.placement.sync.carrier == "shared_memory":
         held.append(Held("two versions on their way to engines", 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]))
