@@ -13,19 +13,32 @@ from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import RewardJudge, Scorer
 from tidemill.envs.settings import PythonSettings, RowsSettings
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, unique
+from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.rewards.named import NAMED
 from tidemill.types import Task
 
 
 def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
     """The environment. Raises ConfigError when the rows or the reward are not usable, or do not fit each other."""
     if settings.reward in ("", "none"):
-        raise ConfigError("env.reward is empty: expected exact, regex, numeric, last_boxed, math, or FILE.py:FUNCTION")
+        raise ConfigError(f"env.reward is empty: expected {', '.join(NAMED)}, or FILE.py:FUNCTION")
     if "{prompt}" not in settings.template:
         raise ConfigError(f"env.template = {settings.template!r}: expected {{prompt}} in it")
+    if settings.reward == "model":
+        _expect_reward_model(settings.reward_options.get("folder"))
     splits = row_splits(settings)
     judge = RewardJudge(settings.reward, scorer, settings.reward_options)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))
     return SingleTurn(f"rows:{Path(settings.data).stem}", splits, judge)
+
+
+def _expect_reward_model(folder: Any) -> None:
+    if not isinstance(folder, str):
+        raise ConfigError(f"env.reward = 'model' needs reward_options.folder, the reward model's; given was {folder!r}")
+    try:
+        Architecture.from_folder(folder)
+    except UnsupportedModel as error:
+        raise ConfigError(f"env.reward_options.folder: {error}") from None
 
 
 def row_splits(settings: RowsSettings | PythonSettings) -> dict[str, list[Task]]:

@@ -40,8 +40,8 @@ class RowsSettings(Config):
     split: str = Field("train", description="of a Hugging Face dataset")
     prompt_column: str = "prompt"
     answer_column: str = Field("answer", description="the column that rewards know as `answer`")
-    reward: str = Field(description="exact, regex, numeric, last_boxed, math, or FILE.py:FUNCTION")
-    reward_options: dict[str, Any] = Field({}, description="further arguments of the reward, such as tolerance")
+    reward: str = Field(description="exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION")
+    reward_options: dict[str, Any] = Field({}, description="further arguments of the reward: a tolerance, a model's folder")
     template: str = Field("{prompt}", description="the prompt; {prompt} stands for the row's")
 
 
