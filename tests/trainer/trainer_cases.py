@@ -5,10 +5,14 @@ import torch
 
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
+from tidemill.trainer import step
 from tidemill.types import LossSpec, Sample
 
 VOCAB = 23
 LOSSES = {"policy": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), "supervised": LossSpec("cross_entropy")}
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def architecture(**changes):
@@ -73,3 +77,17 @@ def batch(seed=0):
     rows += [twin, sample(rng, twin.tokens[:7], 3, group=1)]  # shares two sampled tokens with its sibling
     order = rng.permutation(len(rows))
     return [rows[i] for i in order]
+
+
+def gradients(samples, model, budget=10_000, losses=LOSSES, **compute):
+    """The sums that one call accumulates, by parameter, and what the call returned."""
+    model.zero_grad()
+    result = step.forward_backward(model, samples, losses, step.Compute(CPU, budget, **compute))
+    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, result
+
+
+def assert_same(actual, expected, tolerance):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = float(value.abs().max()) + 1e-30
+        assert float((actual[name] - value).abs().max()) / scale < tolerance, name

@@ -130,17 +130,19 @@ def opsm(x: Ratios, *, delta: float = 0.5) -> Array:
 def m2po(x: Ratios, *, limit: float = 0.04) -> Array:
     """1, but 0 for the tokens of largest (log k)^2 among those that push outwards, until their mean is <= limit.
 
-    Source: M2PO, 2510.01161; selected over the whole step. Outwards: A > 0 and k > 1, or A < 0 and k < 1.
+    Source: M2PO, 2510.01161; selected over the whole step, equals together. Outwards: A > 0 and k > 1, or A < 0 and k < 1.
     When: very stale data, together with the loss `importance`: few tokens are left out, and no ratio is clipped.
     Cost: p_hat, one more forward pass.
     """
     _positive(limit=limit)
     outwards = np.flatnonzero(x.advantages * x.log_k > 0)
     squares = x.log_k[outwards] ** 2
-    order = np.argsort(squares, kind="stable")
-    means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)  # never falls: the squares come in order
+    ascending = np.sort(squares)
+    means = np.cumsum(ascending) / np.arange(1, len(squares) + 1)  # never falls
+    left_out = ascending[np.searchsorted(means, limit, side="right") :]
+    bound = left_out[0] if len(left_out) else np.inf
     factors = np.ones(len(x.log_k))
-    factors[outwards[order[np.searchsorted(means, limit, side="right") :]]] = 0.0
+    factors[outwards[squares >= bound]] = 0.0  # whoever comes first: rows have no order (I6)
     return factors
 
 

@@ -80,7 +80,8 @@ class Algorithm:
         told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(scores), strict=True) if differs}
         against = None if reference is None else policy - reference  # log(p_hat / pi_ref)
         if self._preference:
-            advantages, in_a_pair, found = self._preferred(scores, policy, reference)
+            siblings = np.array([t.sample for _, t in attempts], np.int64)
+            advantages, in_a_pair, found = self._preferred(scores, siblings, policy, reference)
         else:
             if s.kl_in_reward and against is not None:
                 scores = _penalised(scores, -s.kl_in_reward * against, s.advantage in USING_GIVEN)
@@ -146,10 +147,13 @@ class Algorithm:
         columns = [scores.rewards, *(scores.parts.values() if self.settings.advantage == "gdpo" else ())]
         return np.any([column != column[first[index]] for column in columns], axis=0)
 
-    def _preferred(self, scores: Scores, policy: Array, reference: Array | None) -> tuple[Array, Array, Metrics]:
+    def _preferred(
+        self, scores: Scores, siblings: Array, policy: Array, reference: Array | None
+    ) -> tuple[Array, Array, Metrics]:
         """Advantages [M] of the best and the worst attempt of each cohort, 0 for the others, and which they are [n]. Twice
-        what the pair's loss has: the mean over pairs is to come out of one over their attempts."""
-        chosen, rejected = pairs_of(scores.rewards, scores.cohorts)
+        what the pair's loss has: the mean over pairs is to come out of one over their attempts.
+        siblings: the attempts' numbers [n], so that of equals it is always the same one."""
+        chosen, rejected = pairs_of(scores.rewards, scores.cohorts, siblings)
         starts = np.cumsum(scores.lengths) - scores.lengths
         sums = np.add.reduceat(policy, starts)
         known = None if reference is None else np.add.reduceat(reference, starts)
