@@ -24,7 +24,7 @@ from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
-from tidemill.model_folder import ModelFolder, resolve_model
+from tidemill.model_folder import ModelFolder, check_reference, resolve_model
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
@@ -83,6 +83,8 @@ async def _in_folder(
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
         forget_end(folder.path)
+        if config.algorithm.reference is not None:
+            check_reference(config.algorithm.reference, config.model)
         folder.interrupted.unlink(missing_ok=True)
         try:
             async with placed(config.placement, folder.logs, config.supervise) as placement:

@@ -17,7 +17,7 @@ from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.model_folder import architecture_of
+from tidemill.model_folder import architecture_of, check_reference
 from tidemill.recipe import RunConfig, load_recipe
 
 MIB, GIB = 2**20, 2**30
@@ -67,6 +67,8 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
         return None
     asked = config.algorithm.reference
     other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
+    if asked is not None and other is not None:
+        check_reference(asked, config.model)
     free = sizing.free_memory(config.engine)
     trainer, engine = sizing.trainer_memory(config, arch, other), sizing.engine_memory(config.engine, arch, free)
     engines = config.placement.engines
