@@ -71,12 +71,16 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
         check_reference(asked, config.model)
     free = sizing.free_memory(config.engine)
     trainer, engine = sizing.trainer_memory(config, arch, other), sizing.engine_memory(config.engine, arch, free)
-    engines = config.placement.engines
+    engines, beside = config.placement.engines, config.placement.reference_engines if other is not None else 0
+    serving = sizing.engine_memory(config.engine, other, free, updated=False) if other is not None and beside else []
     return {
         "model": config.model,
         **{"parameters": sizing.parameters(arch), "context": sizing.context_of(config.engine, arch, free)},
         **{"trainer": {h.what: h.bytes for h in trainer}, "engine": {h.what: h.bytes for h in engine}, "engines": engines},
-        "total": sum(h.bytes for h in trainer) + engines * sum(h.bytes for h in engine),
+        **{"reference engine": {h.what: h.bytes for h in serving}, "reference_engines": beside},
+        "total": sum(h.bytes for h in trainer)
+        + engines * sum(h.bytes for h in engine)
+        + beside * sum(h.bytes for h in serving),
         "without_reference": asked is not None and other is None,
         "short_of_kv": sizing.kv_pages(config.engine, arch, free)[1],
     }
@@ -171,8 +175,11 @@ def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Ro
     rows: list[Row] = [
         ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
     ]
-    for process, times in (("trainer", ""), ("engine", f", each of {engines}" if engines > 1 else "")):
-        held = memory[process]
+    counts = {"trainer": 1, "engine": engines, "reference engine": memory["reference_engines"]}
+    for process, count in counts.items():
+        if not count:
+            continue
+        held, times = memory[process], f", each of {count}" if count > 1 else ""
         each = [f"{_bytes(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
         rows.append((process, f"{_bytes(sum(held.values()))}{times}: {', '.join(each)}"))
     left = "the reference, whose folder is not here, " if memory["without_reference"] else ""

@@ -2,6 +2,7 @@
 
     trainer      train, sync,     waiting for: rollouts, engines (taking weights, checks), evaluation, ledger, controller
     engine-N     generate, sync,  waiting for: reward, environment, trainer
+    reference-N  score,           waiting for: trainer
     controller   what its loop of steps does: the phases of `Timeline`
 
 A trainer waits for what the loop of steps is at, which drives it. An engine that has nothing to compute waits for verifiers
@@ -18,7 +19,7 @@ from tidemill.observability.timeline import REST
 from tidemill.observability.trace import Intervals, common, length, merged
 from tidemill.types import Span
 
-TRAINER, CONTROLLER = "trainer", "controller"
+TRAINER, CONTROLLER, REFERENCE = "trainer", "controller", "reference"
 TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",), ("publish", "stage", "commit")
 WORK = ("generate", "train", "sync")
 EPISODE, REWARD, EVALUATE = "episode", "reward", "evaluate"
@@ -41,7 +42,7 @@ class Account:
 
     def overall(self) -> dict[str, float]:
         """Of trainer and engines together: what they train, generate and sync, and what is left, to wait."""
-        pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER]
+        pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER and not name.startswith(REFERENCE)]
         spent = {kind: sum(kinds.get(kind, 0.0) for kinds in pools) / len(pools) for kind in WORK} if pools else {}
         return spent | {"wait": 1 - sum(spent.values())} if spent else {}
 
@@ -65,6 +66,9 @@ def account(
     found, engines = Account(), []
     found.seconds[CONTROLLER] = _by_turns(window, phases)
     for name, spans in pools.items():
+        if name.startswith(REFERENCE):
+            found.seconds[name] = _by_turns(window, {"score": merged(spans, GENERATE), WAIT + TRAINER: window})
+            continue
         work = {"train": merged(spans, TRAIN)} if name == TRAINER else {"generate": merged(spans, GENERATE)}
         work["sync"] = merged(spans, SYNC)
         if name == TRAINER:
