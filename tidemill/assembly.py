@@ -108,6 +108,7 @@ async def train(session: Session, parts: Parts) -> int:
 
     publisher = PoolPublisher(parts.trainer, pool, unchanged)
     evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed))
+    algorithm.recall({step.step: step.metrics for step in ledger.steps()})
     if config.deterministic:
         standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
     else:

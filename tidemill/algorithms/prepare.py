@@ -21,6 +21,7 @@ from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
 POLICY, REFERENCE, SUPERVISED = "policy", "reference", "supervised"
+ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
 Logprobs = Mapping[str, Sequence[Array]]
 """Whose ("policy", "reference") -> [T] of each row"""
 
@@ -48,6 +49,7 @@ class Algorithm:
         self._corrections = [correction_by_name(each.name, each.constants) for each in settings.corrections]
         self._advantage = advantage_by_name(settings.advantage, settings.constants_for(settings.advantage))
         self._preference = settings.preference
+        self._entropy_weights: dict[int, float] = {}  # step -> what follows from the steps before it, where a target is set
         self._reads_turns = settings.advantage in USING_GIVEN or ".py:" in settings.advantage
 
     @property
@@ -55,6 +57,12 @@ class Algorithm:
         """Whose logprobs of a step's rows `prepare` is to be given."""
         wanted = {POLICY: self.settings.recomputes, REFERENCE: self.settings.reference is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
+
+    def recall(self, recorded: Mapping[int, Metrics]) -> None:
+        """The metrics of a run's steps so far, by step: what a step takes from those before it goes on where it stood."""
+        for step, metrics in recorded.items():
+            if ENTROPY_WEIGHT in metrics:
+                self._entropy_weights[step + 1] = self.settings.entropy.next(metrics[ENTROPY_WEIGHT], metrics[ENTROPY])
 
     def drop_reason(self, group: Group) -> str | None:
         """Why this group is not worth a step, or None: "unscored" (nothing to train on) or "zero-variance"."""
@@ -105,7 +113,17 @@ class Algorithm:
             found["log_reference_ratio"] = float(against.mean()) if len(against) else 0.0
         metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
         metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
-        return Prepared(samples, {POLICY: s.loss_spec()}, updates, metrics)
+        weight, measured = self._entropy(step, behaviour)
+        return Prepared(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
+
+    def _entropy(self, step: int, behaviour: Array) -> tuple[float, Metrics]:
+        """What the entropy weighs in this step; and, where it has a target, what the next one's weight follows from."""
+        s = self.settings.entropy
+        if s.target is None or not len(behaviour):
+            return s.coefficient, {}
+        recorded = {ENTROPY: -float(behaviour.mean()), ENTROPY_WEIGHT: self._entropy_weights.get(step, s.coefficient)}
+        self.recall({step: recorded})
+        return recorded[ENTROPY_WEIGHT] if recorded[ENTROPY] <= s.target else 0.0, recorded
 
     def _attempts(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
         for group in groups:

@@ -116,7 +116,7 @@ tells its tokens apart.
 """,
     "term": """
 Added to the policy loss, on the same tokens and under the same reduction, times a weight of their own: `reference.kl` for
-one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `algorithm.entropy` for `entropy`.
+one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `entropy.coefficient` for `entropy`.
 `cross_entropy` is what a warm-up trains with.
 """,
     "correction": """
@@ -152,11 +152,13 @@ The loss's constants are those in force. What a row leaves out has its default. 
   `"k3"` unless it is given, `"k1"` or `"k2"`. `"reward"`: -kl log(p_hat / pi_ref) at each token for advantages that read
   `given`, and the sum of it on the attempt's reward for the others.
 * `reference.distil`, the weight of `distilled` below, which is added to the advantages: the reference is the teacher.
-* `entropy`, the weight of the further term `entropy`; below 0 it keeps entropy low.
+* `entropy.coefficient`, or `entropy = 0.01`: the weight of the further term `entropy`; below 0 it keeps entropy low. With an
+  `entropy.target` (nats a token) it is that of the first step only: the weight then goes up or down by `entropy.change` each
+  step, see `adaptive_entropy` below. It follows from what the steps recorded, so a run that goes on has the same.
 * `preference`, the name of one of the preferences above.
 * `constants`, a table for constants whose names are settings' too.
 
-What is added to a reward, and to an advantage:
+What is added to a reward, and to an advantage; and how a weight follows what is measured:
 """,
     "library": "No setting reaches these: they are for programs that bring their own critic, labels or reward model.",
 }

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 
 from tidemill.algorithms.advantages import ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
+from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
 from tidemill.config import Config
@@ -82,6 +83,28 @@ class OverlongSettings(Config):
         return self
 
 
+class EntropySettings(Config):
+    """What the entropy weighs in the loss: `0.01`, or `{ target = 0.2 }`, of which its weight follows."""
+
+    coefficient: float = 0.0  # times the entropy, to be kept high (or, below 0, low); with a target: in the first step
+    target: float | None = Field(default=None, gt=0)  # nats a token, to be kept at or above; None: the weight is constant
+    change: float | None = Field(default=None, gt=0)  # of the weight, each step; None: 0.005
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EntropySettings:
+        if self.target is None and self.change is not None:
+            raise ValueError("change does not apply without a target: the weight is constant")
+        if self.target is not None and self.coefficient < 0:
+            raise ValueError(f"coefficient = {self.coefficient:g} with a target: a weight that follows it is never below 0")
+        return self
+
+    def next(self, coefficient: float, measured: float) -> float:
+        """After a step with this weight, in which this entropy was measured."""
+        assert self.target is not None
+        given = {} if self.change is None else {"change": self.change}
+        return adaptive_entropy(coefficient, measured, target=self.target, **given)
+
+
 class UpdateSettings(Config):
     """How often the optimizer moves in a step."""
 
@@ -109,7 +132,7 @@ class AlgorithmSettings(Config):
     overlong: OverlongSettings = OverlongSettings()
     fixed_length: int | None = Field(default=None, ge=1)  # tokens; None: the longest completion that may be sampled
     reference: ReferenceSettings | None = None
-    entropy: float = 0.0  # times the entropy, to be kept high (or, below 0, low)
+    entropy: EntropySettings = EntropySettings()
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> AlgorithmSettings:
@@ -133,6 +156,8 @@ class AlgorithmSettings(Config):
             given = {**given, "corrections": [each]}
         short = {"reference": "model", "overlong": "treat"}
         given = {key: {short[key]: each} if key in short and isinstance(each, str) else each for key, each in given.items()}
+        if isinstance(weight := given.get("entropy"), int | float) and not isinstance(weight, bool):
+            given = {**given, "entropy": {"coefficient": weight}}
         return _with_defaults(_gathered({key: value for key, value in given.items() if value is not None}, cls))
 
     @model_validator(mode="after")
@@ -247,12 +272,13 @@ class AlgorithmSettings(Config):
         """Whether the loss asks how old each token's weights are."""
         return self.loss == "a3po" or ".py:" in self.loss
 
-    def loss_spec(self) -> LossSpec:
+    def loss_spec(self, entropy: float | None = None) -> LossSpec:
+        """entropy: its weight in a step; None: that of the first."""
         also = []
         if (r := self.reference) is not None and r.kl and r.into == "loss":
             also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
-        if self.entropy:
-            also.append(LossSpec("entropy", weight=self.entropy))
+        if weight := self.entropy.coefficient if entropy is None else entropy:
+            also.append(LossSpec("entropy", weight=weight))
         numbers = {name: float(value) for name, value in self.constants_for(self.loss).items()}
         return LossSpec(self.loss, numbers, also=tuple(also))
 
