@@ -100,6 +100,24 @@ def test_seats_are_compared_with_their_own_kind():
     assert [s.advantages[-1] for s in samples] == [0.5, -5.0, -0.5, 5.0]
 
 
+def test_seats_are_compared_with_those_they_played_with():
+    """Each with the others of its own episode: not with the siblings in its seat."""
+    scores = [(0, 0, 1.0), (1, 0, 0.25), (0, 1, 0.0), (1, 1, 0.75), (2, 0, 0.5), (2, 1, 0.5)]
+    rows = [trajectory(r, sample=sample, seat=seat) for sample, seat, r in scores]
+    s = AlgorithmSettings.preset("dr_grpo", advantage="leave_one_out_seats", fixed_length=8)
+    assert advantages(prepare([group(*rows)], s)) == [1.0, -0.5, -1.0, 0.5, 0.0, 0.0]
+    drop = AlgorithmSettings.preset("dr_grpo", advantage="leave_one_out_seats", zero_variance="drop")
+    assert has_signal(group(*rows), drop) is None and has_signal(group(*rows[4:]), drop) == "zero-variance"
+    ends = [trajectory(float(1 - sample), sample=sample, seat=seat) for sample in (0, 1) for seat in (0, 1)]
+    assert has_signal(group(*ends), drop) == "zero-variance", "siblings differ, and nobody from whom it plays with"
+    lost = [trajectory(InfraError("x"), sample=0, seat=1), rows[0], *rows[4:]]
+    assert advantages(prepare([group(*lost)], s)) == [0.0, 0.0, 0.0], "nobody is left to be compared with"
+    with pytest.raises(ValueError, match="compares the seats of an episode, and those of group 1 have one"):
+        has_signal(group(1.0, 0.0), drop)
+    with pytest.raises(ValueError, match="use an environment with several seats"):
+        prepare([group(1.0, 0.0)], s)
+
+
 def test_reduction_spans_the_whole_step():
     groups = [group(trajectory(1.0, 2), trajectory(0.0, 6), id=1), group(trajectory(1.0, 1), trajectory(0.0, 1), id=2)]
     assert prepare(groups, AlgorithmSettings.preset("dapo")).updates[0].scale == 1 / 10

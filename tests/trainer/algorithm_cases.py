@@ -16,6 +16,7 @@ STEP, LONGEST = 6, 12
 RECOMPUTE = {"old_logprobs": "recompute"}
 TEACHER = {"model": "teacher", "distil": 1.0}
 LEFT_OPEN = {"opd": {"reference": TEACHER}}  # what a preset leaves to the user
+OF_THREE = {name: {"k": 2} for name in ("pass_at_k", "pkpo")}  # the best of all that there are is the same for all
 
 
 def settings(name="grpo", **given):
@@ -23,7 +24,7 @@ def settings(name="grpo", **given):
 
 
 def presets():
-    return {name: settings(name, **LEFT_OPEN.get(name, {})) for name in PRESETS}
+    return {name: settings(name, **LEFT_OPEN.get(name, {}), **OF_THREE.get(name, {})) for name in PRESETS}
 
 
 def functions():
@@ -36,7 +37,8 @@ def functions():
     found |= {name: settings(corrections=[name], **(RECOMPUTE if name not in WITHOUT_OLD else {})) for name in CORRECTIONS}
     for name in ADVANTAGES:
         if name not in UNAVAILABLE:
-            found[f"advantage {name}"] = settings(advantage=name, **({"reference": TEACHER} if name == "none" else {}))
+            given = {"reference": TEACHER} if name == "none" else OF_THREE.get(name, {})
+            found[f"advantage {name}"] = settings(advantage=name, **given)
     for name in PREFERENCES:
         given = {"reference": "initial"} if name in WITH_REFERENCE else {}
         found[name] = settings(preference=name, loss="reinforce", reduction="attempt", **RECOMPUTE, **given)
@@ -47,7 +49,7 @@ def functions():
     return found
 
 
-def played(model, seed=0):
+def played(model, seed=0, seats=1):
     """Groups of several prompts, two of which begin alike: seats, tool tokens, turns with rewards, attempts that are cut
     off, without a score or all equal, a twin, two temperatures, a truncated distribution; tokens of old weights."""
     rng = np.random.default_rng(seed)
@@ -55,15 +57,17 @@ def played(model, seed=0):
     prompts[3][:4] = prompts[1]
     groups = []
     for g, prompt in enumerate(prompts):
-        seats = 2 if g == 0 else 1
-        attempts = [_attempt(rng, model, prompt, g, sample, seat) for sample in range(3) for seat in range(seats)]
-        attempts += [_attempt(rng, model, prompt, g, GREEDY, seat) for seat in range(seats)]
+        seated = 2 if g == 0 else seats
+        attempts = [_attempt(rng, model, prompt, g, sample, seat) for sample in range(3) for seat in range(seated)]
+        attempts += [_attempt(rng, model, prompt, g, GREEDY, seat) for seat in range(seated)]
         groups.append(Group(g + 3, Task(str(g), "p"), attempts))
     groups[1].trajectories[2].finish = Finish.LENGTH
     groups[1].trajectories.append(_attempt(rng, model, prompts[1], 1, 3, 0, outcome=InfraError("lost")))
     groups[3].trajectories.append(_twin(groups[3].trajectories[0], sample=3))
     for t in groups[2].trajectories:
         t.outcome = Score(1.0, {"form": 1.0})
+    for t in groups[3].trajectories[:3]:  # one of them is solved
+        t.outcome = Score(1.0 if t.sample == 0 else 0.5 * (t.sample - 1), {"form": 0.0, "sense": 0.3 * t.sample})
     return groups
 
 

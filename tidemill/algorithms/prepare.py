@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name, distilled, overlong
+from tidemill.algorithms.advantages import ACROSS_SEATS, USING_GIVEN, Scores, advantage_by_name, distilled, overlong
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.preferences import PREFERENCES, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
@@ -140,6 +140,10 @@ class Algorithm:
     def _scores(self, attempts: Sequence[tuple[Group, Trajectory]]) -> Scores:
         numbers: dict[tuple[int, int], int] = {}
         cohorts = [numbers.setdefault((g.id, t.seat), len(numbers)) for g, t in attempts]  # seats are not alike
+        played: dict[tuple[int, int], int] = {}
+        episodes = [played.setdefault((g.id, t.sample), len(played)) for g, t in attempts]
+        if self.settings.advantage in ACROSS_SEATS:
+            _expect_seats(self.settings.advantage, [g for g, _ in attempts])
         lengths = np.array([t.sampled for _, t in attempts], np.int64)
         rewards = np.array([t.reward for _, t in attempts], np.float64)
         if (cache := self.settings.overlong.cache) is not None:
@@ -155,13 +159,16 @@ class Algorithm:
             given=given,
             turns=turns,
             greedy=None if greedy is None else np.array(greedy),
+            episodes=np.array(episodes, np.int64),
         )
 
     def _told_apart(self, scores: Scores) -> Array:
         """[n] bool: whether an attempt differs from the first one that it is compared with."""
         if scores.given is not None:
             return np.ones(len(scores.rewards), bool)
-        first, index = np.unique(scores.cohorts, return_index=True, return_inverse=True)[1:]
+        against = scores.episodes if self.settings.advantage in ACROSS_SEATS else scores.cohorts
+        assert against is not None
+        first, index = np.unique(against, return_index=True, return_inverse=True)[1:]
         columns = [scores.rewards, *(scores.parts.values() if self.settings.advantage == "gdpo" else ())]
         return np.any([column != column[first[index]] for column in columns], axis=0)
 
@@ -212,6 +219,15 @@ def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[
 def _trains(trajectory: Trajectory) -> bool:
     scored = isinstance(trajectory.outcome, Score) and trajectory.finish is not Finish.CANCELLED
     return scored and trajectory.sample != GREEDY and bool(trajectory.mask.any())
+
+
+def _expect_seats(advantage: str, groups: Sequence[Group]) -> None:
+    for group in groups:
+        if len({t.seat for t in group.trajectories}) < 2:
+            raise ValueError(
+                f"advantage = {advantage!r} compares the seats of an episode, and those of group {group.id} have one: use "
+                "an environment with several seats, or another advantage"
+            )
 
 
 def _baselines(group: Group) -> dict[int, float]:

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tidemill.algorithms.advantages import ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
+from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
 from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
@@ -255,7 +255,7 @@ class AlgorithmSettings(Config):
     @property
     def compares(self) -> bool:
         """Whether attempts are compared, so that rewards which are all equal train nothing."""
-        alone = bool(self.preference) or self.advantage in COMPARING
+        alone = bool(self.preference) or self.advantage in COMPARING | ACROSS_SEATS
         return alone and not self._distils and not self.kl_in_reward
 
     @property
