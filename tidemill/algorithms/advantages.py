@@ -303,7 +303,8 @@ def distilled(teacher: Array, own: Array, coefficient: float = 1.0) -> Array:
 def overlong(lengths: Array, limit: float, cache: float) -> Array:
     """0 where |y| <= limit - cache; (limit - cache - |y|) / cache from there on; -1 where |y| >= limit. [n]
 
-    Source: DAPO, 2503.14476, with limit 20480 and cache 4096. To be added to the reward.
+    Source: DAPO, 2503.14476, with limit 20480 and cache 4096, where an attempt is one reply. Of several, y is the longest:
+    the limit is one of each reply, and a long conversation is none that was cut off. To be added to the reward.
     When: answers that are cut off should cost more the longer they are, instead of all at once.
     Cost: nothing.
     """

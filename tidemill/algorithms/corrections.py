@@ -24,7 +24,7 @@ LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows
 class Ratios:
     """M sampled tokens of n attempts, row after row, at the start of a step."""
 
-    old: Array  # [M] float64 log p_hat; log mu where it was not recomputed
+    old: Array | None  # [M] float64 log p_hat; None where it was not recomputed
     behaviour: Array  # [M] float64 log mu
     advantages: Array  # [M]
     lengths: Array  # [n] int64, >= 1
@@ -32,6 +32,8 @@ class Ratios:
 
     @property
     def log_k(self) -> Array:
+        if self.old is None:
+            raise ValueError("a correction reads p_hat, which this run does not compute: set old_logprobs = 'recompute'")
         return self.old - self.behaviour
 
     def per_row(self, values: Array) -> Array:
@@ -173,7 +175,7 @@ def correction_by_name(name: str, constants: dict[str, float]) -> Correction:
 def correct(x: Ratios, corrections: Sequence[Correction]) -> tuple[Array, Metrics]:
     """The product of all factors [M], and what it does: the mean factor, the share that is dropped, and the effective
     share of the tokens, (sum w)^2 / (M sum w^2)."""
-    factors = np.ones(len(x.log_k))
+    factors = np.ones(len(x.behaviour))
     for each in corrections:
         own = np.asarray(each(x), np.float64)
         if own.shape != factors.shape or not np.isfinite(own).all() or (own < 0).any():

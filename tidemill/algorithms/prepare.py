@@ -97,7 +97,7 @@ class Algorithm:
         if s.reference is not None and s.reference.distil and reference is not None:
             advantages = advantages + distilled(reference, policy, s.reference.distil)
         lags = _flat(rows, [step - row.versions for row in rows]).astype(np.int64)
-        ratios = Ratios(policy, behaviour, advantages, scores.lengths, lags)
+        ratios = Ratios(old, behaviour, advantages, scores.lengths, lags)
         factors, corrected = correct(ratios, self._corrections)
         trained = scores.lengths * ~np.array([self._is_masked(t) for _, t in attempts], bool)
         trained = trained * in_a_pair
@@ -147,7 +147,8 @@ class Algorithm:
         lengths = np.array([t.sampled for _, t in attempts], np.int64)
         rewards = np.array([t.reward for _, t in attempts], np.float64)
         if (cache := self.settings.overlong.cache) is not None:
-            rewards = rewards + overlong(lengths, self._longest, cache)
+            replies = np.array([_longest_reply(t.mask) for _, t in attempts], np.int64)
+            rewards = rewards + overlong(replies, self._longest, cache)
         trajectories = [t for _, t in attempts]
         given, turns = _by_turn(trajectories) if self._reads_turns else (None, None)
         greedy = [_baselines(g).get(t.seat, np.nan) for g, t in attempts] if self.settings.wants_greedy else None
@@ -276,6 +277,12 @@ def _filled(
         weight = np.where(row.mask, np.float32(weights[i]), np.float32(0))
         known = {name: values[i] for name, values in logprobs.items() if values is not None}
         yield replace(row, advantages=own, weights=weight, **known)
+
+
+def _longest_reply(mask: Array) -> int:
+    """Tokens of the longest stretch that was sampled: a turn of the user or a tool stands between two replies."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return int((edges[1::2] - edges[::2]).max())
 
 
 def _minibatches(prompts: Array, count: int) -> Iterator[slice]:

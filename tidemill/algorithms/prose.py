@@ -98,8 +98,9 @@ def fresh(x: Ratios, *, oldest: float = 1.0) -> np.ndarray:
 ```
 
 A loss should be homogeneous in A (loss(c A) = c loss(A) for c >= 0), else corrections are not exact; on policy its gradient
-should be that of -A log pi. An advantage that compares siblings should give exactly 0 where they are equal. A correction
-needs `old_logprobs = "recompute"`, since k is 1 without it.
+should be that of -A log pi. An advantage that compares siblings should give exactly 0 where they are equal: what sets
+`zero_variance = "drop"` beside it says so, and groups whose rewards are all equal (and whose turns have none) are dropped.
+A correction that reads p_hat needs `old_logprobs = "recompute"`: without it `x.old` is None and `x.log_k` an error.
 """
 
 ABOUT = {
@@ -121,7 +122,7 @@ one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 
 """,
     "correction": """
 `algorithm.corrections`: factors on the advantages, multiplied with one another; KL and entropy are untouched. All but `age`
-are 1 everywhere unless `old_logprobs = "recompute"`.
+are of k, and so need `old_logprobs = "recompute"`.
 """,
     "reduction": "`algorithm.reduction`. Sums and numbers are of a whole update, not of a micro-batch.",
     "preference": """
@@ -140,10 +141,11 @@ The loss's constants are those in force. What a row leaves out has its default. 
   how often they are gone over: 1 and 1. More than one update needs `"recompute"`. `max_lag` counts steps, not updates.
 * `zero_variance`, of groups in which no attempt can be told from those it is compared with: `"keep"`, they train nothing
   and count in denominators; `"drop"`, another group is sampled for each (DAPO's dynamic sampling). Only for advantages that
-  give such a group 0.
+  give such a group 0; of an advantage of your own, `"drop"` says that it does.
 * `overlong.treat`, of attempts that were cut off: `"keep"`, as any other; `"filter"`, left out of everything, as one
   without a score; `"mask"`, compared with, but not trained on and in no denominator; `"penalty"`, `overlong` below is added
-  to every reward, with `rollout.max_tokens` for its limit and `overlong.cache` (a fifth of that unless it is given).
+  to every reward, for the attempt's longest reply, with `rollout.max_tokens` for its limit and `overlong.cache` (a fifth of
+  that unless it is given).
 * `fixed_length`, of the reduction `fixed`, in tokens: `rollout.max_tokens` unless it is given.
 * `reference.model`, which is pi_ref: `"initial"`, what the run begins with, or a model folder. After `reference.every`
   updates (0: never) it becomes `reference.decay` times itself + (1 - decay) times pi. It costs a forward pass a step, and

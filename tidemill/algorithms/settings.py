@@ -186,7 +186,7 @@ class AlgorithmSettings(Config):
         if self.fixed_length is not None and self.reduction != "fixed":
             raise ValueError(f"fixed_length does not apply to the reduction {self.reduction!r}: it belongs to 'fixed'")
         names = [each.name for each in self.corrections]
-        if (idle := [name for name in names if name not in WITHOUT_OLD]) and not recompute:
+        if (idle := [name for name in names if name not in WITHOUT_OLD and ".py:" not in name]) and not recompute:
             raise ValueError(
                 f"the correction {idle[0]!r} is of p_hat / mu, which is 1 unless old_logprobs = 'recompute': set that too"
             )
@@ -255,7 +255,8 @@ class AlgorithmSettings(Config):
     @property
     def compares(self) -> bool:
         """Whether attempts are compared, so that rewards which are all equal train nothing."""
-        alone = bool(self.preference) or self.advantage in COMPARING | ACROSS_SEATS
+        drops = ".py:" in self.advantage and self.zero_variance == "drop"  # who drops for a function of their own says so
+        alone = bool(self.preference) or self.advantage in COMPARING | ACROSS_SEATS or drops
         return alone and not self._distils and not self.kl_in_reward
 
     @property
