@@ -149,7 +149,8 @@ The loss's constants are those in force. What a row leaves out has its default. 
 * `fixed_length`, of the reduction `fixed`, in tokens: `rollout.max_tokens` unless it is given.
 * `reference.model`, which is pi_ref: `"initial"`, what the run begins with, or a model folder. After `reference.every`
   updates (0: never) it becomes `reference.decay` times itself + (1 - decay) times pi. It costs a forward pass a step, and
-  its weights in float32.
+  its weights in float32 in the trainer's process; with `placement.reference_engines` above 0 as many engines serve it from
+  processes of their own, in `engine.dtype`. Then it never moves, and nothing is sampled with `top_p`, `top_k` or `min_p`.
 * `reference.kl`, the weight of the divergence from it. `reference.into = "loss"`: a further term, by `reference.estimator`:
   `"k3"` unless it is given, `"k1"` or `"k2"`. `"reward"`: -kl log(p_hat / pi_ref) at each token for advantages that read
   `given`, and the sum of it on the attempt's reward for the others.

@@ -1,6 +1,7 @@
 """Where each process's time went, and for whom it waited.
 
-    trainer      train, sync,     waiting for: rollouts, engines (taking weights, checks), evaluation, ledger, controller
+    trainer      train, sync,     waiting for: rollouts, engines (taking weights, checks), evaluation, ledger, controller,
+                                  the reference where engines serve it
     engine-N     generate, sync,  waiting for: reward, environment, trainer
     reference-N  score,           waiting for: trainer
     controller   what its loop of steps does: the phases of `Timeline`
@@ -64,6 +65,7 @@ def account(
     phases = {name: common(merged(loop, [name]), window) for name in names}
     going = {name: common(merged(beside, [name]), window) for name in (REWARD, EPISODE, EVALUATE)}
     found, engines = Account(), []
+    scoring = merged([span for name, spans in pools.items() if name.startswith(REFERENCE) for span in spans], GENERATE)
     found.seconds[CONTROLLER] = _by_turns(window, phases)
     for name, spans in pools.items():
         if name.startswith(REFERENCE):
@@ -73,6 +75,7 @@ def account(
         work["sync"] = merged(spans, SYNC)
         if name == TRAINER:
             whom: dict[str, Intervals] = {WAIT + "evaluation": common(going[EVALUATE], phases.get("publication", []))}
+            whom |= {WAIT + REFERENCE: common(scoring, window)} if scoring else {}
             for phase, times in phases.items():
                 key = WAIT + WAITS.get(phase, CONTROLLER) if phase != REST else REST
                 whom[key] = _union(whom.get(key, []), times)
