@@ -17,7 +17,6 @@ from tidemill.agreement import Agreement
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.breaker import Breaker, Change, Gate
 from tidemill.buffer import Buffer
-from tidemill.build import Parts
 from tidemill.checkpoint_manifest import Position
 from tidemill.checkpoints import Checkpoints
 from tidemill.controller import Controller, Hooks, Schedule
@@ -31,6 +30,7 @@ from tidemill.monitor import Monitor
 from tidemill.observability.account import EVALUATE
 from tidemill.observability.events import worded
 from tidemill.orchestration.placement import Placement
+from tidemill.parts import Parts
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Environment
 from tidemill.recipe import RunConfig
@@ -96,7 +96,8 @@ async def train(session: Session, parts: Parts) -> int:
     algorithm = Algorithm(config.algorithm, config.rollout.max_tokens)
     kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
-    contexts = [(await engine.capabilities()).context for engine in pool.engines]  # less than the model's where KV is short
+    engines = [engine for each in parts.pools for engine in each.engines]
+    contexts = [(await engine.capabilities()).context for engine in engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
     roller = Rollout(
         pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside, config.algorithm.wants_greedy
@@ -107,13 +108,14 @@ async def train(session: Session, parts: Parts) -> int:
 
     publisher = PoolPublisher(parts.trainer, pool, unchanged)
     evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed))
+    algorithm.recall({step.step: step.metrics for step in ledger.steps()})
     if config.deterministic:
         standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
     else:
         reached = _made_up(session, publisher, evaluate)
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
     recorded = Recorded(ledger, roller) if config.deterministic else None
-    session.monitor.attach(parts.trainer, pool, config.rollout.groups)
+    session.monitor.attach(parts.trainer, parts.pools, config.rollout.groups)
     controller = Controller(
         _schedule(config, standing),
         _buffer(config, standing),

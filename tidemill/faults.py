@@ -2,10 +2,11 @@
 
     TIDEMILL_FAULTS = "trainer:save:4:torn-write engine-0:generate:7:kill"     role:phase:step:kind[:argument]
 
-role: "engine" (any of them), "engine-1", "trainer", "controller", "reward", "environment". phase: a word the code passes to
-`reach`. step: a number it passes too, or * for the first time it gets there. Each fault happens once in a run, however many
-processes it takes: it is appended to the file TIDEMILL_FAULT_LOG before it happens, and what stands there is over. So the
-file proves that it happened. Nothing is looked up, and nothing costs anything, while the variable is empty.
+role: "engine" (any of them), "engine-1", "reference" (an engine that serves it), "trainer", "controller", "reward",
+"environment". phase: a word the code passes to `reach`. step: a number it passes too, or * for the first time it gets there.
+Each fault happens once in a run, however many processes it takes: it is appended to the file TIDEMILL_FAULT_LOG before it
+happens, and what stands there is over. So the file proves that it happened. Nothing is looked up, and nothing costs
+anything, while the variable is empty.
 """
 
 from __future__ import annotations

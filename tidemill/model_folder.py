@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tidemill.algorithms.settings import ReferenceSettings
 from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
 from tidemill.models.architecture import Architecture
@@ -56,8 +57,36 @@ def architecture_of(model: str) -> Architecture | None:
         return Architecture.from_folder(folder) if folder.is_dir() else None
     from tidemill.models.fresh import architecture
 
-    vocab = len((PAD, EOS, UNK, *ALPHABET))
-    return architecture(_new_size(model), vocab=vocab, context=NEW_CONTEXT, ends={})
+    return architecture(_new_size(model), vocab=len(vocabulary_of(model)), context=NEW_CONTEXT, ends={})
+
+
+def vocabulary_of(model: str) -> dict[int, str]:
+    """The tokens of what `model` names, by id. Raises ValueError where there is no tokenizer."""
+    if model.startswith(NEW):
+        return dict(enumerate((PAD, EOS, UNK, *ALPHABET)))
+    return {i: token for token, i in load_tokenizer(Path(model).expanduser()).get_vocab().items()}
+
+
+def check_reference(reference: ReferenceSettings, model: str) -> None:
+    """Raises ConfigError for a reference that is no folder, or whose logprobs cannot be held against the policy's: other
+    tokens. `model`: the policy's; where that is no folder here, there is nothing to compare."""
+    if reference.model == "initial":
+        return
+    what = f"algorithm.reference.model = {reference.model!r}"
+    other = None if reference.model.startswith(NEW) else architecture_of(reference.model)
+    if other is None:
+        raise ConfigError(f"{what} is not a folder: give the path of a Hugging Face model, or 'initial'")
+    if (own := architecture_of(model)) is None:
+        return
+    advice = "their logprobs cannot be compared; give a model with the policy's tokenizer"
+    if other.vocab != own.vocab:
+        raise ConfigError(
+            f"{what} has a vocabulary of {other.vocab} tokens and the policy {model!r} one of {own.vocab}: {advice}"
+        )
+    theirs, ours = vocabulary_of(reference.model), vocabulary_of(model)
+    if differ := sorted(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i)):
+        first = f"id {differ[0]} is {theirs.get(differ[0])!r} there and {ours.get(differ[0])!r} here"
+        raise ConfigError(f"{what} and the policy {model!r} differ in {len(differ)} of their tokens ({first}): {advice}")
 
 
 def _new_size(model: str) -> Size:

@@ -102,7 +102,7 @@ class Monitor:
     def __init__(self, sinks: Fanout, display: Display, trace: Trace) -> None:
         self._sinks, self._display, self.trace = sinks, display, trace
         self._trainer: Trainer | None = None
-        self._pool: EnginePool | None = None
+        self._pools: Sequence[EnginePool] = ()
         self._window, self.totals = StepMetrics(), Totals()
         self._recent: deque[Group] = deque(maxlen=1)  # the latest groups that were rolled out
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
@@ -112,9 +112,9 @@ class Monitor:
         self.loop, self.beside = Timeline(), Beside()  # what this process does: its steps, and rollouts and evaluations
         self._memory = PeakMemory()  # of this process
 
-    def attach(self, trainer: Trainer, pool: EnginePool, batch: int) -> None:
+    def attach(self, trainer: Trainer, pools: Sequence[EnginePool], batch: int) -> None:
         """The parts to ask for telemetry. batch: groups a step."""
-        self._trainer, self._pool, self._last = trainer, pool, time.monotonic()
+        self._trainer, self._pools, self._last = trainer, pools, time.monotonic()
         self._recent = deque(maxlen=batch)
         self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up is over, it sampled nothing
         self.loop.take(), self.beside.take()
@@ -219,9 +219,9 @@ class Monitor:
         self._display.step(record)
 
     async def _times(self) -> Metrics:
-        """Rates and shares since the last step, over all processes of the two pools."""
-        assert self._trainer is not None and self._pool is not None
-        engines = (self._of(engine) for engine in self._pool.engines)
+        """Rates and shares since the last step, over the processes of all pools."""
+        assert self._trainer is not None
+        engines = (self._of(engine) for pool in self._pools for engine in pool.engines)
         telemetry = [each for each in await asyncio.gather(self._trainer.telemetry(), *engines) if each is not None]
         begin, now = self._last, time.monotonic()
         self._last = now

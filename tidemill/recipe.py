@@ -30,6 +30,7 @@ class PlacementSettings(Config):
     engines: int = Field(1, ge=1)
     engine_threads: int = Field(1, ge=1)  # of each engine
     trainer_threads: int = Field(1, ge=1)
+    reference_engines: int = Field(0, ge=0)  # processes that serve algorithm.reference; 0: the trainer holds it as well
     sync: SyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()
 
@@ -145,12 +146,31 @@ class RunConfig(Config):
                 "deterministic = true: a warm-up ends by the clock, and a window above 1 takes groups as they finish; set "
                 "warmup.accuracy = 0 (give the initial/ of a run that was warmed up as the model) and rollout.window = 1"
             )
+        self._expect_servable()
         widest = self.max_lag * self.rollout.groups + 1
         if self.rollout.window > widest:
             raise ValueError(
                 f"rollout.window = {self.rollout.window}: at most max_lag * rollout.groups + 1 = {widest} keeps the bound"
             )
         return self
+
+    def _expect_servable(self) -> None:
+        """That engines can say what the reference would."""
+        reference, r, count = self.algorithm.reference, self.rollout, self.placement.reference_engines
+        if not count:
+            return
+        given = f"placement.reference_engines = {count}"
+        if reference is None:
+            raise ValueError(f"{given}: there is no reference to serve; set algorithm.reference, or leave the engines out")
+        if reference.every:
+            raise ValueError(
+                f"{given}: a reference that is served never moves; set algorithm.reference.every = 0, or 0 engines for it"
+            )
+        if r.top_p < 1 or r.top_k or r.min_p:
+            raise ValueError(
+                f"{given}: an engine scores over the whole vocabulary, and rollout.top_p, top_k and min_p leave out a part "
+                "of it; leave them off, or set 0 engines for the reference"
+            )
 
 
 EXACT = {
@@ -193,6 +213,11 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
         if any(old["placement"][key] != new["placement"][key] for key in threads):
             raise ConfigError(
                 f"{folder} is deterministic: with other numbers of threads its sums would differ in their bits"
+            )
+        if len({bool(tree["placement"].get("reference_engines")) for tree in (old, new)}) == 2:
+            raise ConfigError(
+                f"{folder} is deterministic, and trainer and engines round differently: leave "
+                "placement.reference_engines as it was"
             )
     changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and k not in MAY_CHANGE)
     if changed:

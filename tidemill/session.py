@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tidemill.assembly import Session, train
-from tidemill.build import TrainerSpec, budget_of, placed, start_parts
+from tidemill.build import TrainerSpec, budget_of, placed
 from tidemill.config import ConfigError, dump
 from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
@@ -24,12 +24,13 @@ from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
-from tidemill.model_folder import ModelFolder, resolve_model
+from tidemill.model_folder import ModelFolder, check_reference, resolve_model
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
 from tidemill.orchestration.placement import Placement
+from tidemill.parts import start_parts
 from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
@@ -82,6 +83,8 @@ async def _in_folder(
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
+        if config.algorithm.reference is not None:
+            check_reference(config.algorithm.reference, config.model)
         forget_end(folder.path)
         folder.interrupted.unlink(missing_ok=True)
         try:

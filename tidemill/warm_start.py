@@ -14,13 +14,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tidemill import faults
-from tidemill.build import TrainerSpec, start_parts
+from tidemill.build import TrainerSpec
 from tidemill.config import dump
 from tidemill.controller import ROLE
 from tidemill.durable import put_in_place, write_json
 from tidemill.evaluation import Evaluator
 from tidemill.model_folder import NEW, ModelFolder
 from tidemill.orchestration.placement import Placement
+from tidemill.parts import start_parts
 from tidemill.pool import PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes

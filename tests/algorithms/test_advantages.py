@@ -49,6 +49,7 @@ def batch(seed=0, cohorts=6):
             turns=np.concatenate([np.cumsum(rng.random(length) < 0.4) for length in lengths]),
             values=rng.normal(0, 1, tokens),
             bootstrap=np.where(rng.random(n) < 0.5, rng.normal(0, 1, n), 0.0),
+            episodes=rng.integers(0, max(2, n // 2), n),
         )
     )
 
@@ -172,6 +173,9 @@ def by_hand(name, x, c):
         case "rloo":
             others = lambda i: [x.rewards[j] for j in indices(x) if x.cohorts[j] == x.cohorts[i] and j != i]  # noqa: E731
             return alone(lambda i: float(x.rewards[i]) - statistics.fmean(others(i)) if others(i) else 0.0)
+        case "leave_one_out_seats":
+            seats = lambda i: [x.rewards[j] for j in indices(x) if x.episodes[j] == x.episodes[i] and j != i]  # noqa: E731
+            return alone(lambda i: float(x.rewards[i]) - statistics.fmean(seats(i)) if seats(i) else 0.0)
         case "none":
             return alone(lambda i: 0.0)
         case "reinforce":
@@ -276,7 +280,7 @@ def test_what_does_not_compare_trains_a_cohort_of_one(name):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_no_attempts_give_no_advantages(name):
     none, ints = np.zeros(0), np.zeros(0, np.int64)
-    x = Scores(none, ints, ints, {}, none, none, ints, none, none)
+    x = Scores(none, ints, ints, {}, none, none, ints, none, none, ints)
     assert ADVANTAGES[name](x).shape == (0,)
 
 
@@ -319,6 +323,11 @@ def test_the_others_need_nothing_but_rewards(name):
         ("reinforce_pp", single([1.0, 0.0], lengths=[1, 2], given=np.array([0.0, 1.0, -1.0])), [1, 0, -1]),  # mean 0, var 1
         ("reinforce_pp_baseline", single([0.0, 0.5, 1.0], lengths=[1, 1, 3]), np.array([-7, -2, 3, 3, 3]) / 20**0.5),
         ("remax", single([1.0], lengths=[2], given=np.array([0.5, 0.0]), greedy=np.array([0.25])), [1.25, 0.75]),
+        (  # three seats, two that draw, and one that is left alone
+            "leave_one_out_seats",
+            single([1.0, 0.0, 0.5, 0.1, 0.1, 7.0], lengths=[2, 1, 1, 1, 1, 1], episodes=np.array([4, 4, 4, 1, 1, 9])),
+            [0.75, 0.75, -0.75, 0, 0, 0, 0],
+        ),
         ("process", single([1.0, 0.0], lengths=[2, 1], given=np.array([1.0, 0.0, 1.0])), [0.5, -0.5, -0.5]),
     ],
 )

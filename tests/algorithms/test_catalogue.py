@@ -15,7 +15,7 @@ import torch
 from markdown_it import MarkdownIt
 from test_layers import option_names
 
-from tidemill.algorithms import advantages, corrections, losses, preferences, prose
+from tidemill.algorithms import advantages, corrections, entropy, losses, preferences, prose
 from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name
 from tidemill.algorithms.catalogue import PARTS, Entry, constants_as, entries, entry, page, parsed, table
 from tidemill.algorithms.corrections import Ratios, correction_by_name
@@ -44,7 +44,7 @@ def test_every_public_function_is_in_it_once():
     assert len(set(found)) == len(found)
     public = [
         name
-        for module in (advantages, losses, corrections, preferences)
+        for module in (advantages, losses, corrections, preferences, entropy)
         for name, f in vars(module).items()
         if inspect.isfunction(f) and f.__module__ == module.__name__ and not name.startswith("_")
     ]

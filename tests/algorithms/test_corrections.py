@@ -74,6 +74,16 @@ def test_m2po_leaves_out_the_fewest_of_those_that_push_outwards(seed, limit):
     np.testing.assert_allclose(left, squares[:best])
 
 
+def test_m2po_treats_equals_alike():
+    """Whichever of two equal tokens comes first: both stay, or both are left out."""
+    log_k = np.array([0.5, 0.1, -0.3, 0.3, 0.5, -0.5])
+    x = Ratios(log_k - 1, np.full(6, -1.0), np.sign(log_k) * 2, np.array([2, 4]), np.zeros(6, np.int64))
+    for order in ([0, 1, 2, 3, 4, 5], [4, 5, 3, 2, 1, 0], [1, 5, 2, 0, 3, 4]):
+        moved = Ratios((log_k - 1)[order], x.behaviour, x.advantages[order], x.lengths, x.lags)
+        for limit, kept in ((0.07, {1, 2, 3}), (0.12, {1, 2, 3}), (0.157, set(range(6))), (0.05, {1})):
+            assert {order[i] for i in np.flatnonzero(CORRECTIONS["m2po"](moved, limit=limit))} == kept, limit
+
+
 @pytest.mark.parametrize("name", CORRECTIONS)
 def test_factors_follow_their_attempt_and_only_per_token_ones_differ_within_it(name):
     x = ratios(7)

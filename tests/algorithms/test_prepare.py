@@ -100,6 +100,24 @@ def test_seats_are_compared_with_their_own_kind():
     assert [s.advantages[-1] for s in samples] == [0.5, -5.0, -0.5, 5.0]
 
 
+def test_seats_are_compared_with_those_they_played_with():
+    """Each with the others of its own episode: not with the siblings in its seat."""
+    scores = [(0, 0, 1.0), (1, 0, 0.25), (0, 1, 0.0), (1, 1, 0.75), (2, 0, 0.5), (2, 1, 0.5)]
+    rows = [trajectory(r, sample=sample, seat=seat) for sample, seat, r in scores]
+    s = AlgorithmSettings.preset("dr_grpo", advantage="leave_one_out_seats", fixed_length=8)
+    assert advantages(prepare([group(*rows)], s)) == [1.0, -0.5, -1.0, 0.5, 0.0, 0.0]
+    drop = AlgorithmSettings.preset("dr_grpo", advantage="leave_one_out_seats", zero_variance="drop")
+    assert has_signal(group(*rows), drop) is None and has_signal(group(*rows[4:]), drop) == "zero-variance"
+    ends = [trajectory(float(1 - sample), sample=sample, seat=seat) for sample in (0, 1) for seat in (0, 1)]
+    assert has_signal(group(*ends), drop) == "zero-variance", "siblings differ, and nobody from whom it plays with"
+    lost = [trajectory(InfraError("x"), sample=0, seat=1), rows[0], *rows[4:]]
+    assert advantages(prepare([group(*lost)], s)) == [0.0, 0.0, 0.0], "nobody is left to be compared with"
+    with pytest.raises(ValueError, match="compares the seats of an episode, and those of group 1 have one"):
+        has_signal(group(1.0, 0.0), drop)
+    with pytest.raises(ValueError, match="use an environment with several seats"):
+        prepare([group(1.0, 0.0)], s)
+
+
 def test_reduction_spans_the_whole_step():
     groups = [group(trajectory(1.0, 2), trajectory(0.0, 6), id=1), group(trajectory(1.0, 1), trajectory(0.0, 1), id=2)]
     assert prepare(groups, AlgorithmSettings.preset("dapo")).updates[0].scale == 1 / 10
@@ -217,6 +235,52 @@ def test_attempts_that_were_cut_off():
     assert advantages(kinds["penalty"]) == advantages(kinds["keep"]), "4 of 10 tokens are not near the limit"
     long = prepare([group(trajectory(1.0, 9), 1.0)], AlgorithmSettings.preset("dr_grpo", overlong="penalty"))
     assert advantages(long) == pytest.approx([-0.25, 0.25]), "over the last 2 of 10 tokens the penalty grows to 1"
+
+
+def test_the_penalty_is_of_the_longest_reply():
+    """Not of the episode: three replies of 4 tokens are far from a limit of 10 for each, as is what a tool said."""
+
+    def played(*lengths):
+        t = trajectory(1.0, sum(lengths) + 20 * (len(lengths) - 1))
+        at = 2
+        for length in lengths[:-1]:
+            t.mask[at + length : at + length + 20] = False
+            at += length + 20
+        t.versions[~t.mask], t.logprobs[~t.mask] = -1, 0
+        assert t.sampled == sum(lengths)
+        return t
+
+    s = AlgorithmSettings.preset("dr_grpo", overlong="penalty", advantage="reinforce")
+    found = advantages(prepare([group(played(4, 4, 4), played(9), played(2, 9, 1), played(3, 10), played(8, 8))], s))
+    assert found == [1.0, 0.5, 0.5, 0.0, 1.0]
+
+
+def test_who_drops_for_an_advantage_of_their_own_says_that_it_compares(tmp_path):
+    (tmp_path / "own.py").write_text("def best(x):\n    return x.spread(x.rewards - x.rewards.max())\n")
+    own = {"advantage": f"{tmp_path / 'own.py'}:best"}
+    drop, keep = (AlgorithmSettings.preset("grpo", **own, zero_variance=way) for way in ("drop", "keep"))
+    assert has_signal(group(1.0, 1.0), drop) == "zero-variance" and has_signal(group(1.0, 0.0), drop) is None
+    assert has_signal(group(1.0, 1.0), keep) is None
+    turns = group(trajectory(Score(1.0, turns=(0.5,))), trajectory(Score(1.0, turns=(0.1,))))
+    assert has_signal(turns, drop) is None, "turns tell them apart"
+    assert prepare([group(1.0, 1.0)], keep).metrics["zero_variance_groups"] == 0
+
+
+def test_a_correction_of_ones_own_needs_p_hat_only_where_it_reads_it(tmp_path):
+    (tmp_path / "own.py").write_text(
+        "import numpy as np\n"
+        "def fresh(x):\n    return (x.lags <= 1) * 1.0\n"
+        "def rare(x):\n    return np.where(x.behaviour < -9, 0.5, 1.0)\n"
+        "def ratio(x):\n    return np.exp(x.log_k)\n"
+    )
+    for name, expected in (("fresh", [0.0, 0.0]), ("rare", [0.5, -0.5])):
+        s = AlgorithmSettings.preset("dr_grpo", corrections=[f"{tmp_path / 'own.py'}:{name}"])
+        assert advantages(prepare([group(1.0, 0.0)], s)) == expected
+    reads = f"{tmp_path / 'own.py'}:ratio"
+    with pytest.raises(ValueError, match="reads p_hat, which this run does not compute: set old_logprobs = 'recompute'"):
+        prepare([group(1.0, 0.0)], AlgorithmSettings.preset("dr_grpo", corrections=[reads]))
+    recomputed = AlgorithmSettings.preset("dr_grpo", corrections=[reads], old_logprobs="recompute")
+    assert advantages(prepare([group(1.0, 0.0)], recomputed, {"policy": 0.0})) == [0.5, -0.5]
 
 
 def test_turns_are_rewarded_at_their_last_tokens():

@@ -290,6 +290,15 @@ def test_it_tells_all_in_json(tidemill, tmp_path: Path, monkeypatch: pytest.Monk
     assert about["step"]["sampled_tokens"] == 128 * 30
     asked = explained(tidemill, tmp_path, "algorithm=online_dpo")
     assert asked["passes"] == {"policy": 1, "p_hat": 1, "reference": 1, "critic": 0}
+    served = explained(tidemill, tmp_path, "algorithm=online_dpo", "placement.reference_engines=2")["memory"]
+    kept, engine, reference = asked["memory"], served["engine"], served["reference engine"]
+    assert kept["reference engine"] == {} and kept["trainer"].items() - served["trainer"].items() == {
+        ("reference", kept["trainer"]["weights"])
+    }
+    assert "spare for the next version" not in reference and reference["weights"] == engine["weights"]
+    assert served["total"] == sum(served["trainer"].values()) + sum(engine.values()) + 2 * sum(reference.values())
+    said = tidemill("explain", tmp_path / "recipe.toml", "algorithm=online_dpo", "placement.reference_engines=2").out
+    assert "reference engine" in said and "each of 2" in said
 
 
 def test_it_tells_people(tidemill, tmp_path: Path):

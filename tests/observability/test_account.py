@@ -94,6 +94,25 @@ def test_every_moment_of_every_process_is_accounted_for_once() -> None:
     assert all(sum(kinds.values()) == pytest.approx(10) for kinds in found.values())
 
 
+def test_engines_that_serve_the_reference_are_waited_for() -> None:
+    """They neither generate nor keep rollouts waiting: what they do is in the trainer's waits, and in no engine's."""
+    loop = [Span("rollouts", 0, 4), Span("train", 4, 10)]
+    pools = {
+        "trainer": [Span("train", 8, 10)],
+        "engine-0": [Span("generate", 0, 3)],
+        "reference-0": [Span("generate", 4, 6)],
+        "reference-1": [Span("generate", 4, 7)],
+    }
+    found = account(0.0, 10.0, loop, [], pools)
+    waits = {WAIT + "evaluation": 0, WAIT + "reference": 3, WAIT + "rollouts": 4, WAIT + "controller": 1}
+    assert found.seconds["trainer"] == {"train": 2, "sync": 0, REST: 0, **waits}
+    assert found.seconds["reference-0"] == {"score": 2, WAIT + "trainer": 8, REST: 0}
+    assert found.overall() == {"generate": 0.15, "train": 0.1, "sync": 0.0, "wait": 0.75}
+    found = account(0.0, 10.0, [Span("rollouts", 0, 2), Span("train", 2, 10)], [], pools)
+    advice = advise(found, Setup(max_lag=0, slots=4))
+    assert advice is not None and advice.cause == "reference" and "raise placement.reference_engines" in str(advice)
+
+
 class Told:
     """A ledger that is told everything and does nothing."""
 

@@ -56,11 +56,15 @@ def fails(monkeypatch, capsys, *arguments: str) -> str:
 
 
 def train(monkeypatch, capsys, tmp_path: Path, **settings: str) -> str:
+    return refused(monkeypatch, capsys, tmp_path, "train", **settings)
+
+
+def refused(monkeypatch, capsys, tmp_path: Path, command: str, **settings: str) -> str:
     recipe = tmp_path / "recipe.toml"
     base = {"run_dir": f'"{tmp_path / "run"}"', "env": '"guess"', "steps": "3", "placement": '"inline"'}
     base |= {"eval": "{ tasks = 2, final_tasks = 2 }", "rollout": "{ groups = 2, group_size = 2, max_tokens = 2 }"}
     recipe.write_text("".join(f"{key} = {value}\n" for key, value in {**base, **settings}.items()))
-    return fails(monkeypatch, capsys, "train", str(recipe))
+    return fails(monkeypatch, capsys, command, str(recipe))
 
 
 @pytest.mark.parametrize(
@@ -90,6 +94,30 @@ def copied(model: Path, to: Path, name: str, **changes: object) -> Path:
     data.update(changes)
     (to / name).write_text(json.dumps({k: v for k, v in data.items() if v is not None}))
     return to
+
+
+@pytest.mark.parametrize(
+    ("alphabet", "differs"),
+    [
+        (ALPHABET, "has a vocabulary of {fewer} tokens and the policy {policy!r} one of {count}:"),
+        ("=" + ALPHABET, "differ in {count_but_three} of their tokens (id 3 is '=' there and {first!r} here):"),
+        (None, "is not a folder: give the path of a Hugging Face model, or 'initial'"),
+    ],
+)
+@pytest.mark.parametrize("command", ["train", "explain"])
+def test_a_teacher_of_another_language(command, alphabet, differs, monkeypatch, capsys, tmp_path, model):
+    """Named by both models and what differs, before a process starts or a weight is read."""
+    teacher, count = tmp_path / "teacher", len(ALPHABET) + 4
+    if alphabet is not None:
+        fresh_model(teacher, alphabet=alphabet, context=48, **SIZES["0.1m"])
+        (teacher / "model.safetensors").unlink()
+    elif command == "explain":
+        pytest.skip("a recipe may be explained where its models are not")
+    monkeypatch.setattr("tidemill.session.placed", None)
+    recipe = {"model": f'"{model}"', "algorithm": f'{{ name = "opd", reference = "{teacher}" }}'}
+    error = refused(monkeypatch, capsys, tmp_path, command, **recipe)
+    known = {"fewer": count - 1, "count": count, "count_but_three": count - 3, "policy": str(model), "first": ALPHABET[0]}
+    assert f"algorithm.reference.model = {str(teacher)!r} " in error and differs.format(**known) in error
 
 
 def test_an_unsupported_architecture_is_refused_by_name(monkeypatch, capsys, tmp_path, model):

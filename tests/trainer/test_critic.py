@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_cases import VOCAB, batch, decoder, sample
+from trainer_cases import CPU, VOCAB, assert_same, batch, decoder, gradients, parameters, sample, value_model
 
 from tidemill.models.attention import packed_attention
 from tidemill.models.value import ValueModel
@@ -19,7 +19,6 @@ from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import LossSpec
 
-CPU = torch.device("cpu")
 SETTINGS = TrainerSettings(lr=1e-2)
 VALUE = LossSpec("value", {"clip": 0.2}, weight=0.5)
 PPO = {"policy": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}, also=(VALUE,))}
@@ -34,18 +33,6 @@ def rows(seed: int = 0) -> list:
     return found
 
 
-def value_model(policy=None, seed: int = 1, dtype=torch.float32) -> ValueModel:
-    model = ValueModel(policy or decoder(dtype, seed=seed), shared=policy is not None)
-    with torch.no_grad():
-        model.head.weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
-    return model
-
-
-def of(policy, critic: ValueModel) -> dict[str, torch.Tensor]:
-    named = {f"policy.{n}": p for n, p in policy.named_parameters()}
-    return named | {f"critic.{n}": p for n, p in critic.trained.named_parameters()}
-
-
 def plain_values(critic: ValueModel, s) -> torch.Tensor:
     """[T - 1] before tokens 1 .."""
     tokens = torch.tensor(s.tokens).long()
@@ -58,17 +45,12 @@ def plain_values(critic: ValueModel, s) -> torch.Tensor:
 def test_one_gradient_for_both_whatever_the_micro_batches_and_that_of_a_plain_loop(shared, dtype, tolerance):
     policy = decoder(dtype)
     critic = value_model(policy if shared else None, dtype=dtype)
-    samples, parameters = rows(), of(policy, critic)
-    found = []
-    for budget, order in ((10_000, samples), (40, samples[::-1]), (1, samples)):
-        for p in parameters.values():
-            p.grad = None
-        step.forward_backward(policy, order, PPO, step.Compute(CPU, budget), critic=critic)
-        found.append({n: p.grad.clone() for n, p in parameters.items() if p.grad is not None})
-    without = {"policy": replace(PPO["policy"], also=())}
-    for p in parameters.values():
+    samples = rows()
+    splits = ((10_000, samples), (40, samples[::-1]), (1, samples))
+    found = [gradients(order, policy, budget, PPO, critic)[0] for budget, order in splits]
+    gradients(samples, policy, losses={"policy": replace(PPO["policy"], also=())})
+    for p in critic.trained.parameters():
         p.grad = None
-    step.forward_backward(policy, samples, without, step.Compute(CPU, 10_000))
     total = torch.zeros((), dtype=dtype)
     for s in samples:
         v = plain_values(critic, s)
@@ -76,12 +58,9 @@ def test_one_gradient_for_both_whatever_the_micro_batches_and_that_of_a_plain_lo
         near = old + (v - old).clamp(-0.2, 0.2)
         total = total + (weight * 0.25 * torch.maximum((v - target) ** 2, (near - target) ** 2)).sum()
     total.backward()
-    expected = {n: p.grad for n, p in parameters.items() if p.grad is not None}
-    assert {n.partition(".")[0] for n in expected} == {"policy", "critic"}
+    expected = {n: p.grad for n, p in parameters(policy, critic).items()}
     for each in found:
-        assert each.keys() == expected.keys()
-        for name, value in expected.items():
-            assert float((each[name] - value).abs().max()) <= tolerance * (float(value.abs().max()) + 1e-30), name
+        assert_same(each, expected, tolerance)
 
 
 def test_a_head_on_the_policy_pulls_at_its_weights_and_a_critic_of_its_own_does_not():
@@ -89,9 +68,8 @@ def test_a_head_on_the_policy_pulls_at_its_weights_and_a_critic_of_its_own_does_
     for s in samples:
         s.advantages[:] = 0
     for shared in (True, False):
-        policy.zero_grad()
         critic = value_model(policy if shared else None, dtype=torch.float64)
-        step.forward_backward(policy, samples, PPO, step.Compute(CPU, 100), critic=critic)
+        gradients(samples, policy, 100, PPO, critic)
         moved = max(float(p.grad.abs().max()) for p in policy.parameters() if p.grad is not None)
         assert (moved > 0) is shared
 
@@ -141,7 +119,7 @@ async def test_a_run_that_goes_on_has_the_critic_it_had(tmp_path: Path, shared: 
     await second.load(str(tmp_path / "saved"))
     await train(second)
     assert first._critic is not None and second._critic is not None
-    a, b = (of(each.decoder, each._critic.model) for each in (first, second) if each._critic)
+    a, b = (parameters(each.decoder, each._critic.model) for each in (first, second) if each._critic)
     for name, value in a.items():
         assert torch.equal(value, b[name]), name
     with pytest.raises(CheckpointError, match="tensors do not belong here"):

@@ -3,19 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from trainer_cases import LOSSES, VOCAB, batch, decoder, sample
+from trainer_cases import CPU, LOSSES, TOLERANCE, VOCAB, assert_same, batch, decoder, gradients, sample
 
 from tidemill.trainer import step
 from tidemill.types import LossSpec
-
-CPU = torch.device("cpu")
-TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
-
-
-def gradients(samples, model, budget=10_000, losses=LOSSES, **compute):
-    model.zero_grad()
-    result = step.forward_backward(model, samples, losses, step.Compute(CPU, budget, **compute))
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, result
 
 
 def plain_attend(layer, q, k, v):
@@ -41,13 +32,6 @@ def plain_loss(model, s):
     old = mu if s.old_logprobs is None else torch.tensor(s.old_logprobs[1:]).to(pi.dtype)
     r = (pi - old).exp()
     return -(weight * torch.minimum(r * a, r.clamp(0.8, 1.28) * a)).sum()
-
-
-def assert_same(actual, expected, tolerance):
-    assert actual.keys() == expected.keys()
-    for name, value in expected.items():
-        scale = float(value.abs().max()) + 1e-30
-        assert float((actual[name] - value).abs().max()) / scale < tolerance, name
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)

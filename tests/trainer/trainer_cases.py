@@ -5,10 +5,15 @@ import torch
 
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
+from tidemill.models.value import ValueModel
+from tidemill.trainer import step
 from tidemill.types import LossSpec, Sample
 
 VOCAB = 23
 LOSSES = {"policy": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), "supervised": LossSpec("cross_entropy")}
+
+CPU = torch.device("cpu")
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
 def architecture(**changes):
@@ -73,3 +78,31 @@ def batch(seed=0):
     rows += [twin, sample(rng, twin.tokens[:7], 3, group=1)]  # shares two sampled tokens with its sibling
     order = rng.permutation(len(rows))
     return [rows[i] for i in order]
+
+
+def value_model(policy=None, seed=1, dtype=torch.float32):
+    """A critic of its own, or a head on the policy's decoder."""
+    model = ValueModel(policy or decoder(dtype, seed=seed), shared=policy is not None)
+    with torch.no_grad():
+        model.head.weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def parameters(model, critic=None):
+    named = dict(model.named_parameters())
+    return named | ({f"critic.{n}": p for n, p in critic.trained.named_parameters()} if critic else {})
+
+
+def gradients(samples, model, budget=10_000, losses=LOSSES, critic=None, **compute):
+    """The sums that one call accumulates, by parameter, and what the call returned."""
+    for p in parameters(model, critic).values():
+        p.grad = None
+    result = step.forward_backward(model, samples, losses, step.Compute(CPU, budget, **compute), critic=critic)
+    return {n: p.grad.clone() for n, p in parameters(model, critic).items() if p.grad is not None}, result
+
+
+def assert_same(actual, expected, tolerance):
+    assert actual.keys() == expected.keys()
+    for name, value in expected.items():
+        scale = float(value.abs().max()) + 1e-30
+        assert float((actual[name] - value).abs().max()) / scale < tolerance, name

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Scores:
     turns: Array | None = None  # [M] int64: the turn that each token belongs to, from 0 in each row
     values: Array | None = None  # [M] a critic's value before each token
     bootstrap: Array | None = None  # [n] the value after the last token; 0 where the episode ended
+    episodes: Array | None = None  # [n] int64: attempts of one number are the seats of one episode
 
     def spread(self, values: Array) -> Array:
         """[M] of one value [n] for each attempt."""
@@ -84,13 +85,23 @@ def dr_grpo(x: Scores) -> Array:
 def rloo(x: Scores) -> Array:
     """R minus the mean of the others in the cohort, which is n / (n - 1) * (R - mean).
 
-    Source: RLOO, 2402.14740. In a game, the leave-one-out across seats is this function with the attempts of one episode
-    as a cohort: cohorts are the caller's.
+    Source: RLOO, 2402.14740.
     When: an unbiased gradient of the mean reward from small cohorts.
     Cost: nothing.
     """
     size = _size(x.cohorts)
     return x.spread(_centred(x.rewards, x.cohorts) * (size / np.maximum(size - 1, 1)))
+
+
+def leave_one_out_seats(x: Scores) -> Array:
+    """R minus the mean of the other seats in the same episode; 0 for a seat that is alone there, or where all are equal.
+
+    Source: the baseline of RLOO, 2402.14740, with the seats of an episode for the siblings of a prompt. Other seats may have
+    answered to one's own tokens, so it is no mere baseline: what rises is the margin over them.
+    When: seats that play against each other, with a reward each. Where all have one reward it trains nothing: use rloo.
+    Cost: nothing.
+    """
+    return rloo(replace(x, cohorts=_needed("leave_one_out_seats", "episodes", x.episodes)))
 
 
 def none(x: Scores) -> Array:
@@ -292,7 +303,8 @@ def distilled(teacher: Array, own: Array, coefficient: float = 1.0) -> Array:
 def overlong(lengths: Array, limit: float, cache: float) -> Array:
     """0 where |y| <= limit - cache; (limit - cache - |y|) / cache from there on; -1 where |y| >= limit. [n]
 
-    Source: DAPO, 2503.14476, with limit 20480 and cache 4096. To be added to the reward.
+    Source: DAPO, 2503.14476, with limit 20480 and cache 4096, where an attempt is one reply. Of several, y is the longest:
+    the limit is one of each reply, and a long conversation is none that was cut off. To be added to the reward.
     When: answers that are cut off should cost more the longer they are, instead of all at once.
     Cost: nothing.
     """
@@ -308,12 +320,18 @@ def estimate_pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
-_ALONE = (none, reinforce, reinforce_pp, remax, gae)
+_ALONE = (none, reinforce, reinforce_pp, remax, gae, leave_one_out_seats)
 _AMONG = (grpo, grpo_batch, dr_grpo, rloo, reinforce_pp_baseline, maxrl, opo, gdpo, pass_at_k, pkpo, process, turn_level)
 ADVANTAGES: dict[str, Callable[..., Array]] = {f.__name__: f for f in (*_AMONG, *_ALONE)}
 COMPARING = frozenset(f.__name__ for f in _AMONG)  # they compare siblings: a cohort of one trains nothing
+ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # they compare the seats of an episode: one seat trains nothing
 USING_GIVEN = frozenset({"reinforce_pp", "remax", "gae", "process", "turn_level"})  # the others take no notice of `given`
-NEEDS = {"remax": "greedy", "gae": "values", "turn_level": "turns"}  # what of Scores must not be None
+NEEDS = {
+    "remax": "greedy",
+    "gae": "values",
+    "turn_level": "turns",
+    "leave_one_out_seats": "episodes",
+}  # what of Scores must not be None
 
 
 def advantage_by_name(name: str, constants: Mapping[str, Any]) -> Advantage:

@@ -19,6 +19,7 @@ from typing import Any
 from tidemill.algorithms import advantages, prose
 from tidemill.algorithms.advantages import ADVANTAGES
 from tidemill.algorithms.corrections import CORRECTIONS
+from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import PREFERENCES, bradley_terry, kto
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
@@ -65,7 +66,7 @@ def entries() -> list[Entry]:
         *_described("correction", CORRECTIONS.values()),
         *(parsed("reduction", name, text) for name, text in REDUCTIONS.items()),
         *_described("preference", PREFERENCES.values()),
-        *_described("reward", [advantages.overlong, advantages.distilled, advantages.returns]),
+        *_described("reward", [advantages.overlong, advantages.distilled, advantages.returns, adaptive_entropy]),
         *_described("library", [kto, bradley_terry]),
     ]
 

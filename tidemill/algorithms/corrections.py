@@ -24,7 +24,7 @@ LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows
 class Ratios:
     """M sampled tokens of n attempts, row after row, at the start of a step."""
 
-    old: Array  # [M] float64 log p_hat; log mu where it was not recomputed
+    old: Array | None  # [M] float64 log p_hat; None where it was not recomputed
     behaviour: Array  # [M] float64 log mu
     advantages: Array  # [M]
     lengths: Array  # [n] int64, >= 1
@@ -32,6 +32,8 @@ class Ratios:
 
     @property
     def log_k(self) -> Array:
+        if self.old is None:
+            raise ValueError("a correction reads p_hat, which this run does not compute: set old_logprobs = 'recompute'")
         return self.old - self.behaviour
 
     def per_row(self, values: Array) -> Array:
@@ -130,17 +132,19 @@ def opsm(x: Ratios, *, delta: float = 0.5) -> Array:
 def m2po(x: Ratios, *, limit: float = 0.04) -> Array:
     """1, but 0 for the tokens of largest (log k)^2 among those that push outwards, until their mean is <= limit.
 
-    Source: M2PO, 2510.01161; selected over the whole step. Outwards: A > 0 and k > 1, or A < 0 and k < 1.
+    Source: M2PO, 2510.01161; selected over the whole step, equals together. Outwards: A > 0 and k > 1, or A < 0 and k < 1.
     When: very stale data, together with the loss `importance`: few tokens are left out, and no ratio is clipped.
     Cost: p_hat, one more forward pass.
     """
     _positive(limit=limit)
     outwards = np.flatnonzero(x.advantages * x.log_k > 0)
     squares = x.log_k[outwards] ** 2
-    order = np.argsort(squares, kind="stable")
-    means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)  # never falls: the squares come in order
+    ascending = np.sort(squares)
+    means = np.cumsum(ascending) / np.arange(1, len(squares) + 1)  # never falls
+    left_out = ascending[np.searchsorted(means, limit, side="right") :]
+    bound = left_out[0] if len(left_out) else np.inf
     factors = np.ones(len(x.log_k))
-    factors[outwards[order[np.searchsorted(means, limit, side="right") :]]] = 0.0
+    factors[outwards[squares >= bound]] = 0.0  # whoever comes first: rows have no order (I6)
     return factors
 
 
@@ -171,7 +175,7 @@ def correction_by_name(name: str, constants: dict[str, float]) -> Correction:
 def correct(x: Ratios, corrections: Sequence[Correction]) -> tuple[Array, Metrics]:
     """The product of all factors [M], and what it does: the mean factor, the share that is dropped, and the effective
     share of the tokens, (sum w)^2 / (M sum w^2)."""
-    factors = np.ones(len(x.log_k))
+    factors = np.ones(len(x.behaviour))
     for each in corrections:
         own = np.asarray(each(x), np.float64)
         if own.shape != factors.shape or not np.isfinite(own).all() or (own < 0).any():

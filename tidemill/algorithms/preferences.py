@@ -143,10 +143,11 @@ def bradley_terry(chosen: Array, rejected: Array, margin: Array | float = 0.0, c
     return Preference(a + pull, -a + pull, -_log_sigmoid(u) + centre * total**2, difference)
 
 
-def pairs_of(rewards: Array, cohorts: Array) -> tuple[Array, Array]:
+def pairs_of(rewards: Array, cohorts: Array, order: Array | None = None) -> tuple[Array, Array]:
     """Rows (chosen, rejected), each [p] int64: best and worst attempt of each cohort where they differ, by cohort number; of
-    equals the first. Pairs for online DPO (2402.04792) from rollouts."""
-    best, worst = (np.lexsort((sign * np.asarray(rewards), cohorts)) for sign in (-1, 1))  # stable
+    equals the first, by `order` [n] where it is given. Pairs for online DPO (2402.04792) from rollouts."""
+    order = np.arange(len(rewards)) if order is None else order
+    best, worst = (np.lexsort((order, sign * np.asarray(rewards), cohorts)) for sign in (-1, 1))
     _, starts = np.unique(np.asarray(cohorts)[best], return_index=True)
     chosen, rejected = best[starts], worst[starts]
     differ = rewards[chosen] > rewards[rejected]

@@ -13,7 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name, distilled, overlong, returns
+from tidemill.algorithms.advantages import (
+    ACROSS_SEATS,
+    USING_GIVEN,
+    Scores,
+    advantage_by_name,
+    distilled,
+    overlong,
+    returns,
+)
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.preferences import PREFERENCES, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
@@ -21,6 +29,7 @@ from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
 POLICY, REFERENCE, CRITIC, SUPERVISED = "policy", "reference", "critic", "supervised"
+ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
 Logprobs = Mapping[str, Sequence[Array]]
 """Whose ("policy", "reference") -> [T] of each row; of the "critic" its values"""
 
@@ -48,6 +57,7 @@ class Algorithm:
         self._corrections = [correction_by_name(each.name, each.constants) for each in settings.corrections]
         self._advantage = advantage_by_name(settings.advantage, settings.constants_for(settings.advantage))
         self._preference = settings.preference
+        self._entropy_weights: dict[int, float] = {}  # step -> what follows from the steps before it, where a target is set
         self._reads_turns = settings.advantage in USING_GIVEN or ".py:" in settings.advantage
 
     @property
@@ -56,6 +66,12 @@ class Algorithm:
         s = self.settings
         wanted = {POLICY: s.recomputes, REFERENCE: s.reference is not None, CRITIC: s.critic is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
+
+    def recall(self, recorded: Mapping[int, Metrics]) -> None:
+        """The metrics of a run's steps so far, by step: what a step takes from those before it goes on where it stood."""
+        for step, metrics in recorded.items():
+            if ENTROPY_WEIGHT in metrics:
+                self._entropy_weights[step + 1] = self.settings.entropy.next(metrics[ENTROPY_WEIGHT], metrics[ENTROPY])
 
     def drop_reason(self, group: Group) -> str | None:
         """Why this group is not worth a step, or None: "unscored" (nothing to train on) or "zero-variance"."""
@@ -81,7 +97,8 @@ class Algorithm:
         told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(scores), strict=True) if differs}
         against = None if reference is None else policy - reference  # log(p_hat / pi_ref)
         if self._preference:
-            advantages, in_a_pair, found = self._preferred(scores, policy, reference)
+            siblings = np.array([t.sample for _, t in attempts], np.int64)
+            advantages, in_a_pair, found = self._preferred(scores, siblings, policy, reference)
         else:
             if s.kl_in_reward and against is not None:
                 scores = _penalised(scores, -s.kl_in_reward * against, s.advantage in USING_GIVEN)
@@ -91,7 +108,7 @@ class Algorithm:
         if s.reference is not None and s.reference.distil and reference is not None:
             advantages = advantages + distilled(reference, policy, s.reference.distil)
         lags = _flat(rows, [step - row.versions for row in rows]).astype(np.int64)
-        ratios = Ratios(policy, behaviour, advantages, scores.lengths, lags)
+        ratios = Ratios(old, behaviour, advantages, scores.lengths, lags)
         factors, corrected = correct(ratios, self._corrections)
         trained = scores.lengths * ~np.array([self._is_masked(t) for _, t in attempts], bool)
         trained = trained * in_a_pair
@@ -113,7 +130,17 @@ class Algorithm:
             found["log_reference_ratio"] = float(against.mean()) if len(against) else 0.0
         metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
         metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
-        return Prepared(samples, {POLICY: s.loss_spec()}, updates, metrics)
+        weight, measured = self._entropy(step, behaviour)
+        return Prepared(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
+
+    def _entropy(self, step: int, behaviour: Array) -> tuple[float, Metrics]:
+        """What the entropy weighs in this step; and, where it has a target, what the next one's weight follows from."""
+        s = self.settings.entropy
+        if s.target is None or not len(behaviour):
+            return s.coefficient, {}
+        recorded = {ENTROPY: -float(behaviour.mean()), ENTROPY_WEIGHT: self._entropy_weights.get(step, s.coefficient)}
+        self.recall({step: recorded})
+        return recorded[ENTROPY_WEIGHT] if recorded[ENTROPY] <= s.target else 0.0, recorded
 
     def _attempts(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
         for group in groups:
@@ -130,10 +157,15 @@ class Algorithm:
     def _scores(self, attempts: Sequence[tuple[Group, Trajectory]]) -> Scores:
         numbers: dict[tuple[int, int], int] = {}
         cohorts = [numbers.setdefault((g.id, t.seat), len(numbers)) for g, t in attempts]  # seats are not alike
+        played: dict[tuple[int, int], int] = {}
+        episodes = [played.setdefault((g.id, t.sample), len(played)) for g, t in attempts]
+        if self.settings.advantage in ACROSS_SEATS:
+            _expect_seats(self.settings.advantage, [g for g, _ in attempts])
         lengths = np.array([t.sampled for _, t in attempts], np.int64)
         rewards = np.array([t.reward for _, t in attempts], np.float64)
         if (cache := self.settings.overlong.cache) is not None:
-            rewards = rewards + overlong(lengths, self._longest, cache)
+            replies = np.array([_longest_reply(t.mask) for _, t in attempts], np.int64)
+            rewards = rewards + overlong(replies, self._longest, cache)
         trajectories = [t for _, t in attempts]
         given, turns = _by_turn(trajectories) if self._reads_turns else (None, None)
         greedy = [_baselines(g).get(t.seat, np.nan) for g, t in attempts] if self.settings.wants_greedy else None
@@ -145,20 +177,26 @@ class Algorithm:
             given=given,
             turns=turns,
             greedy=None if greedy is None else np.array(greedy),
+            episodes=np.array(episodes, np.int64),
         )
 
     def _told_apart(self, scores: Scores) -> Array:
         """[n] bool: whether an attempt differs from the first one that it is compared with."""
         if scores.given is not None:
             return np.ones(len(scores.rewards), bool)
-        first, index = np.unique(scores.cohorts, return_index=True, return_inverse=True)[1:]
+        against = scores.episodes if self.settings.advantage in ACROSS_SEATS else scores.cohorts
+        assert against is not None
+        first, index = np.unique(against, return_index=True, return_inverse=True)[1:]
         columns = [scores.rewards, *(scores.parts.values() if self.settings.advantage == "gdpo" else ())]
         return np.any([column != column[first[index]] for column in columns], axis=0)
 
-    def _preferred(self, scores: Scores, policy: Array, reference: Array | None) -> tuple[Array, Array, Metrics]:
+    def _preferred(
+        self, scores: Scores, siblings: Array, policy: Array, reference: Array | None
+    ) -> tuple[Array, Array, Metrics]:
         """Advantages [M] of the best and the worst attempt of each cohort, 0 for the others, and which they are [n]. Twice
-        what the pair's loss has: the mean over pairs is to come out of one over their attempts."""
-        chosen, rejected = pairs_of(scores.rewards, scores.cohorts)
+        what the pair's loss has: the mean over pairs is to come out of one over their attempts.
+        siblings: the attempts' numbers [n], so that of equals it is always the same one."""
+        chosen, rejected = pairs_of(scores.rewards, scores.cohorts, siblings)
         starts = np.cumsum(scores.lengths) - scores.lengths
         sums = np.add.reduceat(policy, starts)
         known = None if reference is None else np.add.reduceat(reference, starts)
@@ -199,6 +237,15 @@ def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[
 def _trains(trajectory: Trajectory) -> bool:
     scored = isinstance(trajectory.outcome, Score) and trajectory.finish is not Finish.CANCELLED
     return scored and trajectory.sample != GREEDY and bool(trajectory.mask.any())
+
+
+def _expect_seats(advantage: str, groups: Sequence[Group]) -> None:
+    for group in groups:
+        if len({t.seat for t in group.trajectories}) < 2:
+            raise ValueError(
+                f"advantage = {advantage!r} compares the seats of an episode, and those of group {group.id} have one: use "
+                "an environment with several seats, or another advantage"
+            )
 
 
 def _baselines(group: Group) -> dict[int, float]:
@@ -253,6 +300,12 @@ def _filled(
         weight = np.where(row.mask, np.float32(weights[i]), np.float32(0))
         others = {name: values[i] for name, values in known.items() if values is not None}
         yield replace(row, advantages=own, weights=weight, **others)
+
+
+def _longest_reply(mask: Array) -> int:
+    """Tokens of the longest stretch that was sampled: a turn of the user or a tool stands between two replies."""
+    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
+    return int((edges[1::2] - edges[::2]).max())
 
 
 def _minibatches(prompts: Array, count: int) -> Iterator[slice]:

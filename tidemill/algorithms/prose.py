@@ -98,8 +98,9 @@ def fresh(x: Ratios, *, oldest: float = 1.0) -> np.ndarray:
 ```
 
 A loss should be homogeneous in A (loss(c A) = c loss(A) for c >= 0), else corrections are not exact; on policy its gradient
-should be that of -A log pi. An advantage that compares siblings should give exactly 0 where they are equal. A correction
-needs `old_logprobs = "recompute"`, since k is 1 without it.
+should be that of -A log pi. An advantage that compares siblings should give exactly 0 where they are equal: what sets
+`zero_variance = "drop"` beside it says so, and groups whose rewards are all equal (and whose turns have none) are dropped.
+A correction that reads p_hat needs `old_logprobs = "recompute"`: without it `x.old` is None and `x.log_k` an error.
 """
 
 ABOUT = {
@@ -115,13 +116,14 @@ tells its tokens apart.
 """,
     "term": """
 Added to the policy loss, on the same tokens and under the same reduction, times a weight of their own: `reference.kl` for
-one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `algorithm.entropy` for `entropy`;
+one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `entropy.coefficient` for
+`entropy`;
 `critic.weight` for `value`, of the critic's values. `score` trains a reward model.
 `cross_entropy` is what a warm-up trains with.
 """,
     "correction": """
 `algorithm.corrections`: factors on the advantages, multiplied with one another; KL and entropy are untouched. All but `age`
-are 1 everywhere unless `old_logprobs = "recompute"`.
+are of k, and so need `old_logprobs = "recompute"`.
 """,
     "reduction": "`algorithm.reduction`. Sums and numbers are of a whole update, not of a micro-batch.",
     "preference": """
@@ -140,14 +142,16 @@ The loss's constants are those in force. What a row leaves out has its default. 
   how often they are gone over: 1 and 1. More than one update needs `"recompute"`. `max_lag` counts steps, not updates.
 * `zero_variance`, of groups in which no attempt can be told from those it is compared with: `"keep"`, they train nothing
   and count in denominators; `"drop"`, another group is sampled for each (DAPO's dynamic sampling). Only for advantages that
-  give such a group 0.
+  give such a group 0; of an advantage of your own, `"drop"` says that it does.
 * `overlong.treat`, of attempts that were cut off: `"keep"`, as any other; `"filter"`, left out of everything, as one
   without a score; `"mask"`, compared with, but not trained on and in no denominator; `"penalty"`, `overlong` below is added
-  to every reward, with `rollout.max_tokens` for its limit and `overlong.cache` (a fifth of that unless it is given).
+  to every reward, for the attempt's longest reply, with `rollout.max_tokens` for its limit and `overlong.cache` (a fifth of
+  that unless it is given).
 * `fixed_length`, of the reduction `fixed`, in tokens: `rollout.max_tokens` unless it is given.
 * `reference.model`, which is pi_ref: `"initial"`, what the run begins with, or a model folder. After `reference.every`
   updates (0: never) it becomes `reference.decay` times itself + (1 - decay) times pi. It costs a forward pass a step, and
-  its weights in float32.
+  its weights in float32 in the trainer's process; with `placement.reference_engines` above 0 as many engines serve it from
+  processes of their own, in `engine.dtype`. Then it never moves, and nothing is sampled with `top_p`, `top_k` or `min_p`.
 * `reference.kl`, the weight of the divergence from it. `reference.into = "loss"`: a further term, by `reference.estimator`:
   `"k3"` unless it is given, `"k1"` or `"k2"`. `"reward"`: -kl log(p_hat / pi_ref) at each token for advantages that read
   `given`, and the sum of it on the attempt's reward for the others.
@@ -158,11 +162,13 @@ The loss's constants are those in force. What a row leaves out has its default. 
   has its own optimizer, with `critic.lr` (the trainer's unless it is given) and its own clipping of gradients; it is in
   every checkpoint. `critic.clip`: see `value`. `critic.lam`: of the returns that it is trained towards, `returns` below; an
   attempt that was cut off has ended like any other. `critic.warmup`: the first steps, in which only the critic learns.
-* `entropy`, the weight of the further term `entropy`; below 0 it keeps entropy low.
+* `entropy.coefficient`, or `entropy = 0.01`: the weight of the further term `entropy`; below 0 it keeps entropy low. With an
+  `entropy.target` (nats a token) it is that of the first step only: the weight then goes up or down by `entropy.change` each
+  step, see `adaptive_entropy` below. It follows from what the steps recorded, so a run that goes on has the same.
 * `preference`, the name of one of the preferences above.
 * `constants`, a table for constants whose names are settings' too.
 
-What is added to a reward, and to an advantage; and what a critic is trained towards:
+What is added to a reward, and to an advantage; what a critic is trained towards; how a weight follows what is measured:
 """,
     "library": "No setting reaches these: they are for programs that bring their own labels or reward model.",
 }

@@ -12,8 +12,9 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tidemill.algorithms.advantages import ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
+from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
+from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
 from tidemill.config import Config
@@ -93,6 +94,28 @@ class OverlongSettings(Config):
         return self
 
 
+class EntropySettings(Config):
+    """What the entropy weighs in the loss: `0.01`, or `{ target = 0.2 }`, of which its weight follows."""
+
+    coefficient: float = 0.0  # times the entropy, to be kept high (or, below 0, low); with a target: in the first step
+    target: float | None = Field(default=None, gt=0)  # nats a token, to be kept at or above; None: the weight is constant
+    change: float | None = Field(default=None, gt=0)  # of the weight, each step; None: 0.005
+
+    @model_validator(mode="after")
+    def _consistent(self) -> EntropySettings:
+        if self.target is None and self.change is not None:
+            raise ValueError("change does not apply without a target: the weight is constant")
+        if self.target is not None and self.coefficient < 0:
+            raise ValueError(f"coefficient = {self.coefficient:g} with a target: a weight that follows it is never below 0")
+        return self
+
+    def next(self, coefficient: float, measured: float) -> float:
+        """After a step with this weight, in which this entropy was measured."""
+        assert self.target is not None
+        given = {} if self.change is None else {"change": self.change}
+        return adaptive_entropy(coefficient, measured, target=self.target, **given)
+
+
 class UpdateSettings(Config):
     """How often the optimizer moves in a step."""
 
@@ -121,7 +144,7 @@ class AlgorithmSettings(Config):
     fixed_length: int | None = Field(default=None, ge=1)  # tokens; None: the longest completion that may be sampled
     reference: ReferenceSettings | None = None
     critic: CriticSettings | None = None
-    entropy: float = 0.0  # times the entropy, to be kept high (or, below 0, low)
+    entropy: EntropySettings = EntropySettings()
 
     @classmethod
     def preset(cls, name: str, **overrides: Any) -> AlgorithmSettings:
@@ -145,6 +168,8 @@ class AlgorithmSettings(Config):
             given = {**given, "corrections": [each]}
         short = {"reference": "model", "critic": "model", "overlong": "treat"}
         given = {key: {short[key]: each} if key in short and isinstance(each, str) else each for key, each in given.items()}
+        if isinstance(weight := given.get("entropy"), int | float) and not isinstance(weight, bool):
+            given = {**given, "entropy": {"coefficient": weight}}
         return _with_defaults(_gathered({key: value for key, value in given.items() if value is not None}, cls))
 
     @model_validator(mode="after")
@@ -174,7 +199,7 @@ class AlgorithmSettings(Config):
         if self.fixed_length is not None and self.reduction != "fixed":
             raise ValueError(f"fixed_length does not apply to the reduction {self.reduction!r}: it belongs to 'fixed'")
         names = [each.name for each in self.corrections]
-        if (idle := [name for name in names if name not in WITHOUT_OLD]) and not recompute:
+        if (idle := [name for name in names if name not in WITHOUT_OLD and ".py:" not in name]) and not recompute:
             raise ValueError(
                 f"the correction {idle[0]!r} is of p_hat / mu, which is 1 unless old_logprobs = 'recompute': set that too"
             )
@@ -248,7 +273,8 @@ class AlgorithmSettings(Config):
     @property
     def compares(self) -> bool:
         """Whether attempts are compared, so that rewards which are all equal train nothing."""
-        alone = bool(self.preference) or self.advantage in COMPARING
+        drops = ".py:" in self.advantage and self.zero_variance == "drop"  # who drops for a function of their own says so
+        alone = bool(self.preference) or self.advantage in COMPARING | ACROSS_SEATS or drops
         return alone and not self._distils and not self.kl_in_reward
 
     @property
@@ -265,14 +291,15 @@ class AlgorithmSettings(Config):
         """Whether the loss asks how old each token's weights are."""
         return self.loss == "a3po" or ".py:" in self.loss
 
-    def loss_spec(self) -> LossSpec:
+    def loss_spec(self, entropy: float | None = None) -> LossSpec:
+        """entropy: its weight in a step; None: that of the first."""
         also = []
         if (r := self.reference) is not None and r.kl and r.into == "loss":
             also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
         if (critic := self.critic) is not None:
             also.append(LossSpec("value", {"clip": critic.clip}, weight=critic.weight))
-        if self.entropy:
-            also.append(LossSpec("entropy", weight=self.entropy))
+        if weight := self.entropy.coefficient if entropy is None else entropy:
+            also.append(LossSpec("entropy", weight=weight))
         numbers = {name: float(value) for name, value in self.constants_for(self.loss).items()}
         return LossSpec(self.loss, numbers, also=tuple(also))
 
@@ -348,6 +375,9 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """What was given, over the preset's values, over the chosen functions' own. The constants of a function that was
     exchanged for another one go with it."""
     preset = PRESETS[given["name"]]
+    names = [given.get(key, "") for key in ("loss", "advantage", "preference")]
+    if not all(isinstance(name, str) for name in names) or not isinstance(given["constants"], dict):
+        return {**preset, **given}  # to be refused for that
     chosen = {"preference": "", **preset, **given}
     own: Constants = dict(LOSS_CONSTANTS.get(chosen["loss"], {}))
     table, name = (PREFERENCES, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])

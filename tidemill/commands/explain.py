@@ -17,7 +17,7 @@ from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.model_folder import architecture_of
+from tidemill.model_folder import architecture_of, check_reference
 from tidemill.recipe import RunConfig, load_recipe
 
 MIB, GIB = 2**20, 2**30
@@ -70,14 +70,20 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
     other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
     critic = None if config.algorithm.critic is None else config.algorithm.critic.model
     judge = None if critic in (None, "policy") else arch if critic == "initial" else architecture_of(critic)
+    if asked is not None and other is not None:
+        check_reference(asked, config.model)
     free = sizing.free_memory(config.engine)
     trainer, engine = sizing.trainer_memory(config, arch, other, judge), sizing.engine_memory(config.engine, arch, free)
-    engines = config.placement.engines
+    engines, beside = config.placement.engines, config.placement.reference_engines if other is not None else 0
+    serving = sizing.engine_memory(config.engine, other, free, updated=False) if other is not None and beside else []
     return {
         "model": config.model,
         **{"parameters": sizing.parameters(arch), "context": sizing.context_of(config.engine, arch, free)},
         **{"trainer": {h.what: h.bytes for h in trainer}, "engine": {h.what: h.bytes for h in engine}, "engines": engines},
-        "total": sum(h.bytes for h in trainer) + engines * sum(h.bytes for h in engine),
+        **{"reference engine": {h.what: h.bytes for h in serving}, "reference_engines": beside},
+        "total": sum(h.bytes for h in trainer)
+        + engines * sum(h.bytes for h in engine)
+        + beside * sum(h.bytes for h in serving),
         "without_reference": asked is not None and other is None,
         "short_of_kv": sizing.kv_pages(config.engine, arch, free)[1],
     }
@@ -172,8 +178,11 @@ def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Ro
     rows: list[Row] = [
         ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
     ]
-    for process, times in (("trainer", ""), ("engine", f", each of {engines}" if engines > 1 else "")):
-        held = memory[process]
+    counts = {"trainer": 1, "engine": engines, "reference engine": memory["reference_engines"]}
+    for process, count in counts.items():
+        if not count:
+            continue
+        held, times = memory[process], f", each of {count}" if count > 1 else ""
         each = [f"{_bytes(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
         rows.append((process, f"{_bytes(sum(held.values()))}{times}: {', '.join(each)}"))
     left = "the reference, whose folder is not here, " if memory["without_reference"] else ""

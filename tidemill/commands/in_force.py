@@ -40,6 +40,9 @@ def parts_of(settings: AlgorithmSettings, max_tokens: int) -> list[Part]:
     spec = settings.loss_spec()
     found.append(_part("loss", "loss", spec.name, spec.params))
     found += [_part("term", "term", each.name, each.params, each.weight) for each in spec.also]
+    if (entropy := settings.entropy).target is not None:
+        given = {"change": entropy.change} if entropy.change is not None else {}
+        found.append(_part("term", "reward", "adaptive_entropy", {"target": entropy.target, **given}))
     length = {"fixed_length": settings.fixed_length} if settings.reduction == "fixed" else {}
     return [*found, _part("reduction", "reduction", settings.reduction, length)]
 

@@ -114,7 +114,7 @@ def trainer_memory(
     own, asked = 4 * parameters(arch), config.algorithm.reference
     held = [Held("weights", own), Held("gradients", own), Held("two moments", 2 * own)]
     moves = 0
-    if asked is not None and reference is not None:
+    if asked is not None and reference is not None and not config.placement.reference_engines:
         held.append(Held("reference", 4 * parameters(reference)))
         moves = 4 * parameters(reference) if asked.every else 0
     if critic is not None:  # without the head, a vocabulary's worth, where that is not the embedding
@@ -132,15 +132,16 @@ def reference_of(reference: ReferenceSettings | None, model: str) -> str | None:
     return None if reference is None else model if reference.model == "initial" else reference.model
 
 
-def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None) -> list[Held]:
-    """Of one engine, at most. free: memory that its KV cache takes a share of; None: not known."""
+def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None, updated: bool = True) -> list[Held]:
+    """Of one engine, at most. free: memory that its KV cache takes a share of; None: not known. updated: versions come."""
     size = ITEM[settings.dtype]
     own, on_cpu = size * parameters(arch), on_device(settings) == "cpu"
     packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
-    held = [Held("weights", own), Held("spare for the next version", own)]
+    held = [Held("weights", own), *([Held("spare for the next version", own)] if updated else [])]
     if packs:
-        packed = sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
-        held.append(Held("packed copies of both, where the processor has a product for them", 2 * packed * size))
+        packed = len(held) * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
+        of = "copies of both" if updated else "copy"
+        held.append(Held(f"packed {of}, where the processor has a product for them", packed * size))
     elif size == 2:
         held.append(Held("head in float32", 4 * arch.vocab * arch.hidden))
     pages, _ = kv_pages(settings, arch, free)

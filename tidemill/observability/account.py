@@ -1,7 +1,9 @@
 """Where each process's time went, and for whom it waited.
 
-    trainer      train, sync,     waiting for: rollouts, engines (taking weights, checks), evaluation, ledger, controller
+    trainer      train, sync,     waiting for: rollouts, engines (taking weights, checks), evaluation, ledger, controller,
+                                  the reference where engines serve it
     engine-N     generate, sync,  waiting for: reward, environment, trainer
+    reference-N  score,           waiting for: trainer
     controller   what its loop of steps does: the phases of `Timeline`
 
 A trainer waits for what the loop of steps is at, which drives it. An engine that has nothing to compute waits for verifiers
@@ -18,7 +20,7 @@ from tidemill.observability.timeline import REST
 from tidemill.observability.trace import Intervals, common, length, merged
 from tidemill.types import Span
 
-TRAINER, CONTROLLER = "trainer", "controller"
+TRAINER, CONTROLLER, REFERENCE = "trainer", "controller", "reference"
 TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",), ("publish", "stage", "commit")
 WORK = ("generate", "train", "sync")
 EPISODE, REWARD, EVALUATE = "episode", "reward", "evaluate"
@@ -41,7 +43,7 @@ class Account:
 
     def overall(self) -> dict[str, float]:
         """Of trainer and engines together: what they train, generate and sync, and what is left, to wait."""
-        pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER]
+        pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER and not name.startswith(REFERENCE)]
         spent = {kind: sum(kinds.get(kind, 0.0) for kinds in pools) / len(pools) for kind in WORK} if pools else {}
         return spent | {"wait": 1 - sum(spent.values())} if spent else {}
 
@@ -63,12 +65,17 @@ def account(
     phases = {name: common(merged(loop, [name]), window) for name in names}
     going = {name: common(merged(beside, [name]), window) for name in (REWARD, EPISODE, EVALUATE)}
     found, engines = Account(), []
+    scoring = merged([span for name, spans in pools.items() if name.startswith(REFERENCE) for span in spans], GENERATE)
     found.seconds[CONTROLLER] = _by_turns(window, phases)
     for name, spans in pools.items():
+        if name.startswith(REFERENCE):
+            found.seconds[name] = _by_turns(window, {"score": merged(spans, GENERATE), WAIT + TRAINER: window})
+            continue
         work = {"train": merged(spans, TRAIN)} if name == TRAINER else {"generate": merged(spans, GENERATE)}
         work["sync"] = merged(spans, SYNC)
         if name == TRAINER:
             whom: dict[str, Intervals] = {WAIT + "evaluation": common(going[EVALUATE], phases.get("publication", []))}
+            whom |= {WAIT + REFERENCE: common(scoring, window)} if scoring else {}
             for phase, times in phases.items():
                 key = WAIT + WAITS.get(phase, CONTROLLER) if phase != REST else REST
                 whom[key] = _union(whom.get(key, []), times)

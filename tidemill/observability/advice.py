@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.observability.account import CONTROLLER, TRAINER, WAIT, Account
+from tidemill.observability.account import CONTROLLER, REFERENCE, TRAINER, WAIT, Account
 
 LITTLE = 0.1  # of the time: nothing to speak of
 FEW = 0.2  # of the groups that may be in flight
@@ -34,7 +34,7 @@ class Setup:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    cause: str  # trainer, engines, straggler, turns, reward, environment, sync, evaluation, ledger, controller
+    cause: str  # trainer, engines, straggler, turns, reward, environment, sync, evaluation, reference, ledger, controller
     share: float  # of the run's time
     text: str
 
@@ -68,7 +68,8 @@ def _starved(found: Account, share: float, setup: Setup) -> Advice:
     flying = found.in_flight / max(found.starved_s, 1e-12)
     what = f"the trainer waited for rollouts {share:.0%} of the time"
     slow = max(("reward", "environment"), key=lambda k: doing.get(WAIT + k, 0.0))
-    engines = [kinds.get(WAIT + TRAINER, 0.0) for name, kinds in found.shares().items() if name not in (TRAINER, CONTROLLER)]
+    others = (TRAINER, CONTROLLER, REFERENCE)
+    engines = [k.get(WAIT + TRAINER, 0.0) for name, k in found.shares().items() if not name.startswith(others)]
     if engines and (both := min(share, sum(engines) / len(engines))) >= LITTLE:
         more = f"raise max_lag (now {setup.max_lag}), so that they work at the same time"
         return Advice("turns", both, f"{what}, and the engines for the trainer {sum(engines) / len(engines):.0%}: {more}")
@@ -110,6 +111,7 @@ def _others(whom: str, share: float) -> str:
     what = f"the trainer waited for {'an ' if whom == 'evaluation' else 'the '}{whom} {share:.0%} of the time: "
     change = {
         "engines": "they took weights up or were checked: publish less often (more groups a step), record.probe_every",
+        "reference": "raise placement.reference_engines or placement.engine_threads",
         "evaluation": "raise eval.every, or lower eval.tasks",
         "ledger": "put run_dir on a faster local disk",
     }

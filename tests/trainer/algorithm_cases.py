@@ -1,0 +1,137 @@
+"""Every algorithm there is, and a step of groups as ragged as any, for the tests beside this file."""
+
+import numpy as np
+from trainer_cases import CPU, VOCAB
+
+from tidemill.algorithms.advantages import ADVANTAGES
+from tidemill.algorithms.corrections import CORRECTIONS, WITHOUT_OLD
+from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
+from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PRESETS
+from tidemill.algorithms.reduce import REDUCTIONS
+from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.trainer import step
+from tidemill.types import GREEDY, Finish, Group, InfraError, Sample, Score, Support, Task, Trajectory, Version
+
+STEP, LONGEST = 6, 12
+RECOMPUTE = {"old_logprobs": "recompute"}
+TEACHER = {"model": "teacher", "distil": 1.0}
+LEFT_OPEN = {"opd": {"reference": TEACHER}}  # what a preset leaves to the user
+OF_THREE = {name: {"k": 2} for name in ("pass_at_k", "pkpo")}  # the best of all that there are is the same for all
+
+
+def settings(name="grpo", **given):
+    return AlgorithmSettings.preset(name, overlong="mask", **given)
+
+
+def presets():
+    return {name: settings(name, **LEFT_OPEN.get(name, {}), **OF_THREE.get(name, {})) for name in PRESETS}
+
+
+def functions():
+    """Every policy loss under every reduction; every correction, advantage, preference and further term."""
+    found = {
+        f"{loss}, {reduction}": settings(loss=loss, reduction=reduction, **(RECOMPUTE if loss in ANCHORED else {}))
+        for loss in LOSS_CONSTANTS
+        for reduction in REDUCTIONS
+    }
+    found |= {name: settings(corrections=[name], **(RECOMPUTE if name not in WITHOUT_OLD else {})) for name in CORRECTIONS}
+    for name in ADVANTAGES:
+        given = {"none": {"reference": TEACHER}, "gae": {"critic": "initial"}, **OF_THREE}.get(name, {})
+        found[f"advantage {name}"] = settings(advantage=name, **given)
+    for name in PREFERENCES:
+        given = {"reference": "initial"} if name in WITH_REFERENCE else {}
+        found[name] = settings(preference=name, loss="reinforce", reduction="attempt", **RECOMPUTE, **given)
+    for kl in ("k1", "k2", "k3"):
+        found[f"{kl} and entropy"] = settings(reference={"kl": 0.3, "estimator": kl}, entropy=0.1)
+    found["kl in the reward"] = settings(reference={"kl": 0.3, "into": "reward"})
+    found["four updates"] = settings(updates={"minibatches": 2, "epochs": 2}, **RECOMPUTE)
+    return found
+
+
+def played(model, seed=0, seats=1):
+    """Groups of several prompts, two of which begin alike: seats, tool tokens, turns with rewards, attempts that are cut
+    off, without a score or all equal, a twin, two temperatures, a truncated distribution; tokens of old weights."""
+    rng = np.random.default_rng(seed)
+    prompts = [rng.integers(0, VOCAB, n) for n in (9, 4, 1, 6)]
+    prompts[3][:4] = prompts[1]
+    groups = []
+    for g, prompt in enumerate(prompts):
+        seated = 2 if g == 0 else seats
+        attempts = [_attempt(rng, model, prompt, g, sample, seat) for sample in range(3) for seat in range(seated)]
+        attempts += [_attempt(rng, model, prompt, g, GREEDY, seat) for seat in range(seated)]
+        groups.append(Group(g + 3, Task(str(g), "p"), attempts))
+    groups[1].trajectories[2].finish = Finish.LENGTH
+    groups[1].trajectories.append(_attempt(rng, model, prompts[1], 1, 3, 0, outcome=InfraError("lost")))
+    groups[3].trajectories.append(_twin(groups[3].trajectories[0], sample=3))
+    for t in groups[2].trajectories:
+        t.outcome = Score(1.0, {"form": 1.0})
+    for t in groups[3].trajectories[:3]:  # one of them is solved
+        t.outcome = Score(1.0 if t.sample == 0 else 0.5 * (t.sample - 1), {"form": 0.0, "sense": 0.3 * t.sample})
+    return groups
+
+
+def _attempt(rng, model, prompt, g, sample, seat, outcome=None):
+    sampled, tool = int(rng.integers(2, 9)), int(rng.integers(0, 3))
+    tokens = np.concatenate([prompt, rng.integers(0, VOCAB, sampled + tool)]).astype(np.int32)
+    mask = np.arange(len(tokens)) >= len(prompt)
+    mask[len(prompt) + sampled // 2 :][:tool] = False
+    row = _row(tokens, mask, 0.7 if g == 1 else 1.0, _support(rng, tokens[mask]) if g == 3 else None)
+    versions = np.where(mask, rng.integers(STEP - 4, STEP + 1, len(tokens)), -1).astype(np.int32)
+    mine = {"form": float(rng.integers(0, 2)), "sense": float(rng.random())}
+    return Trajectory(
+        tokens,
+        mask,
+        logprobs=_beside(rng, model, row, 0.4),
+        versions=versions,
+        finish=Finish.STOP,
+        outcome=outcome or Score(float(rng.integers(0, 3)) / 2, mine, (float(rng.random()),)),
+        sources=tuple(Version(int(v)) for v in np.unique(versions[mask])),
+        sample=sample,
+        seat=seat,
+        temperature=row.temperature,
+        support=row.support,
+    )
+
+
+def _twin(of, sample):
+    """The same tokens once more, with another score."""
+    return Trajectory(
+        *(of.tokens.copy(), of.mask.copy(), of.logprobs.copy(), of.versions.copy()),
+        finish=of.finish,
+        outcome=Score(0.25, {"form": 0.0, "sense": 0.5}),
+        sources=of.sources,
+        sample=sample,
+        support=of.support,
+    )
+
+
+def _row(tokens, mask, temperature, support):
+    nothing = np.zeros(len(tokens), np.float32)
+    unknown = np.full(len(tokens), -1, np.int32)
+    return Sample(tokens, mask, nothing, unknown, nothing, nothing, temperature=temperature, support=support)
+
+
+def _support(rng, sampled):
+    ids = [np.unique([token, *rng.integers(0, VOCAB, 6)]) for token in sampled]
+    return Support(np.concatenate(ids).astype(np.int32), np.cumsum([0, *map(len, ids)]).astype(np.int32))
+
+
+def _beside(rng, model, row, far):
+    """Logprobs of another policy than the model's, not very far from them."""
+    (own,) = step.forward(model, [row], step.Compute(CPU, 100))
+    return np.where(row.mask, np.minimum(own + far * rng.normal(size=len(own)), -1e-3), 0).astype(np.float32)
+
+
+def logprobs_of(groups, model, seed=1):
+    """Of p_hat and of a reference, and a critic's values, by the attempt's tokens."""
+    rng, found = np.random.default_rng(seed), {}
+    for t in (t for group in groups for t in group.trajectories):
+        row = _row(t.tokens, t.mask, t.temperature, t.support)
+        found[id(t.tokens)] = {who: _beside(rng, model, row, far) for who, far in (("policy", 0.2), ("reference", 0.5))}
+        found[id(t.tokens)]["critic"] = np.where(t.mask, rng.normal(size=len(t.mask)), 0).astype(np.float32)
+    return found
+
+
+def prepared(algorithm, groups, known):
+    rows = algorithm.rows(groups, STEP)
+    return algorithm.prepare(groups, STEP, rows, {who: [known[id(r.tokens)][who] for r in rows] for who in algorithm.asks})

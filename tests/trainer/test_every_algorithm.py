@@ -1,0 +1,117 @@
+"""I6 for every algorithm: one gradient of a step, whatever its micro-batches, its packing, its order and its ranks."""
+
+import numpy as np
+import pytest
+import torch
+from algorithm_cases import LONGEST, functions, logprobs_of, played, prepared, presets, settings
+from trainer_cases import TOLERANCE, assert_same, decoder, gradients, parameters, value_model
+
+from tidemill.algorithms.advantages import ACROSS_SEATS
+from tidemill.algorithms.corrections import CORRECTIONS, Ratios
+from tidemill.algorithms.prepare import Algorithm
+from tidemill.types import Group
+
+WHOLE, ONE_ROW = 10_000, 1  # tokens of a micro-batch
+SPLITS = {  # tokens of a micro-batch, ranks, whether rows are exchanged
+    "micro-batches": (40, 1, False),
+    "one row at a time": (ONE_ROW, 1, False),
+    "another order": (40, 1, True),
+    "two ranks": (WHOLE, 2, False),
+    "two ranks in another order": (25, 2, True),
+    "four ranks in another order": (40, 4, True),
+}
+HARDEST = ("one row at a time", "four ranks in another order")
+
+
+def added(samples, losses, model, budget=WHOLE, ranks=1, exchanged=False, seed=0, critic=None):
+    """Each rank's own gradient sums, added as a collective adds them: what the step's one scale is then applied to."""
+    order = np.random.default_rng(seed).permutation(len(samples)) if exchanged else np.arange(len(samples))
+    total = {name: torch.zeros_like(p) for name, p in parameters(model, critic).items()}
+    for rank in range(ranks):
+        mine = [samples[i] for i in order[rank::ranks]]
+        for name, gradient in gradients(mine, model, budget, losses, critic)[0].items():
+            total[name] += gradient
+    return total
+
+
+def critic_for(chosen, dtype):
+    return None if chosen.critic is None else value_model(dtype=dtype)
+
+
+def check(chosen, dtype, splits, **changes):
+    model, critic = decoder(torch.float64, **changes), critic_for(chosen, dtype)
+    groups = played(model, seats=2 if chosen.advantage in ACROSS_SEATS else 1)
+    ready = prepared(Algorithm(chosen, LONGEST), groups, logprobs_of(groups, model))
+    model = model.to(dtype)
+    assert len({id(u.samples[0]) for u in ready.updates}) == chosen.updates.minibatches
+    for update in ready.updates[: chosen.updates.minibatches]:
+        expected = added(update.samples, ready.losses, model, critic=critic)
+        assert max(float(g.abs().max()) for g in expected.values()) * update.scale > 1e-6
+        for split in splits:
+            found = added(update.samples, ready.losses, model, *SPLITS[split], critic=critic)
+            assert_same(found, expected, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("name", presets())
+def test_every_preset_has_one_gradient(name, dtype):
+    check(presets()[name], dtype, SPLITS if dtype is torch.float64 else HARDEST)
+
+
+@pytest.mark.parametrize("name", functions())
+def test_every_function_has_one_gradient(name):
+    check(functions()[name], torch.float64, HARDEST, num_hidden_layers=1)
+
+
+def disordered(groups, seed):
+    rng = np.random.default_rng(seed)
+    each = [Group(g.id, g.task, [g.trajectories[i] for i in rng.permutation(len(g.trajectories))]) for g in groups]
+    return [each[i] for i in rng.permutation(len(each))]
+
+
+@pytest.mark.parametrize("name", presets())
+def test_neither_groups_nor_siblings_have_an_order(name):
+    """What is trained does not follow from who arrived first: advantages, pairs, what a correction leaves out."""
+    model = decoder(torch.float64)
+    groups, algorithm = played(model), Algorithm(presets()[name], LONGEST)
+    critic = critic_for(presets()[name], torch.float64)
+    known = logprobs_of(groups, model)
+    ready = prepared(algorithm, groups, known)
+    expected = added(ready.samples, ready.losses, model, critic=critic)
+    for seed in range(3):
+        again = prepared(algorithm, disordered(groups, seed), known)
+        assert again.updates[0].scale == ready.updates[0].scale
+        assert_same(added(again.samples, again.losses, model, critic=critic), expected, TOLERANCE[torch.float64])
+
+
+def test_m2po_selects_over_the_whole_step():
+    """Not over an update's groups, and not over a micro-batch: a token's fate follows from all that the step has."""
+    model = decoder(torch.float64)
+    groups = played(model)
+    known = logprobs_of(groups, model)
+    two = settings("m2po", updates={"minibatches": 2})
+    ready, plain = (prepared(Algorithm(each, LONGEST), groups, known).samples for each in (two, replace_corrections(two)))
+    kept = [s.advantages[s.mask] != 0 for s in ready]
+    own = [s.advantages[s.mask].astype(np.float64) for s in plain]
+
+    def select(rows):
+        old, mu = (np.concatenate([values(plain[i]) for i in rows]).astype(np.float64) for values in (_old, _mu))
+        x = Ratios(old, mu, np.concatenate([own[i] for i in rows]), np.array([len(own[i]) for i in rows]), np.zeros(len(mu)))
+        return np.split(CORRECTIONS["m2po"](x) * x.advantages != 0, np.cumsum(x.lengths)[:-1])
+
+    everything = range(len(plain))
+    assert all((a == b).all() for a, b in zip(kept, select(everything), strict=True))
+    one_by_one = [select([i])[0] for i in everything]
+    assert any((a != b).any() for a, b in zip(kept, one_by_one, strict=True)), "these rows would not tell the two apart"
+
+
+def replace_corrections(chosen):
+    return chosen.model_copy(update={"corrections": ()})
+
+
+def _old(sample):
+    return sample.old_logprobs[sample.mask]
+
+
+def _mu(sample):
+    return sample.logprobs[sample.mask]

@@ -1,0 +1,124 @@
+"""A run's processes, started together, watched, and stopped together.
+
+trainer + engines (+ engines that serve the reference) -> Parts: the proxies, and who starts an engine again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
+
+from tidemill.build import (
+    ENGINE_DEADLINES,
+    REFERENCE_DEADLINES,
+    TRAINER_DEADLINES,
+    EngineSpec,
+    TrainerSpec,
+    begins_as,
+    budget_of,
+    start_role,
+)
+from tidemill.controller import first_cause
+from tidemill.orchestration.placement import Handle, Placement
+from tidemill.orchestration.wire import PeerDied
+from tidemill.pool import EnginePool
+from tidemill.protocols import Engine, PolicyMismatch, Trainer
+from tidemill.recipe import RunConfig
+from tidemill.served_reference import WithServedReference
+from tidemill.supervision import Supervisor
+
+T = TypeVar("T")
+GRACE_S = 1.0  # for the news of a process's end to arrive
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    trainer: Trainer
+    pools: list[EnginePool]  # that of the rollouts, then that of a reference that is served
+    supervisors: list[Supervisor]  # of each of them
+    handles: Callable[[], list[Handle[Any]]]  # of the processes there are now: the trainer's, then the engines'
+
+    @property
+    def pool(self) -> EnginePool:
+        """That rollouts are sampled from."""
+        return self.pools[0]
+
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Engines that end are started again; when one cannot be, or the trainer ends, so does the body: with that cause."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                works = [*(each.run() for each in self.supervisors), self._trainer_ends()]
+                watching = [group.create_task(work) for work in works]
+                yield
+                for each in watching:
+                    each.cancel()
+        except BaseExceptionGroup as failures:
+            cause = first_cause(failures)
+            if isinstance(cause, PolicyMismatch):  # an engine may be the first to notice: then the weights are gone
+                ending = asyncio.ensure_future(self._trainer_ends())
+                await asyncio.wait({ending}, timeout=GRACE_S)
+                if ending.done():
+                    cause = ending.exception() or cause
+                ending.cancel()
+            raise cause from failures
+
+    async def _trainer_ends(self) -> None:
+        handle = self.handles()[0]
+        raise PeerDied(handle.name, await handle.wait())  # bounded: it watches, for as long as the run goes on
+
+
+@asynccontextmanager
+async def start_parts(
+    config: RunConfig, trainer: TrainerSpec, placement: Placement, tell: Callable[[str, dict[str, Any]], None]
+) -> AsyncIterator[Parts]:
+    """Trainer and engines, started at the same time where they are processes, and stopped at the end however it comes.
+
+    tell: is told of engines that were lost and that came back (kind of event, details).
+    """
+    settings, supervise = config.placement, config.supervise
+    specs = {"engine": EngineSpec(model=trainer.model, engine=config.engine, carrier=settings.sync.carrier)}
+    counts, deadlines = {"engine": settings.engines}, {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
+    if (reference := trainer.reference) is not None and settings.reference_engines:
+        specs["reference"] = EngineSpec(model=begins_as(reference, trainer.model), engine=config.engine)
+        counts["reference"] = settings.reference_engines
+        trainer = trainer.model_copy(update={"reference": None})
+
+    started: list[Handle[Any]] = []
+
+    async def kept(starting: Awaitable[Handle[T]]) -> Handle[T]:
+        handle = await starting  # bounded: a start has a deadline
+        started.append(handle)  # at once: a sibling's failure must not leave it running
+        return handle
+
+    async def start_engine(role: str, index: int) -> Handle[Engine]:
+        spec, threads = specs[role], settings.engine_threads
+        return await kept(start_role(placement, Engine, spec, f"{role}-{index}", threads, deadlines[role]))
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(_stop_all, started)
+        starting = start_role(placement, Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES)
+        async with asyncio.TaskGroup() as group:
+            first = group.create_task(kept(starting))
+            others = {role: [group.create_task(start_engine(role, i)) for i in range(counts[role])] for role in counts}
+        handles = {role: [task.result() for task in tasks] for role, tasks in others.items()}
+        pools = {role: EnginePool([handle.proxy for handle in of]) for role, of in handles.items()}
+        budget = partial(budget_of, supervise)
+        supervisors = [Supervisor(pools[role], handles[role], partial(start_engine, role), budget, tell) for role in counts]
+        handle = first.result()
+        learner = WithServedReference(handle.proxy, pools["reference"]) if "reference" in pools else handle.proxy
+        yield Parts(
+            *(learner, list(pools.values()), supervisors),
+            lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles)],
+        )
+
+
+async def _stop_all(handles: list[Handle[Any]]) -> None:
+    """Side by side; those that have ended are done at once."""
+    results = await asyncio.gather(*(handle.stop() for handle in handles), return_exceptions=True)
+    if failed := [result for result in results if isinstance(result, BaseException)]:
+        raise failed[0]
