@@ -24,7 +24,7 @@ from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
-from tidemill.model_folder import ModelFolder, check_reference, resolve_model
+from tidemill.model_folder import ModelFolder, check_companions, resolve_model
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
@@ -83,8 +83,7 @@ async def _in_folder(
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
-        if config.algorithm.reference is not None:
-            check_reference(config.algorithm.reference, config.model)
+        check_companions(config.algorithm, config.model)
         forget_end(folder.path)
         folder.interrupted.unlink(missing_ok=True)
         try:

@@ -17,7 +17,7 @@ from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.model_folder import architecture_of, check_reference
+from tidemill.model_folder import architecture_of, check_companions
 from tidemill.recipe import RunConfig, load_recipe
 
 MIB, GIB = 2**20, 2**30
@@ -70,8 +70,8 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
     other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
     critic = None if config.algorithm.critic is None else config.algorithm.critic.model
     judge = None if critic in (None, "policy") else arch if critic == "initial" else architecture_of(critic)
-    if asked is not None and other is not None:
-        check_reference(asked, config.model)
+    if (other is not None) is (asked is not None) and (judge is not None) is (critic not in (None, "policy")):
+        check_companions(config.algorithm, config.model)
     free = sizing.free_memory(config.engine)
     trainer, engine = sizing.trainer_memory(config, arch, other, judge), sizing.engine_memory(config.engine, arch, free)
     engines, beside = config.placement.engines, config.placement.reference_engines if other is not None else 0
