@@ -22,6 +22,7 @@ from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
+from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
 from tidemill.model_folder import ModelFolder, check_companions, resolve_model
@@ -117,10 +118,10 @@ async def _with_environment(
             model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
             session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
             _describe(session)
-            if ledger.next_group_id() == 0:
-                await _vouch(session)
-            else:
+            if ledger.next_group_id() > 0:
                 _expect_same_tasks(session)
+            elif config.judged:
+                await _vouch(session)
             return await _run(session)
         finally:
             await environment.close()
@@ -145,16 +146,21 @@ def _describe(session: Session) -> None:
     """Check what can be checked before anything is started, and say what is about to run."""
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(config.eval.final_tasks)
-    longest = check_prompts([*train, *held_out], session.model.tokenizer, session.context)
+    tokenizer, given = session.model.tokenizer, config.algorithm.given
+    longest = check_prompts([*train, *held_out], tokenizer, session.context)
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
+    how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups x "
+    rows = f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}"
+    if given:
+        how = f"nothing is sampled: {config.steps} steps of {config.rollout.groups} tasks x "
+        rows = f"rows up to {check_given(given, [*train, *held_out], tokenizer, session.context)} tokens"
     session.monitor.header(
         [
             f"task: {environment.name}   {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
             f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {config.model}",
-            f"{config.algorithm.name}, {synchronous}, max_lag {config.max_lag}: {config.steps} steps of "
-            f"{config.rollout.groups} groups x {config.rollout.group_size} = {per_step} samples",
-            f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}",
+            f"{config.algorithm.name}, {how}{config.rollout.group_size} = {per_step} samples",
+            rows,
         ]
     )
 

@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
-from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
+from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, WITH_REFERENCE
+from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
 from tidemill.config import Config
 from tidemill.loading import constants_of
 from tidemill.types import LossSpec
@@ -132,6 +132,7 @@ class AlgorithmSettings(Config):
     advantage: str  # of `advantages`, or FILE.py:function
     loss: str  # of `losses`, or FILE.py:function
     reduction: Literal["token", "sequence", "prompt", "attempt", "fixed"]
+    given: Literal["", "answers", "pairs", "labels"] = ""  # what is learnt: what was sampled, or what each task holds
     constants: Constants = Field(
         default_factory=dict
     )  # of the loss and of the advantage; may be given beside the other keys
@@ -174,13 +175,15 @@ class AlgorithmSettings(Config):
 
     @model_validator(mode="after")
     def _applicable(self) -> AlgorithmSettings:
-        for kind, name, known in (("loss", self.loss, LOSS_CONSTANTS), ("advantage", self.advantage, ADVANTAGES)):
+        known_losses = (*LOSS_CONSTANTS, CROSS_ENTROPY)
+        for kind, name, known in (("loss", self.loss, known_losses), ("advantage", self.advantage, ADVANTAGES)):
             if ".py:" not in name:
                 _expect_name(kind, name, known)
         if self.preference:
-            _expect_name("preference", self.preference, PREFERENCES)
+            _expect_name("preference", self.preference, EVERY_PREFERENCE)
         if all(".py:" not in name for name in (self.loss, self.advantage)):
             _expect_constants(self.constants, self._takers())
+        self._expect_given()
         self._expect_whole()
         self._expect_reference()
         self._expect_critic()
@@ -190,8 +193,39 @@ class AlgorithmSettings(Config):
         """Who takes constants, and which, with their defaults."""
         takers = {f"the loss {self.loss!r}": LOSS_CONSTANTS.get(self.loss, {})}
         if self.preference:
-            return takers | {f"the preference {self.preference!r}": constants_of(PREFERENCES[self.preference])}
+            return takers | {f"the preference {self.preference!r}": constants_of(EVERY_PREFERENCE[self.preference])}
         return takers | {f"the advantage {self.advantage!r}": constants_of(ADVANTAGES[self.advantage])}
+
+    def _expect_given(self) -> None:
+        """That what learns from given replies asks for nothing that only sampled ones have, and the other way round."""
+        if not self.given:
+            for name, value, wants in (("loss", self.loss, CROSS_ENTROPY), ("preference", self.preference, "kto")):
+                if value == wants:
+                    kind = "answers" if name == "loss" else "labels"
+                    raise ValueError(f"{name} = {value!r} is of replies that the tasks give: set given = {kind!r} too")
+            return
+        reference = self.reference or ReferenceSettings()
+        idle = {
+            **{"corrections": self.corrections, "overlong": self.overlong.treat != "keep"},
+            **{"zero_variance": self.zero_variance != "keep", "advantage": self.advantage != "none"},
+            **{"updates": self.updates.count > 1, "reference.kl": reference.kl, "reference.distil": reference.distil},
+        }
+        if found := [name for name, is_set in idle.items() if is_set]:
+            raise ValueError(f"{found[0]} does not apply to given = {self.given!r}: it is of what a policy sampled")
+        fitting = {"answers": [""], "pairs": list(PREFERENCES), "labels": list(UNPAIRED)}[self.given]
+        if self.preference not in fitting:
+            expected = " or ".join(filter(None, fitting)) or "none"
+            raise ValueError(
+                f"preference = {self.preference!r} does not go with given = {self.given!r}: expected {expected}"
+            )
+        if self.given == "answers" and self.loss != CROSS_ENTROPY and ".py:" not in self.loss:
+            raise ValueError(
+                f"the loss {self.loss!r} does not go with given = 'answers': expected {CROSS_ENTROPY} or FILE.py:function"
+            )
+        if self.reduction == "fixed" and self.fixed_length is None:
+            raise ValueError(
+                f"reduction = 'fixed' with given = {self.given!r} needs fixed_length: nothing is sampled to a limit"
+            )
 
     def _expect_whole(self) -> None:
         """That nothing was set which something else would ignore."""
@@ -274,7 +308,7 @@ class AlgorithmSettings(Config):
     def compares(self) -> bool:
         """Whether attempts are compared, so that rewards which are all equal train nothing."""
         drops = ".py:" in self.advantage and self.zero_variance == "drop"  # who drops for a function of their own says so
-        alone = bool(self.preference) or self.advantage in COMPARING | ACROSS_SEATS or drops
+        alone = self.preference in PREFERENCES or self.advantage in COMPARING | ACROSS_SEATS or drops
         return alone and not self._distils and not self.kl_in_reward
 
     @property
@@ -306,7 +340,7 @@ class AlgorithmSettings(Config):
     def constants_for(self, function: str) -> Constants:
         """Of the loss, the advantage or the preference. A user's own function gets what no other one takes."""
         takes = {self.loss: LOSS_CONSTANTS.get(self.loss), self.advantage: _taken(ADVANTAGES, self.advantage)}
-        takes[self.preference] = _taken(PREFERENCES, self.preference)
+        takes[self.preference] = _taken(EVERY_PREFERENCE, self.preference)
         if (own := takes.get(function)) is not None:
             return {name: value for name, value in self.constants.items() if name in own}
         others = {name for names in takes.values() if names is not None for name in names}
@@ -316,7 +350,11 @@ class AlgorithmSettings(Config):
         """Raise ValueError when steps of so many groups of this size could not be trained."""
         if (parts := self.updates.minibatches) > groups:
             raise ValueError(f"updates.minibatches = {parts} of {groups} groups a step: no group is divided")
-        if group_size < 2 and (self.preference or self.advantage in COMPARING):
+        if self.given == "labels" and groups < 2:
+            raise ValueError(
+                "kto with 1 group a step: its baseline is of replies after another's prompt; give at least 2 groups"
+            )
+        if group_size < 2 and (self.preference in PREFERENCES or self.advantage in COMPARING):
             what = f"preference {self.preference!r}" if self.preference else f"advantage {self.advantage!r}"
             raise ValueError(
                 f"group size {group_size} with {what}, which compares the siblings of a prompt: "
@@ -339,6 +377,7 @@ class AlgorithmSettings(Config):
         return self.model_copy(update=filled)
 
 
+EVERY_PREFERENCE: dict[str, Any] = {**PREFERENCES, **UNPAIRED}
 PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
 
 
@@ -365,7 +404,7 @@ def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
 
 EVERY_CONSTANT = {name for constants in LOSS_CONSTANTS.values() for name in constants} | {
     name
-    for table in (ADVANTAGES, PREFERENCES, CORRECTIONS)
+    for table in (ADVANTAGES, EVERY_PREFERENCE, CORRECTIONS)
     for function in table.values()
     for name in constants_of(function)
 }
@@ -380,7 +419,7 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
         return {**preset, **given}  # to be refused for that
     chosen = {"preference": "", **preset, **given}
     own: Constants = dict(LOSS_CONSTANTS.get(chosen["loss"], {}))
-    table, name = (PREFERENCES, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])
+    table, name = (EVERY_PREFERENCE, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])
     own |= {key: value for key, value in (_taken(table, name) or {}).items() if value is not None}
     changed = any(chosen.get(key) != preset.get(key, "") for key in ("loss", "advantage", "preference"))
     kept = {k: v for k, v in preset.get("constants", {}).items() if k in own or not changed}

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from tidemill.algorithms.catalogue import number
 from tidemill.algorithms.losses import loss_by_name
+from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import NOTES
 from tidemill.commands import sizing
@@ -122,17 +123,20 @@ def _algorithm(about: Mapping[str, Any]) -> list[Row]:
 def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     step, passes, replies = about["step"], about["passes"], about["step"]["replies"]
     asked = "as many as its environment asks for" if replies is None else f"at most {_n(replies, 'reply')} an attempt"
-    of = f"{config.rollout.max_tokens:,} a reply, {asked}"
     tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
+    sampled = f"{tokens} tokens: {config.rollout.max_tokens:,} a reply, {asked}"
+    if config.algorithm.given:
+        sampled = f"nothing: the tasks give the {config.algorithm.given}"
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
     forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
     ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
-    ran += [f"forward for {' and for '.join(forward)}"] if forward else []
+    mismatched = ", also over each prompt with the next one's reply" if config.algorithm.preference == "kto" else ""
+    ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]
     batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
     return [
         ("attempts", f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"),
-        ("sampled", f"{tokens} tokens: {of}"),
+        ("sampled", sampled),
         ("updates", f"{step['updates']:,}"),
         ("passes", "; ".join(ran)),
         ("micro-batches", f"{', '.join(batches)}: {config.trainer.micro_batch_tokens:,} tokens each, {rows}"),
@@ -144,7 +148,7 @@ def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
     """What the weighted sum of an update is divided by, in words."""
     s, most = config.algorithm, step.denominator
     groups = -(-step.groups // s.updates.minibatches)
-    attempts = f"{groups * (2 if s.preference else step.group_size):,} attempts"
+    attempts = f"{groups * (2 if s.preference in PREFERENCES else step.group_size):,} attempts"
     words = {
         "token": "the tokens trained on" + ("" if most is None else f", at most {most:,}"),
         "sequence": f"each attempt's tokens, then {attempts}",
@@ -153,7 +157,7 @@ def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
         "fixed": f"{attempts} × a constant length = {most}",
     }
     of = "of an update: " if s.updates.count > 1 else ""
-    return f"{of}{words[s.reduction]}; those without a score do not count"
+    return f"{of}{words[s.reduction]}{'' if s.given else '; those without a score do not count'}"
 
 
 def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
@@ -164,6 +168,8 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     if config.max_lag:
         behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
     slots = f"({config.max_lag} + 1) × {about['step']['groups']}{window} = {about['slots']:,}"
+    if config.algorithm.given:
+        behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
     return [
         ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),
         ("max_lag", f"{config.max_lag}: {behind}"),

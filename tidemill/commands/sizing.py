@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.settings import ReferenceSettings
 from tidemill.engine.attention import page_bytes
 from tidemill.engine.core import SHARE_OF_FREE_MEMORY
@@ -51,7 +52,8 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
     r, updates = config.rollout, config.algorithm.updates
     sequences, replies = r.groups * r.group_size, replies_of(config.env)
     most = None if context is None else context - 1  # a prompt has a token at least
-    asked = None if replies is None else replies * r.max_tokens
+    given = bool(config.algorithm.given)
+    asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds what a task gives
     each = most if asked is None else asked if most is None else min(asked, most)
     groups = -(-r.groups // updates.minibatches)  # of the largest update
     rows = groups * r.group_size
@@ -63,9 +65,9 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
         sequences=sequences,
         updates=updates.count,
         replies=replies,
-        sampled_tokens=None if each is None else sequences * each,
+        sampled_tokens=0 if given else None if each is None else sequences * each,
         row_tokens=most,
-        forward_micro_batches=-(-sequences // together),
+        forward_micro_batches=-(-sequences * (2 if config.algorithm.preference == "kto" else 1) // together),
         train_micro_batches=updates.count * parts,
         denominator=_denominator(config, groups, each),
     )
@@ -80,7 +82,7 @@ def replies_of(env: AnyEnv) -> int | None:
 
 def _denominator(config: RunConfig, groups: int, each: int | None) -> int | None:
     s = config.algorithm.with_longest(config.rollout.max_tokens)
-    rows = groups * (2 if s.preference else config.rollout.group_size)  # a pair is all that trains of a group
+    rows = groups * (2 if s.preference in PREFERENCES else config.rollout.group_size)  # a pair is all that trains of a group
     match s.reduction:
         case "token":
             return None if each is None else rows * each

@@ -68,7 +68,7 @@ class Batch:
 
 def rows_of(samples: Sequence[Sample]) -> list[Row]:
     """The rows with something to predict. ValueError when that is a sample's first token."""
-    rows = [Row(i, s, np.flatnonzero(s.mask | (s.weights != 0))) for i, s in enumerate(samples)]
+    rows = [Row(i, s, np.flatnonzero(s.predicted)) for i, s in enumerate(samples)]
     rows = [row for row in rows if row.where.size]
     if any(row.where[0] == 0 for row in rows):
         raise ValueError("a sample's first token is sampled or has a weight: nothing predicts it, put a prompt before it")
