@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, WITH_REFERENCE
-from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
+from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, WITH_REFERENCE
+from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS, SCORE
 from tidemill.config import Config
 from tidemill.loading import constants_of
 from tidemill.types import LossSpec
@@ -175,7 +175,7 @@ class AlgorithmSettings(Config):
 
     @model_validator(mode="after")
     def _applicable(self) -> AlgorithmSettings:
-        known_losses = (*LOSS_CONSTANTS, CROSS_ENTROPY)
+        known_losses = (*LOSS_CONSTANTS, CROSS_ENTROPY, SCORE)
         for kind, name, known in (("loss", self.loss, known_losses), ("advantage", self.advantage, ADVANTAGES)):
             if ".py:" not in name:
                 _expect_name(kind, name, known)
@@ -199,9 +199,10 @@ class AlgorithmSettings(Config):
     def _expect_given(self) -> None:
         """That what learns from given replies asks for nothing that only sampled ones have, and the other way round."""
         if not self.given:
-            for name, value, wants in (("loss", self.loss, CROSS_ENTROPY), ("preference", self.preference, "kto")):
-                if value == wants:
-                    kind = "answers" if name == "loss" else "labels"
+            of_given = {CROSS_ENTROPY: "answers", SCORE: "pairs", **dict.fromkeys(UNPAIRED, "labels")}
+            of_given |= dict.fromkeys(OF_SCORES, "pairs")
+            for name, value in (("loss", self.loss), ("preference", self.preference)):
+                if kind := of_given.get(value):
                     raise ValueError(f"{name} = {value!r} is of replies that the tasks give: set given = {kind!r} too")
             return
         reference = self.reference or ReferenceSettings()
@@ -212,7 +213,7 @@ class AlgorithmSettings(Config):
         }
         if found := [name for name, is_set in idle.items() if is_set]:
             raise ValueError(f"{found[0]} does not apply to given = {self.given!r}: it is of what a policy sampled")
-        fitting = {"answers": [""], "pairs": list(PREFERENCES), "labels": list(UNPAIRED)}[self.given]
+        fitting = {"answers": [""], "pairs": [*PREFERENCES, *OF_SCORES], "labels": list(UNPAIRED)}[self.given]
         if self.preference not in fitting:
             expected = " or ".join(filter(None, fitting)) or "none"
             raise ValueError(
@@ -260,7 +261,12 @@ class AlgorithmSettings(Config):
                 f"the loss {self.loss!r} has one term for a whole attempt, and "
                 f"{'distil' if self._distils else repr(self.advantage)} tells its tokens apart: use another loss"
             )
-        if self.preference and not (recompute and self.loss == "reinforce"):
+        if self.scores != (self.loss == SCORE) or (self.scores and recompute):
+            raise ValueError(
+                f"preference = {self.preference!r} with the loss {self.loss!r} and old_logprobs = {self.old_logprobs!r}: a "
+                f"reward model is trained with {' or '.join(OF_SCORES)}, the loss {SCORE!r} and 'behaviour'"
+            )
+        if self.preference and not self.scores and not (recompute and self.loss == "reinforce"):
             raise ValueError(
                 f"preference = {self.preference!r} needs old_logprobs = 'recompute' and the loss 'reinforce', under which "
                 f"its gradient is exact; given were {self.old_logprobs!r} and {self.loss!r}"
@@ -283,6 +289,14 @@ class AlgorithmSettings(Config):
             raise ValueError("reference is given and nothing reads it: set reference.kl, reference.distil or a preference")
 
     def _expect_critic(self) -> None:
+        if self.scores:
+            fresh = CriticSettings(model="policy")
+            if self.critic is None or self.critic.model_copy(update={"lr": None}) != fresh:
+                raise ValueError(
+                    f"preference = {self.preference!r} needs critic = 'policy', a head on the model that is trained, and "
+                    "takes nothing else of it but lr"
+                )
+            return
         reads = NEEDS.get(self.advantage) == "values" and not self.preference
         if reads and self.critic is None:
             raise ValueError(f"advantage = {self.advantage!r} needs a critic: set critic = 'initial'")
@@ -312,6 +326,11 @@ class AlgorithmSettings(Config):
         return alone and not self._distils and not self.kl_in_reward
 
     @property
+    def scores(self) -> bool:
+        """Whether what is trained judges replies, instead of writing them."""
+        return self.preference in OF_SCORES
+
+    @property
     def recomputes(self) -> bool:
         return self.old_logprobs == "recompute"
 
@@ -330,7 +349,7 @@ class AlgorithmSettings(Config):
         also = []
         if (r := self.reference) is not None and r.kl and r.into == "loss":
             also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
-        if (critic := self.critic) is not None:
+        if (critic := self.critic) is not None and not self.scores:
             also.append(LossSpec("value", {"clip": critic.clip}, weight=critic.weight))
         if weight := self.entropy.coefficient if entropy is None else entropy:
             also.append(LossSpec("entropy", weight=weight))
@@ -377,7 +396,7 @@ class AlgorithmSettings(Config):
         return self.model_copy(update=filled)
 
 
-EVERY_PREFERENCE: dict[str, Any] = {**PREFERENCES, **UNPAIRED}
+EVERY_PREFERENCE: dict[str, Any] = {**PREFERENCES, **UNPAIRED, **OF_SCORES}
 PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
 
 
