@@ -205,11 +205,11 @@ class AlgorithmSettings(Config):
                 if kind := of_given.get(value):
                     raise ValueError(f"{name} = {value!r} is of replies that the tasks give: set given = {kind!r} too")
             return
-        reference = self.reference or ReferenceSettings()
+        kl = self.reference is not None and self.reference.kl > 0
         idle = {
-            **{"corrections": self.corrections, "overlong": self.overlong.treat != "keep"},
+            **{"corrections": bool(self.corrections), "overlong": self.overlong.treat != "keep"},
             **{"zero_variance": self.zero_variance != "keep", "advantage": self.advantage != "none"},
-            **{"updates": self.updates.count > 1, "reference.kl": reference.kl, "reference.distil": reference.distil},
+            **{"updates": self.updates.count > 1, "reference.kl": kl, "reference.distil": self._distils},
         }
         if found := [name for name, is_set in idle.items() if is_set]:
             raise ValueError(f"{found[0]} does not apply to given = {self.given!r}: it is of what a policy sampled")
@@ -221,7 +221,7 @@ class AlgorithmSettings(Config):
             )
         if self.given == "answers" and self.loss != CROSS_ENTROPY and ".py:" not in self.loss:
             raise ValueError(
-                f"the loss {self.loss!r} does not go with given = 'answers': expected {CROSS_ENTROPY} or FILE.py:function"
+                f"the loss {self.loss!r} does not go with given = 'answers': expected {CROSS_ENTROPY!r} or FILE.py:function"
             )
         if self.reduction == "fixed" and self.fixed_length is None:
             raise ValueError(
