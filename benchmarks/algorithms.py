@@ -108,7 +108,8 @@ def teacher(place: Path, steps: int) -> Path:
 
 def presets(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str, Any]]:
     taught, rows = teacher(place, steps), []
-    for name in [name for name in PRESETS if not only or name in only]:
+    sampling = [name for name, values in PRESETS.items() if "given" not in values]
+    for name in [name for name in sampling if not only or name in only]:
         algorithm = {"name": name, **({"reference": {"model": str(taught)}} if name == "opd" else {})}
         for max_lag, runs in ((4, seeds), (0, 1)):
             found = trained(place, f"{name}-{max_lag}", algorithm, max_lag, steps, runs)

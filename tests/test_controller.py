@@ -123,7 +123,7 @@ class World:
         return []
 
     def prepare(self, groups, step, rows, logprobs):
-        self.lags += [self.weights - g.oldest for g in groups]
+        self.lags += [self.weights - (g.oldest or 0) for g in groups]
         return Prepared([], {}, [Update([], 1.0)], {})
 
 

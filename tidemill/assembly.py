@@ -23,6 +23,7 @@ from tidemill.controller import Controller, Hooks, Schedule
 from tidemill.envs.order import task_order
 from tidemill.evaluation import Evaluator
 from tidemill.exact import Recorded, take_up_exactly
+from tidemill.given import Given, HeldOut
 from tidemill.health import reporting
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
@@ -99,15 +100,18 @@ async def train(session: Session, parts: Parts) -> int:
     engines = [engine for each in parts.pools for engine in each.engines]
     contexts = [(await engine.capabilities()).context for engine in engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
-    roller = Rollout(
-        pool, episodes, config.rollout.group_size, config.seed, session.monitor.beside, config.algorithm.wants_greedy
-    )
+    if given := config.algorithm.given:
+        roller = Given(given, session.model.tokenizer)
+        held_out = HeldOut(parts.trainer, algorithm, roller)
+    else:
+        size, greedily = config.rollout.group_size, config.algorithm.wants_greedy
+        roller, held_out = Rollout(pool, episodes, size, config.seed, session.monitor.beside, greedily), None
 
     def unchanged(version: Version, why: str) -> None:
         session.tell("weights_unchanged", {"version": str(version), "why": why})
 
     publisher = PoolPublisher(parts.trainer, pool, unchanged)
-    evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed))
+    evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed), held_out)
     algorithm.recall({step.step: step.metrics for step in ledger.steps()})
     if config.deterministic:
         standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
@@ -183,13 +187,17 @@ def _eval_every(config: RunConfig) -> int:
     return config.eval.every or config.steps
 
 
-def _evaluation(session: Session, evaluator: Evaluator) -> Evaluation:
+def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None) -> Evaluation:
+    """What is judged is attempted, greedily; what is given is looked at, by the trainer: it has the weights of the version,
+    for they do not move before its publication has ended."""
     config = session.config
 
     async def evaluate(version: Version) -> Metrics:
         ends = version.step in (0, config.steps)
+        tasks = session.held_out(config.eval.final_tasks if ends else config.eval.tasks)
         with session.monitor.beside.span(EVALUATE, step=version.step):
-            return await evaluator(session.held_out(config.eval.final_tasks if ends else config.eval.tasks), version)
+            results = await evaluator(tasks, version) if config.judged else Metrics()
+            return results | (await held_out(tasks) if held_out else Metrics())
 
     return evaluate
 

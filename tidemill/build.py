@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tidemill.algorithms.settings import ReferenceSettings
+from tidemill.algorithms.settings import CriticSettings, ReferenceSettings
 from tidemill.config import Config, build
 from tidemill.engine.settings import EngineSettings
 from tidemill.orchestration.inline import Inline
@@ -53,6 +53,7 @@ class TrainerSpec(Config):
     trainer: TrainerSettings
     steps: int
     reference: ReferenceSettings | None = None
+    critic: CriticSettings | None = None
     sync: SyncSettings
     folder: Path  # for carriers that need one
     seed: int = 0
@@ -98,6 +99,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         spec.trainer,
         steps=spec.steps,
         reference=_reference(spec),
+        critic=_critic(spec, decoder),
         sender=make_sender(spec.sync, spec.folder),
         source=spec.model,
         offload=one_thread() if offload else inline,
@@ -120,6 +122,20 @@ def _reference(spec: TrainerSpec) -> Any:
 def begins_as(reference: ReferenceSettings, initial: Path) -> Path:
     """The folder of its weights."""
     return initial if reference.model == "initial" else Path(reference.model).expanduser()
+
+
+def _critic(spec: TrainerSpec, policy: Any) -> Any:
+    """The `trainer.critic.Critic` that it describes, or None. policy: the decoder that is trained."""
+    from tidemill.models.value import ValueModel, load_value_model
+    from tidemill.trainer.critic import Critic
+
+    if (given := spec.critic) is None:
+        return None
+    if given.model == "policy":
+        model = ValueModel(policy, shared=True)
+    else:
+        model = load_value_model(spec.model if given.model == "initial" else given.model)
+    return Critic(model, spec.trainer.model_copy(update={"lr": given.lr or spec.trainer.lr}), spec.steps)
 
 
 def import_roles() -> None:

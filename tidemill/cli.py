@@ -88,6 +88,18 @@ def samples(
 
 
 @app.command()
+def pairs(
+    run: RunDir,
+    out: Annotated[Path, typer.Argument(help="a .jsonl file to be made: rows for the algorithms dpo, ipo, orpo and simpo")],
+    as_json: AsJson = False,
+) -> None:
+    """The best and the worst attempt at each task of a run, where their rewards differ: rows to learn preferences from."""
+    from tidemill.commands import pairs as command
+
+    raise typer.Exit(command.pairs(run, out, as_json))
+
+
+@app.command()
 def ledger(
     run: RunDir,
     every: Annotated[bool, typer.Option("--all", help="every evaluation and event; else a few of each")] = False,

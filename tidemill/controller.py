@@ -311,11 +311,11 @@ class Controller:
         return all(self.versions.get((source.incarnation, source.step)) == source for source in sources)
 
     def _check(self, step: int, groups: Sequence[Group]) -> None:
-        """I1 and I2, at the last moment before a gradient."""
+        """I1 and I2, at the last moment before a gradient. They say nothing of given replies, which no policy sampled."""
         for group in groups:
             if not self._known([group]):
                 raise PolicyMismatch(f"group {group.id} holds tokens of a policy which this run never published")
-            if step - group.oldest > self.buffer.max_lag:
+            if group.oldest is not None and step - group.oldest > self.buffer.max_lag:
                 raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
 
     def _watch_outcomes(self, group: Group) -> None:

@@ -1,6 +1,6 @@
 """A run that is made to suffer: its parts are killed, frozen and starved on a schedule, and then the losses are counted.
 
-    train in a process of its own -> a calm while -> every so often one fault at one part, chosen by a seed -> stop -> count
+    train in a process of its own -> (a calm while -> every so often one fault at one part, chosen by a seed) ... -> count
 
 kill      SIGKILL to an engine, the trainer, a reward or environment worker, the fork server; to the controller, which is
           then started again
@@ -43,6 +43,7 @@ ROLES = {  # by module; engines and the trainer by status.json
 STARVED_S, FROZEN_S, DUTY_S, RUN_SHARE = 5.0, 3.0, 0.2, 0.1
 STOP_S = 120.0  # to end after its step when asked to
 TICK_S, LOOK_S = 0.25, 2.0  # between two looks at the run, and at the sizes of its processes
+ROUGH_S = 300.0  # of faults, between two calm whiles
 GROWN_S = 120.0  # the age from which on a process should not grow any more
 
 Schedule = tuple[tuple[str, str, float], ...]
@@ -90,8 +91,8 @@ class Outcome:
     faults: list[Fault] = field(default_factory=list)
     starts: int = 0  # of the controller
     statuses: list[int] = field(default_factory=list)  # exit statuses of the controller, in order
-    calm_rate: float = 0.0  # trained groups a second before the first fault
-    rate: float = 0.0  # and after it
+    calm_rate: float = 0.0  # trained groups a second in calm whiles
+    rate: float = 0.0  # and in rough ones
     groups: dict[str, Any] = field(default_factory=dict)
     lives: list[Life] = field(default_factory=list)  # in the order in which they began
     left: list[str] = field(default_factory=list)  # processes still there after the end
@@ -99,6 +100,24 @@ class Outcome:
     @property
     def ok(self) -> bool:
         return not self.left and not self.groups.get("lost", 1) and not self.groups.get("trained_twice", 1)
+
+
+class _Pace:
+    """Trained groups a second, over several whiles."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.seconds, self._trained = folder, 0.0, 0
+
+    @property
+    def rate(self) -> float:
+        return self._trained / max(self.seconds, 1e-9)
+
+    @contextmanager
+    def measured(self) -> Iterator[None]:
+        begin, before = time.monotonic(), _trained(self._folder)
+        yield
+        self.seconds += time.monotonic() - begin
+        self._trained += _trained(self._folder) - before
 
 
 class Drill:
@@ -114,8 +133,8 @@ class Drill:
         spare: Collection[str] = (),
         note: Callable[[str], None],
     ) -> None:
-        """command: trains `config`, and goes on with it when it is run again. every_s: the mean time between two faults.
-        spare: roles to which nothing is done."""
+        """command: trains `config`, and goes on with it when it is run again. calm_s: of each calm while. every_s: the mean
+        time between two faults of a rough one. spare: roles to which nothing is done."""
         self._config, self._command, self._note = config, command, note
         self._seconds, self._calm_s, self._every_s = seconds, calm_s, every_s
         self._rng, self._spare = random.Random(seed), spare
@@ -146,32 +165,42 @@ class Drill:
         return self.outcome
 
     def _loop(self, begin: float) -> None:
+        """Calm and rough by turns: what changes the run's speed besides (the policy's replies, the machine) is in both."""
         self._start()
         steps = _steps(self._folder)
         while steps == _steps(self._folder):  # the clock runs from the first step on: a start is not the run's speed
             self._tick()
-        calm, trained = time.monotonic(), _trained(self._folder)
-        self._wait(lambda: time.monotonic() - calm >= self._calm_s)
-        now = time.monotonic()
-        self.outcome.calm_s = now - calm
-        self.outcome.calm_rate = (_trained(self._folder) - trained) / max(now - calm, 1e-9)
-        first, trained, due = now, _trained(self._folder), now
-        while time.monotonic() - begin < self._seconds and not self._complete():
-            if time.monotonic() < due or (fault := self._fault(begin)) is None:
+        calm, rough = _Pace(self._folder), _Pace(self._folder)
+        end = begin + self._seconds
+        while time.monotonic() < end and not self._complete():
+            with calm.measured():
+                until = min(time.monotonic() + self._calm_s, end)
+                self._wait(lambda until=until: time.monotonic() >= until)
+            with rough.measured():
+                self._suffer(begin, min(time.monotonic() + ROUGH_S, end))
+        self.outcome.calm_s, self.outcome.calm_rate, self.outcome.rate = calm.seconds, calm.rate, rough.rate
+        self._look()
+        self.outcome.lives = [life for _, life in self._lives.values()]
+
+    def _suffer(self, begin: float, until: float) -> None:
+        """Faults until then; ends when the last one is over, which is a part of it."""
+        due = time.monotonic()
+        while (now := time.monotonic()) < until and not self._complete():
+            if now < due or (fault := self._fault(begin)) is None:
                 self._tick()
                 continue
             hit, steps, back = begin + fault.at, _steps(self._folder), None
             due += self._rng.uniform(0.5, 1.5) * self._every_s
-            while time.monotonic() < due and time.monotonic() - begin < self._seconds and not self._complete():
+            latest = max(until, hit + STOP_S)
+            while (now := time.monotonic()) < latest and not self._complete():
+                if (now >= due and due < until) or (back is not None and now >= min(due, until)):
+                    break  # the next one is due, or the last one is over
                 self._tick()
                 if back is None and _steps(self._folder) > steps:
                     back = time.monotonic() - hit
             self.outcome.faults.append(replace(fault, recovered_s=back))
             came = "" if back is None else f"; the next step ended {back:.1f} s later"
             self._note(f"{fault.at:6.0f} s  {fault.what} {fault.whom}{came}")
-        self.outcome.rate = (_trained(self._folder) - trained) / max(time.monotonic() - first, 1e-9)
-        self._look()
-        self.outcome.lives = [life for _, life in self._lives.values()]
 
     def _start(self) -> None:
         environment = os.environ | {LOG_VARIABLE: str(self._log), VARIABLE: self._armed}

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.algorithms.settings import ReferenceSettings
+from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
 from tidemill.models.architecture import Architecture
@@ -67,23 +67,29 @@ def vocabulary_of(model: str) -> dict[int, str]:
     return {i: token for token, i in load_tokenizer(Path(model).expanduser()).get_vocab().items()}
 
 
-def check_reference(reference: ReferenceSettings, model: str) -> None:
-    """Raises ConfigError for a reference that is no folder, or whose logprobs cannot be held against the policy's: other
-    tokens. `model`: the policy's; where that is no folder here, there is nothing to compare."""
-    if reference.model == "initial":
-        return
-    what = f"algorithm.reference.model = {reference.model!r}"
-    other = None if reference.model.startswith(NEW) else architecture_of(reference.model)
+def check_companions(algorithm: AlgorithmSettings, model: str) -> None:
+    """Raises ConfigError for a reference or a critic that is no folder, or that reads other tokens than the policy: their
+    logprobs and values are of its answers. `model`: the policy's."""
+    if (reference := algorithm.reference) is not None and reference.model != "initial":
+        _check_companion("algorithm.reference.model", reference.model, model)
+    if (critic := algorithm.critic) is not None and critic.model not in ("initial", "policy"):
+        _check_companion("algorithm.critic.model", critic.model, model)
+
+
+def _check_companion(key: str, given: str, model: str) -> None:
+    """Where the policy's is no folder here, there is nothing to compare."""
+    what = f"{key} = {given!r}"
+    other = None if given.startswith(NEW) else architecture_of(given)
     if other is None:
         raise ConfigError(f"{what} is not a folder: give the path of a Hugging Face model, or 'initial'")
     if (own := architecture_of(model)) is None:
         return
-    advice = "their logprobs cannot be compared; give a model with the policy's tokenizer"
+    advice = "it cannot judge the policy's tokens; give a model with the policy's tokenizer"
     if other.vocab != own.vocab:
         raise ConfigError(
             f"{what} has a vocabulary of {other.vocab} tokens and the policy {model!r} one of {own.vocab}: {advice}"
         )
-    theirs, ours = vocabulary_of(reference.model), vocabulary_of(model)
+    theirs, ours = vocabulary_of(given), vocabulary_of(model)
     if differ := sorted(i for i in theirs.keys() | ours.keys() if theirs.get(i) != ours.get(i)):
         first = f"id {differ[0]} is {theirs.get(differ[0])!r} there and {ours.get(differ[0])!r} here"
         raise ConfigError(f"{what} and the policy {model!r} differ in {len(differ)} of their tokens ({first}): {advice}")

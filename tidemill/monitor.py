@@ -20,7 +20,7 @@ from tidemill.algorithms.mismatch import LogprobGap, Mismatch, lag_zero
 from tidemill.algorithms.symptoms import Symptoms
 from tidemill.breaker import Change
 from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
-from tidemill.observability.display import Display
+from tidemill.observability.display import HELD_OUT, Display
 from tidemill.observability.memory import PeakMemory
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
@@ -63,10 +63,12 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
     """What the policy does. Groups finish in bursts, so this looks at the latest batch's worth of them, dropped or not."""
     for t in (t for group in groups for t in group.trajectories if t.sample != GREEDY):
-        metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
-        metrics.mean("length/mean", t.sampled)
-        metrics.max("length/max", t.sampled)
-        metrics.mean("truncated", t.finish in TRUNCATED)
+        length = int(t.learnt.sum())
+        metrics.mean("length/mean", length)
+        metrics.max("length/max", length)
+        if t.given is None:  # a score that was given with a reply is no reward of the policy's
+            metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
+            metrics.mean("truncated", t.finish in TRUNCATED)
 
 
 @dataclass(slots=True)
@@ -106,7 +108,7 @@ class Monitor:
         self._window, self.totals = StepMetrics(), Totals()
         self._recent: deque[Group] = deque(maxlen=1)  # the latest groups that were rolled out
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
-        self._accuracy: float | None = None
+        self._held_out: Metrics = {}  # of the latest evaluation, for the steps after it
         self._versions: dict[int, Version] = {}  # by step, those that no step has been told of yet
         self._last = time.monotonic()
         self.loop, self.beside = Timeline(), Beside()  # what this process does: its steps, and rollouts and evaluations
@@ -158,7 +160,7 @@ class Monitor:
         self.totals.versions += 1
 
     def evaluated(self, step: int, results: Metrics) -> None:
-        self._accuracy = results["accuracy"]
+        self._held_out = {f"eval/{name}": results[name] for name in HELD_OUT if name in results}
         self._sinks.log(step, {f"eval/{name}": value for name, value in results.items()})
         self._display.evaluated(step, results)
 
@@ -171,10 +173,12 @@ class Monitor:
         for i in range(min(PROBED_ROWS, len(samples))):
             index = (first + i * 7919) % len(samples)
             sample = samples[index]
+            if not sample.mask.any():
+                continue  # no policy sampled it
             scored = await pool.run(lambda e, s=sample: e.score(s.tokens, served.policy, s.temperature, 0))
             if scored.version != served:
                 self.totals.probe_off += 1
-            elif sample.mask.any():
+            else:
                 own = logprobs[index]
                 if sample.support is not None:  # an engine scores over the whole vocabulary
                     assert self._trainer is not None
@@ -191,9 +195,9 @@ class Monitor:
         for sample, logprobs, matched in zip(samples, result.logprobs, present, strict=True):
             gap.add(sample.logprobs, logprobs, sample.mask, matched)
         self.totals.mismatch.merge(gap)
-        lags = [step - group.oldest for group in groups]
+        lags = [step - group.oldest for group in groups if group.oldest is not None]
         self.totals.lags.update(lags)
-        self.totals.max_lag = max(self.totals.max_lag, *lags)
+        self.totals.max_lag = max([self.totals.max_lag, *lags])
         self.totals.trained_tokens += int(result.metrics["tokens"])
         describe(self._window, self._recent)
         matched, rolled_out = self.totals.matched, self._window.take()
@@ -203,18 +207,18 @@ class Monitor:
             **{f"train/{name}": value for name, value in metrics.items()},
             **_means(result.metrics),
             **{f"mismatch/{name}": value for name, value in gap.metrics().items()},
-            "lag/mean": float(np.mean(lags)),
-            "lag/max": float(max(lags)),
+            **({"lag/mean": float(np.mean(lags)), "lag/max": float(max(lags))} if lags else {}),
             "version": float(served.step),
         }
         if matched.tokens:
             found = matched.metrics()
             record |= {"mismatch/lag0_mean": found["logprob_gap"], "mismatch/lag0_p99": found["logprob_gap_p99"]}
-        if self._accuracy is not None:
-            record["eval/accuracy"] = self._accuracy
+        record |= self._held_out
         for warning in self.totals.symptoms.look(groups, record):
             self._display.note(f"warning: {warning}")
         record |= await self._times()
+        if not self.totals.tokens:  # nothing is sampled at all
+            record["throughput/tokens_per_s"] = record["train/tokens"] / max(record["time/step_s"], 1e-9)
         self._sinks.log(step + 1, record)
         self._display.step(record)
 

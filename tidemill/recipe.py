@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.config import Config, ConfigError, load
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.settings import EnvironmentWorkers, EnvSettings, parse_env
+from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, parse_env
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
@@ -121,6 +122,11 @@ class RunConfig(Config):
         used = (self.trainer.dtype, self.trainer.serving_dtype, self.engine.dtype)
         return "bfloat16" if "bfloat16" in used else "float32"
 
+    @property
+    def judged(self) -> bool:
+        """Whether anything can judge a reply: rows whose own replies are learnt need no reward."""
+        return not (isinstance(self.env, RowsSettings) and self.env.reward in NO_REWARD)
+
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -136,11 +142,13 @@ class RunConfig(Config):
         tree = cls.expanded(given)
         if isinstance(chosen := tree.get("algorithm"), dict) and "name" not in chosen:
             tree = {**tree, "algorithm": {"name": "grpo", **chosen}}  # as where nothing of it is given
+        tree = _as_given(tree)
         return _exactly(tree) if tree.get("deterministic") is True else tree
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
         self.algorithm.check(self.rollout.groups, self.rollout.group_size)
+        self._expect_sampled_or_given()
         if self.deterministic and (self.warmup.accuracy or self.rollout.window > 1):
             raise ValueError(
                 "deterministic = true: a warm-up ends by the clock, and a window above 1 takes groups as they finish; set "
@@ -172,6 +180,27 @@ class RunConfig(Config):
                 "of it; leave them off, or set 0 engines for the reference"
             )
 
+    def _expect_sampled_or_given(self) -> None:
+        if not (given := self.algorithm.given):
+            if not self.judged:
+                raise ValueError(
+                    "env.reward is empty: expected exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; "
+                    "only what learns the rows' own replies (sft, dpo, ipo, orpo, simpo, kto) needs none"
+                )
+            return
+        if self.warmup.accuracy:
+            raise ValueError(
+                f"warmup.accuracy = {self.warmup.accuracy:g} does not go with given = {given!r}: take as the model the "
+                "final/ of a run of sft"
+            )
+        fresh = RolloutSettings()
+        if changed := [name for name in OF_SAMPLING if getattr(self.rollout, name) != getattr(fresh, name)]:
+            raise ValueError(
+                f"rollout.{changed[0]} does not apply to given = {given!r}: nothing is sampled, and evaluation is greedy"
+            )
+
+
+OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 EXACT = {
     "engine": {"batch_invariant": True, "in_flight": "finish", "dtype": "float32", "device": "cpu"},
@@ -194,6 +223,26 @@ def _exactly(tree: dict[str, Any]) -> dict[str, Any]:
                 )
         tree = {**tree, table: {**given, **settled}}
     return tree
+
+
+def _as_given(tree: dict[str, Any]) -> dict[str, Any]:
+    """Where the tasks give the attempts, these are as many as a task holds."""
+    chosen, rollout = tree.get("algorithm"), tree.get("rollout", {})
+    if isinstance(chosen, dict):
+        preset = PRESETS.get(str(chosen.get("name")), {})
+        given = str(chosen.get("given", preset.get("given", "")))
+    else:
+        given = chosen.given if isinstance(chosen, AlgorithmSettings) else ""
+    if isinstance(rollout, Config):
+        rollout = rollout.model_dump(exclude_unset=True)
+    if given not in ATTEMPTS or not isinstance(rollout, dict):
+        return tree  # an unknown kind, and what is no table, are refused as that
+    if (size := rollout.get("group_size", ATTEMPTS[given])) != ATTEMPTS[given]:
+        raise ValueError(
+            f"rollout.group_size = {size} does not go with given = {given!r}, where a task holds {ATTEMPTS[given]}: "
+            "leave it out"
+        )
+    return {**tree, "rollout": {**rollout, "group_size": ATTEMPTS[given]}}
 
 
 MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "record", "scoring", "supervise"})

@@ -31,7 +31,7 @@ from tidemill.protocols import CheckpointError
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder
 from tidemill.trainer.native import NativeTrainer
-from tidemill.types import GREEDY, Array, Sample, Trajectory, Version
+from tidemill.types import GREEDY, Array, Finish, Sample, Trajectory, Version
 
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # of those that differ: each is computed in every way that could explain it
@@ -83,6 +83,7 @@ class Replay:
     versions: list[VersionReplay] = field(default_factory=list)
     strangers: list[str] = field(default_factory=list)  # folders whose weights are not what was published
     elsewhere: int = 0  # trajectories of versions whose weights are not on disk, or of several
+    given: int = 0  # trajectories that no version sampled: there is nothing to replay of them
     removed: int = 0  # by retention
 
     @property
@@ -91,7 +92,8 @@ class Replay:
 
     @property
     def ok(self) -> bool:
-        return bool(self.replayed) and not self.strangers and not any(each.off for each in self.versions)
+        some = bool(self.replayed) or (self.given > 0 and not self.elsewhere + self.removed)
+        return some and not self.strangers and not any(each.off for each in self.versions)
 
 
 async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
@@ -147,6 +149,7 @@ def _choose(
     chosen: dict[Version, list[tuple[int, int, Trajectory]]] = {v: [] for each in stored for v in each.versions}
     steps = {version.step for version in chosen}
     for line in ledger.samples(order="recent", limit=2**62):
+        result.given += line.finish == Finish.GIVEN
         if not line.sampled:
             continue
         if line.oldest != line.newest or line.oldest not in steps:

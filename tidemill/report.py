@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from tidemill.evaluation import errors_apart
+from tidemill.given import FIGURES
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
 from tidemill.machine import usable_cores
@@ -35,6 +36,7 @@ def make_report(
         "accuracy_before": evaluations[0].accuracy if evaluations else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
         "held_out": evaluations[-1].n if evaluations else None,
+        "held_out_given": _given(evaluations),
         "unlearned": unlearned(evaluations),
         "steps": 0 if last is None else last + 1,
         "wall_s": round(wall_s, 2),
@@ -67,6 +69,13 @@ def make_report(
         "advice": advice(totals, config),
         "warnings": dict(totals.symptoms.told),
     }
+
+
+def _given(evaluations: Sequence[EvalRecord]) -> dict[str, dict[str, float]] | None:
+    """The first and the last held-out figures of replies that the tasks give, where these are learnt."""
+    names = ("loss", *FIGURES)
+    found = [{name: e.metrics[name] for name in names if name in e.metrics} for e in (*evaluations[:1], *evaluations[-1:])]
+    return {"before": found[0], "after": found[1]} if found and all(found) else None
 
 
 def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:

@@ -22,9 +22,10 @@ from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
+from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
-from tidemill.model_folder import ModelFolder, check_reference, resolve_model
+from tidemill.model_folder import ModelFolder, check_companions, resolve_model
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
@@ -83,8 +84,7 @@ async def _in_folder(
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
-        if config.algorithm.reference is not None:
-            check_reference(config.algorithm.reference, config.model)
+        check_companions(config.algorithm, config.model)
         forget_end(folder.path)
         folder.interrupted.unlink(missing_ok=True)
         try:
@@ -118,10 +118,10 @@ async def _with_environment(
             model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
             session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
             _describe(session)
-            if ledger.next_group_id() == 0:
-                await _vouch(session)
-            else:
+            if ledger.next_group_id() > 0:
                 _expect_same_tasks(session)
+            elif config.judged:
+                await _vouch(session)
             return await _run(session)
         finally:
             await environment.close()
@@ -146,16 +146,21 @@ def _describe(session: Session) -> None:
     """Check what can be checked before anything is started, and say what is about to run."""
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(config.eval.final_tasks)
-    longest = check_prompts([*train, *held_out], session.model.tokenizer, session.context)
+    tokenizer, given = session.model.tokenizer, config.algorithm.given
+    longest = check_prompts([*train, *held_out], tokenizer, session.context)
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
+    how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups x "
+    rows = f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}"
+    if given:
+        how = f"nothing is sampled: {config.steps} steps of {config.rollout.groups} tasks x "
+        rows = f"rows up to {check_given(given, [*train, *held_out], tokenizer, session.context)} tokens"
     session.monitor.header(
         [
             f"task: {environment.name}   {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
             f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {config.model}",
-            f"{config.algorithm.name}, {synchronous}, max_lag {config.max_lag}: {config.steps} steps of "
-            f"{config.rollout.groups} groups x {config.rollout.group_size} = {per_step} samples",
-            f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}",
+            f"{config.algorithm.name}, {how}{config.rollout.group_size} = {per_step} samples",
+            rows,
         ]
     )
 
@@ -221,6 +226,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         trainer=config.trainer,
         steps=config.steps * config.algorithm.updates.count,
         reference=config.algorithm.reference,
+        critic=config.algorithm.critic,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,

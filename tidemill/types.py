@@ -28,6 +28,7 @@ class Finish(StrEnum):
     ENV_DONE = "env_done"  # the environment ended the episode
     ENV_ERROR = "env_error"  # the environment raised
     CANCELLED = "cancelled"  # aborted; nothing is trained on it
+    GIVEN = "given"  # nothing was sampled: the task holds the reply
 
 
 TRUNCATED = frozenset({Finish.LENGTH, Finish.CONTEXT})
@@ -198,6 +199,12 @@ class Trajectory:
     support: Support | None = None  # rows align with the masked positions, in order
     parent: tuple[int, int] | None = None  # (trajectory, position) this one was forked from
     info: dict[str, float] = field(default_factory=dict)  # timings and counts: queued_s, reward_s, cached_tokens, ...
+    given: Array | None = None  # [T] bool    nobody sampled this token, and it is to be learnt; None: there is none such
+
+    @property
+    def learnt(self) -> Array:
+        """[T] bool: the tokens that may be trained on, sampled or given."""
+        return self.mask if self.given is None else self.mask | self.given
 
     @property
     def sampled(self) -> int:
@@ -228,6 +235,8 @@ class Trajectory:
             raise ValueError("trajectory versions do not match its mask")
         if set(self.versions[self.mask].tolist()) != {v.step for v in self.sources}:
             raise ValueError("trajectory versions do not match its sources")
+        if (given := self.given) is not None and (given.shape != shape or given.dtype != bool or (given & self.mask).any()):
+            raise ValueError("trajectory has given tokens that are no tokens of it, or that were sampled")
 
 
 @dataclass(slots=True)
@@ -239,8 +248,9 @@ class Group:
     trajectories: list[Trajectory] = field(default_factory=list)
 
     @property
-    def oldest(self) -> int:
-        return min(t.oldest for t in self.trajectories if t.mask.any())
+    def oldest(self) -> int | None:
+        """The step of its oldest sampled token; None where nothing was sampled, so that it has no age."""
+        return min((t.oldest for t in self.trajectories if t.mask.any()), default=None)
 
     @property
     def rewards(self) -> Array:
@@ -272,12 +282,19 @@ class Sample:
     temperature: float = 1.0
     old_logprobs: Array | None = None  # [T] float32  trainer-side logprob at the start of the step, when recomputed
     ref_logprobs: Array | None = None  # [T] float32  reference policy
+    values: Array | None = None  # [T] float32  a critic's value before each token, at the start of the step
+    returns: Array | None = None  # [T] float32  what the critic is trained towards
     lags: Array | None = (
         None  # [T] int32  updates since the weights that sampled it, where the loss reads that; 0 where not mask
     )
     support: Support | None = None  # rows align with the masked positions: logprobs are of the distribution over these ids
     group: int = -1
     sample: int = 0
+
+    @property
+    def predicted(self) -> Array:
+        """[T] bool: the tokens whose logprobs a pass over the row gives: those sampled, and those with a weight."""
+        return self.mask | (self.weights != 0)
 
 
 Metrics = dict[str, float]

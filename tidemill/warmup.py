@@ -11,12 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from tidemill.algorithms.prepare import supervised
 from tidemill.config import ConfigError
 from tidemill.envs.order import task_order
-from tidemill.envs.template import Tokenizer, prompt_tokens
+from tidemill.envs.template import Tokenizer, as_messages, conversation
 from tidemill.evaluation import Evaluator
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Trainer
@@ -87,6 +85,4 @@ def _row(task: Task, tokenizer: Tokenizer) -> Row:
         raise ConfigError(
             f"warm-up needs a text `answer` in each task; task {task.id} has {answer!r}: set warmup.accuracy = 0"
         )
-    prompt = prompt_tokens(tokenizer, task.prompt)
-    reply = np.array([*tokenizer.encode(answer, add_special_tokens=False), tokenizer.eos_token_id], np.int32)
-    return np.concatenate([prompt, reply]), np.arange(len(prompt) + len(reply)) >= len(prompt)
+    return conversation(tokenizer, [(as_messages(task.prompt), answer)])

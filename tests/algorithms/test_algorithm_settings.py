@@ -81,7 +81,8 @@ def test_the_loss_gets_what_is_added_to_it():
     ("value", "message"),
     [
         ("grop", "unknown algorithm 'grop'; did you mean 'grpo'"),
-        ("ppo3000", "expected one of grpo, dr_grpo"),
+        ("best", "expected one of grpo, dr_grpo"),
+        ("ppo3000", "did you mean 'ppo'"),
         ({"clip_high": 0.3}, "name the preset to start from"),
         ({"name": "aipo", "clip_high": 0.3}, "clip_high does not apply: the loss 'aipo' takes cap; the advantage 'dr_grpo'"),
         ({"name": "grpo", "cap": 3}, "cap does not apply: the loss 'ppo_clip' takes clip_low"),
@@ -107,7 +108,12 @@ def test_the_loss_gets_what_is_added_to_it():
         ({"name": "online_dpo", "old_logprobs": "behaviour"}, "needs old_logprobs = 'recompute'"),
         ({"name": "online_dpo", "loss": "ppo_clip"}, "the loss 'reinforce'"),
         ({"name": "reinforce_pp", "zero_variance": "drop"}, "has a gradient all the same"),
-        ({"name": "grpo", "advantage": "gae"}, "needs a critic"),
+        ({"name": "grpo", "advantage": "gae"}, "needs a critic: set critic = 'initial'"),
+        ({"name": "grpo", "critic": "initial"}, "nothing reads it: set advantage = 'gae', not 'grpo'"),
+        ({"name": "ppo", "advantage": "rloo"}, "nothing reads it"),
+        ({"name": "ppo", "zero_variance": "drop"}, "has a gradient all the same"),
+        ({"name": "ppo", "loss": "gspo"}, "one term for a whole attempt"),
+        ({"name": "ppo", "critic": {"clip": -1}}, "critic.clip"),
         ({"name": "grpo", "updates": {"epochs": 2}}, "2 updates a step need old_logprobs"),
         ({"name": "online_dpo", "updates": {"epochs": 2}}, "exact for one update"),
         ({"name": "decoupled_ppo", "corrections": "opsm", "updates": {"epochs": 2}}, "before it moves: no 2 updates"),
@@ -117,6 +123,15 @@ def test_the_loss_gets_what_is_added_to_it():
 def test_what_cannot_be_meant_is_refused(value, message):
     with pytest.raises(ConfigError, match=message.replace("(", r"\(")):
         parse(value)
+
+
+def test_a_critic_is_a_word_or_a_table_and_its_loss_a_term():
+    assert parse({"name": "ppo", "critic": "policy"}).critic.model == "policy"
+    settings = parse({"name": "ppo", "critic": {"clip": 0.2, "weight": 0.1, "lr": 1e-5}, "lam": 0.95})
+    assert settings.critic.model == "initial" and settings.constants_for("gae")["lam"] == 0.95
+    assert [(e.name, e.params, e.weight) for e in settings.loss_spec().also] == [("value", {"clip": 0.2}, 0.1)]
+    assert parse({"name": "grpo", "advantage": "gae", "critic": "initial"}).critic is not None
+    parse("ppo").check(4, 1)
 
 
 def test_groups_that_would_train_nothing_are_refused():

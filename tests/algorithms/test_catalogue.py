@@ -22,7 +22,7 @@ from tidemill.algorithms.corrections import Ratios, correction_by_name
 from tidemill.algorithms.losses import LossInput, loss_by_name
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PER_SEQUENCE, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
-from tidemill.algorithms.settings import UNAVAILABLE, AlgorithmSettings
+from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.config import Config, build
 from tidemill.types import LossSpec
 
@@ -58,7 +58,7 @@ def test_an_entry_is_its_docstring_and_its_signature():
     found, said = entry("loss", "aipo"), " ".join((losses.aipo.__doc__ or "").split())
     assert found.formula == "-sg[min(rho, cap)] A log pi, rho = pi / mu" and found.constants == {"cap": 5.0}
     assert said == f"{found.formula}. Source: {found.source} When: {found.when}. Cost: {found.cost}."
-    assert entry("library", "kto").constants == {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
+    assert entry("preference", "kto").constants == {"beta": 0.1, "desirable_weight": 1.0, "undesirable_weight": 1.0}
 
 
 def test_lines_that_go_on_belong_to_their_part():
@@ -117,7 +117,7 @@ def test_what_is_written_by_hand_holds():
     assert {
         name for name in settings if f"`{name}" not in prose.ABOUT["reward"] and not name.startswith("corrections.")
     } == set()
-    assert all(f"`{name}`" in prose.ABOUT["advantage"] for name in (*USING_GIVEN, *UNAVAILABLE))
+    assert all(f"`{name}`" in prose.ABOUT["advantage"] for name in USING_GIVEN)
     assert all(f"`{name}`" in prose.ABOUT["loss"] for name in PER_SEQUENCE)
 
 
@@ -133,7 +133,7 @@ def test_the_examples_of_recipes_are_accepted():
     lines = blocks("toml")[0].splitlines()
     for line in (*lines, *(f"algorithm = {each}" for each in re.findall(r"`algorithm = (\{.*?\})`", prose.OWN))):
         build(Recipe, tomllib.loads(line))
-    assert len(lines) == 5
+    assert len(lines) == 6
 
 
 def test_the_examples_of_functions_do_what_they_say(tmp_path: Path):

@@ -9,15 +9,7 @@ import pytest
 import torch
 
 from tidemill.algorithms import losses
-from tidemill.algorithms.losses import (
-    LOSSES,
-    PROPORTIONAL,
-    LossInput,
-    evaluate,
-    loss_by_name,
-    ratio,
-    value_loss,
-)
+from tidemill.algorithms.losses import LOSSES, PROPORTIONAL, LossInput, evaluate, loss_by_name, ratio
 from tidemill.algorithms.presets import ANCHORED, PER_SEQUENCE
 from tidemill.codec import CodecError, decode, encode
 from tidemill.types import LossSpec
@@ -66,7 +58,9 @@ def inputs(rows, dtype=torch.float64):
     x = {k: torch.tensor(v) for k, v in vars(rows).items()}
     pi, old, mu, a, ref, h = (x[k].to(dtype) for k in ("pi", "old", "mu", "a", "ref", "h"))
     count = int(rows.sequence.max(initial=-1)) + 1
-    return LossInput(pi.requires_grad_(), mu, old, a, x["sequence"].long(), count, ref, h.requires_grad_(), x["lag"].long())
+    pi, of_critic = pi.requires_grad_(), {"old_values": old.clone(), "returns": ref.clone()}
+    found = LossInput(pi, mu, old, a, x["sequence"].long(), count, ref, h.requires_grad_(), x["lag"].long(), **of_critic)
+    return replace(found, values=pi)  # a critic's values are numbers like any other: what is differentiated is one of them
 
 
 def gradient(total, x):
@@ -171,6 +165,15 @@ def np_entropy(b, pi, sg):
     return -b.h
 
 
+def np_value(b, pi, sg, clip=0.0):
+    near = b.old + np.clip(pi - b.old, -clip, clip) if clip else pi
+    return np.where(np.abs(near - b.ref) > np.abs(pi - b.ref), (near - b.ref) ** 2, (pi - b.ref) ** 2) / 2
+
+
+def np_score(b, pi, sg):
+    return -b.a * pi
+
+
 CASES = {
     **{name: (name, {}) for name in LOSSES},
     "asymmetric": ("ppo_clip", {"clip_low": 0.1, "clip_high": 0.4}),
@@ -186,6 +189,7 @@ CASES = {
     "gmpo-tight": ("gmpo", {"bound": 0.1}),
     "topr-cap": ("topr", {"cap": 2.5}),
     "rollout_mask-wide": ("rollout_mask", {"clip_low": 0.5, "clip_high": 1.0}),
+    "value-clip": ("value", {"clip": 0.3}),
     **{f"{k}-plain": (k, {"importance": 0}) for k in ("kl_k1", "kl_k2", "kl_k3")},
 }
 POLICY_CASES = [case for case, (name, _) in CASES.items() if name in PROPORTIONAL]
@@ -429,7 +433,7 @@ def test_what_a_loss_needs_and_does_not_get_is_named(case, missing, message):
 
 def test_tables():
     assert PER_SEQUENCE | ANCHORED <= PROPORTIONAL < set(LOSSES)
-    assert set(LOSSES) - PROPORTIONAL == {"cross_entropy", "kl_k1", "kl_k2", "kl_k3", "entropy"}
+    assert set(LOSSES) - PROPORTIONAL == {"cross_entropy", "kl_k1", "kl_k2", "kl_k3", "entropy", "value", "score"}
     assert {"np_" + name for name in LOSSES} == {n for n in globals() if n.startswith("np_")} - {"np_clip"}
 
 
@@ -445,7 +449,7 @@ def test_what_is_said_to_read_p_hat_is_what_reads_it(name):
         )
 
 
-@pytest.mark.parametrize("each", [*LOSSES.values(), value_loss], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("each", LOSSES.values(), ids=lambda f: f.__name__)
 def test_each_says_its_formula_its_source_when_and_at_what_cost(each):
     formula, _, rest = inspect.cleandoc(each.__doc__).partition("\n\n")
     assert formula.endswith(".")
@@ -453,28 +457,50 @@ def test_each_says_its_formula_its_source_when_and_at_what_cost(each):
     assert [line for line in rest.split("\n") if re.match(r"\w+: ", line)] == re.findall(
         r"(?m)^(?:Source|When|Cost): .*", rest
     )
-    if each is not value_loss:
-        constants = [p for p in inspect.signature(each).parameters.values() if p.name != "x"]
-        assert all(p.kind is p.KEYWORD_ONLY and type(p.default) is float for p in constants)
+    constants = [p for p in inspect.signature(each).parameters.values() if p.name != "x"]
+    assert all(p.kind is p.KEYWORD_ONLY and type(p.default) is float for p in constants)
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.2])
-def test_value_loss(clip):
+def test_the_loss_of_a_critic(clip):
     rng = np.random.default_rng(0)
     v, target, old = rng.normal(0, 1, 50), rng.normal(0, 1, 50), rng.normal(0, 1, 50)
     near = np.clip(v, old - clip, old + clip) if clip else v
     live = torch.tensor(v, requires_grad=True)
-    found = value_loss(live, torch.tensor(target), torch.tensor(old), clip)
+    x = replace(values_only(50), values=live, returns=torch.tensor(target), old_values=torch.tensor(old))
+    result = LOSSES["value"](x, clip=clip)
+    found = result.terms
+    np.testing.assert_allclose(result.metrics["value_error"].detach(), (v - target) ** 2, rtol=1e-12)
     np.testing.assert_allclose(found.detach(), np.maximum((v - target) ** 2, (near - target) ** 2) / 2, rtol=1e-12)
     (slope,) = torch.autograd.grad(found.sum(), live)
     held = (np.abs(v - old) > clip) & (np.abs(near - target) > np.abs(v - target)) if clip else np.zeros(50, bool)
     np.testing.assert_allclose(slope, np.where(held, 0, v - target), rtol=1e-12)
     assert held.any() == (clip > 0)
+    if clip:
+        np.testing.assert_array_equal(result.metrics["value_clipped"], (near - target) ** 2 > (v - target) ** 2)
+
+
+def test_the_loss_of_a_score_is_linear_in_it():
+    live, a = torch.tensor([2.0, -1.0], requires_grad=True), torch.tensor([0.5, -3.0])
+    terms = LOSSES["score"](replace(values_only(2), values=live, advantages=a)).terms
+    assert terms.tolist() == [-1.0, -3.0]
+    assert torch.autograd.grad(terms.sum(), live)[0].tolist() == [-0.5, 3.0]
+
+
+@pytest.mark.parametrize("name", ["value", "score"])
+def test_values_are_asked_for_by_name(name):
+    with pytest.raises(ValueError, match=rf"{name} needs a critic's values and returns: set algorithm\.critic"):
+        LOSSES[name](values_only(3))
+
+
+def values_only(count):
+    nothing = torch.zeros(count)
+    return LossInput(nothing, nothing, nothing, nothing, torch.arange(count), count)
 
 
 def test_unknown_names_and_constants_say_what_is_accepted():
     with pytest.raises(
-        ValueError, match=r"loss 'ppo_clop'.*ppo_clip, .*entropy, or FILE\.py:function; did you mean 'ppo_clip'"
+        ValueError, match=r"loss 'ppo_clop'.*ppo_clip, .*score, or FILE\.py:function; did you mean 'ppo_clip'"
     ):
         loss_by_name(LossSpec("ppo_clop"))
     with pytest.raises(ValueError, match=r"'aipo' has no constant clip_high: it takes cap"):
@@ -504,7 +530,7 @@ def test_constants_out_of_range_are_refused(name, constant, value):
         with pytest.raises(ValueError, match=rf"{constant}=.*expected"):
             loss_by_name(LossSpec(name, {constant: wrong}))(inputs(make(name=name)))
     with pytest.raises(ValueError, match=r"clip=-1: expected"):
-        value_loss(*[torch.zeros(1)] * 3, -1)
+        LOSSES["value"](values_only(1), clip=-1)
 
 
 EXTRAS = LossSpec(

@@ -326,3 +326,41 @@ def test_a_step_may_be_several_updates():
     assert advantages(prepared) == advantages(whole), "advantages are of the whole step"
     few = prepare(groups[:1], s, {"policy": 0.0})
     assert len(few.updates) == 3
+
+
+def test_a_critic_gives_values_to_gae_and_gets_returns():
+    """Two attempts, one of them with a tool's tokens in its middle: GAE written out over the sampled tokens."""
+    gamma, lam, of_critic = 0.9, 0.7, 0.5
+    whole = {"name": "ppo", "gamma": gamma, "lam": lam, "whiten": 0, "critic": {"lam": of_critic, "clip": 0.2}}
+    algorithm = Algorithm(AlgorithmSettings.model_validate(whole), LONGEST)
+    first, second = trajectory(1.0, 4), trajectory(0.25, 2)
+    first.mask[3:5] = False
+    groups = [group(first, second)]
+    assert algorithm.asks == ("critic",)
+    rows = algorithm.rows(groups, STEP)
+    rng = np.random.default_rng(0)
+    values = [np.where(row.mask, rng.normal(size=row.mask.shape), 0).astype(np.float32) for row in rows]
+    prepared = algorithm.prepare(groups, STEP, rows, {"critic": values})
+    for row, sample, v, reward in zip(rows, prepared.samples, values, (1.0, 0.25), strict=True):
+        v = v[row.mask].astype(np.float64)
+        delta = np.append(gamma * v[1:], reward) - v
+        for found, factor, base in ((sample.advantages, lam, 0), (sample.returns, of_critic, v)):
+            expected = [sum((gamma * factor) ** (s - t) * delta[s] for s in range(t, len(v))) for t in range(len(v))]
+            np.testing.assert_allclose(found[row.mask], np.array(expected) + base, rtol=1e-5)
+            assert (found[~row.mask] == 0).all()
+        assert sample.values is not None and (sample.values[row.mask] == v.astype(np.float32)).all()
+    target = np.concatenate([s.returns[s.mask] for s in prepared.samples])
+    before = np.concatenate([v[row.mask] for row, v in zip(rows, values, strict=True)])
+    explained = 1 - np.var(target - before) / np.var(target)
+    assert prepared.metrics["value/explained_variance"] == pytest.approx(explained, rel=1e-5)
+    assert prepared.metrics["value/mean"] == pytest.approx(before.mean(), rel=1e-5)
+
+
+def test_a_critic_may_learn_for_a_while_before_the_policy_does():
+    settings = AlgorithmSettings.model_validate({"name": "ppo", "critic": {"warmup": STEP + 1}})
+    algorithm = Algorithm(settings, LONGEST)
+    groups = [group(1.0, 0.0)]
+    rows = algorithm.rows(groups, STEP)
+    for step, moves in ((STEP, False), (STEP + 1, True)):
+        found = algorithm.prepare(groups, step, rows, {"critic": [np.zeros(5, np.float32)] * 2}).samples
+        assert all((s.advantages != 0).any() == moves and s.weights.any() and s.returns is not None for s in found)

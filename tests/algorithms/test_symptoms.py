@@ -33,6 +33,15 @@ PLANTED = {
 }
 
 
+def test_replies_that_were_given_show_no_symptom_of_sampling():
+    given = [group([1, 0], same=True), group([1, 0], 1, same=True)]
+    for each in (t for g in given for t in g.trajectories):
+        each.given, each.mask = each.mask, np.zeros(3, bool)
+    everything = {key: value for _, figures, _ in PLANTED.values() for key, value in figures.items()}
+    symptoms = Symptoms()
+    assert symptoms.look(given, HEALTHY) == [] == symptoms.look(given, everything | {"train/entropy": 0.01})
+
+
 @pytest.mark.parametrize("kind", PLANTED)
 def test_what_was_planted_is_told_of_once_with_a_remedy(kind):
     groups, figures, remedy = PLANTED[kind]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from tidemill.kernels.library import native
 from tidemill.model_folder import architecture_of, resolve_model
 from tidemill.models.architecture import Architecture
 from tidemill.models.fresh import Size, fresh_model
+from tidemill.models.value import ValueModel
 from tidemill.models.weights import empty_decoder
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import rows_of, split
 from tidemill.trainer.checkpoint import Snapshot
+from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.types import Sample
@@ -120,11 +123,35 @@ def test_a_trainer_holds_what_was_said(follows: bool):
     optimizer.apply(1.0)
     assert said["weights"] == said["gradients"] == said["reference"] == size(decoder.parameters())
     assert said["two moments"] == size(optimizer.state().values())
-    taken = Snapshot.take(decoder, optimizer, Reference(reference, every=int(follows)))
+    taken = Snapshot.take(decoder, optimizer, [Reference(reference, every=int(follows))])
     copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
     assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied])
     assert said["two versions on their way to engines"] == said["weights"]  # two of half the size
     assert "reference" not in of(sizing.trainer_memory(recipe("placement.sync.carrier=checkpoint"), arch, None))
+
+
+@pytest.mark.parametrize("model", ["initial", "policy"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_holds_what_was_said(model: str, tied: bool):
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"] | {"tie_word_embeddings": tied})
+    config = recipe("algorithm=ppo", f"algorithm.critic.model={model}")
+    said = of(sizing.trainer_memory(config, arch, None, arch if model == "initial" else None))
+    decoder = empty_decoder(arch)
+    if model == "policy":
+        assert not [what for what in said if what.startswith("critic")]  # a head is one row
+        return
+    critic = Critic(ValueModel(empty_decoder(replace(arch, tied=True))), config.trainer, 1)
+    for each in critic.model.trained.parameters():
+        torch.nn.init.zeros_(each)
+    critic.apply(1.0)
+    head = size(critic.model.head.parameters())
+    held = said["critic"]
+    assert held == 4 * size(critic.model.decoder.parameters()) == 4 * (size(critic.model.trained.parameters()) - head)
+    optimizer = Optimizer(decoder, config.trainer, updates=1)
+    optimizer.apply(1.0)
+    taken = Snapshot.take(decoder, optimizer, [critic])
+    copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
+    assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied]) - 3 * head
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -248,7 +275,11 @@ def test_it_tells_all_in_json(tidemill, tmp_path: Path, monkeypatch: pytest.Monk
     given = ("max_lag=3", "rollout.window=5", "algorithm=dapo", "placement.engines=2", "steps=10")
     about = explained(tidemill, tmp_path, *given)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]  # no run folder, no model
-    assert (about["preset"], about["differs"], about["passes"]) == ("dapo", {}, {"policy": 1, "p_hat": 0, "reference": 0})
+    assert (about["preset"], about["differs"], about["passes"]) == (
+        "dapo",
+        {},
+        {"policy": 1, "p_hat": 0, "reference": 0, "critic": 0},
+    )
     assert about["slots"] == Buffer(batch=16, max_lag=3, window=5).slots and about["samples"] == 10 * 16 * 8
     assert [part["role"] for part in about["parts"]] == ["advantage", "loss", "reduction"]
     assert (
@@ -258,7 +289,7 @@ def test_it_tells_all_in_json(tidemill, tmp_path: Path, monkeypatch: pytest.Monk
     assert memory["total"] == sum(memory["trainer"].values()) + 2 * sum(memory["engine"].values())
     assert about["step"]["sampled_tokens"] == 128 * 30
     asked = explained(tidemill, tmp_path, "algorithm=online_dpo")
-    assert asked["passes"] == {"policy": 1, "p_hat": 1, "reference": 1}
+    assert asked["passes"] == {"policy": 1, "p_hat": 1, "reference": 1, "critic": 0}
     served = explained(tidemill, tmp_path, "algorithm=online_dpo", "placement.reference_engines=2")["memory"]
     kept, engine, reference = asked["memory"], served["engine"], served["reference engine"]
     assert kept["reference engine"] == {} and kept["trainer"].items() - served["trainer"].items() == {

@@ -215,7 +215,7 @@ def test_short_strings():
     [
         ("gues", r"unknown environment 'gues' \(did you mean 'guess'\?\)"),
         ("reasoning_gym", r"'reasoning_gym' needs dataset: expected {kind = \"reasoning_gym\", dataset = ...}"),
-        ("rows", "'rows' needs data and reward: expected"),
+        ("rows", "'rows' needs data: expected"),
         ("my.py", "expected my.py:NAME"),
         ({"kind": "row"}, r"unknown kind 'row' \(did you mean 'rows'\?\)"),
         ({"low": 3}, "has no kind"),

@@ -8,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
-from ledger_cases import assert_same, group, task
+from ledger_cases import assert_same, group, task, trajectory
 
+from tidemill import codec
 from tidemill.config import ConfigError
 from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger
+from tidemill.ledger.schema import SCHEMAS
 from tidemill.protocols import Ledger
 from tidemill.types import Finish, Score, Task, Trajectory, Version
 
@@ -70,6 +73,48 @@ def test_trajectories_come_back_as_they_were(ledger: SqliteLedger) -> None:
     first = group(0).trajectories[0]
     assert row[:5] == (12, 8, first.oldest, first.newest, 0.7)
     assert row[5] == pytest.approx(first.logprobs[first.mask].mean())
+
+
+def test_given_tokens_are_recorded_and_a_record_from_before_them_is_read(ledger: SqliteLedger) -> None:
+    given = group(0)
+    for each in given.trajectories:
+        n = len(each.tokens)
+        each.mask, each.versions, each.logprobs = np.zeros(n, bool), np.full(n, -1, np.int32), np.zeros(n, np.float32)
+        each.given, each.finish, each.sources, each.support = np.arange(n) >= 4, Finish.GIVEN, (), None
+        each.check()
+    ledger.admit(0, task(0))
+    ledger.finish(given)
+    assert [t.given.tolist() for t in ledger.load(0).trajectories if t.given is not None] == [[False] * 4 + [True] * 8] * 2
+    assert [(row.finish, row.sampled, row.oldest) for row in ledger.samples(order="recent")] == [("given", 0, None)] * 2
+    fields = msgspec.msgpack.decode(codec.encode(group(1).trajectories[0]))
+    assert fields.pop("given", "absent") is None  # as it was before there was such a field
+    assert codec.decode(msgspec.msgpack.encode(fields), Trajectory).given is None
+
+
+@pytest.mark.parametrize("given", [np.ones(12, bool), np.zeros(11, bool), np.zeros(12, np.int32)])
+def test_given_tokens_that_cannot_be_are_refused(given: np.ndarray) -> None:
+    """Sampled as well, of another length, no flags."""
+    record = trajectory(0, 0)
+    record.check()
+    record.given = given
+    with pytest.raises(ValueError, match="given tokens"):
+        record.check()
+
+
+def test_a_ledger_of_the_schema_before_is_gone_on_with(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    (run / "trajectories").mkdir(parents=True)
+    assert "given" in SCHEMAS["3"] and "'given'" not in SCHEMAS["2"]
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        db.executescript(SCHEMAS["2"] + "INSERT INTO meta VALUES ('schema', '2');")
+    for mode in ("open", "open"):
+        with SqliteLedger(run, mode=mode, durability="process") as ledger:
+            first = ledger.next_group_id()
+            ledger.admit(first, task(first))
+            ledger.finish(group(first))
+            ledger.begin_step(first, 0, [first])
+    with SqliteLedger(run, mode="read") as ledger:
+        assert ledger.counts().trained == 2 and ledger.counts().conserved
 
 
 def test_a_trajectory_without_a_sampled_token_is_recorded(ledger: SqliteLedger) -> None:
@@ -209,7 +254,7 @@ def test_evaluations_events_and_meta(ledger: SqliteLedger) -> None:
     assert [e.detail for e in ledger.events("checkpoint")] == [{"step": 3}]
     ledger.set_meta("recipe", "abc")
     ledger.set_meta("recipe", "abd")
-    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "2"
+    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "3"
 
 
 def test_samples_rank_scores_only(ledger: SqliteLedger) -> None:

@@ -105,7 +105,10 @@ def copied(model: Path, to: Path, name: str, **changes: object) -> Path:
     ],
 )
 @pytest.mark.parametrize("command", ["train", "explain"])
-def test_a_teacher_of_another_language(command, alphabet, differs, monkeypatch, capsys, tmp_path, model):
+@pytest.mark.parametrize(("preset", "key"), [("opd", "reference"), ("ppo", "critic")])
+def test_a_teacher_or_critic_of_another_language(
+    preset, key, command, alphabet, differs, monkeypatch, capsys, tmp_path, model
+):
     """Named by both models and what differs, before a process starts or a weight is read."""
     teacher, count = tmp_path / "teacher", len(ALPHABET) + 4
     if alphabet is not None:
@@ -114,10 +117,10 @@ def test_a_teacher_of_another_language(command, alphabet, differs, monkeypatch, 
     elif command == "explain":
         pytest.skip("a recipe may be explained where its models are not")
     monkeypatch.setattr("tidemill.session.placed", None)
-    recipe = {"model": f'"{model}"', "algorithm": f'{{ name = "opd", reference = "{teacher}" }}'}
+    recipe = {"model": f'"{model}"', "algorithm": f'{{ name = "{preset}", {key} = "{teacher}" }}'}
     error = refused(monkeypatch, capsys, tmp_path, command, **recipe)
     known = {"fewer": count - 1, "count": count, "count_but_three": count - 3, "policy": str(model), "first": ALPHABET[0]}
-    assert f"algorithm.reference.model = {str(teacher)!r} " in error and differs.format(**known) in error
+    assert f"algorithm.{key}.model = {str(teacher)!r} " in error and differs.format(**known) in error
 
 
 def test_an_unsupported_architecture_is_refused_by_name(monkeypatch, capsys, tmp_path, model):

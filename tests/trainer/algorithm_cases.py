@@ -6,9 +6,9 @@ from trainer_cases import CPU, VOCAB
 from tidemill.algorithms.advantages import ADVANTAGES
 from tidemill.algorithms.corrections import CORRECTIONS, WITHOUT_OLD
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
-from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PRESETS
+from tidemill.algorithms.presets import ANCHORED, ATTEMPTS, LOSS_CONSTANTS, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
-from tidemill.algorithms.settings import UNAVAILABLE, AlgorithmSettings
+from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.trainer import step
 from tidemill.types import GREEDY, Finish, Group, InfraError, Sample, Score, Support, Task, Trajectory, Version
 
@@ -20,7 +20,7 @@ OF_THREE = {name: {"k": 2} for name in ("pass_at_k", "pkpo")}  # the best of all
 
 
 def settings(name="grpo", **given):
-    return AlgorithmSettings.preset(name, overlong="mask", **given)
+    return AlgorithmSettings.preset(name, **({} if PRESETS[name].get("given") else {"overlong": "mask"}), **given)
 
 
 def presets():
@@ -36,9 +36,8 @@ def functions():
     }
     found |= {name: settings(corrections=[name], **(RECOMPUTE if name not in WITHOUT_OLD else {})) for name in CORRECTIONS}
     for name in ADVANTAGES:
-        if name not in UNAVAILABLE:
-            given = {"reference": TEACHER} if name == "none" else OF_THREE.get(name, {})
-            found[f"advantage {name}"] = settings(advantage=name, **given)
+        given = {"none": {"reference": TEACHER}, "gae": {"critic": "initial"}, **OF_THREE}.get(name, {})
+        found[f"advantage {name}"] = settings(advantage=name, **given)
     for name in PREFERENCES:
         given = {"reference": "initial"} if name in WITH_REFERENCE else {}
         found[name] = settings(preference=name, loss="reinforce", reduction="attempt", **RECOMPUTE, **given)
@@ -68,6 +67,19 @@ def played(model, seed=0, seats=1):
         t.outcome = Score(1.0, {"form": 1.0})
     for t in groups[3].trajectories[:3]:  # one of them is solved
         t.outcome = Score(1.0 if t.sample == 0 else 0.5 * (t.sample - 1), {"form": 0.0, "sense": 0.3 * t.sample})
+    return groups
+
+
+def as_given(groups, kind):
+    """The same replies as if the tasks held them: nobody sampled a token."""
+    for group in groups:
+        group.trajectories = [t for t in group.trajectories if isinstance(t.outcome, Score) and t.sample != GREEDY]
+        del group.trajectories[ATTEMPTS[kind] :]
+        for number, t in enumerate(group.trajectories):
+            t.given, t.mask = t.mask, np.zeros_like(t.mask)
+            t.logprobs, t.versions = np.zeros_like(t.logprobs), np.full_like(t.versions, -1)
+            t.sources, t.support, t.sample, t.finish = (), None, number, Finish.GIVEN
+            t.outcome = Score(float(group.id % 2 if kind == "labels" else number == 0))
     return groups
 
 
@@ -124,14 +136,21 @@ def _beside(rng, model, row, far):
 
 
 def logprobs_of(groups, model, seed=1):
-    """Of p_hat and of a reference, by the attempt's tokens."""
+    """Of p_hat and of a reference, and a critic's values, by the attempt's tokens."""
     rng, found = np.random.default_rng(seed), {}
     for t in (t for group in groups for t in group.trajectories):
-        row = _row(t.tokens, t.mask, t.temperature, t.support)
+        row = _row(t.tokens, t.learnt, t.temperature, t.support)
         found[id(t.tokens)] = {who: _beside(rng, model, row, far) for who, far in (("policy", 0.2), ("reference", 0.5))}
+        found[id(t.tokens)]["critic"] = np.where(t.mask, rng.normal(size=len(t.mask)), 0).astype(np.float32)
     return found
 
 
 def prepared(algorithm, groups, known):
     rows = algorithm.rows(groups, STEP)
-    return algorithm.prepare(groups, STEP, rows, {who: [known[id(r.tokens)][who] for r in rows] for who in algorithm.asks})
+
+    def of(row, who):
+        if id(row.tokens) in known:
+            return known[id(row.tokens)][who]
+        return -0.1 * np.arange(len(row.tokens), dtype=np.float32) * (1 + len(who) / 10)  # of a mismatched row
+
+    return algorithm.prepare(groups, STEP, rows, {who: [of(row, who) for row in rows] for who in algorithm.asks})

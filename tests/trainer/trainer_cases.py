@@ -5,6 +5,7 @@ import torch
 
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
+from tidemill.models.value import ValueModel
 from tidemill.trainer import step
 from tidemill.types import LossSpec, Sample
 
@@ -79,11 +80,25 @@ def batch(seed=0):
     return [rows[i] for i in order]
 
 
-def gradients(samples, model, budget=10_000, losses=LOSSES, **compute):
+def value_model(policy=None, seed=1, dtype=torch.float32):
+    """A critic of its own, or a head on the policy's decoder."""
+    model = ValueModel(policy or decoder(dtype, seed=seed), shared=policy is not None)
+    with torch.no_grad():
+        model.head.weight.normal_(0, 0.5, generator=torch.Generator().manual_seed(seed))
+    return model
+
+
+def parameters(model, critic=None):
+    named = dict(model.named_parameters())
+    return named | ({f"critic.{n}": p for n, p in critic.trained.named_parameters()} if critic else {})
+
+
+def gradients(samples, model, budget=10_000, losses=LOSSES, critic=None, **compute):
     """The sums that one call accumulates, by parameter, and what the call returned."""
-    model.zero_grad()
-    result = step.forward_backward(model, samples, losses, step.Compute(CPU, budget, **compute))
-    return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}, result
+    for p in parameters(model, critic).values():
+        p.grad = None
+    result = step.forward_backward(model, samples, losses, step.Compute(CPU, budget, **compute), critic=critic)
+    return {n: p.grad.clone() for n, p in parameters(model, critic).items() if p.grad is not None}, result
 
 
 def assert_same(actual, expected, tolerance):

@@ -20,7 +20,7 @@ from tidemill.algorithms import advantages, prose
 from tidemill.algorithms.advantages import ADVANTAGES
 from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.preferences import PREFERENCES, bradley_terry, kto
+from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, bradley_terry
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
 from tidemill.loading import constants_of, load_object
@@ -56,7 +56,7 @@ TITLES = {
 
 def entries() -> list[Entry]:
     """All there is, by kind. Raises ValueError when a docstring lacks a part."""
-    from tidemill.algorithms.losses import LOSSES, value_loss
+    from tidemill.algorithms.losses import LOSSES
 
     terms = [function for name, function in LOSSES.items() if name not in LOSS_CONSTANTS]
     return [
@@ -65,9 +65,9 @@ def entries() -> list[Entry]:
         *_described("term", terms),
         *_described("correction", CORRECTIONS.values()),
         *(parsed("reduction", name, text) for name, text in REDUCTIONS.items()),
-        *_described("preference", PREFERENCES.values()),
-        *_described("reward", [advantages.overlong, advantages.distilled, adaptive_entropy]),
-        *_described("library", [advantages.returns, value_loss, kto, bradley_terry]),
+        *_described("preference", [*PREFERENCES.values(), *UNPAIRED.values()]),
+        *_described("reward", [advantages.overlong, advantages.distilled, advantages.returns, adaptive_entropy]),
+        *_described("library", [bradley_terry]),
     ]
 
 
@@ -171,8 +171,9 @@ def _preset_row(name: str) -> tuple[str, ...]:
     """preset, advantage, loss, reduction, corrections, other, paper."""
     values = dict(PRESETS[name])
     given, loss = values.pop("constants", {}), values.pop("loss")
-    own = {key: value for key, value in given.items() if key not in LOSS_CONSTANTS[loss]}
-    taken = {**LOSS_CONSTANTS[loss], **{key: value for key, value in given.items() if key not in own}}
+    known = LOSS_CONSTANTS.get(loss, {})
+    own = {key: value for key, value in given.items() if key not in known}
+    taken = {**known, **{key: value for key, value in given.items() if key not in own}}
     corrections = [_called(each["name"], each.get("constants", {})) for each in values.pop("corrections", [])]
     first = (_called(values.pop("advantage"), own), _called(loss, taken), code(values.pop("reduction")))
     other = constants_as(flat(values))

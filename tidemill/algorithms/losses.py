@@ -42,6 +42,9 @@ class LossInput:
     reference: Tensor | None = None  # [N] log pi_ref
     entropy: Tensor | None = None  # [N] live, of the distribution that was sampled, nats
     lag: Tensor | None = None  # [N] int64: updates between the weights that sampled the token and those being trained
+    values: Tensor | None = None  # [N] a critic's value before the token, live
+    old_values: Tensor | None = None  # [N] the same at the start of the step
+    returns: Tensor | None = None  # [N] what the critic is trained towards
 
     def select(self, keep: Tensor) -> LossInput:
         """Only the tokens where `keep` [N] bool. What is left out can reach neither the value nor the gradient."""
@@ -296,24 +299,36 @@ def entropy(x: LossInput) -> Loss:
     return Loss(-_given(x.entropy, "entropy needs each token's entropy: give LossInput.entropy"))
 
 
-def value_loss(values: Tensor, returns: Tensor, old_values: Tensor, clip: float = 0.0) -> Tensor:
-    """[N] max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; with clip 0 (off) (V - R)^2 / 2.
+def value(x: LossInput, *, clip: float = 0.0) -> Loss:
+    """max((V - R)^2, (clip(V, V_old - clip, V_old + clip) - R)^2) / 2; with clip 0 (off) (V - R)^2 / 2.
 
-    Source: PPO's code, 1707.06347; common values of clip are 0.2 and 0.5.
-    When: training the value model of GAE.
-    Cost: nothing beside the value model.
+    Source: PPO's code, 1707.06347; common values of clip are 0.2 and 0.5. R: `returns`.
+    When: there is a critic: it is trained beside the policy, on the same tokens.
+    Cost: nothing beside the critic.
     """
     _require(clip >= 0, f"{clip=}: expected 0 (off) or a positive number")
-    squares = (values - returns).square()
-    if clip:
-        near = torch.clamp(values, old_values - clip, old_values + clip)
-        squares = torch.maximum(squares, (near - returns).square())
-    return squares / 2
+    values, target = _of_critic("value", x.values), _of_critic("value", x.returns)
+    squares = (values - target).square()
+    if not clip:
+        return Loss(squares / 2, {"value_error": squares})
+    old = _of_critic("value", x.old_values)
+    near = (torch.clamp(values, old - clip, old + clip) - target).square()
+    return Loss(torch.maximum(squares, near) / 2, {"value_error": squares, "value_clipped": near > squares})
+
+
+def score(x: LossInput) -> Loss:
+    """-A V.
+
+    Source: the chain rule: A = -dLoss / dV of a loss of many rows' values at once, such as `bradley_terry`.
+    When: training a reward model.
+    Cost: nothing beside the critic.
+    """
+    return Loss(-x.advantages * _of_critic("score", x.values))
 
 
 _ON_MU = (reinforce, aipo, a3po, dppo_tv, dppo_kl, importance, topr, rollout_mask)  # or on nothing
 _ON_OLD = (ppo_clip, gspo, gspo_token, cispo, sapo, gmpo)
-_OTHERS = (cross_entropy, kl_k1, kl_k2, kl_k3, entropy)
+_OTHERS = (cross_entropy, kl_k1, kl_k2, kl_k3, entropy, value, score)
 LOSSES: dict[str, Callable[..., Loss]] = {f.__name__: f for f in (*_ON_OLD, *_ON_MU, *_OTHERS)}
 PROPORTIONAL = frozenset(f.__name__ for f in (*_ON_OLD, *_ON_MU))  # multiples of A: a sequence where A = 0 has no gradient
 
@@ -389,6 +404,10 @@ def _kl(x: LossInput, estimate: Tensor, logprobs: Tensor, importance: float) -> 
 
 def _to_reference(x: LossInput, name: str) -> Tensor:
     return x.logprobs - _given(x.reference, f"{name} needs reference logprobs: set algorithm.reference")
+
+
+def _of_critic(name: str, values: Tensor | None) -> Tensor:
+    return _given(values, f"{name} needs a critic's values and returns: set algorithm.critic")
 
 
 def _sequence_sum(x: LossInput, values: Tensor) -> Tensor:

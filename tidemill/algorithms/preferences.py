@@ -43,6 +43,7 @@ class Unpaired:
     advantages: Array  # [n]
     loss: Array  # [n]
     reward: Array  # [n] implicit
+    margin: Array  # [n] by how much it is higher than z, where the answer is desirable, or lower
 
 
 def dpo(x: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Preference:
@@ -106,7 +107,7 @@ def simpo(x: Pairs, *, beta: float = 2.5, gamma_ratio: float = 0.55) -> Preferen
 
 
 def kto(
-    logprobs: Array, reference: Array, desirable: Array, *, z: float, beta: float = 0.1,
+    logprobs: Array, reference: Array, desirable: Array, z: float, *, beta: float = 0.1,
     desirable_weight: float = 1.0, undesirable_weight: float = 1.0,
 ) -> Unpaired:  # fmt: skip
     """Desirable w_d (1 - sigmoid(beta (h - z))); undesirable w_u (1 - sigmoid(beta (z - h))); h = log(pi / pi_ref).
@@ -121,7 +122,7 @@ def kto(
     weights = np.where(desirable, desirable_weight, undesirable_weight)
     u = sign * beta * (h - z)
     short = np.exp(_log_sigmoid(-u))  # 1 - sigmoid(u)
-    return Unpaired(sign * weights * beta * short * np.exp(_log_sigmoid(u)), weights * short, beta * h)
+    return Unpaired(sign * weights * beta * short * np.exp(_log_sigmoid(u)), weights * short, beta * h, u)
 
 
 def kto_baseline(logprobs: Array, reference: Array) -> float:
@@ -155,7 +156,8 @@ def pairs_of(rewards: Array, cohorts: Array, order: Array | None = None) -> tupl
 
 
 PREFERENCES: dict[str, Callable[..., Preference]] = {f.__name__: f for f in (dpo, ipo, orpo, simpo)}
-WITH_REFERENCE = frozenset({"dpo", "ipo"})
+UNPAIRED: dict[str, Callable[..., Unpaired]] = {"kto": kto}  # of answers that are good or bad each by itself
+WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 
 
 def _log_ratios(name: str, x: Pairs) -> tuple[Array, Array]:

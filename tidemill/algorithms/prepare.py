@@ -1,29 +1,40 @@
-"""Groups in, a step's samples out: advantages and corrections on the sampled tokens, the reduction's weights, one scale.
+"""Groups in, a step's samples out: advantages and corrections on the trained tokens, the reduction's weights, one scale.
 
     rows(groups) -> the trainer's logprobs of them, where they are asked for -> prepare(groups, rows, logprobs)
 
-A trajectory trains when it has a Score, was not cancelled and holds a sampled token; every other one is left out of the
-statistics, of the gradient and of its denominators (I5).
+A trajectory trains when it has a Score, was not cancelled and holds a token that was sampled, or given to be learnt; every
+other one is left out of the statistics, of the gradient and of its denominators (I5).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
-from tidemill.algorithms.advantages import ACROSS_SEATS, USING_GIVEN, Scores, advantage_by_name, distilled, overlong
+from tidemill.algorithms.advantages import (
+    ACROSS_SEATS,
+    USING_GIVEN,
+    Scores,
+    advantage_by_name,
+    distilled,
+    overlong,
+    returns,
+)
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
-from tidemill.algorithms.preferences import PREFERENCES, Pairs, pairs_of
+from tidemill.algorithms.labels import apart, labelled, mismatched
+from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
-POLICY, REFERENCE, SUPERVISED = "policy", "reference", "supervised"
+POLICY, REFERENCE, CRITIC, SUPERVISED = "policy", "reference", "critic", "supervised"
 ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
+OF_SAMPLING = ("unscored", "zero_variance_groups", "reward", "reward_std", "truncated")  # metrics that given replies lack
 Logprobs = Mapping[str, Sequence[Array]]
-"""Whose ("policy", "reference") -> [T] of each row"""
+"""Whose ("policy", "reference") -> [T] of each row; of the "critic" its values"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +65,9 @@ class Algorithm:
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Whose logprobs of a step's rows `prepare` is to be given."""
-        wanted = {POLICY: self.settings.recomputes, REFERENCE: self.settings.reference is not None}
+        """Whose logprobs (the critic's values) of a step's rows `prepare` is to be given."""
+        s = self.settings
+        wanted = {POLICY: s.recomputes, REFERENCE: s.reference is not None, CRITIC: s.critic is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
 
     def recall(self, recorded: Mapping[int, Metrics]) -> None:
@@ -74,25 +86,34 @@ class Algorithm:
         return None
 
     def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
-        """What is trained at this step, in the order of the groups, without advantages and weights yet."""
+        """What is trained at this step, in the order of the groups, without advantages and weights yet; after that the
+        mismatched rows, where the preference takes its measure from such: nothing of them is trained."""
         lagging = self.settings.reads_lags
-        return [_row(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
+        found = [_row(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
+        return [*found, *mismatched(found)] if self._preference in UNPAIRED else found
 
     def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> Prepared:
         """The samples of one step. `rows` are those of `groups`. Raises ValueError for what cannot be trained on."""
         s, attempts = self.settings, list(self._attempts(groups))
+        (rows, logprobs), beside = apart(rows, logprobs, len(attempts))
         old, reference = (_flat(rows, logprobs[who]) if who in logprobs else None for who in (POLICY, REFERENCE))
         behaviour = _flat(rows, [row.logprobs for row in rows])
         policy = behaviour if old is None else old
         scores = self._scores(attempts)
         told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(scores), strict=True) if differs}
         against = None if reference is None else policy - reference  # log(p_hat / pi_ref)
-        if self._preference:
+        if self._preference in UNPAIRED:
+            preference = partial(UNPAIRED[self._preference], **s.constants_for(self._preference))
+            advantages, found = labelled(preference, scores, policy, reference, *beside)
+            in_a_pair = np.ones(len(rows), bool)
+        elif self._preference:
             siblings = np.array([t.sample for _, t in attempts], np.int64)
             advantages, in_a_pair, found = self._preferred(scores, siblings, policy, reference)
         else:
             if s.kl_in_reward and against is not None:
                 scores = _penalised(scores, -s.kl_in_reward * against, s.advantage in USING_GIVEN)
+            if s.critic is not None:
+                scores = replace(scores, values=_flat(rows, logprobs[CRITIC]))
             advantages, in_a_pair, found = self._advantage(scores), np.ones(len(rows), bool), Metrics()
         if s.reference is not None and s.reference.distil and reference is not None:
             advantages = advantages + distilled(reference, policy, s.reference.distil)
@@ -107,11 +128,19 @@ class Algorithm:
             weights[part], scale = reduction(s.reduction, trained[part], prompts[part], s.fixed_length)
             parts.append((part, scale))
         kept = {"old_logprobs": logprobs.get(POLICY), "ref_logprobs": logprobs.get(REFERENCE)}
+        if (critic := s.critic) is not None:
+            target = returns(scores, s.constants.get("gamma", 1.0), critic.lam)
+            kept |= {"values": logprobs[CRITIC], "returns": list(_of_rows(rows, target))}
+            found |= _of_values(_flat(rows, logprobs[CRITIC]), target)
+            if step < critic.warmup:
+                advantages = np.zeros(len(advantages))
         samples = list(_filled(rows, factors * advantages, weights, kept))
         updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
         if against is not None:
             found["log_reference_ratio"] = float(against.mean()) if len(against) else 0.0
         metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
+        if s.given:
+            metrics = {name: value for name, value in metrics.items() if name not in OF_SAMPLING}
         metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
         weight, measured = self._entropy(step, behaviour)
         return Prepared(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
@@ -144,7 +173,7 @@ class Algorithm:
         episodes = [played.setdefault((g.id, t.sample), len(played)) for g, t in attempts]
         if self.settings.advantage in ACROSS_SEATS:
             _expect_seats(self.settings.advantage, [g for g, _ in attempts])
-        lengths = np.array([t.sampled for _, t in attempts], np.int64)
+        lengths = np.array([t.learnt.sum() for _, t in attempts], np.int64)
         rewards = np.array([t.reward for _, t in attempts], np.float64)
         if (cache := self.settings.overlong.cache) is not None:
             replies = np.array([_longest_reply(t.mask) for _, t in attempts], np.int64)
@@ -193,6 +222,7 @@ class Algorithm:
         metrics: Metrics = {"pairs": float(len(chosen))}
         if len(chosen):
             metrics |= {"preference_loss": float(found.loss.mean()), "margin": float(found.margin.mean())}
+            metrics["preference_accuracy"] = float((found.margin > 0).mean())
         return np.repeat(of_attempt, scores.lengths), np.isin(np.arange(len(of_attempt)), (chosen, rejected)), metrics
 
 
@@ -219,7 +249,7 @@ def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[
 
 def _trains(trajectory: Trajectory) -> bool:
     scored = isinstance(trajectory.outcome, Score) and trajectory.finish is not Finish.CANCELLED
-    return scored and trajectory.sample != GREEDY and bool(trajectory.mask.any())
+    return scored and trajectory.sample != GREEDY and bool(trajectory.learnt.any())
 
 
 def _expect_seats(advantage: str, groups: Sequence[Group]) -> None:
@@ -243,13 +273,14 @@ def _row(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
             "to train on; sample at a temperature > 0"
         )
     mask, nothing = trajectory.mask, np.zeros(trajectory.tokens.shape, np.float32)
+    given = trajectory.given
     return Sample(
         tokens=trajectory.tokens,
         mask=mask,
         logprobs=trajectory.logprobs,
         versions=trajectory.versions,
         advantages=nothing,
-        weights=nothing,
+        weights=nothing if given is None else given.astype(np.float32),  # so that a forward pass tells of them
         loss=POLICY,
         temperature=trajectory.temperature,
         lags=None if step is None else np.where(mask, step - trajectory.versions, 0).astype(np.int32),
@@ -260,23 +291,30 @@ def _row(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
 
 
 def _flat(rows: Sequence[Sample], values: Sequence[Array]) -> Array:
-    """[M] float64: those of the sampled tokens, row after row."""
-    parts = [np.asarray(each, np.float64)[row.mask] for row, each in zip(rows, values, strict=True)]
+    """[M] float64: those of the trained tokens, row after row."""
+    parts = [np.asarray(each, np.float64)[row.predicted] for row, each in zip(rows, values, strict=True)]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
+def _of_rows(rows: Sequence[Sample], values: Array) -> Iterator[Array]:
+    """`_flat`, undone: [T] float32 of each row, 0 where nothing was sampled."""
+    end = 0
+    for row in rows:
+        where = row.predicted
+        start, end = end, end + int(where.sum())
+        own = np.zeros(row.tokens.shape, np.float32)
+        own[where] = values[start:end]
+        yield own
+
+
 def _filled(
-    rows: Sequence[Sample], advantages: Array, weights: Array, logprobs: Mapping[str, Sequence[Array] | None]
+    rows: Sequence[Sample], advantages: Array, weights: Array, known: Mapping[str, Sequence[Array] | None]
 ) -> Iterator[Sample]:
     """The rows with their advantages [M], weights [n] and what else is known of their tokens."""
-    end = 0
-    for i, row in enumerate(rows):
-        start, end = end, end + int(row.mask.sum())
-        own = np.zeros(row.tokens.shape, np.float32)
-        own[row.mask] = advantages[start:end]
-        weight = np.where(row.mask, np.float32(weights[i]), np.float32(0))
-        known = {name: values[i] for name, values in logprobs.items() if values is not None}
-        yield replace(row, advantages=own, weights=weight, **known)
+    for i, (row, own) in enumerate(zip(rows, _of_rows(rows, advantages), strict=True)):
+        weight = np.where(row.predicted, np.float32(weights[i]), np.float32(0))
+        others = {name: values[i] for name, values in known.items() if values is not None}
+        yield replace(row, advantages=own, weights=weight, **others)
 
 
 def _longest_reply(mask: Array) -> int:
@@ -326,10 +364,19 @@ def _by_turn(attempts: Sequence[Trajectory]) -> tuple[Array | None, Array]:
     return np.concatenate(given) if some else None, np.concatenate(turns)
 
 
+def _of_values(values: Array, target: Array) -> Metrics:
+    """explained_variance: 1 - Var(R - V) / Var(R), at most 1; 0 for a critic that knows no more than a constant."""
+    if not len(target):
+        return {}
+    spread = float(target.var())
+    explained = 1 - float((target - values).var()) / spread if spread > 0 else 0.0
+    return {"value/mean": float(values.mean()), "value/explained_variance": explained}
+
+
 def _metrics(groups: Sequence[Group], attempts: Sequence[tuple[Group, Trajectory]], flat: int) -> Metrics:
     tried = sum(len(g.trajectories) for g in groups)
     rewards = np.array([t.reward for _, t in attempts] or [0.0])
-    lengths = np.array([t.sampled for _, t in attempts] or [0])
+    lengths = np.array([t.learnt.sum() for _, t in attempts] or [0])
     metrics = {
         "groups": float(len(groups)),
         "samples": float(len(attempts)),

@@ -28,7 +28,12 @@ LOSS_CONSTANTS: dict[str, dict[str, float]] = {
 ANCHORED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"})  # read p_hat, the others mu or neither
 PER_SEQUENCE = frozenset({"gspo", "gmpo", "topr"})  # one term for a whole attempt: its tokens have one advantage
 
+CROSS_ENTROPY = "cross_entropy"  # the loss of given answers; it knows no advantage
+ATTEMPTS = {"answers": 1, "pairs": 2, "labels": 1}  # that a task gives, by `AlgorithmSettings.given`
+
 _RECOMPUTE = {"old_logprobs": "recompute"}
+_FROM_PAIRS = {"given": "pairs", "advantage": "none", "loss": "reinforce", "reduction": "attempt", **_RECOMPUTE}
+_INITIAL = {"reference": {"model": "initial"}}
 
 PRESETS: dict[str, dict[str, Any]] = {
     "grpo": {"advantage": "grpo", "loss": "ppo_clip", "reduction": "sequence"},
@@ -40,6 +45,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "rloo", "loss": "ppo_clip", "reduction": "token"},
     "reinforce_pp": {"advantage": "reinforce_pp", "loss": "ppo_clip", "reduction": "token"},
     "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "loss": "ppo_clip", "reduction": "token"},
+    "ppo": {"advantage": "gae", "loss": "ppo_clip", "reduction": "token", "critic": {"model": "initial"}},
     "remax": {"advantage": "remax", "loss": "ppo_clip", "reduction": "token"},
     "maxrl": {"advantage": "maxrl", "loss": "aipo", "reduction": "sequence"},
     "opo": {"advantage": "opo", "loss": "aipo", "reduction": "token"},
@@ -68,6 +74,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         **{"reference": {"model": "initial"}, **_RECOMPUTE, "zero_variance": "drop"},
     },
     "opd": {"advantage": "none", "loss": "importance", "reduction": "token", "reference": {"distil": 1.0}, **_RECOMPUTE},
+    "sft": {"given": "answers", "advantage": "none", "loss": CROSS_ENTROPY, "reduction": "token"},
+    "dpo": {**_FROM_PAIRS, "preference": "dpo", **_INITIAL},
+    "ipo": {**_FROM_PAIRS, "preference": "ipo", **_INITIAL},
+    "orpo": {**_FROM_PAIRS, "preference": "orpo"},
+    "simpo": {**_FROM_PAIRS, "preference": "simpo"},
+    "kto": {**_FROM_PAIRS, "given": "labels", "preference": "kto", **_INITIAL},
 }
 
 NOTES = {
@@ -77,6 +89,7 @@ NOTES = {
     "rloo": "RLOO, 2402.14740; leave-one-out baseline, with a clip of each token and the mean over tokens",
     "reinforce_pp": "REINFORCE++, 2501.03262; one attempt a prompt is enough, whitened over the step",
     "reinforce_pp_baseline": "REINFORCE++-baseline, 2501.03262; the group's mean as baseline, whitened over the step",
+    "ppo": "PPO, 1707.06347; advantages from a critic, so that one attempt a prompt is enough",
     "remax": "ReMax, 2310.10505; the greedy answer is the baseline: one attempt more at each task",
     "maxrl": "MaxRL, 2602.02710; its on-policy gradient, corrected for the sampler as AIPO is",
     "opo": "OPO, 2505.23585; derived for steps that are on policy; off policy it is corrected as AIPO is",
@@ -96,5 +109,11 @@ NOTES = {
     "scalerl": "ScaleRL, 2510.13786; CISPO on mu, prompt mean, normalised over the batch, no group without a signal",
     "online_dpo": "Online DPO, 2402.04792; a verifier is the judge: the best and the worst attempt at a task are a pair",
     "opd": "On-policy distillation, as MOPD in 2601.02780; a token's reward is what a teacher thinks of it: the reference",
+    "sft": "maximum likelihood; nothing is sampled: each task's completion, messages or answer is learnt",
+    "dpo": "DPO, 2305.18290; nothing is sampled: each task's chosen and rejected reply are a pair",
+    "ipo": "IPO, 2310.12036; as dpo, with a margin that is to be reached and not passed",
+    "orpo": "ORPO, 2403.07691; as dpo, with cross-entropy on the chosen one in place of a reference",
+    "simpo": "SimPO, 2405.14734; as dpo, with means over tokens in place of a reference",
+    "kto": "KTO, 2402.01306; nothing is sampled: each task's completion is good or bad, as its label says",
 }
 """Of each: the paper; and what is to be known of it."""

@@ -16,6 +16,7 @@ algorithm = { name = "dapo", clip_high = 0.3 }
 algorithm = { name = "grpo", loss = "aipo", cap = 4, reduction = "token" }
 algorithm = { name = "grpo", old_logprobs = "recompute", corrections = ["veto", { name = "tis", cap = 4 }] }
 algorithm = { name = "grpo", reference = { kl = 0.04 } }
+algorithm = { name = "dpo", beta = 0.2 }
 ```
 
 What does not apply to what was chosen is refused, because it would be ignored. `tidemill explain RECIPE` prints the parts
@@ -49,7 +50,7 @@ STEP = """
 ## A step
 
 A step trains on `rollout.groups` groups of `rollout.group_size` attempts at one task each. It is one update of the weights
-unless `updates` says otherwise.
+unless `updates` says otherwise. With `given` nothing is sampled: a group is what its task holds.
 
 ```
 groups ─▶ rows ─▶ log p_hat, log pi_ref (where asked for) ─▶ A ─▶ times the corrections' factors ─▶ loss: one term a token
@@ -107,8 +108,7 @@ ABOUT = {
     "advantage": """
 `algorithm.advantage`. R is an attempt's reward, `given` what is rewarded at tokens besides: turns that a score rewards
 (`Score.turns`), and the penalty of `reference.into = "reward"`. It is read by `reinforce_pp`, `process`, `turn_level`,
-`remax` and `gae`. For `remax` each group has one greedy attempt more, which is not trained on. `gae` needs a critic, which a
-recipe cannot give yet: it is refused.
+`remax` and `gae`. For `remax` each group has one greedy attempt more, which is not trained on. `gae` needs a `critic`.
 """,
     "loss": """
 `algorithm.loss`. "One more forward pass" is what `old_logprobs = "recompute"` costs; without it mu stands in for p_hat.
@@ -117,8 +117,10 @@ tells its tokens apart.
 """,
     "term": """
 Added to the policy loss, on the same tokens and under the same reduction, times a weight of their own: `reference.kl` for
-one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `entropy.coefficient` for `entropy`.
-`cross_entropy` is what a warm-up trains with.
+one of `kl_k1`, `kl_k2` and `kl_k3` (`reference.estimator`), with `importance = 1`; `entropy.coefficient` for
+`entropy`;
+`critic.weight` for `value`, of the critic's values. `score` trains a reward model.
+`cross_entropy` is no addition but what a warm-up and `sft` train with.
 """,
     "correction": """
 `algorithm.corrections`: factors on the advantages, multiplied with one another; KL and entropy are untouched. All but `age`
@@ -128,8 +130,9 @@ are of k, and so need `old_logprobs = "recompute"`.
     "preference": """
 `algorithm.preference`, in place of an advantage: the best and the worst attempt at a task are a pair, where their rewards
 differ. The loss is `reinforce`, with `old_logprobs = "recompute"`: under these the gradient is that of the loss below, at
-the start of the step, so that a step is one update. The reduction `attempt` makes it the mean over pairs. `dpo` and `ipo`
-need a `reference`.
+the start of the step, so that a step is one update. The reduction `attempt` makes it the mean over pairs. `dpo`, `ipo` and
+`kto` need a `reference`. With `given = "pairs"` the pairs are the tasks' own; `kto`, which knows no pairs, takes its replies
+from `given = "labels"`, and z, its baseline, from the step's prompts, each with the next one's reply: max(0, mean h).
 """,
     "preset": """
 The loss's constants are those in force. What a row leaves out has its default. `opd` needs a teacher, `reference.model`.
@@ -155,15 +158,27 @@ The loss's constants are those in force. What a row leaves out has its default. 
   `"k3"` unless it is given, `"k1"` or `"k2"`. `"reward"`: -kl log(p_hat / pi_ref) at each token for advantages that read
   `given`, and the sum of it on the attempt's reward for the others.
 * `reference.distil`, the weight of `distilled` below, which is added to the advantages: the reference is the teacher.
+* `critic.model`, what an answer is worth before each of its tokens, for `gae`: a model of its own that begins as the policy
+  does (`"initial"`), as a model or reward model in a folder, or a head on the policy's own decoder (`"policy"`): half the
+  memory and time, but then the value loss, times `critic.weight`, pulls at the policy's weights. Its first values are 0. It
+  has its own optimizer, with `critic.lr` (the trainer's unless it is given) and its own clipping of gradients; it is in
+  every checkpoint. `critic.clip`: see `value`. `critic.lam`: of the returns that it is trained towards, `returns` below; an
+  attempt that was cut off has ended like any other. `critic.warmup`: the first steps, in which only the critic learns.
 * `entropy.coefficient`, or `entropy = 0.01`: the weight of the further term `entropy`; below 0 it keeps entropy low. With an
   `entropy.target` (nats a token) it is that of the first step only: the weight then goes up or down by `entropy.change` each
   step, see `adaptive_entropy` below. It follows from what the steps recorded, so a run that goes on has the same.
 * `preference`, the name of one of the preferences above.
+* `given`, what is learnt where nothing is sampled, from columns of the tasks: `"answers"` (`completion`, or `messages`, a
+  conversation of which every turn of the assistant's is learnt, or `answer`), `"pairs"` (`chosen` and `rejected`) or
+  `"labels"` (`completion`, and `label`, true or false). A reply is learnt with the end token after it. What only sampled
+  replies have is refused: corrections, advantages, `overlong`, a divergence in the loss, several updates a step.
+  `rollout.group_size` is 1, or 2 for pairs. An environment of rows needs no reward then; with one, greedy accuracy is
+  measured too. Held-out rows are told of as the training rows are, by the trainer's forward passes.
 * `constants`, a table for constants whose names are settings' too.
 
-What is added to a reward, and to an advantage; and how a weight follows what is measured:
+What is added to a reward, and to an advantage; what a critic is trained towards; how a weight follows what is measured:
 """,
-    "library": "No setting reaches these: they are for programs that bring their own critic, labels or reward model.",
+    "library": "No setting reaches these: they are for programs that bring their own reward model.",
 }
 
 LAG = """

@@ -15,8 +15,8 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
-from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
+from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, WITH_REFERENCE
+from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
 from tidemill.config import Config
 from tidemill.loading import constants_of
 from tidemill.types import LossSpec
@@ -70,6 +70,17 @@ class ReferenceSettings(Config):
         return self
 
 
+class CriticSettings(Config):
+    """What an answer is worth before each of its tokens: `"initial"`, `"policy"`, a folder, or a table."""
+
+    model: str = "initial"  # a model or reward model to begin as; initial: the policy's; policy: a head on its own decoder
+    lr: float | None = Field(default=None, gt=0)  # None: the trainer's
+    weight: float = Field(0.5, gt=0)  # of its loss beside the policy's
+    clip: float = Field(0.0, ge=0)  # how far a value may move in a step, see `value`; 0: as far as it likes
+    lam: float = Field(1.0, ge=0, le=1)  # of the returns that it is trained towards
+    warmup: int = Field(0, ge=0)  # first steps, in which no advantage reaches the policy
+
+
 class OverlongSettings(Config):
     """Attempts that were cut off: `"mask"`, or `{ treat = "penalty", cache = 64 }`."""
 
@@ -121,6 +132,7 @@ class AlgorithmSettings(Config):
     advantage: str  # of `advantages`, or FILE.py:function
     loss: str  # of `losses`, or FILE.py:function
     reduction: Literal["token", "sequence", "prompt", "attempt", "fixed"]
+    given: Literal["", "answers", "pairs", "labels"] = ""  # what is learnt: what was sampled, or what each task holds
     constants: Constants = Field(
         default_factory=dict
     )  # of the loss and of the advantage; may be given beside the other keys
@@ -132,6 +144,7 @@ class AlgorithmSettings(Config):
     overlong: OverlongSettings = OverlongSettings()
     fixed_length: int | None = Field(default=None, ge=1)  # tokens; None: the longest completion that may be sampled
     reference: ReferenceSettings | None = None
+    critic: CriticSettings | None = None
     entropy: EntropySettings = EntropySettings()
 
     @classmethod
@@ -154,7 +167,7 @@ class AlgorithmSettings(Config):
             raise ValueError(f"unknown algorithm {name!r}; {hint}")
         if isinstance(each := given.get("corrections"), str | dict):
             given = {**given, "corrections": [each]}
-        short = {"reference": "model", "overlong": "treat"}
+        short = {"reference": "model", "critic": "model", "overlong": "treat"}
         given = {key: {short[key]: each} if key in short and isinstance(each, str) else each for key, each in given.items()}
         if isinstance(weight := given.get("entropy"), int | float) and not isinstance(weight, bool):
             given = {**given, "entropy": {"coefficient": weight}}
@@ -162,23 +175,57 @@ class AlgorithmSettings(Config):
 
     @model_validator(mode="after")
     def _applicable(self) -> AlgorithmSettings:
-        for kind, name, known in (("loss", self.loss, LOSS_CONSTANTS), ("advantage", self.advantage, ADVANTAGES)):
+        known_losses = (*LOSS_CONSTANTS, CROSS_ENTROPY)
+        for kind, name, known in (("loss", self.loss, known_losses), ("advantage", self.advantage, ADVANTAGES)):
             if ".py:" not in name:
                 _expect_name(kind, name, known)
         if self.preference:
-            _expect_name("preference", self.preference, PREFERENCES)
+            _expect_name("preference", self.preference, EVERY_PREFERENCE)
         if all(".py:" not in name for name in (self.loss, self.advantage)):
             _expect_constants(self.constants, self._takers())
+        self._expect_given()
         self._expect_whole()
         self._expect_reference()
+        self._expect_critic()
         return self
 
     def _takers(self) -> dict[str, Constants]:
         """Who takes constants, and which, with their defaults."""
         takers = {f"the loss {self.loss!r}": LOSS_CONSTANTS.get(self.loss, {})}
         if self.preference:
-            return takers | {f"the preference {self.preference!r}": constants_of(PREFERENCES[self.preference])}
+            return takers | {f"the preference {self.preference!r}": constants_of(EVERY_PREFERENCE[self.preference])}
         return takers | {f"the advantage {self.advantage!r}": constants_of(ADVANTAGES[self.advantage])}
+
+    def _expect_given(self) -> None:
+        """That what learns from given replies asks for nothing that only sampled ones have, and the other way round."""
+        if not self.given:
+            for name, value, wants in (("loss", self.loss, CROSS_ENTROPY), ("preference", self.preference, "kto")):
+                if value == wants:
+                    kind = "answers" if name == "loss" else "labels"
+                    raise ValueError(f"{name} = {value!r} is of replies that the tasks give: set given = {kind!r} too")
+            return
+        reference = self.reference or ReferenceSettings()
+        idle = {
+            **{"corrections": self.corrections, "overlong": self.overlong.treat != "keep"},
+            **{"zero_variance": self.zero_variance != "keep", "advantage": self.advantage != "none"},
+            **{"updates": self.updates.count > 1, "reference.kl": reference.kl, "reference.distil": reference.distil},
+        }
+        if found := [name for name, is_set in idle.items() if is_set]:
+            raise ValueError(f"{found[0]} does not apply to given = {self.given!r}: it is of what a policy sampled")
+        fitting = {"answers": [""], "pairs": list(PREFERENCES), "labels": list(UNPAIRED)}[self.given]
+        if self.preference not in fitting:
+            expected = " or ".join(filter(None, fitting)) or "none"
+            raise ValueError(
+                f"preference = {self.preference!r} does not go with given = {self.given!r}: expected {expected}"
+            )
+        if self.given == "answers" and self.loss != CROSS_ENTROPY and ".py:" not in self.loss:
+            raise ValueError(
+                f"the loss {self.loss!r} does not go with given = 'answers': expected {CROSS_ENTROPY} or FILE.py:function"
+            )
+        if self.reduction == "fixed" and self.fixed_length is None:
+            raise ValueError(
+                f"reduction = 'fixed' with given = {self.given!r} needs fixed_length: nothing is sampled to a limit"
+            )
 
     def _expect_whole(self) -> None:
         """That nothing was set which something else would ignore."""
@@ -218,8 +265,6 @@ class AlgorithmSettings(Config):
                 f"preference = {self.preference!r} needs old_logprobs = 'recompute' and the loss 'reinforce', under which "
                 f"its gradient is exact; given were {self.old_logprobs!r} and {self.loss!r}"
             )
-        if self.advantage in UNAVAILABLE:
-            raise ValueError(f"advantage = {self.advantage!r} needs {UNAVAILABLE[self.advantage]}, which this version lacks")
         if recompute and not reads_old:
             raise ValueError(
                 f"old_logprobs = 'recompute' does not apply to the loss {self.loss!r}: it compares with mu only"
@@ -236,6 +281,13 @@ class AlgorithmSettings(Config):
             raise ValueError(f"preference = {self.preference!r} needs a reference policy: set reference = 'initial'")
         if self.reference is not None and not (reads or self.reference.kl or self.reference.distil):
             raise ValueError("reference is given and nothing reads it: set reference.kl, reference.distil or a preference")
+
+    def _expect_critic(self) -> None:
+        reads = NEEDS.get(self.advantage) == "values" and not self.preference
+        if reads and self.critic is None:
+            raise ValueError(f"advantage = {self.advantage!r} needs a critic: set critic = 'initial'")
+        if self.critic is not None and not (reads or ".py:" in self.advantage):
+            raise ValueError(f"critic is given and nothing reads it: set advantage = 'gae', not {self.advantage!r}")
 
     @property
     def _distils(self) -> bool:
@@ -256,7 +308,7 @@ class AlgorithmSettings(Config):
     def compares(self) -> bool:
         """Whether attempts are compared, so that rewards which are all equal train nothing."""
         drops = ".py:" in self.advantage and self.zero_variance == "drop"  # who drops for a function of their own says so
-        alone = bool(self.preference) or self.advantage in COMPARING | ACROSS_SEATS or drops
+        alone = self.preference in PREFERENCES or self.advantage in COMPARING | ACROSS_SEATS or drops
         return alone and not self._distils and not self.kl_in_reward
 
     @property
@@ -278,6 +330,8 @@ class AlgorithmSettings(Config):
         also = []
         if (r := self.reference) is not None and r.kl and r.into == "loss":
             also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
+        if (critic := self.critic) is not None:
+            also.append(LossSpec("value", {"clip": critic.clip}, weight=critic.weight))
         if weight := self.entropy.coefficient if entropy is None else entropy:
             also.append(LossSpec("entropy", weight=weight))
         numbers = {name: float(value) for name, value in self.constants_for(self.loss).items()}
@@ -286,7 +340,7 @@ class AlgorithmSettings(Config):
     def constants_for(self, function: str) -> Constants:
         """Of the loss, the advantage or the preference. A user's own function gets what no other one takes."""
         takes = {self.loss: LOSS_CONSTANTS.get(self.loss), self.advantage: _taken(ADVANTAGES, self.advantage)}
-        takes[self.preference] = _taken(PREFERENCES, self.preference)
+        takes[self.preference] = _taken(EVERY_PREFERENCE, self.preference)
         if (own := takes.get(function)) is not None:
             return {name: value for name, value in self.constants.items() if name in own}
         others = {name for names in takes.values() if names is not None for name in names}
@@ -296,7 +350,11 @@ class AlgorithmSettings(Config):
         """Raise ValueError when steps of so many groups of this size could not be trained."""
         if (parts := self.updates.minibatches) > groups:
             raise ValueError(f"updates.minibatches = {parts} of {groups} groups a step: no group is divided")
-        if group_size < 2 and (self.preference or self.advantage in COMPARING):
+        if self.given == "labels" and groups < 2:
+            raise ValueError(
+                "kto with 1 group a step: its baseline is of replies after another's prompt; give at least 2 groups"
+            )
+        if group_size < 2 and (self.preference in PREFERENCES or self.advantage in COMPARING):
             what = f"preference {self.preference!r}" if self.preference else f"advantage {self.advantage!r}"
             raise ValueError(
                 f"group size {group_size} with {what}, which compares the siblings of a prompt: "
@@ -319,8 +377,8 @@ class AlgorithmSettings(Config):
         return self.model_copy(update=filled)
 
 
+EVERY_PREFERENCE: dict[str, Any] = {**PREFERENCES, **UNPAIRED}
 PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
-UNAVAILABLE = {"gae": "a critic"}
 
 
 def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
@@ -346,7 +404,7 @@ def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
 
 EVERY_CONSTANT = {name for constants in LOSS_CONSTANTS.values() for name in constants} | {
     name
-    for table in (ADVANTAGES, PREFERENCES, CORRECTIONS)
+    for table in (ADVANTAGES, EVERY_PREFERENCE, CORRECTIONS)
     for function in table.values()
     for name in constants_of(function)
 }
@@ -356,14 +414,18 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     """What was given, over the preset's values, over the chosen functions' own. The constants of a function that was
     exchanged for another one go with it."""
     preset = PRESETS[given["name"]]
+    names = [given.get(key, "") for key in ("loss", "advantage", "preference")]
+    if not all(isinstance(name, str) for name in names) or not isinstance(given["constants"], dict):
+        return {**preset, **given}  # to be refused for that
     chosen = {"preference": "", **preset, **given}
     own: Constants = dict(LOSS_CONSTANTS.get(chosen["loss"], {}))
-    table, name = (PREFERENCES, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])
+    table, name = (EVERY_PREFERENCE, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])
     own |= {key: value for key, value in (_taken(table, name) or {}).items() if value is not None}
     changed = any(chosen.get(key) != preset.get(key, "") for key in ("loss", "advantage", "preference"))
     kept = {k: v for k, v in preset.get("constants", {}).items() if k in own or not changed}
-    if isinstance(given.get("reference"), dict):
-        given = {**given, "reference": {**preset.get("reference", {}), **given["reference"]}}
+    for table_of in ("reference", "critic"):
+        if isinstance(given.get(table_of), dict):
+            given = {**given, table_of: {**preset.get(table_of, {}), **given[table_of]}}
     return {**preset, **given, "constants": {**own, **kept, **given["constants"]}}
 
 

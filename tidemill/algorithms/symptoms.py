@@ -22,7 +22,9 @@ class Symptoms:
     _entropy: float | None = None  # of the first step
 
     def look(self, groups: Sequence[Group], figures: Metrics) -> list[str]:
-        """What this step shows for the first time. figures: as in metrics.jsonl."""
+        """What this step shows for the first time. figures: as in metrics.jsonl. Nothing where no policy sampled."""
+        if all(t.given is not None for group in groups for t in group.trajectories):
+            return []
         found = {kind: text for kind, text in self._all(groups, figures) if kind not in self.told}
         self.told |= found
         return list(found.values())

@@ -38,7 +38,7 @@ def drill(
         config,
         command_for(recipe, lasting),
         seconds=seconds,
-        calm_s=min(120.0, seconds / 5),
+        calm_s=min(60.0, seconds / 5),
         every_s=every,
         seed=seed,
         spare=spare,
@@ -59,7 +59,7 @@ def _show(run: Path, outcome: Outcome) -> None:
     typical = f"; the next step ended {statistics.median(back):.1f} s later (median)" if back else ""
     share = outcome.rate / outcome.calm_rate if outcome.calm_rate else 0.0
     rows: list[tuple[str | Text, str | Text]] = [
-        ("time", f"{outcome.seconds / 60:.1f} min, the first {outcome.calm_s / 60:.1f} undisturbed"),
+        ("time", f"{outcome.seconds / 60:.1f} min, {outcome.calm_s / 60:.1f} of them undisturbed"),
         ("faults", f"{len(outcome.faults)}: {kinds}{typical}"),
         ("controller", f"started {outcome.starts} times, exit statuses {outcome.statuses}"),
         ("groups", ", ".join(f"{key} {value}" for key, value in groups.items())),

@@ -65,6 +65,10 @@ def evaluate(
     target: Path, recipe: Path | None, tasks: int | None, which: Which | None, overrides: Sequence[str], as_json: bool
 ) -> int:
     subject = find_subject(target, recipe, tasks, which, overrides)
+    if not subject.config.judged:
+        raise ConfigError(
+            f"nothing judges the tasks of {target}: give env.reward=..., or read held_out_given in its report.json"
+        )
     screen = console(stderr=True)
     busy = screen.status(f"{subject.model}: greedy, {subject.tasks:,} held-out tasks ...")
     with busy if screen.is_terminal and not as_json else nullcontext():

@@ -11,16 +11,18 @@ from rich.text import Text
 
 from tidemill.algorithms.catalogue import number
 from tidemill.algorithms.losses import loss_by_name
+from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import NOTES
 from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.model_folder import architecture_of, check_reference
+from tidemill.model_folder import architecture_of, check_companions
 from tidemill.recipe import RunConfig, load_recipe
 
 MIB, GIB = 2**20, 2**30
+PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
 Row = tuple[str | Text, str | Text]
 
 
@@ -45,7 +47,7 @@ def explained(config: RunConfig) -> dict[str, Any]:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     step = sizing.step_size(config, None if memory is None else memory["context"])
-    asked = {"p_hat": int("policy" in algorithm.asks), "reference": int("reference" in algorithm.asks)}
+    asked = {name: int(who in algorithm.asks) for name, who in PASSES}
     return {
         **{"preset": settings.name, "note": NOTES[settings.name], "differs": differing(config.algorithm)},
         **{"parts": [asdict(part) for part in parts], "p_hat": p_hat(settings)},
@@ -67,10 +69,12 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
         return None
     asked = config.algorithm.reference
     other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
-    if asked is not None and other is not None:
-        check_reference(asked, config.model)
+    critic = None if config.algorithm.critic is None else config.algorithm.critic.model
+    judge = None if critic in (None, "policy") else arch if critic == "initial" else architecture_of(critic)
+    if (other is not None) is (asked is not None) and (judge is not None) is (critic not in (None, "policy")):
+        check_companions(config.algorithm, config.model)
     free = sizing.free_memory(config.engine)
-    trainer, engine = sizing.trainer_memory(config, arch, other), sizing.engine_memory(config.engine, arch, free)
+    trainer, engine = sizing.trainer_memory(config, arch, other, judge), sizing.engine_memory(config.engine, arch, free)
     engines, beside = config.placement.engines, config.placement.reference_engines if other is not None else 0
     serving = sizing.engine_memory(config.engine, other, free, updated=False) if other is not None and beside else []
     return {
@@ -119,17 +123,20 @@ def _algorithm(about: Mapping[str, Any]) -> list[Row]:
 def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     step, passes, replies = about["step"], about["passes"], about["step"]["replies"]
     asked = "as many as its environment asks for" if replies is None else f"at most {_n(replies, 'reply')} an attempt"
-    of = f"{config.rollout.max_tokens:,} a reply, {asked}"
     tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
+    sampled = f"{tokens} tokens: {config.rollout.max_tokens:,} a reply, {asked}"
+    if config.algorithm.given:
+        sampled = f"nothing: the tasks give the {config.algorithm.given}"
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
-    forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference")) if passes[key]]
+    forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
     ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
-    ran += [f"forward for {' and for '.join(forward)}"] if forward else []
+    mismatched = ", also over each prompt with the next one's reply" if config.algorithm.preference == "kto" else ""
+    ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]
     batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
     return [
         ("attempts", f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"),
-        ("sampled", f"{tokens} tokens: {of}"),
+        ("sampled", sampled),
         ("updates", f"{step['updates']:,}"),
         ("passes", "; ".join(ran)),
         ("micro-batches", f"{', '.join(batches)}: {config.trainer.micro_batch_tokens:,} tokens each, {rows}"),
@@ -141,7 +148,7 @@ def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
     """What the weighted sum of an update is divided by, in words."""
     s, most = config.algorithm, step.denominator
     groups = -(-step.groups // s.updates.minibatches)
-    attempts = f"{groups * (2 if s.preference else step.group_size):,} attempts"
+    attempts = f"{groups * (2 if s.preference in PREFERENCES else step.group_size):,} attempts"
     words = {
         "token": "the tokens trained on" + ("" if most is None else f", at most {most:,}"),
         "sequence": f"each attempt's tokens, then {attempts}",
@@ -150,7 +157,7 @@ def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
         "fixed": f"{attempts} × a constant length = {most}",
     }
     of = "of an update: " if s.updates.count > 1 else ""
-    return f"{of}{words[s.reduction]}; those without a score do not count"
+    return f"{of}{words[s.reduction]}{'' if s.given else '; those without a score do not count'}"
 
 
 def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
@@ -161,6 +168,8 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     if config.max_lag:
         behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
     slots = f"({config.max_lag} + 1) × {about['step']['groups']}{window} = {about['slots']:,}"
+    if config.algorithm.given:
+        behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
     return [
         ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),
         ("max_lag", f"{config.max_lag}: {behind}"),

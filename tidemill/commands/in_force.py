@@ -8,8 +8,8 @@ from typing import Any
 
 from tidemill.algorithms.advantages import USING_GIVEN
 from tidemill.algorithms.catalogue import entry, flat
-from tidemill.algorithms.presets import ANCHORED, PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
+from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, PRESETS
+from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.config import Config, dump
 
 
@@ -33,12 +33,13 @@ def parts_of(settings: AlgorithmSettings, max_tokens: int) -> list[Part]:
         formula = f"-log(p_hat / pi_ref), {at}: a reward"
         found.append(Part("reward", "KL", formula, "as in REINFORCE++, 2501.03262", weight=settings.kl_in_reward))
     kind, name = ("preference", settings.preference) if settings.preference else ("advantage", settings.advantage)
-    found.append(_part(kind, kind, name, settings.constants_for(name)))
+    if settings.given != "answers":  # their loss knows no advantage
+        found.append(_part(kind, kind, name, settings.constants_for(name)))
     if (reference := settings.reference) is not None and reference.distil:
         found.append(_part("advantage", "reward", "distilled", {}, reference.distil))
     found += [_part("correction", "correction", each.name, each.constants) for each in settings.corrections]
     spec = settings.loss_spec()
-    found.append(_part("loss", "loss", spec.name, spec.params))
+    found.append(_part("loss", "term" if spec.name == CROSS_ENTROPY else "loss", spec.name, spec.params))
     found += [_part("term", "term", each.name, each.params, each.weight) for each in spec.also]
     if (entropy := settings.entropy).target is not None:
         given = {"change": entropy.change} if entropy.change is not None else {}
@@ -54,6 +55,12 @@ def _part(role: str, kind: str, name: str, constants: Mapping[str, Any], weight:
 
 def p_hat(settings: AlgorithmSettings) -> str:
     """What it is, and so the ratios."""
+    if settings.given:
+        if settings.recomputes:
+            return (
+                "the trainer's own, at the start of the step: what the preference is of. Nothing is sampled: there is no mu"
+            )
+        return "not needed, and there is no mu: nothing is sampled"
     if not settings.recomputes:
         if settings.loss in ANCHORED:
             return "mu stands in for it: k = 1, r = rho, and what the loss does to r it does to staleness and mismatch"
@@ -75,8 +82,9 @@ def differing(settings: AlgorithmSettings) -> dict[str, dict[str, Any]]:
     theirs["corrections"] = [
         {"name": each["name"], "constants": each.get("constants", {})} for each in theirs["corrections"]
     ]
-    if ours["reference"] is not None:
-        theirs["reference"] = {**_defaults(ReferenceSettings), **(preset.get("reference") or {"model": None})}
+    for key, kind in (("reference", ReferenceSettings), ("critic", CriticSettings)):
+        if ours[key] is not None:
+            theirs[key] = {**_defaults(kind), **(preset.get(key) or {"model": None})}
     mine, other = flat(ours) | constants, {"name": settings.name, **flat(theirs), **usual}
     return {key: {"value": mine[key], "preset": other.get(key)} for key in mine if mine[key] != other.get(key)}
 

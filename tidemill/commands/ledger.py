@@ -13,6 +13,7 @@ from rich.text import Text
 from tidemill.commands.screen import console, print_json, print_rows, visible
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
+from tidemill.observability.display import held_out
 from tidemill.observability.events import worded
 from tidemill.types import Version
 
@@ -98,11 +99,14 @@ def _few(evaluations: Sequence[EvalRecord]) -> Sequence[EvalRecord]:
 
 
 def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
-    return "\n".join(f"{_share(e.accuracy)} on {e.n or 0:,} tasks after step {e.step:,}" for e in evaluations)
+    return "\n".join(f"{_figures(e)} on {e.n or 0:,} tasks after step {e.step:,}" for e in evaluations)
 
 
-def _share(accuracy: float | None) -> str:
-    return "no accuracy" if accuracy is None else f"{accuracy:.3f}"
+def _figures(evaluation: EvalRecord) -> str:
+    """The accuracy, and beside it or in its place what is known of given replies."""
+    accuracy = [] if evaluation.accuracy is None else [f"{evaluation.accuracy:.3f}"]
+    rest = held_out({name: value for name, value in evaluation.metrics.items() if name != "accuracy" and value is not None})
+    return ", ".join([*accuracy, *([rest] if rest else [])]) or "no accuracy"
 
 
 def _kinds(events: Sequence[Event]) -> str:

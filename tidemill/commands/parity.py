@@ -151,7 +151,9 @@ def _show_replay(replayed: Replay, live: dict[str, Any] | None) -> None:
         f"{replayed.elsewhere:,} of versions that are not on disk, or of several; {replayed.removed:,} removed by retention"
     )
     console.print(f"  not replayed: {left}", highlight=False)
-    if not replayed.replayed:
+    if not replayed.replayed and replayed.given:
+        console.print("  the tasks gave what was learnt, and no weights sampled it: nothing to replay")
+    elif not replayed.replayed:
         console.print(
             "  there is no recorded trajectory of a version whose weights are on disk: nothing to replay", style="bold red"
         )

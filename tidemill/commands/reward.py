@@ -31,6 +31,8 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
     """The exit status: 1 when gold fails, garbage passes, a reply of the user's own is not judged as expected, or one that a
     verdict is needed on could not be judged."""
     config = load_recipe([recipe], overrides)
+    if not config.judged:
+        raise ConfigError(f"{recipe} has no reward to test: name one in env.reward")
     own = read_answers(answers) if answers else []
     screen = console(stderr=True)
     busy = screen.status(f"{recipe}: scoring replies whose worth is known ...")

@@ -3,7 +3,8 @@
     index rows -> blocks of prompt, reply and answer;     with --tokens: payload -> segments by provenance -> token cells
 
 A segment is a maximal stretch of tokens of one provenance, as it was recorded when they were made (I7): the prompt, what
-the policy sampled, what the environment added later. Steps are counted as the progress display counts them, from 1.
+the policy sampled, or what the task gave to be learnt, what the environment added later. Steps are counted as the progress
+display counts them, from 1.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
 from tidemill.ledger.records import SampleRow
 from tidemill.run_folder import RunFolder
-from tidemill.types import Trajectory
+from tidemill.types import Finish, Trajectory
 
 LIMIT = 10  # trajectories, unless a number is given
 SHOWN = 600  # characters of a prompt, reply or answer without --tokens
-Provenance = Literal["prompt", "sampled", "environment"]
+Provenance = Literal["prompt", "sampled", "given", "environment"]
 Row = tuple[str | Text, str | Text]
-COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "environment": "magenta"}
+COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "given": "blue", "environment": "magenta"}
 LIKELY, UNLIKELY = (
     math.log(0.5),
     math.log(0.1),
@@ -55,7 +56,7 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
         if not rows:
             raise ConfigError(_nothing(record, run, step, order))
         payloads = [record.load_trajectory(r.group_id, r.place) if tokens and not r.gone else None for r in rows]
-    tokenizer = _tokenizer(folder) if tokens else None
+    tokenizer = tokenizer_of(folder) if tokens else None
     if as_json:
         print_json([_plain(row, payload, tokenizer) for row, payload in zip(rows, payloads, strict=True)])
         return 0
@@ -75,11 +76,11 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
 def segments(t: Trajectory) -> list[Segment]:
     """Its tokens, cut where their provenance changes, in order."""
     found, position, begun = [], 0, False
-    for sampled, run in groupby(t.mask.tolist()):
+    own: Provenance = "sampled" if t.given is None else "given"
+    for learnt, run in groupby(t.learnt.tolist()):
         length = len(list(run))
-        kind: Provenance = "sampled" if sampled else "environment" if begun else "prompt"
-        found.append(Segment(kind, position, position + length))
-        position, begun = position + length, begun or sampled
+        found.append(Segment(own if learnt else "environment" if begun else "prompt", position, position + length))
+        position, begun = position + length, begun or learnt
     return found
 
 
@@ -104,9 +105,10 @@ def _nothing(record: SqliteLedger, run: Path, step: int | None, order: Order) ->
     return f"{where} has no trajectories yet: wait until its first group is finished"
 
 
-def _tokenizer(folder: RunFolder) -> Tokenizer:
+def tokenizer_of(folder: RunFolder) -> Tokenizer:
     if not folder.initial.is_dir():
         raise ConfigError(f"{folder.initial} does not exist: the tokens cannot be read without the run's tokenizer")
+
     from tidemill.models.tokenizer import load_tokenizer
 
     return load_tokenizer(folder.initial)
@@ -118,7 +120,7 @@ def _title(row: SampleRow, payload: Trajectory | None) -> Text:
     facts = [
         f"sample {row.group_id}.{row.place}",
         row.finish,
-        f"{row.sampled} of {row.tokens} tokens sampled",
+        f"{row.sampled} of {row.tokens} tokens sampled" if row.finish != Finish.GIVEN else f"{row.tokens} tokens",
         _weights(row),
     ]
     if row.mean_logprob is not None:
@@ -129,6 +131,8 @@ def _title(row: SampleRow, payload: Trajectory | None) -> Text:
 
 
 def _reward(row: SampleRow) -> Text:
+    if row.finish == Finish.GIVEN and row.reward is not None:
+        return Text("to be learnt", "bold green") if row.reward > 0.5 else Text("to be avoided", "bold yellow")
     if row.reward is not None:
         return Text(f"reward {row.reward:.2f}", "bold green" if row.reward > 0.5 else "bold yellow")
     if row.outcome is None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import psutil
 import torch
 
+from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.settings import ReferenceSettings
 from tidemill.engine.attention import page_bytes
 from tidemill.engine.core import SHARE_OF_FREE_MEMORY
@@ -51,7 +52,8 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
     r, updates = config.rollout, config.algorithm.updates
     sequences, replies = r.groups * r.group_size, replies_of(config.env)
     most = None if context is None else context - 1  # a prompt has a token at least
-    asked = None if replies is None else replies * r.max_tokens
+    given = bool(config.algorithm.given)
+    asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds what a task gives
     each = most if asked is None else asked if most is None else min(asked, most)
     groups = -(-r.groups // updates.minibatches)  # of the largest update
     rows = groups * r.group_size
@@ -63,9 +65,9 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
         sequences=sequences,
         updates=updates.count,
         replies=replies,
-        sampled_tokens=None if each is None else sequences * each,
+        sampled_tokens=0 if given else None if each is None else sequences * each,
         row_tokens=most,
-        forward_micro_batches=-(-sequences // together),
+        forward_micro_batches=-(-sequences * (2 if config.algorithm.preference == "kto" else 1) // together),
         train_micro_batches=updates.count * parts,
         denominator=_denominator(config, groups, each),
     )
@@ -80,7 +82,7 @@ def replies_of(env: AnyEnv) -> int | None:
 
 def _denominator(config: RunConfig, groups: int, each: int | None) -> int | None:
     s = config.algorithm.with_longest(config.rollout.max_tokens)
-    rows = groups * (2 if s.preference else config.rollout.group_size)  # a pair is all that trains of a group
+    rows = groups * (2 if s.preference in PREFERENCES else config.rollout.group_size)  # a pair is all that trains of a group
     match s.reduction:
         case "token":
             return None if each is None else rows * each
@@ -107,14 +109,20 @@ def parameters(arch: Architecture) -> int:
     return sum(n * k for n, k in matrices(arch)) + embedding + arch.layers * vectors + arch.hidden
 
 
-def trainer_memory(config: RunConfig, arch: Architecture, reference: Architecture | None) -> list[Held]:
-    """reference: the other policy's, where there is one and its folder is known."""
+def trainer_memory(
+    config: RunConfig, arch: Architecture, reference: Architecture | None, critic: Architecture | None = None
+) -> list[Held]:
+    """reference, critic: those of the other policy and of a critic of its own, where there are any whose folder is known."""
     own, asked = 4 * parameters(arch), config.algorithm.reference
     held = [Held("weights", own), Held("gradients", own), Held("two moments", 2 * own)]
     moves = 0
     if asked is not None and reference is not None and not config.placement.reference_engines:
         held.append(Held("reference", 4 * parameters(reference)))
         moves = 4 * parameters(reference) if asked.every else 0
+    if critic is not None:  # without the head, a vocabulary's worth, where that is not the embedding
+        size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
+        held.append(Held("critic, its gradients and moments", 4 * size))
+        moves += 3 * size
     held.append(Held("copy while a checkpoint is written", 3 * own + moves))
     if config.placement.sync.carrier == "shared_memory":
         held.append(Held("two versions on their way to engines", 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]))

@@ -53,6 +53,10 @@ def _tell(config: RunConfig, recipe: Path, ended: Ended, as_json: bool) -> None:
         print(f"  stopped after step {report['steps']} of {config.steps}; the same command goes on from there")
     if before is not None and after is not None and n is not None:
         print(f"  held-out accuracy {before:.3f} -> {after:.3f} on {n:,} tasks")
+    if given := report.get("held_out_given"):
+        both = [(name, was, given["after"][name]) for name, was in given["before"].items() if name in given["after"]]
+        changes = [f"{name.replace('_', ' ')} {was:.3f} -> {now:.3f}" for name, was, now in both]
+        print(f"  held-out {', '.join(changes)} on {n:,} tasks")
     print(f"  ledger: {groups['admitted']:,} groups = {' + '.join(parts)} + {groups['lost']} lost")
     judging = report.get("judging")  # an older run's report has none
     if judging and (judging["infra_errors"] or judging["unscorable"]):

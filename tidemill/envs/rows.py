@@ -11,21 +11,41 @@ from tidemill.codec import CodecError, parse_json
 from tidemill.config import ConfigError
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import RewardJudge, Scorer
-from tidemill.envs.settings import PythonSettings, RowsSettings
+from tidemill.envs.settings import NO_REWARD, PythonSettings, RowsSettings
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, unique
-from tidemill.types import Task
+from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.types import Outcome, Task, Trajectory, Unscorable
 
 
 def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
     """The environment. Raises ConfigError when the rows or the reward are not usable, or do not fit each other."""
-    if settings.reward in ("", "none"):
-        raise ConfigError("env.reward is empty: expected exact, regex, numeric, last_boxed, math, or FILE.py:FUNCTION")
     if "{prompt}" not in settings.template:
         raise ConfigError(f"env.template = {settings.template!r}: expected {{prompt}} in it")
+    if settings.reward == "model":
+        _expect_reward_model(settings.reward_options.get("folder"))
     splits = row_splits(settings)
+    if settings.reward in NO_REWARD:
+        if settings.reward_options:
+            raise ConfigError(
+                "env.reward_options do not apply while env.reward is empty: name the reward, or leave them out"
+            )
+        return SingleTurn(f"rows:{Path(settings.data).stem}", splits, _nobody)
     judge = RewardJudge(settings.reward, scorer, settings.reward_options)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))
     return SingleTurn(f"rows:{Path(settings.data).stem}", splits, judge)
+
+
+def _expect_reward_model(folder: Any) -> None:
+    if not isinstance(folder, str):
+        raise ConfigError(f"env.reward = 'model' needs reward_options.folder, the reward model's; given was {folder!r}")
+    try:
+        Architecture.from_folder(folder)
+    except UnsupportedModel as error:
+        raise ConfigError(f"env.reward_options.folder: {error}") from None
+
+
+async def _nobody(task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+    return [Unscorable("the rows have no reward: name one in env.reward") for _ in attempts]
 
 
 def row_splits(settings: RowsSettings | PythonSettings) -> dict[str, list[Task]]:

@@ -31,7 +31,7 @@ class ReasoningGymSettings(Config):
 
 
 class RowsSettings(Config):
-    """A file of rows or a Hugging Face dataset, judged by a reward function."""
+    """A file of rows or a Hugging Face dataset, judged by a reward function; by none, where its own replies are learnt."""
 
     kind: Literal["rows"] = "rows"
     data: str = Field(description="a .jsonl file; or a dataset's folder or name, which needs the datasets package")
@@ -40,8 +40,10 @@ class RowsSettings(Config):
     split: str = Field("train", description="of a Hugging Face dataset")
     prompt_column: str = "prompt"
     answer_column: str = Field("answer", description="the column that rewards know as `answer`")
-    reward: str = Field(description="exact, regex, numeric, last_boxed, math, or FILE.py:FUNCTION")
-    reward_options: dict[str, Any] = Field({}, description="further arguments of the reward, such as tolerance")
+    reward: str = Field(
+        "", description="exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; empty: nothing judges"
+    )
+    reward_options: dict[str, Any] = Field({}, description="further arguments of the reward: a tolerance, a model's folder")
     template: str = Field("{prompt}", description="the prompt; {prompt} stands for the row's")
 
 
@@ -65,6 +67,9 @@ class PythonSettings(Config):
     data: str = Field("", description="rows as tasks; empty: the environment's own, or `tasks` of the same file")
     eval_data: str = ""
     eval_share: float = Field(0.1, gt=0, lt=1)
+
+
+NO_REWARD = ("", "none")  # of rows that nothing judges
 
 
 class EnvironmentWorkers(Config):

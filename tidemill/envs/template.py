@@ -23,6 +23,8 @@ from tidemill.config import ConfigError
 from tidemill.types import Array, Task
 
 Messages = list[dict[str, str]]
+Turn = tuple[Messages, str]
+"""Messages, and the reply to them."""
 
 
 class Tokenizer(Protocol):
@@ -62,6 +64,19 @@ def renderer(tokenizer: Tokenizer) -> Renderer:
 def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[dict[str, str]]) -> Array:
     """The tokens of a task's prompt, exactly as an episode's first turn sends them. [P] int32"""
     return renderer(tokenizer).begin(as_messages(prompt))
+
+
+def conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[Array, Array]:
+    """A conversation that is known to its end, exactly as an episode would send it: tokens [T] int32, and which of them are
+    replies [T] bool, the end token after each included."""
+    render, end, before = renderer(tokenizer), tokenizer.eos_token_id, None
+    pieces = list[Array]()
+    for messages, reply in turns:
+        pieces.append(render.begin(messages) if before is None else render.follow(before, end, messages))
+        pieces.append(np.array([*tokenizer.encode(reply, add_special_tokens=False), end], np.int32))
+        before = reply
+    replied = np.repeat(np.arange(len(pieces)) % 2 == 1, [len(piece) for piece in pieces])
+    return np.concatenate(pieces), replied
 
 
 def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int) -> int:

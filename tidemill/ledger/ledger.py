@@ -31,7 +31,7 @@ from tidemill.ledger.reads import LedgerReads
 from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
 from tidemill.ledger.retention import retain
 from tidemill.ledger.rows import as_json, figures_json
-from tidemill.ledger.schema import SCHEMA, VERSION
+from tidemill.ledger.schema import SCHEMA, SCHEMAS, VERSION
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers, whole_groups
 from tidemill.ledger.waiting import Waiting
 from tidemill.types import Group, Metrics, Task, Trajectory, Version
@@ -351,12 +351,12 @@ class SqliteLedger(LedgerReads):
         if not _tables(self._db):
             raise RunFolderError(f"{str(self.folder)!r} holds an empty ledger: a start was interrupted; start it again")
         schema = self.meta().get("schema")
-        if schema != str(VERSION):
+        if schema not in SCHEMAS:
             raise RunFolderError(
-                f"{str(self.folder)!r} has a ledger of schema {schema}; this version reads {VERSION}: use its own"
+                f"{str(self.folder)!r} has a ledger of schema {schema}; this version reads {', '.join(SCHEMAS)}: use its own"
             )
         with contextlib.closing(sqlite3.connect(":memory:", timeout=_BUSY_S)) as fresh:
-            fresh.executescript(SCHEMA)
+            fresh.executescript(SCHEMAS[schema])
             if _definitions(fresh) != _definitions(self._db):
                 raise LedgerError(f"the ledger in {str(self.folder)!r} is damaged: its tables are not those that were made")
 

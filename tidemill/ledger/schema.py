@@ -15,7 +15,7 @@ from collections.abc import Iterable
 
 from tidemill.types import Finish
 
-VERSION = 2
+VERSION = 3
 
 
 def _among(column: str, values: Iterable[str]) -> str:
@@ -165,3 +165,9 @@ CREATE VIEW conservation AS SELECT
   + (SELECT count(DISTINCT group_id) FROM live_step_groups JOIN groups ON groups.id = group_id
      WHERE fate IS NOT 'trained') AS trained_twice;
 """
+
+SCHEMAS = {
+    str(VERSION): SCHEMA,
+    "2": SCHEMA.replace(_among("finish", Finish), _among("finish", [each for each in Finish if each is not Finish.GIVEN])),
+}
+"""By version, those that are read and gone on with: in 2 no reply could be given."""

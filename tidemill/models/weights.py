@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,9 @@ TOKENIZER_FILES = (
 _TEMPLATES = "additional_chat_templates"
 _INDEX = "model.safetensors.index.json"
 _OTHER_FILES = ("config.json", "generation_config.json", _INDEX)
-_CLASSES = {family: f"{family.capitalize()}ForCausalLM" for family in ("llama", "mistral", "qwen2", "qwen3")}
+SCORE = "score.weight"  # [1, D] of a folder for sequence classification with one label
+_HEAD = "lm_head.weight"
+_ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 MAX_SHARD_BYTES = 4 << 30
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
@@ -53,7 +56,7 @@ def hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         yield from ((f"model.layers.{layer.index}.{name}", view) for name, view in _layer_views(layer))
     yield "model.norm.weight", decoder.norm.weight.detach()
     if decoder.head is not None:
-        yield "lm_head.weight", decoder.head.weight.detach()
+        yield _HEAD, decoder.head.weight.detach()
 
 
 def _layer_views(layer: Layer) -> Iterator[tuple[str, Tensor]]:
@@ -122,13 +125,38 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
     """
     folder = Path(folder)
     arch = Architecture.from_folder(folder)
+    aside = {_HEAD: list[Tensor]()} if arch.tied else {}
+    decoder = _read(folder, arch, dtype, device, aside)
+    if any(not torch.equal(head.to(device, dtype), decoder.embed.weight) for head in aside.get(_HEAD, [])):
+        raise UnsupportedModel(
+            f"{folder}: config.json ties the head to the embedding, but its lm_head.weight differs from it; "
+            "set tie_word_embeddings to false"
+        )
+    return decoder
+
+
+def load_scored(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Tensor | None]:
+    """The decoder of a folder for sequence classification, and its score [labels, D]; None of a language model's folder.
+
+    A language-model head has no use here: the decoder has none of its own. Raises UnsupportedModel as `load_folder` does.
+    """
+    folder = Path(folder)
+    aside = {_HEAD: list[Tensor](), SCORE: list[Tensor]()}
+    decoder = _read(folder, replace(Architecture.from_folder(folder), tied=True), dtype, "cpu", aside)
+    return decoder, next(iter(aside[SCORE]), None)
+
+
+def _read(
+    folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device | str, aside: dict[str, list[Tensor]]
+) -> Decoder:
+    """A decoder of this architecture with a folder's weights; tensors of the names in `aside` are put there instead."""
     _check_size(arch, folder)
-    decoder, heads = empty_decoder(arch, dtype, device), list[Tensor]()
+    decoder = empty_decoder(arch, dtype, device)
 
     def wanted() -> Iterator[Slice]:
         for piece in _folder_slices(folder):
-            if arch.tied and piece.name == "lm_head.weight":
-                heads.append(piece.tensor)
+            if piece.name in aside:
+                aside[piece.name].append(piece.tensor)
             elif not piece.name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
                 yield piece
 
@@ -136,11 +164,6 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
         load_slices(decoder, wanted())
     except ValueError as error:
         raise UnsupportedModel(str(error) if isinstance(error, UnsupportedModel) else f"{folder}: {error}") from None
-    if any(not torch.equal(head.to(device, dtype), decoder.embed.weight) for head in heads):
-        raise UnsupportedModel(
-            f"{folder}: config.json ties the head to the embedding, but its lm_head.weight differs from it; "
-            "set tie_word_embeddings to false"
-        )
     return decoder
 
 
@@ -197,9 +220,11 @@ def save_folder(
     tokenizer_from: str | Path | None,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    score: Tensor | None = None,
 ) -> None:
     """Write a Hugging Face folder: weights in `dtype`, configuration, and tokenizer and generation configuration as they
-    are in the folder `tokenizer_from`.
+    are in the folder `tokenizer_from`. With a `score` [1, D] it is one for sequence classification, without the
+    language-model head.
 
     Everything is written beside `folder`, as `.NAME.partial`, flushed to disk, and moved there by rename. A model folder
     that is there already is replaced. Raises ValueError when `folder` holds anything else, or `tokenizer_from` holds no
@@ -212,7 +237,10 @@ def save_folder(
     shutil.rmtree(partial, ignore_errors=True)  # cut off by a kill
     partial.mkdir()
     try:
-        write_model(partial, decoder.arch, hf_views(decoder), tokenizer_from, dtype, max_shard_bytes)
+        tensors = hf_views(decoder)
+        if score is not None:
+            tensors = [*((name, view) for name, view in tensors if name != _HEAD), (SCORE, score.detach())]
+        write_model(partial, decoder.arch, tensors, tokenizer_from, dtype, max_shard_bytes, scores=score is not None)
         put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
@@ -225,23 +253,27 @@ def write_model(
     tokenizer_from: str | Path | None,
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    scores: bool = False,
 ) -> None:
     """The files of a Hugging Face folder, in a folder that is there. tensors: (Hugging Face name, tensor), of all weights.
+    scores: they are those of a model for sequence classification.
 
     They are neither flushed nor moved: a kill leaves some of them.
     """
     assert arch.raw, "an Architecture made by from_dict or from_folder knows its config.json"
-    _write_json(folder / "config.json", _config(arch, dtype))
+    _write_json(folder / "config.json", _config(arch, dtype, scores))
     if tokenizer_from is not None:
         _copy_tokenizer(Path(tokenizer_from), folder)
     _write_weights(tensors, folder, dtype, max_shard_bytes)
 
 
-def _config(arch: Architecture, dtype: torch.dtype) -> dict[str, Any]:
+def _config(arch: Architecture, dtype: torch.dtype, scores: bool) -> dict[str, Any]:
     """config.json as it was read, with the class and dtype of what is saved (under the key the original used)."""
     key = "torch_dtype" if "torch_dtype" in arch.raw and "dtype" not in arch.raw else "dtype"
-    kept = {name: value for name, value in arch.raw.items() if name not in ("torch_dtype", "dtype")}
-    return kept | {"architectures": [_CLASSES[arch.family]], key: str(dtype).removeprefix("torch.")}
+    kept = {name: value for name, value in arch.raw.items() if name not in ("torch_dtype", "dtype", *_ONE_LABEL)}
+    made_for = f"{arch.family.capitalize()}For{'SequenceClassification' if scores else 'CausalLM'}"
+    labels = _ONE_LABEL if scores else {}
+    return kept | labels | {"architectures": [made_for], key: str(dtype).removeprefix("torch.")}
 
 
 def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: torch.dtype, max_shard_bytes: int) -> None:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
 BAR = 18
+HELD_OUT = ("accuracy", "preference_accuracy", "preference_loss", "loss")  # figures of an evaluation, the best known first
 TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", "where time went")
 WIDTHS = (5, 5 + BAR, 8, 5, 6, 7, 8, 6, 1)
 _WORK = {"gen": "time/generate", "train": "time/train", "sync": "time/sync", "wait": "time/wait"}
@@ -82,8 +83,8 @@ class ProgressDisplay:
         if self._mode == "json":
             self._say_json({"kind": "eval", "step": step, **finite(results)})
             return
-        accuracy, n = number(results.get("accuracy"), ".3f"), number(results.get("n"), ".0f")
-        self._say(f"{step:>{WIDTHS[0]}}  held-out accuracy {accuracy} on {n} tasks", "green")
+        figures = held_out(results) or "accuracy –"
+        self._say(f"{step:>{WIDTHS[0]}}  held-out {figures} on {number(results.get('n'), '.0f')} tasks", "green")
 
     def note(self, text: str) -> None:
         """A sentence that must be seen: a resume, a sink that was switched off, how the run ended."""
@@ -187,8 +188,8 @@ def cells(metrics: Mapping[str, float], scale: tuple[float, float]) -> tuple[str
     lag = number(mean_lag, ".1f") + (f" ≤{max_lag:.0f}" if _known(max_lag) else "")
     return (
         number(metrics.get("step"), ".0f"),
-        bar(metrics.get("reward/mean"), scale),
-        number(metrics.get("eval/accuracy"), ".2f"),
+        bar(metrics.get("reward/mean"), scale) if "reward/mean" in metrics else _loss(metrics),
+        number(_first(metrics, [f"eval/{name}" for name in HELD_OUT]), ".2f"),
         number(metrics.get("length/mean"), ".1f"),
         lag,
         exponent(metrics.get("mismatch/lag0_mean")),
@@ -196,6 +197,22 @@ def cells(metrics: Mapping[str, float], scale: tuple[float, float]) -> tuple[str
         thousands(metrics.get("throughput/tokens_per_s")),
         time_went(metrics),
     )
+
+
+def held_out(results: Mapping[str, float]) -> str:
+    """What an evaluation found, in words."""
+    found = {name.replace("_", " "): number(results.get(name), ".3f") for name in HELD_OUT if name in results}
+    return ", ".join(f"{name} {figure}" for name, figure in found.items())
+
+
+def _first(metrics: Mapping[str, float], names: Iterable[str]) -> float | None:
+    return next((metrics[name] for name in names if name in metrics), None)
+
+
+def _loss(metrics: Mapping[str, float]) -> str:
+    """In place of a reward, where nothing is sampled, so that nothing has a lag."""
+    loss = None if "lag/mean" in metrics else _first(metrics, ("train/preference_loss", "train/loss"))
+    return f"loss {number(loss, '.3f')}" if _known(loss) else "–"
 
 
 def line(columns: Iterable[str]) -> str:

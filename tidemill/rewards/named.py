@@ -17,6 +17,7 @@ class Named:
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # options without a default
     package: str = ""  # an extra it imports, in the worker
+    asks: tuple[str, ...] = ("completion", "answer")
 
 
 BOXED = "\\boxed{{{answer}}}"
@@ -28,6 +29,9 @@ NAMED = {
     "numeric": Named("tidemill.rewards.functions:numeric", "{answer}", options=("tolerance",)),
     "last_boxed": Named("tidemill.rewards.functions:last_boxed", BOXED),
     "math": Named("tidemill.rewards.math:score", BOXED, package="math_verify"),
+    "model": Named(
+        "tidemill.envs.reward_model:score", "", options=("folder",), needs=("folder",), asks=("completions", "prompts")
+    ),
 }
 
 
@@ -41,4 +45,4 @@ def named_reward(name: str) -> tuple[str, Signature]:
     if reward.package and importlib.util.find_spec(reward.package) is None:
         raise ConfigError(f"reward {name!r} needs a package that is not installed: pip install 'tidemill[gym]'")
     optional = tuple(option for option in reward.options if option not in reward.needs)
-    return reward.reference, Signature(name, False, ("completion", "answer", *reward.needs), optional)
+    return reward.reference, Signature(name, "completions" in reward.asks, (*reward.asks, *reward.needs), optional)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -49,22 +50,25 @@ class Batch:
     targets: Tensor  # [M] int64
     temperature: Tensor  # [M] float64
     weights: Tensor  # [M]
-    inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages; reference and lag where there are any
+    inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages; reference, lag, old_values, returns if there are any
     support: tuple[Tensor, Tensor] | None  # what truncated sampling left, see `models.logprobs`
     sequence: Tensor  # [M] int64: 0 .. B - 1
     losses: dict[str, Tensor | None]  # loss id -> [M] bool, which tokens are its own; None: all of them
 
-    def loss_input(self, name: str, logprobs: Tensor, entropy: Tensor) -> tuple[LossInput, Tensor]:
-        """What the loss `name` sees of these logprobs and entropies [M], and its weights."""
+    def loss_input(
+        self, name: str, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
+    ) -> tuple[LossInput, Tensor]:
+        """What the loss `name` sees of these logprobs, entropies and values [M], and its weights."""
         given = {key: value.to(logprobs.dtype) if value.is_floating_point() else value for key, value in self.inputs.items()}
-        x = LossInput(logprobs, **given, sequence=self.sequence, sequences=len(self.rows), entropy=entropy)
+        live = {"entropy": entropy, "values": values}
+        x = LossInput(logprobs, **given, **live, sequence=self.sequence, sequences=len(self.rows))
         own, weights = self.losses[name], self.weights.to(logprobs.dtype)
         return (x, weights) if own is None else (x.select(own), weights[own])
 
 
 def rows_of(samples: Sequence[Sample]) -> list[Row]:
     """The rows with something to predict. ValueError when that is a sample's first token."""
-    rows = [Row(i, s, np.flatnonzero(s.mask | (s.weights != 0))) for i, s in enumerate(samples)]
+    rows = [Row(i, s, np.flatnonzero(s.predicted)) for i, s in enumerate(samples)]
     rows = [row for row in rows if row.where.size]
     if any(row.where[0] == 0 for row in rows):
         raise ValueError("a sample's first token is sampled or has a weight: nothing predicts it, put a prompt before it")
@@ -110,8 +114,10 @@ def pack(rows: list[Row], device: torch.device) -> Batch:
         return sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
 
     inputs = {"behaviour": gather(lambda s: s.logprobs), "old": gather(old), "advantages": gather(lambda s: s.advantages)}
-    if any(row.sample.ref_logprobs is not None for row in rows):
-        inputs["reference"] = gather(_reference)
+    known = {"reference": "ref_logprobs", "old_values": "values", "returns": "returns"}
+    for name, field in known.items():
+        if any(getattr(row.sample, field) is not None for row in rows):
+            inputs[name] = gather(partial(_known, field=field))
     if any(row.sample.lags is not None for row in rows):
         inputs["lag"] = gather(_lags).long()
     spread = np.concatenate(places)
@@ -152,10 +158,10 @@ def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor
     return {name: send(own == i) for i, name in enumerate(distinct)}
 
 
-def _reference(sample: Sample) -> Array:
-    """A row without reference logprobs beside rows that have them: a loss that reads these anyway gets NaN, loudly."""
-    unknown = np.full(sample.tokens.shape, np.nan, np.float32)
-    return unknown if sample.ref_logprobs is None else sample.ref_logprobs
+def _known(sample: Sample, field: str) -> Array:
+    """Of a row without reference logprobs beside rows that have them, NaN: loud in a loss that reads them anyway."""
+    values = getattr(sample, field)
+    return np.full(sample.tokens.shape, np.nan, np.float32) if values is None else values
 
 
 def _lags(sample: Sample) -> Array:

@@ -1,7 +1,7 @@
 """A trainer on disk: a Hugging Face folder with the optimizer beside the weights. Safetensors and JSON, never pickle.
 
     config.json, *.safetensors, tokenizer   the master weights in their own dtype, by Hugging Face name
-    optimizer.safetensors                   both moments by parameter name; the random states; a reference that moves
+    optimizer.safetensors                   both moments by parameter name; the random states; what else is `Kept`
     trainer.json                            format, updates done
 
 `Snapshot` is a copy in host memory: once it is taken, training goes on, and what is written does not change any more. Its
@@ -12,9 +12,10 @@ everything before it touches the trainer; what follows is then, on CPU, bit for 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
@@ -27,11 +28,24 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.weights import hf_views, load_folder, write_model
 from tidemill.protocols import CheckpointError
 from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.reference import Reference
 
 FORMAT = 1
 OPTIMIZER, _STATE = "optimizer.safetensors", "trainer.json"
 _CPU_RNG, _CUDA_RNG = "random.cpu", "random.cuda"
+
+
+class Kept(Protocol):
+    """What a trainer has beside policy and optimizer."""
+
+    def state(self) -> dict[str, Tensor]:
+        """By name, what a checkpoint must hold of it."""
+        ...
+
+    def expected(self, updates: int) -> dict[str, Tensor]:
+        """Names of `state()` after so many updates, each with a tensor of its shape and dtype."""
+        ...
+
+    def restore(self, state: dict[str, Tensor], updates: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,28 +55,29 @@ class Snapshot:
     arch: Architecture
     dtype: torch.dtype
     weights: dict[str, Tensor]  # by Hugging Face name
-    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states; a reference that moves
+    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states; of `Kept` what they hold
     updates: int
 
     @classmethod
     def take(
-        cls, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None, room: Snapshot | None = None
+        cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = (), room: Snapshot | None = None
     ) -> Snapshot:
-        """Weights, both moments and random states, copied. As fast as memory is; from a GPU, into pinned memory.
+        """Weights, both moments, random states and what else is kept, copied. As fast as memory is; from a GPU, into pinned
+        memory.
 
         room: one that nobody needs any more, whose memory is used: new memory takes longer than the copy."""
         weights = _copied(dict(hf_views(decoder)), room.weights if room else {})
-        state = optimizer.state() | (reference.state() if reference else {})
-        moments = _copied(state, room.optimizer if room else {})
+        state = [optimizer.state(), *(each.state() for each in kept)]
+        moments = _copied(_together(state), room.optimizer if room else {})
         if decoder.embed.weight.is_cuda:
             torch.cuda.synchronize(decoder.embed.weight.device)  # bounded: by the copies above
         return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments | _random(), optimizer.done)
 
     @classmethod
-    def room(cls, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None) -> Snapshot:
+    def room(cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> Snapshot:
         """The memory that `take` will need, touched: what does not fit is known before anything is trained."""
         weights = _copied(dict(hf_views(decoder)), {})
-        moments = _copied(optimizer.expected(1) | (reference.state() if reference else {}), {})
+        moments = _copied(_together([optimizer.expected(1), *(each.expected(1) for each in kept)]), {})
         return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments, 0)
 
     def write(self, folder: Path, source: Path | None, wrote: Callable[[Path], None]) -> None:
@@ -79,6 +94,10 @@ class Snapshot:
             raise CheckpointError(f"{folder}: {error}") from error
 
 
+def _together(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor for state in states for name, tensor in state.items()}
+
+
 def _copied(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[str, Tensor]:
     def place(name: str, like: Tensor) -> Tensor:
         there = room.get(name)
@@ -89,21 +108,22 @@ def _copied(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[s
         return {name: place(name, tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
 
 
-def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, reference: Reference | None = None) -> None:
-    """Put decoder, optimizer, reference and random states back to where the snapshot was taken. Raises CheckpointError."""
+def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> None:
+    """Put decoder, optimizer, random states and what else is kept back to where the snapshot was taken. Raises
+    CheckpointError."""
     updates = _read_state(folder / _STATE)
     tensors = _read_tensors(folder / OPTIMIZER)
     random = {name: tensors.pop(name) for name in (_CPU_RNG, _CUDA_RNG) if name in tensors}
     if _CPU_RNG not in random:
         raise CheckpointError(f"{folder / OPTIMIZER}: the random state is missing")
-    moved = reference.state() if reference else {}
-    _check(folder / OPTIMIZER, tensors, optimizer.expected(updates) | moved)
+    parts = [(each, each.expected(updates)) for each in kept]
+    _check(folder / OPTIMIZER, tensors, _together([optimizer.expected(updates), *(names for _, names in parts)]))
     weights = _read_weights(folder, decoder)
     with torch.no_grad():
         for (_, view), (_, saved) in zip(hf_views(decoder), hf_views(weights), strict=True):
             view.copy_(saved)
-    if reference is not None:
-        reference.restore({name: tensors.pop(name) for name in moved})
+    for each, names in parts:
+        each.restore({name: tensors.pop(name) for name in names}, updates)
     optimizer.restore(tensors, updates)
     torch.set_rng_state(random[_CPU_RNG])
     if _CUDA_RNG in random and torch.cuda.is_available():

@@ -24,6 +24,7 @@ from tidemill.models.weights import save_folder, serving_slices
 from tidemill.protocols import CheckpointError, PolicyMismatch
 from tidemill.trainer import step
 from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
+from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
@@ -53,14 +54,15 @@ class NativeTrainer:
         *,
         steps: int,
         reference: Reference | None = None,
+        critic: Critic | None = None,
         sender: Sender | None = None,
         source: str | Path | None = None,
         offload: Offload = inline,
         process: str = "trainer",
     ) -> None:
-        """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. sender: the carrier
-        of published weights. source: the model folder whose tokenizer and configuration go into exports and checkpoints.
-        The decoder is moved to the device."""
+        """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. critic: one that is
+        trained beside the policy. sender: the carrier of published weights. source: the model folder whose tokenizer and
+        configuration go into exports and checkpoints. The decoder is moved to the device."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -71,6 +73,8 @@ class NativeTrainer:
         self.decoder = decoder.to(self.device)
         self._optimizer = Optimizer(self.decoder, settings, steps)
         self._reference = reference and reference.beside(self.decoder)
+        self._critic = critic and critic.beside(self.decoder)
+        self._kept = [each for each in (self._reference, self._critic) if each is not None]
         self._compute = step.Compute(
             device=self.device,
             budget=settings.micro_batch_tokens,
@@ -80,7 +84,7 @@ class NativeTrainer:
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
-        self._room: Snapshot | None = Snapshot.room(self.decoder, self._optimizer, self._reference)  # for the next one
+        self._room: Snapshot | None = Snapshot.room(self.decoder, self._optimizer, self._kept)  # for the next one
         self._announced: Announced | None = None  # what was published last; None before, and after `load`
         self._applied: Metrics = {}  # what the optimizer said of its latest update
 
@@ -90,13 +94,19 @@ class NativeTrainer:
         return self._optimizer.done
 
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
-        decoder = self.decoder if policy == "policy" else self._reference and self._reference.decoder
-        if decoder is None:
-            raise ValueError(f"forward(policy={policy!r}): this trainer was built without a reference policy")
+        others = {
+            "policy": self.decoder,
+            "reference": self._reference and self._reference.decoder,
+            "critic": self._critic and self._critic.model,
+        }
+        model = others.get(policy)
+        if model is None:
+            known = ", ".join(name for name, each in others.items() if each is not None)
+            raise ValueError(f"forward(policy={policy!r}): this trainer was built without a {policy}; it has {known}")
 
         def run() -> list[Array]:
             with self._recorder.span("forward", samples=len(samples)):
-                return step.forward(decoder, samples, self._compute)
+                return step.forward(model, samples, self._compute)
 
         return await self._offload(run)
 
@@ -105,7 +115,8 @@ class NativeTrainer:
             recorder = self._recorder
             faults.reach(recorder.process, "train", self.updates)
             with recorder.span("train", samples=len(samples)):
-                result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.memory.update)
+                critic = self._critic and self._critic.model
+                result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.memory.update, critic)
             recorder.count("trained_tokens", result.metrics["tokens"])
             recorder.count("trained_samples", len(samples))
             return result
@@ -119,6 +130,8 @@ class NativeTrainer:
             faults.reach(self._recorder.process, "apply", self.updates)
             with self._recorder.span("apply"):
                 self._applied = self._optimizer.apply(scale)
+                if self._critic is not None:
+                    self._applied |= self._critic.apply(scale)
                 if self._reference is not None:
                     self._reference.follow(self.decoder, self.updates)
             self._recorder.count("updates", 1)
@@ -167,7 +180,7 @@ class NativeTrainer:
             faults.reach(self._recorder.process, "snapshot", self.updates)
             room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: its save never came
             with self._recorder.span("snapshot"):
-                self._snapshot = Snapshot.take(self.decoder, self._optimizer, self._reference, room)
+                self._snapshot = Snapshot.take(self.decoder, self._optimizer, self._kept, room)
 
         await self._offload(run)
 
@@ -193,7 +206,7 @@ class NativeTrainer:
 
         def run() -> None:
             with self._recorder.span("load"):
-                load_checkpoint(Path(folder), self.decoder, self._optimizer, self._reference)
+                load_checkpoint(Path(folder), self.decoder, self._optimizer, self._kept)
             self._announced = None
 
         await self._offload(run)
@@ -216,6 +229,8 @@ class NativeTrainer:
     async def close(self) -> None:
         """Give back the carrier, and the memory of gradients and snapshot."""
         self._optimizer.forget()
+        if self._critic is not None:
+            self._critic.forget()
         self._snapshot = self._room = None
         if self._sender is not None:
             self._sender.close()

@@ -42,7 +42,11 @@ class Reference:
         """By name, what a checkpoint must hold: nothing of one that never moves."""
         return {_PREFIX + name: p.detach() for name, p in self.decoder.named_parameters()} if self.every else {}
 
+    def expected(self, updates: int) -> dict[str, Tensor]:
+        """Names of `state()` after so many, each with a tensor of its shape and dtype."""
+        return self.state()
+
     @torch.no_grad()
-    def restore(self, state: dict[str, Tensor]) -> None:
+    def restore(self, state: dict[str, Tensor], updates: int) -> None:
         for name, tensor in self.state().items():
             tensor.copy_(state[name])

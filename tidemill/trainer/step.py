@@ -1,6 +1,7 @@
 """One pass over samples: micro-batches through the decoder, losses, gradients added up as sums.
 
     samples -> split -> pack -> decoder -> logprobs of the predicted tokens only -> weights * terms -> backward
+                                        -> values, where there is a critic    ->
 
 Nothing is divided here (I6): the reduction's weights came with the samples, the step's scale comes with `apply`. Rows whose
 gradient is known to be zero (no weight; or no advantage, under a loss proportional to it) are run forward only.
@@ -19,6 +20,7 @@ from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, los
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Attend, Decoder
 from tidemill.models.logprobs import token_logprobs
+from tidemill.models.value import ValueModel
 from tidemill.trainer.batch import Batch, pack, rows_of, split
 from tidemill.types import Array, LossSpec, Sample, TrainResult
 
@@ -33,19 +35,26 @@ class Compute:
     checkpointing: bool = False
     passes: list[int] = field(default_factory=lambda: [0])  # micro-batches run so far, for whoever asks whether it moves
 
-    def logprobs(self, decoder: Decoder, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies [M] of the batch's predicted tokens."""
+    def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
+        """[M, D] what the batch's predicted tokens are predicted from."""
         attend = _attention(batch, decoder.arch.windows)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             checkpointing = self.checkpointing and torch.is_grad_enabled()
             hidden = decoder(batch.tokens, batch.positions, attend, checkpointing=checkpointing)
         self.passes[0] += 1
-        picked = hidden.index_select(0, batch.predictors)
+        return hidden.index_select(0, batch.predictors)
+
+    def logprobs(self, decoder: Decoder, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
+        """Logprobs and entropies [M] of the batch's predicted tokens."""
         logprobs, entropy = token_logprobs(
-            decoder, picked, batch.targets, batch.temperature, entropy=True, support=batch.support
+            decoder, hidden, batch.targets, batch.temperature, entropy=True, support=batch.support
         )
         assert entropy is not None
         return logprobs, entropy
+
+    def values(self, critic: ValueModel, batch: Batch, hidden: Tensor | None = None) -> Tensor:
+        """[M] the critic's values before the batch's predicted tokens. hidden: of its decoder, where that has run."""
+        return critic.values(self.hidden(critic.decoder, batch) if hidden is None else hidden)
 
 
 @dataclass(slots=True)
@@ -64,14 +73,19 @@ class _Sums:
         return dict(zip(self.metrics, values, strict=True))
 
 
-def forward(decoder: Decoder, samples: Sequence[Sample], compute: Compute) -> list[Array]:
-    """[T] float32 logprobs of each sample at its temperature: where it was sampled or has a weight, 0 elsewhere."""
-    logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
+def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Compute) -> list[Array]:
+    """[T] float32 logprobs of each sample at its temperature: where it was sampled or has a weight, 0 elsewhere. Of a critic
+    its values there."""
+    found = [np.zeros(len(s.tokens), np.float32) for s in samples]
     with torch.no_grad():
         for rows in split(rows_of(samples), compute.budget):
             batch = pack(rows, compute.device)
-            _scatter(logprobs, batch, compute.logprobs(decoder, batch)[0])
-    return logprobs
+            if isinstance(model, ValueModel):
+                numbers = compute.values(model, batch)
+            else:
+                numbers, _ = compute.logprobs(model, batch, compute.hidden(model, batch))
+            _scatter(found, batch, numbers)
+    return found
 
 
 def forward_backward(
@@ -80,8 +94,9 @@ def forward_backward(
     losses: Mapping[str, LossSpec],
     compute: Compute,
     at_peak: Callable[[], object] | None = None,
+    critic: ValueModel | None = None,
 ) -> TrainResult:
-    """Add the gradient of the sum over tokens of weight * loss to the parameters' `.grad`.
+    """Add the gradient of the sum over tokens of weight * loss to the parameters' `.grad`, the critic's included.
 
     `at_peak` is called once, when the activations of the largest micro-batch are alive.
     """
@@ -100,8 +115,11 @@ def forward_backward(
         for part in parts:
             batch = pack(part, compute.device)
             with torch.set_grad_enabled(with_gradient):
-                live, entropy = compute.logprobs(decoder, batch)
-                total = _losses(batch, functions, live, entropy, sums)
+                hidden = compute.hidden(decoder, batch)
+                live, entropy = compute.logprobs(decoder, batch, hidden)
+                own = hidden if critic is not None and critic.decoder is decoder else None
+                values = None if critic is None else compute.values(critic, batch, own)
+                total = _losses(batch, functions, live, entropy, values, sums)
             if with_gradient:
                 if part is largest and at_peak is not None:
                     at_peak()
@@ -123,10 +141,17 @@ def _attention(batch: Batch, windows: Sequence[int | None]) -> Attend:
     return attend
 
 
-def _losses(batch: Batch, functions: Mapping[str, LossFunction], live: Tensor, entropy: Tensor, sums: _Sums) -> Tensor:
+def _losses(
+    batch: Batch,
+    functions: Mapping[str, LossFunction],
+    live: Tensor,
+    entropy: Tensor,
+    values: Tensor | None,
+    sums: _Sums,
+) -> Tensor:
     total = live.new_zeros(())
     for name in batch.losses:
-        value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy))
+        value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))
         sums.add(metrics)
         total = total + value
     return total

@@ -1,0 +1,101 @@
+"""`tidemill pairs RUN OUT.jsonl`: what a verifier preferred, from the ledger, as rows for DPO and its relatives.
+
+    index rows -> by group: the best and the worst attempt, where their rewards differ -> the texts of both
+
+Attempts that were cut off have no end that could be learnt, one of several turns is more than its last reply, and one that
+was asked something else than the task's prompt answers another question: none of these is taken. A row has the task's other
+columns too, so that a reward finds the answer there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tidemill.commands.samples import tokenizer_of
+from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.config import ConfigError
+from tidemill.envs.template import Tokenizer, prompt_tokens
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.ledger.records import SampleRow
+from tidemill.run_folder import RunFolder
+from tidemill.types import GREEDY, Array, Finish, Trajectory
+
+WHOLE = frozenset({Finish.STOP, Finish.ENV_DONE})  # attempts that came to their end
+
+
+@dataclass(slots=True)
+class Found:
+    """How many groups gave a pair, and why the others gave none."""
+
+    groups: int = 0
+    pairs: int = 0
+    alike: int = 0  # no two whole attempts differ in reward
+    several_turns: int = 0
+    asked_otherwise: int = 0  # than by the task's prompt
+    removed: int = 0  # their texts, by retention
+
+
+def pairs(run: Path, out: Path, as_json: bool) -> int:
+    if out.exists():
+        raise ConfigError(f"{out} exists: give the name of a file that is to be made")
+    if out.suffix != ".jsonl":
+        raise ConfigError(f"{out} does not end in .jsonl: an environment of rows would not read it")
+    found, folder = Found(), RunFolder.existing(run)
+    with SqliteLedger(run, mode="read") as record:
+        lines = [json.dumps(row) for row in _rows(record, tokenizer_of(folder), found)]
+    if not lines:
+        raise ConfigError(f"{run} has no task with two attempts that differ in reward: {_left_out(found)}")
+    out.write_text("".join(f"{line}\n" for line in lines))
+    if as_json:
+        print_json({"run": str(run), "out": str(out), **asdict(found)})
+    else:
+        print_rows(console(), [("pairs", f"{found.pairs:,} in {out}"), ("left out", _left_out(found))])
+    return 0
+
+
+def _rows(record: SqliteLedger, tokenizer: Tokenizer, found: Found) -> Iterator[dict[str, Any]]:
+    every = sorted(record.samples(order="recent", limit=2**62), key=lambda row: (row.group_id, row.place))
+    for _, attempts in groupby(every, key=lambda row: row.group_id):
+        found.groups += 1
+        row = _pair(record, tokenizer, [a for a in attempts if a.sample != GREEDY and a.finish != Finish.GIVEN], found)
+        if row is not None:
+            found.pairs += 1
+            yield row
+
+
+def _pair(record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleRow], found: Found) -> dict[str, Any] | None:
+    """The row of one group, of equals the first; None where it has none, which is counted."""
+    scored = [(a.reward, -a.place, a) for a in attempts if a.reward is not None and a.finish in WHOLE]
+    if not scored or min(scored)[0] == max(scored)[0]:
+        found.alike += 1
+        return None
+    best, worst = max(scored)[2], min(scored, key=lambda each: (each[0], -each[1]))[2]
+    if best.gone or worst.gone:
+        found.removed += 1
+        return None
+    chosen, rejected = (record.load_trajectory(a.group_id, a.place) for a in (best, worst))
+    if max(chosen.turns, rejected.turns) > 1:
+        found.several_turns += 1
+        return None
+    task = best.task
+    if not all(_answers(each, prompt_tokens(tokenizer, task.prompt)) for each in (chosen, rejected)):
+        found.asked_otherwise += 1
+        return None
+    return {**task.data, "prompt": task.prompt, "chosen": chosen.text, "rejected": rejected.text}
+
+
+def _answers(attempt: Trajectory, prompt: Array) -> bool:
+    return np.array_equal(attempt.tokens[: int(attempt.mask.argmax())], prompt)
+
+
+def _left_out(found: Found) -> str:
+    left = {"alike": found.alike, "of several turns": found.several_turns}
+    left |= {"not asked by the prompt": found.asked_otherwise, "removed by retention": found.removed}
+    return ", ".join(f"{count:,} {why}" for why, count in left.items())

@@ -1,0 +1,159 @@
+"""Groups that nobody sampled: what a task holds is learnt, through the same controller, buffer, ledger and trainer.
+
+    answers  `completion`, or `messages` (a conversation), or `answer`    one attempt, of score 1
+    pairs    `chosen` and `rejected`                                     two, of score 1 and 0
+    labels   `completion` and `label` (true or false)                    one, of score 1 or 0
+
+Provenance stays true (I7): no token is marked as sampled, so none has a logprob or a version; `Trajectory.given` says which
+are learnt: a reply's, and the end token after it. A policy's truth (I1) and age (I2) are nothing that such a group has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from tidemill.algorithms.prepare import POLICY, Algorithm
+from tidemill.config import ConfigError
+from tidemill.envs.template import Messages, Tokenizer, Turn, as_messages, conversation, too_long
+from tidemill.protocols import Trainer
+from tidemill.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
+
+# of `prepare`, that are told of held-out rows
+FIGURES = ("preference_loss", "preference_accuracy", "margin", "kto_baseline")
+ROWS = 256  # of one forward pass over held-out rows: a call of bounded length
+
+Reply = tuple[list[Turn], float]  # a conversation, and its score
+
+
+class Given:
+    """`protocols.Roller`: a task's own replies as its group."""
+
+    def __init__(self, kind: str, tokenizer: Tokenizer) -> None:
+        """kind: of `AlgorithmSettings.given`."""
+        self._kind, self._tokenizer = kind, tokenizer
+
+    async def rollout(self, group_id: int, task: Task) -> Group:
+        found = enumerate(replies(self._kind, task))
+        return Group(group_id, task, [_trajectory(self._tokenizer, turns, score, i) for i, (turns, score) in found])
+
+
+class HeldOut:
+    """What `prepare` tells of held-out tasks, from the trainer's forward passes alone: no gradient, and nothing moves."""
+
+    def __init__(self, trainer: Trainer, algorithm: Algorithm, roller: Given) -> None:
+        self._trainer, self._algorithm, self._roller = trainer, algorithm, roller
+
+    async def __call__(self, tasks: Sequence[Task]) -> Metrics:
+        """Of the weights that the trainer holds: of answers the `loss` a token, else some of FIGURES."""
+        groups = [await self._roller.rollout(number, task) for number, task in enumerate(tasks)]
+        rows = self._algorithm.rows(groups, 0)
+        who = dict.fromkeys((POLICY, *self._algorithm.asks))
+        logprobs = {policy: await self._forward(rows, policy) for policy in who}
+        found = self._algorithm.prepare(groups, 0, rows, logprobs).metrics
+        told = {name: found[name] for name in FIGURES if name in found}
+        if not told:
+            learnt = [values[row.predicted] for row, values in zip(rows, logprobs[POLICY], strict=True)]
+            told["loss"] = -float(np.concatenate(learnt).mean(dtype=np.float64))
+        return {"n": float(len(tasks)), **told}
+
+    async def _forward(self, rows: Sequence[Sample], policy: str) -> list[Array]:
+        parts = [await self._trainer.forward(list(rows[i : i + ROWS]), policy) for i in range(0, len(rows), ROWS)]
+        return [values for part in parts for values in part]
+
+
+def check_given(kind: str, tasks: Sequence[Task], tokenizer: Tokenizer, context: int) -> int:
+    """The length of the longest row in tokens. Raises ConfigError when a task lacks a column, or a row has no room."""
+    longest = 0
+    for task in tasks:
+        for turns, _ in replies(kind, task):
+            length = len(conversation(tokenizer, turns)[0])
+            if length > context:
+                raise ConfigError(too_long(length, context, f"the row of {_named(task)}"))
+            longest = max(longest, length)
+    return longest
+
+
+def replies(kind: str, task: Task) -> list[Reply]:
+    """What the task gives, in the order of the samples of its group. Raises ConfigError for a column that is not there."""
+    match kind:
+        case "answers":
+            return [(_answer(task), 1.0)]
+        case "pairs":
+            return [(_single(task, _text(task, column)), score) for column, score in (("chosen", 1.0), ("rejected", 0.0))]
+        case "labels":
+            if not isinstance(label := task.data.get("label"), bool):
+                raise ConfigError(f"{_named(task)} has label = {label!r:.40}: expected a column `label`, true or false")
+            return [(_single(task, _text(task, "completion")), float(label))]
+    raise AssertionError(kind)
+
+
+def _answer(task: Task) -> list[Turn]:
+    if "completion" in task.data:
+        return _single(task, _text(task, "completion"))
+    if "messages" in task.data:
+        return list(_turns(task, task.data["messages"]))
+    if "answer" not in task.data and isinstance(task.prompt, list):  # the column of the prompt is the whole conversation
+        return list(_turns(task, task.prompt))
+    return _single(task, _text(task, "answer"))
+
+
+def _single(task: Task, reply: str) -> list[Turn]:
+    return [(as_messages(task.prompt), reply)]
+
+
+def _text(task: Task, column: str) -> str:
+    if not isinstance(text := task.data.get(column), str):
+        has = f"{column} = {text!r:.40}" if column in task.data else f"the columns {', '.join(task.data) or 'none'}"
+        raise ConfigError(f"{_named(task)} has {has}: expected a column `{column}` with a text")
+    return text
+
+
+def _turns(task: Task, messages: Sequence[dict[str, str]]) -> Iterator[Turn]:
+    """What the assistant says, each time with the messages since it spoke last."""
+    heard: Messages = []
+    try:
+        said = as_messages(messages)
+    except (ValueError, TypeError):
+        raise ConfigError(
+            f"{_named(task)} has messages = {messages!r:.60}: expected messages with role and content"
+        ) from None
+    for number, message in enumerate(said):
+        if not isinstance(message["content"], str):
+            raise ConfigError(
+                f"{_named(task)}: message {number} has the content {message['content']!r:.40}: expected a text"
+            )
+        if message["role"] != "assistant":
+            heard.append(message)
+        elif not heard:
+            raise ConfigError(
+                f"{_named(task)}: message {number} is the assistant's and answers none: expected one before it"
+            )
+        else:
+            yield heard, message["content"]
+            heard = []
+    if heard:
+        raise ConfigError(
+            f"{_named(task)}: the last message is the {heard[-1]['role']}'s: expected the assistant's, to learn"
+        )
+
+
+def _trajectory(tokenizer: Tokenizer, turns: Sequence[Turn], score: float, sample: int) -> Trajectory:
+    tokens, learnt = conversation(tokenizer, turns)
+    return Trajectory(
+        tokens=tokens,
+        mask=np.zeros(len(tokens), np.bool_),
+        logprobs=np.zeros(len(tokens), np.float32),
+        versions=np.full(len(tokens), -1, np.int32),
+        finish=Finish.GIVEN,
+        outcome=Score(score),
+        sample=sample,
+        turns=len(turns),
+        text=turns[-1][1],
+        given=learnt,
+    )
+
+
+def _named(task: Task) -> str:
+    return f"task {task.id} ({str(task.prompt)!r:.40})"
