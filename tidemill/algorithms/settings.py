@@ -209,6 +209,7 @@ class AlgorithmSettings(Config):
             **{"corrections": self.corrections, "overlong": self.overlong.treat != "keep"},
             **{"zero_variance": self.zero_variance != "keep", "advantage": self.advantage != "none"},
             **{"updates": self.updates.count > 1, "reference.kl": reference.kl, "reference.distil": reference.distil},
+            "entropy.target": self.entropy.target is not None,
         }
         if found := [name for name, is_set in idle.items() if is_set]:
             raise ValueError(f"{found[0]} does not apply to given = {self.given!r}: it is of what a policy sampled")
