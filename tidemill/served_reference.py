@@ -40,7 +40,7 @@ class WithServedReference:
                 "placement.reference_engines = 0"
             )
         logprobs = np.zeros(len(row.tokens), np.float32)
-        asked = np.flatnonzero(row.mask | (row.weights != 0))
+        asked = np.flatnonzero(row.predicted)
         if asked.size:
             tokens = row.tokens[: asked[-1] + 1]
             scored = await self._engines.run(lambda engine: engine.score(tokens, SERVED, row.temperature, 0))

@@ -75,6 +75,8 @@ def test_what_does_not_apply_is_refused():
         algorithm(change=0.1)
     with pytest.raises(ValueError, match="is never below 0"):
         algorithm(target=0.2, coefficient=-0.1)
+    with pytest.raises(ValueError, match=r"entropy\.target does not apply to given = 'answers'"):
+        AlgorithmSettings.preset("sft", entropy={"target": 0.2})
     assert AlgorithmSettings.preset("grpo", entropy=0.01).entropy.coefficient == 0.01
     assert AlgorithmSettings.preset("grpo", entropy=-1).loss_spec().also[0].weight == -1
 

@@ -12,7 +12,7 @@ from runs import Run
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model
 
-DEADLINE_S = 60.0
+DEADLINE_S = 120.0
 
 
 def taught(folder: Path, **given) -> tuple[Run, list[str]]:

@@ -210,6 +210,7 @@ class AlgorithmSettings(Config):
             **{"corrections": bool(self.corrections), "overlong": self.overlong.treat != "keep"},
             **{"zero_variance": self.zero_variance != "keep", "advantage": self.advantage != "none"},
             **{"updates": self.updates.count > 1, "reference.kl": kl, "reference.distil": self._distils},
+            "entropy.target": self.entropy.target is not None,
         }
         if found := [name for name, is_set in idle.items() if is_set]:
             raise ValueError(f"{found[0]} does not apply to given = {self.given!r}: it is of what a policy sampled")
