@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -158,6 +159,7 @@ def pairs_of(rewards: Array, cohorts: Array, order: Array | None = None) -> tupl
 PREFERENCES: dict[str, Callable[..., Preference]] = {f.__name__: f for f in (dpo, ipo, orpo, simpo)}
 UNPAIRED: dict[str, Callable[..., Unpaired]] = {"kto": kto}  # of answers that are good or bad each by itself
 OF_SCORES: dict[str, Callable[..., Preference]] = {"bradley_terry": bradley_terry}  # of what a head says, not of log pi
+EVERY_PREFERENCE: dict[str, Callable[..., Any]] = {**PREFERENCES, **UNPAIRED, **OF_SCORES}
 WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 
 
