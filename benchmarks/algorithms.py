@@ -1,9 +1,12 @@
 """Every preset learns; and what lag does without and with each correction.
 
-    python benchmarks/algorithms.py [presets lag] [--quick] [--only NAME ...]
+    python benchmarks/algorithms.py [presets given lag] [--quick] [--only NAME ...]
 
-    presets   held-out accuracy and reward before and after `STEPS` steps, three seeds at max_lag 4 and one at 0, wall time
-    lag       the same for losses and corrections at max_lag 0, 4, 16 and 64, until it breaks: `docs/lag.png`
+    presets   held-out reward before and after `STEPS` steps, three seeds at max_lag 4 and one at 0, wall time
+    given     the same for what learns from given replies: answers, and what a verifier judged of a run's own attempts;
+              and for a policy that a reward model made of these judges
+    lag       losses and corrections at max_lag 0, 4, 16 and 64, until it breaks, with three times the learning rate:
+              `docs/lag.png`
 
 The task is `systems/first_letter.py`, with a 0.1 M-parameter model that knows nothing; everything in one process with one
 thread. A teacher, for distillation, is the model that one run of GRPO ended with. Prints tables, writes
@@ -13,6 +16,7 @@ thread. A teacher, for distillation, is the model that one run of GRPO ended wit
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import tempfile
@@ -27,16 +31,19 @@ from harness import HERE, save, table
 
 import tidemill
 from tidemill.algorithms.presets import PRESETS
+from tidemill.commands.pairs import pairs
 from tidemill.models.fresh import SIZES, fresh_model
 
 sys.path.append(str(HERE / "systems"))
-from first_letter import ALPHABET
+from first_letter import ALPHABET, HELD_OUT
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
-STEPS, LR = 120, 3e-3
-LAGS = (0, 4, 16, 64)
+STEPS, LR = 160, 1e-3
+LAGS, LAG_STEPS, LAG_LR = (0, 4, 16, 64), 120, 3e-3
+ENV = f"{HERE / 'systems' / 'first_letter.py'}:first_letter"
+JUDGE = f"{HERE / 'systems' / 'first_letter.py'}:judge"
 ON_OLD = {"old_logprobs": "recompute"}
 WAYS: dict[str, dict[str, Any]] = {
     "no correction": {"name": "dr_grpo", "loss": "reinforce", "reduction": "token"},
@@ -56,10 +63,20 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(place: Path, algorithm: dict[str, Any], seed: int, max_lag: int, model: Path, steps: int) -> dict[str, Any]:
+def train(
+    place: Path,
+    algorithm: dict[str, Any],
+    seed: int,
+    max_lag: int,
+    model: Path,
+    steps: int,
+    lr: float = LR,
+    env: Any = ENV,
+    **more: Any,
+) -> dict[str, Any]:
     begin = time.monotonic()
     run = tidemill.train(
-        f"{HERE / 'systems' / 'first_letter.py'}:first_letter",
+        env,
         model,
         run_dir=place,
         quiet=True,
@@ -68,35 +85,43 @@ def train(place: Path, algorithm: dict[str, Any], seed: int, max_lag: int, model
         seed=seed,
         algorithm=algorithm,
         placement={"kind": "inline", "environment": {"workers": 0}},
-        trainer={"lr": LR},
+        trainer={"lr": lr},
         rollout={"groups": 8, "group_size": 8, "max_tokens": 3},
         engine={"max_sequences": 256},
         eval={"every": 0, "tasks": 9, "final_tasks": 9},
         record={"checkpoint_every": 0, "trace": False, "probe_every": 0},
+        **more,
     )
     lines = [json.loads(line) for line in (place / "metrics.jsonl").read_text().splitlines()]
     rewards = [line["reward/mean"] for line in lines if line.get("reward/mean") is not None and "lag/mean" in line]
     held_out = [line["eval/reward"] for line in lines if line.get("eval/reward") is not None]
     lags = [line["lag/mean"] for line in lines if "lag/mean" in line]
     return {
-        "before": held_out[0],
-        "after": held_out[-1],
+        "before": held_out[0] if held_out else None,
+        "after": held_out[-1] if held_out else None,
         "rewards": rewards,
-        "lag": float(np.mean(lags)),
+        "lag": float(np.mean(lags)) if lags else 0.0,
+        "given": run.report.get("held_out_given"),
         "seconds": time.monotonic() - begin,
         "lost": run.report["groups"]["lost"],
     }
 
 
-def trained(place: Path, name: str, algorithm: dict[str, Any], max_lag: int, steps: int, seeds: int) -> list[dict[str, Any]]:
+def model_of(place: Path, seed: int) -> Path:
+    """A model that knows nothing."""
+    model = place / f"model-{seed}"
+    if not model.exists():
+        fresh_model(model, alphabet=ALPHABET, context=32, seed=seed, **SIZES["0.1m"])
+    return model
+
+
+def trained(
+    place: Path, name: str, algorithm: dict[str, Any], max_lag: int, steps: int, seeds: int, lr: float = LR
+) -> list[dict[str, Any]]:
     """One run for each seed, from that seed's model."""
-    found = []
-    for seed in range(seeds):
-        model = place / f"model-{seed}"
-        if not model.exists():
-            fresh_model(model, alphabet=ALPHABET, context=32, seed=seed, **SIZES["0.1m"])
-        found.append(train(place / f"{name}-{seed}", algorithm, seed, max_lag, model, steps))
-    return found
+    return [
+        train(place / f"{name}-{seed}", algorithm, seed, max_lag, model_of(place, seed), steps, lr) for seed in range(seeds)
+    ]
 
 
 def teacher(place: Path, steps: int) -> Path:
@@ -128,11 +153,73 @@ def presets(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[s
     return rows
 
 
+def given(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str, Any]]:
+    """A chain for each seed: a model that was taught a little samples, a verifier judges, pairs of that teach it on."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for seed in range(seeds):
+        rows = place / f"pairs-{seed}.jsonl"
+        own = functools.partial(train, seed=seed, max_lag=4)
+        found.setdefault("sft", []).append(
+            own(place / f"sft-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=steps)
+        )
+        young = own(place / f"young-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=steps // 4)
+        began = place / f"young-{seed}" / "final"
+        own(place / f"judged-{seed}", {"name": "grpo"}, model=began, steps=steps // 4, lr=LR / 100)
+        pairs(place / f"judged-{seed}", rows, as_json=True)
+        env = {"kind": "rows", "data": str(rows), "eval_data": str(held_out(place)), "reward": JUDGE}
+        for name in [name for name in ("dpo", "ipo", "orpo", "simpo", "kto") if not only or name in only]:
+            data = {**env, "data": str(labels(rows))} if name == "kto" else env
+            run = own(place / f"{name}-{seed}", {"name": name}, model=began, steps=steps, env=data, lr=LR / 3)
+            found.setdefault(name, []).append(run)
+        judge = own(place / f"rm-{seed}", {"name": "reward_model"}, model=began, steps=steps, env={**env, "reward": ""})
+        found.setdefault("reward_model", []).append(judge)
+        judged = {**env, "reward": "model", "reward_options": {"folder": str(place / f"rm-{seed}" / "final")}}
+        scoring = {"workers": 1, "limit_s": 60, "accept": ["garbage"]}
+        policy = place / f"policy-{seed}"
+        last = own(policy, {"name": "grpo"}, model=began, steps=steps, env=judged, lr=LR / 3, scoring=scoring)
+        known = own(place / f"told-{seed}", {"name": "sft"}, model=policy / "final", steps=1)["before"]
+        found.setdefault("grpo, judged by it", []).append({**last, "before": young["after"], "after": known})
+    return [told(name, runs) for name, runs in found.items()]
+
+
+def told(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Held-out reward by the verifier; of a reward model the share of held-out pairs that it orders rightly."""
+
+    def figure(run: dict[str, Any], when: str) -> float:
+        return run["given"][when]["preference_accuracy"] if name == "reward_model" else run[when]
+
+    before, after = ([figure(run, when) for run in runs] for when in ("before", "after"))
+    row = {"way": name, "before": float(np.mean(before)), "after": float(np.mean(after))}
+    row["sd"] = float(np.std(after, ddof=1)) if len(after) > 1 else None
+    row["s a run"] = float(np.mean([run["seconds"] for run in runs]))
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def held_out(place: Path) -> Path:
+    """The held-out tasks as pairs and labels: the letter, and the other one."""
+    path, tasks = place / "held_out.jsonl", sorted(HELD_OUT)
+    rows = [{"prompt": f"{a}{b}=", "chosen": a, "rejected": b if b != a else b + b} for a, b in tasks]
+    rows = [{**row, "completion": row["chosen"], "label": True} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def labels(pairs: Path) -> Path:
+    """Each reply of the pairs by itself."""
+    path, rows = pairs.with_suffix(".labels.jsonl"), [json.loads(line) for line in pairs.read_text().splitlines()]
+    both = [(row["prompt"], row[column], column == "chosen") for row in rows for column in ("chosen", "rejected")]
+    lines = [{"prompt": prompt, "completion": reply, "label": good} for prompt, reply, good in both]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
 def lag(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str, Any]]:
     rows = []
     for name in [name for name in WAYS if not only or name in only]:
         for max_lag in LAGS:
-            found = trained(place, f"lag-{name.replace(' ', '-')}-{max_lag}", WAYS[name], max_lag, steps, seeds)
+            where = f"lag-{name.replace(' ', '-')}-{max_lag}"
+            found = trained(place, where, WAYS[name], max_lag, steps, seeds, LAG_LR)
             last = np.array([np.mean(each["rewards"][-10:]) for each in found])
             row = {
                 "way": name,
@@ -164,21 +251,23 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="*", help="presets, lag; default: both")
+    parser.add_argument("what", nargs="*", help="presets, given, lag; default: all")
     parser.add_argument("--quick", action="store_true", help="one seed, a quarter of the steps")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="*", default=[])
-    given = parser.parse_args()
+    asked = parser.parse_args()
     torch.set_num_threads(1)
-    steps, seeds = (STEPS // 4, 1) if given.quick else (STEPS, given.seeds)
+    steps, seeds = (STEPS // 4, 1) if asked.quick else (STEPS, asked.seeds)
     found: dict[str, Any] = {"steps": steps, "seeds": seeds}
     with tempfile.TemporaryDirectory() as name:
-        if not given.what or "presets" in given.what:
-            found["presets"] = presets(Path(name), steps, seeds, given.only)
-        if not given.what or "lag" in given.what:
-            found["lag"] = lag(Path(name), steps, seeds, given.only)
+        if not asked.what or "presets" in asked.what:
+            found["presets"] = presets(Path(name), steps, seeds, asked.only)
+        if not asked.what or "given" in asked.what:
+            found["given"] = given(Path(name), steps, seeds, asked.only)
+        if not asked.what or "lag" in asked.what:
+            found["lag"] = lag(Path(name), LAG_STEPS * steps // STEPS, seeds, asked.only)
             plot(found["lag"], HERE.parent / "docs" / "lag.png")
-    for kind in ("presets", "lag"):
+    for kind in ("presets", "given", "lag"):
         if kind in found:
             print(f"\n{table(found[kind])}")
     save("algorithms", found, {})

@@ -136,7 +136,8 @@ def _expect_reference(s: AlgorithmSettings) -> None:
 
 def _expect_critic(s: AlgorithmSettings) -> None:
     if s.scores:
-        if s.critic is None or s.critic.model_copy(update={"lr": None}) != type(s.critic)(model="policy"):
+        others = s.critic is not None and s.critic.model_dump(exclude={"model", "lr"}, exclude_defaults=True)
+        if s.critic is None or s.critic.model != "policy" or others:
             raise ValueError(
                 f"preference = {s.preference!r} needs critic = 'policy', a head on the model that is trained, and "
                 "takes nothing else of it but lr"
