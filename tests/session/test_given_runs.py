@@ -169,6 +169,19 @@ def test_what_is_learnt_has_to_be_there_before_anything_is_started(tmp_path: Pat
         learn(tmp_path, env, "grpo", steps=1, model=tmp_path / "model", run_dir=tmp_path / "other")
 
 
+def test_a_file_of_conversations_is_learnt_turn_by_turn(tmp_path: Path) -> None:
+    def talk(pair: str) -> list[Row]:
+        said = [(role, text) for letter in pair for role, text in (("user", f"{letter}="), ("assistant", letter))]
+        return [{"messages": [{"role": role, "content": text} for role, text in said]}]
+
+    env = environment(tmp_path, talk) | {"prompt_column": "messages"}
+    run = learn(tmp_path, env, "sft", steps=30)
+    with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
+        assert db.execute("SELECT DISTINCT turns, sampled FROM trajectories").fetchall() == [(2, 0)]
+    assert {step["length/mean"] for step in steps_of(run)} == {4}, "two letters, each with its end token"
+    assert run.report["held_out_given"]["after"]["loss"] < 0.5 * run.report["held_out_given"]["before"]["loss"]
+
+
 def test_an_environment_with_a_reward_of_its_own_may_give_answers_too(tmp_path: Path) -> None:
     """The tasks' `answer` column, whatever the kind of the environment."""
     from tidemill.envs.environment import environment as made
