@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 import tidemill
+from tidemill import faults
 from tidemill.config import ConfigError
+from tidemill.faults import Fault, FaultError, Faults
 from tidemill.models.fresh import SIZES, fresh_model
 
 LETTERS = "abcdef"
 PAIRS = [a + b for a, b in itertools.product(LETTERS, repeat=2)]
 HELD_OUT = [pair for pair in PAIRS if (LETTERS.index(pair[0]) + LETTERS.index(pair[1])) % 4 == 0]
+CUT = "controller:train:5:raise"  # in a step that is in no checkpoint, and is recorded as begun
 INLINE = {"kind": "inline", "environment": {"workers": 0}}
 
 Row = dict[str, Any]
@@ -121,18 +124,17 @@ def weights(run: tidemill.Run) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
-def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = environment(tmp_path, {"sft": answers, "dpo": preferences, "kto": labels}[name])
     fresh_model(tmp_path / "model", alphabet=LETTERS + "=\n", context=32, **SIZES["0.1m"])
     settings: dict[str, Any] = {"deterministic": True, "model": tmp_path / "model", "record": {"checkpoint_every": 3}}
     whole = learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "whole", **settings)
 
-    def die(step: int, metrics: dict[str, float]) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):  # after a step that is in no checkpoint
-        learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "cut", callbacks=[die], **settings)
+    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
+    with pytest.raises(FaultError):
+        learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "cut", **settings)
     assert conservation(tmp_path / "cut")["trained"] >= 5 * 8
     again = learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "cut", **settings)
     assert weights(again) == weights(whole)
@@ -141,17 +143,14 @@ def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(name: str,
         assert db.execute("SELECT max(runs) FROM steps").fetchone() == (2,), "it was to do recorded steps again"
 
 
-def test_any_run_that_was_cut_off_trains_recorded_steps_again(tmp_path: Path) -> None:
+def test_any_run_that_was_cut_off_trains_recorded_steps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = environment(tmp_path, preferences)
     fresh_model(tmp_path / "model", alphabet=LETTERS + "=\n", context=32, **SIZES["0.1m"])
     settings: dict[str, Any] = {"model": tmp_path / "model", "record": {"checkpoint_every": 3}, "max_lag": 2}
 
-    def die(step: int, metrics: dict[str, float]) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        learn(tmp_path, env, "dpo", steps=7, callbacks=[die], **settings)
+    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
+    with pytest.raises(FaultError):
+        learn(tmp_path, env, "dpo", steps=7, **settings)
     run = learn(tmp_path, env, "dpo", steps=7, **settings)
     counts = conservation(run.folder)
     assert run.complete and (counts["trained"], counts["pending"]) == (7 * 8, 0)
