@@ -145,7 +145,7 @@ def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], 
 def _describe(session: Session) -> None:
     """Check what can be checked before anything is started, and say what is about to run."""
     config, environment, architecture = session.config, session.environment, session.model.architecture
-    train, held_out = environment.tasks("train"), session.held_out(config.eval.final_tasks)
+    train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
     tokenizer, given = session.model.tokenizer, config.algorithm.given
     longest = check_prompts([*train, *held_out], tokenizer, session.context)
     per_step = config.rollout.groups * config.rollout.group_size

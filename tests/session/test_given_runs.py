@@ -14,12 +14,15 @@ import numpy as np
 import pytest
 
 import tidemill
+from tidemill import faults
 from tidemill.config import ConfigError
+from tidemill.faults import Fault, FaultError, Faults
 from tidemill.models.fresh import SIZES, fresh_model
 
 LETTERS = "abcdef"
 PAIRS = [a + b for a, b in itertools.product(LETTERS, repeat=2)]
 HELD_OUT = [pair for pair in PAIRS if (LETTERS.index(pair[0]) + LETTERS.index(pair[1])) % 4 == 0]
+CUT = "controller:train:5:raise"  # in a step that is in no checkpoint, and is recorded as begun
 INLINE = {"kind": "inline", "environment": {"workers": 0}}
 
 Row = dict[str, Any]
@@ -159,18 +162,17 @@ def weights(run: tidemill.Run) -> bytes:
 
 
 @pytest.mark.parametrize("name", ["sft", "dpo", "kto"])
-def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(name: str, tmp_path: Path) -> None:
+def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     env = environment(tmp_path, {"sft": answers, "dpo": preferences, "kto": labels}[name])
     fresh_model(tmp_path / "model", alphabet=LETTERS + "=\n", context=32, **SIZES["0.1m"])
     settings: dict[str, Any] = {"deterministic": True, "model": tmp_path / "model", "record": {"checkpoint_every": 3}}
     whole = learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "whole", **settings)
 
-    def die(step: int, metrics: dict[str, float]) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):  # after a step that is in no checkpoint
-        learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "cut", callbacks=[die], **settings)
+    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
+    with pytest.raises(FaultError):
+        learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "cut", **settings)
     assert conservation(tmp_path / "cut")["trained"] >= 5 * 8
     again = learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "cut", **settings)
     assert weights(again) == weights(whole)
@@ -179,17 +181,14 @@ def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(name: str,
         assert db.execute("SELECT max(runs) FROM steps").fetchone() == (2,), "it was to do recorded steps again"
 
 
-def test_any_run_that_was_cut_off_trains_recorded_steps_again(tmp_path: Path) -> None:
+def test_any_run_that_was_cut_off_trains_recorded_steps_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = environment(tmp_path, preferences)
     fresh_model(tmp_path / "model", alphabet=LETTERS + "=\n", context=32, **SIZES["0.1m"])
     settings: dict[str, Any] = {"model": tmp_path / "model", "record": {"checkpoint_every": 3}, "max_lag": 2}
 
-    def die(step: int, metrics: dict[str, float]) -> None:
-        if step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        learn(tmp_path, env, "dpo", steps=7, callbacks=[die], **settings)
+    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
+    with pytest.raises(FaultError):
+        learn(tmp_path, env, "dpo", steps=7, **settings)
     run = learn(tmp_path, env, "dpo", steps=7, **settings)
     counts = conservation(run.folder)
     assert run.complete and (counts["trained"], counts["pending"]) == (7 * 8, 0)
@@ -205,6 +204,19 @@ def test_what_is_learnt_has_to_be_there_before_anything_is_started(tmp_path: Pat
     assert not (tmp_path / "run" / "initial").exists() and conservation(tmp_path / "run")["admitted"] == 0
     with pytest.raises(ConfigError, match=r"env\.reward is empty"):
         learn(tmp_path, env, "grpo", steps=1, model=tmp_path / "model", run_dir=tmp_path / "other")
+
+
+def test_a_file_of_conversations_is_learnt_turn_by_turn(tmp_path: Path) -> None:
+    def talk(pair: str) -> list[Row]:
+        said = [(role, text) for letter in pair for role, text in (("user", f"{letter}="), ("assistant", letter))]
+        return [{"messages": [{"role": role, "content": text} for role, text in said]}]
+
+    env = environment(tmp_path, talk) | {"prompt_column": "messages"}
+    run = learn(tmp_path, env, "sft", steps=30)
+    with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
+        assert db.execute("SELECT DISTINCT turns, sampled FROM trajectories").fetchall() == [(2, 0)]
+    assert {step["length/mean"] for step in steps_of(run)} == {4}, "two letters, each with its end token"
+    assert run.report["held_out_given"]["after"]["loss"] < 0.5 * run.report["held_out_given"]["before"]["loss"]
 
 
 def test_an_environment_with_a_reward_of_its_own_may_give_answers_too(tmp_path: Path) -> None:
