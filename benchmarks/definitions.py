@@ -271,6 +271,8 @@ def unpaired(t: dict[str, Array], feed: dict[str, str], constants: dict[str, flo
 
 
 def reward_model(t: dict[str, Array], centre: float) -> Found:
-    found = bradley_terry(*np.split(t["scores"], 2), margin=t["margin"], centre=centre)
+    chosen, rejected = np.split(t["scores"], 2)
+    length = np.ones(len(chosen), np.int64)
+    found = bradley_terry(Pairs(chosen, rejected, length, length), margin=t["margin"], centre=centre)
     p = len(found.loss)
     return {"loss": np.array(found.loss.mean()), "gradient": -np.concatenate([found.chosen, found.rejected]) / p}

@@ -54,6 +54,7 @@ class TrainerSpec(Config):
     steps: int
     reference: ReferenceSettings | None = None
     critic: CriticSettings | None = None
+    scores: bool = False  # it is the critic that is exported
     sync: SyncSettings
     folder: Path  # for carriers that need one
     seed: int = 0
@@ -100,6 +101,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         steps=spec.steps,
         reference=_reference(spec),
         critic=_critic(spec, decoder),
+        scores=spec.scores,
         sender=make_sender(spec.sync, spec.folder),
         source=spec.model,
         offload=one_thread() if offload else inline,

@@ -227,6 +227,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         steps=config.steps * config.algorithm.updates.count,
         reference=config.algorithm.reference,
         critic=config.algorithm.critic,
+        scores=config.algorithm.scores,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,

@@ -4,10 +4,11 @@ import sys
 import pytest
 
 from tidemill.algorithms import losses
+from tidemill.algorithms.applicable import OF_REFERENCE
 from tidemill.algorithms.losses import LOSSES, loss_by_name
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
 from tidemill.config import Config, ConfigError, build, dump
 from tidemill.loading import constants_of
 
@@ -132,6 +133,10 @@ def test_a_critic_is_a_word_or_a_table_and_its_loss_a_term():
     assert [(e.name, e.params, e.weight) for e in settings.loss_spec().also] == [("value", {"clip": 0.2}, 0.1)]
     assert parse({"name": "grpo", "advantage": "gae", "critic": "initial"}).critic is not None
     parse("ppo").check(4, 1)
+
+
+def test_keys_of_the_reference_are_known_as_such():
+    assert set(OF_REFERENCE) == set(ReferenceSettings.model_fields)
 
 
 def test_groups_that_would_train_nothing_are_refused():

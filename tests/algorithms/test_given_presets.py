@@ -1,4 +1,4 @@
-"""What sft, dpo, ipo, orpo, simpo and kto do to a model: the trainer's gradient against each formula in torch."""
+"""What presets of given replies do to a model: the trainer's gradient against each formula in torch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from tidemill.given import Given
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.tokenizer import character_tokenizer
+from tidemill.models.value import ValueModel
+from tidemill.trainer.critic import Critic
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
@@ -50,8 +52,8 @@ async def groups(name: str, settings: AlgorithmSettings) -> list[Group]:
     return [await roller.rollout(i, task) for i, task in enumerate(tasks(name))]
 
 
-def logprobs(model: Decoder, prompt: str, reply: str) -> torch.Tensor:
-    """[n] of the reply and the end token: one row at a time, from the definition."""
+def hidden(model: Decoder, prompt: str, reply: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Hidden states and tokens of a row with its end token, from the definition; and how many are the prompt's."""
     begin, said = TOKENIZER.encode(f"{prompt}\n"), [*TOKENIZER.encode(reply), TOKENIZER.eos_token_id]
     tokens = torch.tensor([*begin, *said])
 
@@ -61,11 +63,16 @@ def logprobs(model: Decoder, prompt: str, reply: str) -> torch.Tensor:
         scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1), float("-inf"))
         return torch.einsum("hij,jhe->ihe", scores.softmax(-1), v)
 
-    logits = model.logits(model(tokens, torch.arange(len(tokens)), attend))
-    return logits[:-1].log_softmax(-1).gather(1, tokens[1:, None])[len(begin) - 1 :, 0]
+    return model(tokens, torch.arange(len(tokens)), attend), tokens, len(begin)
 
 
-def expected(name: str, pi: Decoder, ref: Decoder) -> torch.Tensor:
+def logprobs(model: Decoder, prompt: str, reply: str) -> torch.Tensor:
+    """[n] of the reply and the end token."""
+    states, tokens, begin = hidden(model, prompt, reply)
+    return model.logits(states)[:-1].log_softmax(-1).gather(1, tokens[1:, None])[begin - 1 :, 0]
+
+
+def expected(name: str, pi: Decoder, ref: Decoder, head: torch.Tensor) -> torch.Tensor:
     """The papers' losses, means over pairs (over tokens: sft; over replies: kto)."""
     if name == "sft":
         return -torch.cat([logprobs(pi, p, w) for p, w, _ in PAIRS]).mean()
@@ -80,6 +87,9 @@ def expected(name: str, pi: Decoder, ref: Decoder) -> torch.Tensor:
             h = logprobs(pi, p, c).sum() - logprobs(ref, p, c).sum().detach()
             losses.append(1.5 * (1 - torch.sigmoid(0.3 * (h - z))) if good else 0.5 * (1 - torch.sigmoid(0.3 * (z - h))))
         return torch.stack(losses).mean()
+    if name == "reward_model":
+        scores = [tuple(hidden(pi, p, reply)[0][-1] @ head[0] for reply in (w, r)) for p, w, r in PAIRS]
+        return torch.stack([-logsigmoid(a - b - 0.3) + 0.05 * (a + b) ** 2 for a, b in scores]).mean()
     losses = []
     for p, w, r in PAIRS:
         (a, b), (c, d) = ((logprobs(model, p, w), logprobs(model, p, r)) for model in (pi, ref))
@@ -98,6 +108,7 @@ def expected(name: str, pi: Decoder, ref: Decoder) -> torch.Tensor:
 
 CONSTANTS: dict[str, dict[str, float]] = {
     "sft": {},
+    "reward_model": {"margin": 0.3, "centre": 0.05},
     "dpo": {"beta": 0.3},
     "ipo": {"beta": 0.3},
     "orpo": {"weight": 0.4},
@@ -112,16 +123,19 @@ async def test_value_and_gradient_are_the_papers(name: str, budget: int) -> None
     settings = AlgorithmSettings.preset(name, **CONSTANTS[name])
     algorithm, pi, ref = Algorithm(settings, 8), decoder(0), decoder(1)
     reference = Reference(ref) if settings.reference is not None else None
-    trainer = NativeTrainer(pi, TrainerSettings(micro_batch_tokens=budget), steps=4, reference=reference)
+    own, scored = TrainerSettings(micro_batch_tokens=budget), ValueModel(pi, shared=True)
+    torch.nn.init.normal_(scored.head.weight, generator=torch.Generator().manual_seed(2))
+    critic = Critic(scored, own, 4) if settings.scores else None
+    trainer = NativeTrainer(pi, own, steps=4, reference=reference, critic=critic, scores=settings.scores)
     seen: dict[str, torch.Tensor] = {}
 
     async def before_update(update: Any, result: Any) -> None:
-        for key, parameter in pi.named_parameters():
+        for key, parameter in parameters.items():
             assert parameter.grad is not None
             seen[key] = update.scale * parameter.grad.clone()
 
-    loss = expected(name, pi, ref)
-    parameters = dict(pi.named_parameters())
+    loss = expected(name, pi, ref, scored.head.weight)
+    parameters = dict(pi.named_parameters()) | (dict(scored.head.named_parameters()) if settings.scores else {})
     wanted = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
     made = await groups(name, settings)
     prepared, result, _ = await train_on(trainer, algorithm, made, 0, before_update)

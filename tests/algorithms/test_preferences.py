@@ -195,16 +195,18 @@ def test_kto_baseline_is_never_negative():
 def test_bradley_terry():
     rng = np.random.default_rng(4)
     chosen, rejected, margin = rng.normal(0, 2, (3, 30))
-    result = bradley_terry(chosen, rejected, margin, 0.05)
+    length = np.ones(30, np.int64)
+    result = bradley_terry(Pairs(chosen, rejected, length, length), margin=margin, centre=0.05)
     expected = [-log_sigmoid(w - r - m) + 0.05 * (w + r) ** 2 for w, r, m in zip(chosen, rejected, margin, strict=True)]
     np.testing.assert_allclose(result.loss, expected, rtol=1e-9)
     np.testing.assert_allclose(result.margin, chosen - rejected, rtol=1e-12)
     h = 1e-5
-    loss = lambda w, r: bradley_terry(chosen + w, rejected + r, margin, 0.05).loss  # noqa: E731
+    pairs = lambda w, r: Pairs(chosen + w, rejected + r, length, length)  # noqa: E731
+    loss = lambda w, r: bradley_terry(pairs(w, r), margin=margin, centre=0.05).loss  # noqa: E731
     by_chosen, by_rejected = -(loss(h, 0) - loss(-h, 0)) / (2 * h), -(loss(0, h) - loss(0, -h)) / (2 * h)
     np.testing.assert_allclose(result.chosen, by_chosen, rtol=1e-6, atol=1e-8)
     np.testing.assert_allclose(result.rejected, by_rejected, rtol=1e-6, atol=1e-8)
-    plain = bradley_terry(np.array([0.0, 1e6, -1e6]), np.zeros(3))
+    plain = bradley_terry(Pairs(np.array([0.0, 1e6, -1e6]), np.zeros(3), length[:3], length[:3]))
     np.testing.assert_allclose(plain.chosen, [0.5, 0, 1], atol=1e-300)
 
 

@@ -118,10 +118,11 @@ def test_what_makes_no_pair_is_counted(tidemill, run: Path, tmp_path: Path) -> N
 
 
 def test_attempts_that_were_cut_off_are_not_taken(tidemill, model: Path, tmp_path: Path) -> None:
-    run, out = sampled(letter, model, tmp_path / "run", steps=3), tmp_path / "pairs.jsonl"
+    run, out = sampled(talk, model, tmp_path / "run", steps=3), tmp_path / "pairs.jsonl"
+    assert tidemill("pairs", run, out).code == 0
     with sqlite3.connect(run / "ledger.sqlite") as db:
         db.execute("UPDATE trajectories SET finish = 'length'")
-    said = tidemill("pairs", run, out)
+    said = tidemill("pairs", run, tmp_path / "none.jsonl")
     assert said.code == 2 and "12 alike" in said.out
 
 

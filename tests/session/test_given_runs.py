@@ -116,6 +116,44 @@ def test_kto_learns_from_replies_that_are_good_or_bad(tmp_path: Path) -> None:
     assert {step["train/pairs"] for step in steps_of(run) if "train/pairs" in step} == set(), "kto knows no pairs"
 
 
+def many(pair: str) -> list[Row]:
+    """The right letter against all that a policy which knows nothing may say."""
+    bad = {wrong(pair), pair, "", pair[1] + pair[0], pair[0] * 2, pair[0] + "=", "="} - {pair[0]}
+    return [{"prompt": f"{pair}=", "chosen": pair[0], "rejected": each} for each in sorted(bad)]
+
+
+def test_a_reward_model_learns_from_pairs_and_a_policy_from_it(tmp_path: Path) -> None:
+    """As usual: sft, a reward model that begins there, a policy that nothing else judges."""
+    told = learn(tmp_path, environment(tmp_path, answers), "sft", steps=50)
+    table = {"steps": 40, "trainer": {"lr": 1e-3}, "rollout": {"groups": 16, "max_tokens": 3}}
+    judge = learn(tmp_path, environment(tmp_path, many), "reward_model", told.final, run_dir=tmp_path / "judge", **table)
+    before, after = judge.report["held_out_given"]["before"], judge.report["held_out_given"]["after"]
+    assert before["preference_loss"] == pytest.approx(np.log(2), abs=1e-6), "a head of zeros knows nothing"
+    assert after["preference_loss"] < 0.4 and after["preference_accuracy"] > 0.85, after
+    config = json.loads((judge.final / "config.json").read_text())
+    assert config["architectures"] == ["Qwen3ForSequenceClassification"] and len(config["id2label"]) == 1
+    judged = {**environment(tmp_path, answers), "reward": "model", "reward_options": {"folder": str(judge.final)}}
+    scoring = {"workers": 1, "limit_s": 60, "accept": ["garbage"]}
+    policy = learn(tmp_path, judged, "grpo", tmp_path / "model", steps=30, run_dir=tmp_path / "policy", scoring=scoring)
+    rewards = [step["reward/mean"] for step in steps_of(policy)]
+    assert np.mean(rewards[-5:]) > np.mean(rewards[:5]) + 0.5, rewards
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "message"),
+    [
+        ({"name": "reward_model", "critic": "initial"}, "needs critic = 'policy', a head on the model that is trained"),
+        ({"name": "reward_model", "critic": {"model": "policy", "clip": 0.2}}, "takes nothing else of it but lr"),
+        ({"name": "reward_model", "loss": "reinforce"}, "is trained with bradley_terry, the loss 'score'"),
+        ({"name": "reward_model", "given": ""}, "is of replies that the tasks give: set given = 'pairs' too"),
+        ({"name": "dpo", "loss": "score"}, "is trained with bradley_terry, the loss 'score'"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused(algorithm: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        learn(tmp_path, environment(tmp_path, preferences), algorithm, steps=2)
+
+
 def weights(run: tidemill.Run) -> bytes:
     return (run.folder / "final" / "model.safetensors").read_bytes()
 

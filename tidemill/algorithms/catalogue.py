@@ -20,7 +20,7 @@ from tidemill.algorithms import advantages, prose
 from tidemill.algorithms.advantages import ADVANTAGES
 from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, bradley_terry
+from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
 from tidemill.loading import constants_of, load_object
@@ -49,7 +49,6 @@ TITLES = {
     "reduction": "Reductions",
     "preference": "Preferences",
     "reward": "Settings that are no functions",
-    "library": "From Python only",
 }
 """Kinds of entries, and the sections that their tables are in."""
 
@@ -65,9 +64,8 @@ def entries() -> list[Entry]:
         *_described("term", terms),
         *_described("correction", CORRECTIONS.values()),
         *(parsed("reduction", name, text) for name, text in REDUCTIONS.items()),
-        *_described("preference", [*PREFERENCES.values(), *UNPAIRED.values()]),
+        *_described("preference", [*PREFERENCES.values(), *UNPAIRED.values(), *OF_SCORES.values()]),
         *_described("reward", [advantages.overlong, advantages.distilled, advantages.returns, adaptive_entropy]),
-        *_described("library", [bradley_terry]),
     ]
 
 
@@ -118,7 +116,7 @@ def page() -> str:
         kind: _section(title, prose.ABOUT[kind], _table([e for e in every if e.kind == kind]))
         for kind, title in TITLES.items()
     }
-    last = [sections.pop(kind) for kind in ("reward", "library")]
+    last = [sections.pop("reward")]
     heads = ("preset", "advantage", "loss", "reduction", "corrections", "other", "paper")
     presets = _section("Presets", prose.ABOUT["preset"], table(heads, map(_preset_row, PRESETS)))
     first = (prose.INTRODUCTION, prose.NOTATION, prose.STEP, prose.OWN)

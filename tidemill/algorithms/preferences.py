@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -22,7 +23,7 @@ CERTAIN = -1e-6  # a mean logprob above it counts as this: the log odds of p = 1
 class Pairs:
     """p pairs of answers, each to one prompt."""
 
-    chosen: Array  # [p] float64 sum of log pi
+    chosen: Array  # [p] float64 sum of log pi; of a reward model its output
     rejected: Array  # [p]
     chosen_length: Array  # [p] int64, >= 1: tokens in the sum
     rejected_length: Array  # [p]
@@ -130,15 +131,15 @@ def kto_baseline(logprobs: Array, reference: Array) -> float:
     return max(0.0, float(np.mean(np.asarray(logprobs, np.float64) - reference))) if len(logprobs) else 0.0
 
 
-def bradley_terry(chosen: Array, rejected: Array, margin: Array | float = 0.0, centre: float = 0.0) -> Preference:
+def bradley_terry(x: Pairs, *, margin: Array | float = 0.0, centre: float = 0.0) -> Preference:
     """-log sigmoid(R_w - R_l - margin) + centre (R_w + R_l)^2; R: a reward model's outputs, w chosen, l rejected.
 
-    Source: Bradley-Terry, with the margin of Llama 2, 2307.09288, and the centring of 2312.09244 (0.01). "Advantages" are
-    coefficients -dLoss / dR of the outputs.
+    Source: Bradley-Terry, with the margin of Llama 2, 2307.09288, and the centring of 2312.09244 (0.01). The "advantages"
+    are coefficients -dLoss / dR, for the loss `score`.
     When: training a reward model on pairs.
     Cost: nothing.
     """
-    difference, total = np.asarray(chosen, np.float64) - rejected, np.asarray(chosen, np.float64) + rejected
+    difference, total = x.chosen - x.rejected, x.chosen + x.rejected
     u = difference - margin
     a, pull = np.exp(_log_sigmoid(-u)), -2 * centre * total
     return Preference(a + pull, -a + pull, -_log_sigmoid(u) + centre * total**2, difference)
@@ -157,6 +158,8 @@ def pairs_of(rewards: Array, cohorts: Array, order: Array | None = None) -> tupl
 
 PREFERENCES: dict[str, Callable[..., Preference]] = {f.__name__: f for f in (dpo, ipo, orpo, simpo)}
 UNPAIRED: dict[str, Callable[..., Unpaired]] = {"kto": kto}  # of answers that are good or bad each by itself
+OF_SCORES: dict[str, Callable[..., Preference]] = {"bradley_terry": bradley_terry}  # of what a head says, not of log pi
+EVERY_PREFERENCE: dict[str, Callable[..., Any]] = {**PREFERENCES, **UNPAIRED, **OF_SCORES}
 WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 
 

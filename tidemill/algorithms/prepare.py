@@ -25,7 +25,7 @@ from tidemill.algorithms.advantages import (
 )
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.labels import apart, labelled, mismatched
-from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, Pairs, pairs_of
+from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
@@ -90,6 +90,8 @@ class Algorithm:
         mismatched rows, where the preference takes its measure from such: nothing of them is trained."""
         lagging = self.settings.reads_lags
         found = [_row(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
+        if self.settings.scores:
+            return [_ended(row) for row in found]
         return [*found, *mismatched(found)] if self._preference in UNPAIRED else found
 
     def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> Prepared:
@@ -99,6 +101,8 @@ class Algorithm:
         old, reference = (_flat(rows, logprobs[who]) if who in logprobs else None for who in (POLICY, REFERENCE))
         behaviour = _flat(rows, [row.logprobs for row in rows])
         policy = behaviour if old is None else old
+        if s.scores:
+            policy = _flat(rows, logprobs[CRITIC])
         scores = self._scores(attempts)
         told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(scores), strict=True) if differs}
         against = None if reference is None else policy - reference  # log(p_hat / pi_ref)
@@ -128,7 +132,7 @@ class Algorithm:
             weights[part], scale = reduction(s.reduction, trained[part], prompts[part], s.fixed_length)
             parts.append((part, scale))
         kept = {"old_logprobs": logprobs.get(POLICY), "ref_logprobs": logprobs.get(REFERENCE)}
-        if (critic := s.critic) is not None:
+        if (critic := s.critic) is not None and not s.scores:
             target = returns(scores, s.constants.get("gamma", 1.0), critic.lam)
             kept |= {"values": logprobs[CRITIC], "returns": list(_of_rows(rows, target))}
             found |= _of_values(_flat(rows, logprobs[CRITIC]), target)
@@ -173,7 +177,7 @@ class Algorithm:
         episodes = [played.setdefault((g.id, t.sample), len(played)) for g, t in attempts]
         if self.settings.advantage in ACROSS_SEATS:
             _expect_seats(self.settings.advantage, [g for g, _ in attempts])
-        lengths = np.array([t.learnt.sum() for _, t in attempts], np.int64)
+        lengths = np.array([1 if self.settings.scores else t.learnt.sum() for _, t in attempts], np.int64)
         rewards = np.array([t.reward for _, t in attempts], np.float64)
         if (cache := self.settings.overlong.cache) is not None:
             replies = np.array([_longest_reply(t.mask) for _, t in attempts], np.int64)
@@ -216,7 +220,7 @@ class Algorithm:
             *(sums[chosen], sums[rejected], scores.lengths[chosen], scores.lengths[rejected]),
             *((None, None) if known is None else (known[chosen], known[rejected])),
         )
-        found = PREFERENCES[self._preference](pairs, **self.settings.constants_for(self._preference))
+        found = (PREFERENCES | OF_SCORES)[self._preference](pairs, **self.settings.constants_for(self._preference))
         of_attempt = np.zeros(len(scores.lengths))
         of_attempt[chosen], of_attempt[rejected] = 2 * found.chosen, 2 * found.rejected
         metrics: Metrics = {"pairs": float(len(chosen))}
@@ -288,6 +292,13 @@ def _row(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
         group=group.id,
         sample=trajectory.sample,
     )
+
+
+def _ended(row: Sample) -> Sample:
+    """The row with a place after its last token, which alone is trained: there a head says what it thinks of the whole."""
+    names = ("tokens", "mask", "logprobs", "versions", "advantages")
+    longer = {name: np.append(values := getattr(row, name), values.dtype.type(0)) for name in names}
+    return replace(row, **longer, weights=np.append(np.zeros_like(row.weights), np.float32(1)))
 
 
 def _flat(rows: Sequence[Sample], values: Sequence[Array]) -> Array:

@@ -29,6 +29,7 @@ ANCHORED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"}
 PER_SEQUENCE = frozenset({"gspo", "gmpo", "topr"})  # one term for a whole attempt: its tokens have one advantage
 
 CROSS_ENTROPY = "cross_entropy"  # the loss of given answers; it knows no advantage
+SCORE = "score"  # that of a reward model
 ATTEMPTS = {"answers": 1, "pairs": 2, "labels": 1}  # that a task gives, by `AlgorithmSettings.given`
 
 _RECOMPUTE = {"old_logprobs": "recompute"}
@@ -79,6 +80,10 @@ PRESETS: dict[str, dict[str, Any]] = {
     "ipo": {**_FROM_PAIRS, "preference": "ipo", **_INITIAL},
     "orpo": {**_FROM_PAIRS, "preference": "orpo"},
     "simpo": {**_FROM_PAIRS, "preference": "simpo"},
+    "reward_model": {
+        **{"given": "pairs", "advantage": "none", "preference": "bradley_terry", "loss": SCORE, "reduction": "attempt"},
+        "critic": {"model": "policy"},
+    },
     "kto": {**_FROM_PAIRS, "given": "labels", "preference": "kto", **_INITIAL},
 }
 
@@ -114,6 +119,7 @@ NOTES = {
     "ipo": "IPO, 2310.12036; as dpo, with a margin that is to be reached and not passed",
     "orpo": "ORPO, 2403.07691; as dpo, with cross-entropy on the chosen one in place of a reference",
     "simpo": "SimPO, 2405.14734; as dpo, with means over tokens in place of a reference",
+    "reward_model": "Bradley-Terry; a head on the model learns which of two replies is better: final/ is a reward model",
     "kto": "KTO, 2402.01306; nothing is sampled: each task's completion is good or bad, as its label says",
 }
 """Of each: the paper; and what is to be known of it."""

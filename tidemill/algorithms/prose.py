@@ -133,6 +133,8 @@ differ. The loss is `reinforce`, with `old_logprobs = "recompute"`: under these 
 the start of the step, so that a step is one update. The reduction `attempt` makes it the mean over pairs. `dpo`, `ipo` and
 `kto` need a `reference`. With `given = "pairs"` the pairs are the tasks' own; `kto`, which knows no pairs, takes its replies
 from `given = "labels"`, and z, its baseline, from the step's prompts, each with the next one's reply: max(0, mean h).
+`bradley_terry` trains a reward model on `given = "pairs"`: the loss is `score`, R what a head on the model (`critic =
+"policy"`) says after a reply's end token, and `final/` a folder for sequence classification, for `reward = "model"`.
 """,
     "preset": """
 The loss's constants are those in force. What a row leaves out has its default. `opd` needs a teacher, `reference.model`.
@@ -178,7 +180,6 @@ The loss's constants are those in force. What a row leaves out has its default. 
 
 What is added to a reward, and to an advantage; what a critic is trained towards; how a weight follows what is measured:
 """,
-    "library": "No setting reaches these: they are for programs that bring their own reward model.",
 }
 
 LAG = """

@@ -13,16 +13,14 @@ from typing import Any, Literal
 from pydantic import Field, model_validator
 
 from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
-from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
+from tidemill.algorithms.applicable import Constants, check_applicable, expect_constants, expect_name
+from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.preferences import PREFERENCES, UNPAIRED, WITH_REFERENCE
-from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
+from tidemill.algorithms.preferences import EVERY_PREFERENCE, OF_SCORES, PREFERENCES
+from tidemill.algorithms.presets import LOSS_CONSTANTS, PRESETS
 from tidemill.config import Config
 from tidemill.loading import constants_of
 from tidemill.types import LossSpec
-
-Constants = dict[str, Any]
-"""name -> number; weights of parts are a table"""
 
 
 class CorrectionSettings(Config):
@@ -41,8 +39,8 @@ class CorrectionSettings(Config):
     @model_validator(mode="after")
     def _known(self) -> CorrectionSettings:
         if ".py:" not in self.name:
-            _expect_name("correction", self.name, CORRECTIONS)
-            _expect_constants(self.constants, {f"the correction {self.name!r}": constants_of(CORRECTIONS[self.name])})
+            expect_name("correction", self.name, CORRECTIONS)
+            expect_constants(self.constants, {f"the correction {self.name!r}": constants_of(CORRECTIONS[self.name])})
         return self
 
 
@@ -175,123 +173,11 @@ class AlgorithmSettings(Config):
 
     @model_validator(mode="after")
     def _applicable(self) -> AlgorithmSettings:
-        known_losses = (*LOSS_CONSTANTS, CROSS_ENTROPY)
-        for kind, name, known in (("loss", self.loss, known_losses), ("advantage", self.advantage, ADVANTAGES)):
-            if ".py:" not in name:
-                _expect_name(kind, name, known)
-        if self.preference:
-            _expect_name("preference", self.preference, EVERY_PREFERENCE)
-        if all(".py:" not in name for name in (self.loss, self.advantage)):
-            _expect_constants(self.constants, self._takers())
-        self._expect_given()
-        self._expect_whole()
-        self._expect_reference()
-        self._expect_critic()
+        check_applicable(self)
         return self
 
-    def _takers(self) -> dict[str, Constants]:
-        """Who takes constants, and which, with their defaults."""
-        takers = {f"the loss {self.loss!r}": LOSS_CONSTANTS.get(self.loss, {})}
-        if self.preference:
-            return takers | {f"the preference {self.preference!r}": constants_of(EVERY_PREFERENCE[self.preference])}
-        return takers | {f"the advantage {self.advantage!r}": constants_of(ADVANTAGES[self.advantage])}
-
-    def _expect_given(self) -> None:
-        """That what learns from given replies asks for nothing that only sampled ones have, and the other way round."""
-        if not self.given:
-            for name, value, wants in (("loss", self.loss, CROSS_ENTROPY), ("preference", self.preference, "kto")):
-                if value == wants:
-                    kind = "answers" if name == "loss" else "labels"
-                    raise ValueError(f"{name} = {value!r} is of replies that the tasks give: set given = {kind!r} too")
-            return
-        reference = self.reference or ReferenceSettings()
-        idle = {
-            **{"corrections": self.corrections, "overlong": self.overlong.treat != "keep"},
-            **{"zero_variance": self.zero_variance != "keep", "advantage": self.advantage != "none"},
-            **{"updates": self.updates.count > 1, "reference.kl": reference.kl, "reference.distil": reference.distil},
-            "entropy.target": self.entropy.target is not None,
-        }
-        if found := [name for name, is_set in idle.items() if is_set]:
-            raise ValueError(f"{found[0]} does not apply to given = {self.given!r}: it is of what a policy sampled")
-        fitting = {"answers": [""], "pairs": list(PREFERENCES), "labels": list(UNPAIRED)}[self.given]
-        if self.preference not in fitting:
-            expected = " or ".join(filter(None, fitting)) or "none"
-            raise ValueError(
-                f"preference = {self.preference!r} does not go with given = {self.given!r}: expected {expected}"
-            )
-        if self.given == "answers" and self.loss != CROSS_ENTROPY and ".py:" not in self.loss:
-            raise ValueError(
-                f"the loss {self.loss!r} does not go with given = 'answers': expected {CROSS_ENTROPY} or FILE.py:function"
-            )
-        if self.reduction == "fixed" and self.fixed_length is None:
-            raise ValueError(
-                f"reduction = 'fixed' with given = {self.given!r} needs fixed_length: nothing is sampled to a limit"
-            )
-
-    def _expect_whole(self) -> None:
-        """That nothing was set which something else would ignore."""
-        recompute = self.recomputes
-        if self.fixed_length is not None and self.reduction != "fixed":
-            raise ValueError(f"fixed_length does not apply to the reduction {self.reduction!r}: it belongs to 'fixed'")
-        names = [each.name for each in self.corrections]
-        if (idle := [name for name in names if name not in WITHOUT_OLD and ".py:" not in name]) and not recompute:
-            raise ValueError(
-                f"the correction {idle[0]!r} is of p_hat / mu, which is 1 unless old_logprobs = 'recompute': set that too"
-            )
-        if self.loss in PER_SEQUENCE and (uneven := [name for name in names if name in PER_TOKEN]):
-            raise ValueError(
-                f"the correction {uneven[0]!r} weighs each token for itself, and the loss {self.loss!r} has one term for "
-                f"a whole attempt: use {', '.join(sorted(set(CORRECTIONS) - PER_TOKEN))}, or another loss"
-            )
-        reads_old = self.loss in ANCHORED or ".py:" in self.loss or names or self.reference or self.preference
-        if self.updates.count > 1 and not recompute:
-            raise ValueError(
-                f"{self.updates.count} updates a step need old_logprobs = 'recompute': the later ones are held against the "
-                "policy that the step began with"
-            )
-        if self.updates.count > 1 and "opsm" in names:
-            raise ValueError(
-                f"the correction 'opsm' is of the policy before it moves: no {self.updates.count} updates a step"
-            )
-        if self.preference and self.updates.count > 1:
-            raise ValueError(f"preference = {self.preference!r} is exact for one update a step; given: {self.updates.count}")
-        uneven = self._distils or self._tells_tokens_apart
-        if self.loss in PER_SEQUENCE and uneven and not self.preference:
-            raise ValueError(
-                f"the loss {self.loss!r} has one term for a whole attempt, and "
-                f"{'distil' if self._distils else repr(self.advantage)} tells its tokens apart: use another loss"
-            )
-        if self.preference and not (recompute and self.loss == "reinforce"):
-            raise ValueError(
-                f"preference = {self.preference!r} needs old_logprobs = 'recompute' and the loss 'reinforce', under which "
-                f"its gradient is exact; given were {self.old_logprobs!r} and {self.loss!r}"
-            )
-        if recompute and not reads_old:
-            raise ValueError(
-                f"old_logprobs = 'recompute' does not apply to the loss {self.loss!r}: it compares with mu only"
-            )
-        if self.zero_variance == "drop" and not self.compares:
-            raise ValueError(
-                f"zero_variance = 'drop' does not apply to the advantage {self.advantage!r}: where all rewards of a group "
-                "are equal it has a gradient all the same; use 'keep'"
-            )
-
-    def _expect_reference(self) -> None:
-        reads = self.preference in WITH_REFERENCE
-        if reads and self.reference is None:
-            raise ValueError(f"preference = {self.preference!r} needs a reference policy: set reference = 'initial'")
-        if self.reference is not None and not (reads or self.reference.kl or self.reference.distil):
-            raise ValueError("reference is given and nothing reads it: set reference.kl, reference.distil or a preference")
-
-    def _expect_critic(self) -> None:
-        reads = NEEDS.get(self.advantage) == "values" and not self.preference
-        if reads and self.critic is None:
-            raise ValueError(f"advantage = {self.advantage!r} needs a critic: set critic = 'initial'")
-        if self.critic is not None and not (reads or ".py:" in self.advantage):
-            raise ValueError(f"critic is given and nothing reads it: set advantage = 'gae', not {self.advantage!r}")
-
     @property
-    def _distils(self) -> bool:
+    def distils(self) -> bool:
         return self.reference is not None and self.reference.distil > 0
 
     @property
@@ -300,7 +186,7 @@ class AlgorithmSettings(Config):
         return self.reference.kl if self.reference is not None and self.reference.into == "reward" else 0.0
 
     @property
-    def _tells_tokens_apart(self) -> bool:
+    def tells_tokens_apart(self) -> bool:
         """Whether tokens of one attempt have different advantages."""
         given = self.advantage in USING_GIVEN and bool(self.kl_in_reward)
         return given or self.advantage in PER_TOKEN_ADVANTAGES or self.constants.get("gamma", 1.0) != 1.0
@@ -310,7 +196,12 @@ class AlgorithmSettings(Config):
         """Whether attempts are compared, so that rewards which are all equal train nothing."""
         drops = ".py:" in self.advantage and self.zero_variance == "drop"  # who drops for a function of their own says so
         alone = self.preference in PREFERENCES or self.advantage in COMPARING | ACROSS_SEATS or drops
-        return alone and not self._distils and not self.kl_in_reward
+        return alone and not self.distils and not self.kl_in_reward
+
+    @property
+    def scores(self) -> bool:
+        """Whether what is trained judges replies, instead of writing them."""
+        return self.preference in OF_SCORES
 
     @property
     def recomputes(self) -> bool:
@@ -331,7 +222,7 @@ class AlgorithmSettings(Config):
         also = []
         if (r := self.reference) is not None and r.kl and r.into == "loss":
             also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
-        if (critic := self.critic) is not None:
+        if (critic := self.critic) is not None and not self.scores:
             also.append(LossSpec("value", {"clip": critic.clip}, weight=critic.weight))
         if weight := self.entropy.coefficient if entropy is None else entropy:
             also.append(LossSpec("entropy", weight=weight))
@@ -378,7 +269,6 @@ class AlgorithmSettings(Config):
         return self.model_copy(update=filled)
 
 
-EVERY_PREFERENCE: dict[str, Any] = {**PREFERENCES, **UNPAIRED}
 PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
 
 
@@ -432,21 +322,3 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
 
 def _taken(table: dict[str, Any], name: str) -> Constants | None:
     return constants_of(table[name]) if name in table else None
-
-
-def _expect_name(kind: str, name: str, known: Any) -> None:
-    if name not in known:
-        near = difflib.get_close_matches(name, list(known), n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ValueError(f"{kind} {name!r}: {hint}expected {', '.join(known)} or FILE.py:function")
-
-
-def _expect_constants(given: Constants, takers: dict[str, Constants]) -> None:
-    for name in given:
-        if not any(name in own for own in takers.values()):
-            near = difflib.get_close_matches(name, [n for own in takers.values() for n in own], n=1)
-            if name in ReferenceSettings.model_fields:
-                near = [f"reference.{name}"]
-            hint = f"; did you mean {near[0]!r}?" if near else ""
-            takes = "; ".join(f"{who} takes {', '.join(own) or 'none'}" for who, own in takers.items())
-            raise ValueError(f"{name} does not apply: {takes}{hint}")

@@ -8,7 +8,7 @@ from typing import Any
 
 from tidemill.algorithms.advantages import USING_GIVEN
 from tidemill.algorithms.catalogue import entry, flat
-from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, PRESETS
+from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, PRESETS, SCORE
 from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.config import Config, dump
 
@@ -39,7 +39,7 @@ def parts_of(settings: AlgorithmSettings, max_tokens: int) -> list[Part]:
         found.append(_part("advantage", "reward", "distilled", {}, reference.distil))
     found += [_part("correction", "correction", each.name, each.constants) for each in settings.corrections]
     spec = settings.loss_spec()
-    found.append(_part("loss", "term" if spec.name == CROSS_ENTROPY else "loss", spec.name, spec.params))
+    found.append(_part("loss", "term" if spec.name in (CROSS_ENTROPY, SCORE) else "loss", spec.name, spec.params))
     found += [_part("term", "term", each.name, each.params, each.weight) for each in spec.also]
     if (entropy := settings.entropy).target is not None:
         given = {"change": entropy.change} if entropy.change is not None else {}

@@ -55,14 +55,16 @@ class NativeTrainer:
         steps: int,
         reference: Reference | None = None,
         critic: Critic | None = None,
+        scores: bool = False,
         sender: Sender | None = None,
         source: str | Path | None = None,
         offload: Offload = inline,
         process: str = "trainer",
     ) -> None:
         """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. critic: one that is
-        trained beside the policy. sender: the carrier of published weights. source: the model folder whose tokenizer and
-        configuration go into exports and checkpoints. The decoder is moved to the device."""
+        trained beside the policy. scores: it is what is exported, not the policy. sender: the carrier of published weights.
+        source: the model folder whose tokenizer and configuration go into exports and checkpoints. The decoder is moved to
+        the device."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -74,6 +76,7 @@ class NativeTrainer:
         self._optimizer = Optimizer(self.decoder, settings, steps)
         self._reference = reference and reference.beside(self.decoder)
         self._critic = critic and critic.beside(self.decoder)
+        self._exports = self._critic.model if self._critic is not None and scores else None
         self._kept = [each for each in (self._reference, self._critic) if each is not None]
         self._compute = step.Compute(
             device=self.device,
@@ -215,7 +218,10 @@ class NativeTrainer:
         def run() -> None:
             with self._recorder.span("export"):
                 dtype = DTYPES[self.settings.serving_dtype]
-                save_folder(self.decoder, Path(folder), tokenizer_from=self._source, dtype=dtype)
+                if self._exports is not None:
+                    self._exports.save(folder, tokenizer_from=self._source, dtype=dtype)
+                else:
+                    save_folder(self.decoder, Path(folder), tokenizer_from=self._source, dtype=dtype)
 
         await self._offload(run)
 
