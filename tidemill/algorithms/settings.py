@@ -48,12 +48,12 @@ class ReferenceSettings(Config):
     """Another policy beside the trained one, and what it is for: `"initial"`, a model folder, or a table."""
 
     model: str = "initial"
-    every: int = Field(0, ge=0)  # updates after which it is brought up to the policy; 0: never
-    decay: float = Field(0.0, ge=0, lt=1)  # then: decay * itself + (1 - decay) * the policy
-    kl: float = Field(0.0, ge=0)  # times the divergence from it
+    every: int = Field(default=0, ge=0)  # updates after which it is brought up to the policy; 0: never
+    decay: float = Field(default=0.0, ge=0, lt=1)  # then: decay * itself + (1 - decay) * the policy
+    kl: float = Field(default=0.0, ge=0)  # times the divergence from it
     estimator: Literal["k1", "k2", "k3"] | None = None  # k3; in a reward k1
     into: Literal["loss", "reward"] = "loss"
-    distil: float = Field(0.0, ge=0)  # times log(reference / policy), as each token's reward: it is the teacher
+    distil: float = Field(default=0.0, ge=0)  # times log(reference / policy), as each token's reward: it is the teacher
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceSettings:
@@ -74,9 +74,9 @@ class CriticSettings(Config):
     model: str = "initial"  # a model or reward model to begin as; initial: the policy's; policy: a head on its own decoder
     lr: float | None = Field(default=None, gt=0)  # None: the trainer's
     weight: float = Field(0.5, gt=0)  # of its loss beside the policy's
-    clip: float = Field(0.0, ge=0)  # how far a value may move in a step, see `value`; 0: as far as it likes
+    clip: float = Field(default=0.0, ge=0)  # how far a value may move in a step, see `value`; 0: as far as it likes
     lam: float = Field(1.0, ge=0, le=1)  # of the returns that it is trained towards
-    warmup: int = Field(0, ge=0)  # first steps, in which no advantage reaches the policy
+    warmup: int = Field(default=0, ge=0)  # first steps, in which no advantage reaches the policy
 
 
 class OverlongSettings(Config):
