@@ -12,10 +12,12 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.mixture import COMMON, check_mixture
+from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
 from tidemill.config import Config, ConfigError, load
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.settings import EnvironmentWorkers, EnvSettings, parse_env
+from tidemill.envs.curriculum import Order
+from tidemill.envs.settings import EnvironmentWorkers, EnvSettings, environments_of, parse_env
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
@@ -46,6 +48,15 @@ class RolloutSettings(Config):
     min_p: float = Field(0.0, ge=0, lt=1)
     window: int = Field(1, ge=1)  # look-ahead past the oldest unfinished group, see `buffer`
     episode_s: float = Field(600.0, gt=0)  # an episode that takes longer ends as an infrastructure error
+
+
+class DataSettings(Config):
+    """Which tasks are given."""
+
+    order: Order = "shuffled"  # frontier, easy_first, mixed: by each task's pass rate so far, see `envs.curriculum`
+    retire: float = Field(
+        0.0, ge=0, le=1
+    )  # a task of which a whole group was passed at this rate is not given again; 0: off
 
 
 class WarmupSettings(Config):
@@ -106,6 +117,7 @@ class RunConfig(Config):
     deterministic: bool = False  # the same weights to the last bit, whatever interrupts the run: float32 on the CPU
     placement: PlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()
+    data: DataSettings = DataSettings()
     engine: EngineSettings = EngineSettings()
     trainer: TrainerSettings = TrainerSettings()
     scoring: ScoringSettings = ScoringSettings()
@@ -119,6 +131,23 @@ class RunConfig(Config):
         """The dtype of the lowest precision that a logprob passes through, in the trainer or in an engine."""
         used = (self.trainer.dtype, self.trainer.serving_dtype, self.engine.dtype)
         return "bfloat16" if "bfloat16" in used else "float32"
+
+    @property
+    def algorithms(self) -> dict[str, AlgorithmSettings]:
+        """By the environment whose groups each is of; COMMON is of all that have none of their own, where there are such."""
+        own = {each.name: each.own_algorithm for each in environments_of(self.env)}
+        common = {} if all(own.values()) else {COMMON: self.algorithm}
+        return common | {name: each for name, each in own.items() if each is not None}
+
+    @property
+    def reference(self) -> ReferenceSettings | None:
+        """Of the algorithm that asks for one; those that do ask for the same policy."""
+        return next((each.reference for each in self.algorithms.values() if each.reference), None)
+
+    @property
+    def updates(self) -> int:
+        """Of the optimizer, in a step."""
+        return max(each.updates.count for each in self.algorithms.values())
 
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
@@ -139,7 +168,15 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        self.algorithm.check(self.rollout.groups, self.rollout.group_size)
+        algorithms = self.algorithms
+        for each in algorithms.values():
+            each.check(self.rollout.groups, self.rollout.group_size)
+        check_mixture(algorithms)
+        if COMMON not in algorithms and self.algorithm != RunConfig.model_fields["algorithm"].default:
+            raise ValueError(
+                f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
+            )
+        self._expect_order()
         if self.deterministic and (self.warmup.accuracy or self.rollout.window > 1):
             raise ValueError(
                 "deterministic = true: a warm-up ends by the clock, and a window above 1 takes groups as they finish; set "
@@ -151,6 +188,18 @@ class RunConfig(Config):
                 f"rollout.window = {self.rollout.window}: at most max_lag * rollout.groups + 1 = {widest} keeps the bound"
             )
         return self
+
+    def _expect_order(self) -> None:
+        if self.data.order == "easy_first" and not self.data.retire:
+            raise ValueError(
+                "data.order = 'easy_first' would give what is solved for ever: set data.retire, 0.9 for example, so that it "
+                "goes on to what is harder"
+            )
+        if self.deterministic and (self.data.order != "shuffled" or self.data.retire):
+            raise ValueError(
+                f"deterministic = true: data.order = {self.data.order!r} with data.retire = {self.data.retire:g} chooses by "
+                "what has come back when a task is asked for, which depends on time; use 'shuffled' and 0"
+            )
 
 
 EXACT = {

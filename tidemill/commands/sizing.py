@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import psutil
 import torch
 
-from tidemill.algorithms.settings import ReferenceSettings
+from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
 from tidemill.engine.attention import page_bytes
 from tidemill.engine.core import SHARE_OF_FREE_MEMORY
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings
+from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.kernels.library import BLOCK, STEP
 from tidemill.loading import load_object
 from tidemill.models.architecture import Architecture
@@ -48,8 +48,10 @@ class StepSize:
 
 def step_size(config: RunConfig, context: int | None) -> StepSize:
     """context: tokens that a row may hold, None while the model is not known."""
-    r, updates = config.rollout, config.algorithm.updates
-    sequences, replies = r.groups * r.group_size, replies_of(config.env)
+    r, updates = config.rollout, first_algorithm(config).updates
+    sequences, asked_for = r.groups * r.group_size, [replies_of(each) for each in environments_of(config.env)]
+    known = [count for count in asked_for if count is not None]
+    replies = max(known) if len(known) == len(asked_for) else None
     most = None if context is None else context - 1  # a prompt has a token at least
     asked = None if replies is None else replies * r.max_tokens
     each = most if asked is None else asked if most is None else min(asked, most)
@@ -71,6 +73,11 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
     )
 
 
+def first_algorithm(config: RunConfig) -> AlgorithmSettings:
+    """The recipe's, where not every environment has its own; of several, each takes one update a step."""
+    return next(iter(config.algorithms.values()))
+
+
 def replies_of(env: AnyEnv) -> int | None:
     """A conversation asks as often as it likes. Raises ConfigError when the user's file does not load."""
     if isinstance(env, PythonSettings):
@@ -79,7 +86,7 @@ def replies_of(env: AnyEnv) -> int | None:
 
 
 def _denominator(config: RunConfig, groups: int, each: int | None) -> int | None:
-    s = config.algorithm.with_longest(config.rollout.max_tokens)
+    s = first_algorithm(config).with_longest(config.rollout.max_tokens)
     rows = groups * (2 if s.preference else config.rollout.group_size)  # a pair is all that trains of a group
     match s.reduction:
         case "token":
@@ -109,7 +116,7 @@ def parameters(arch: Architecture) -> int:
 
 def trainer_memory(config: RunConfig, arch: Architecture, reference: Architecture | None) -> list[Held]:
     """reference: the other policy's, where there is one and its folder is known."""
-    own, asked = 4 * parameters(arch), config.algorithm.reference
+    own, asked = 4 * parameters(arch), config.reference
     held = [Held("weights", own), Held("gradients", own), Held("two moments", 2 * own)]
     moves = 0
     if asked is not None and reference is not None:

@@ -83,7 +83,9 @@ class ProgressDisplay:
             self._say_json({"kind": "eval", "step": step, **finite(results)})
             return
         accuracy, n = number(results.get("accuracy"), ".3f"), number(results.get("n"), ".0f")
-        self._say(f"{step:>{WIDTHS[0]}}  held-out accuracy {accuracy} on {n} tasks", "green")
+        own = {key.removesuffix("/accuracy"): value for key, value in results.items() if key.endswith("/accuracy")}
+        each = ", ".join(f"{name} {number(value, '.3f')}" for name, value in own.items())
+        self._say(f"{step:>{WIDTHS[0]}}  held-out accuracy {accuracy} on {n} tasks{f' ({each})' if each else ''}", "green")
 
     def note(self, text: str) -> None:
         """A sentence that must be seen: a resume, a sink that was switched off, how the run ended."""
