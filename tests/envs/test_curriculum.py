@@ -209,7 +209,7 @@ def test_what_was_recorded_is_all_there_is_to_know(rng, order, retire, count):
         if rewards is not None:
             again.learn(group_id, task, rewards)
     assert [again.choose(i) for i in range(100, 110)] == [live.choose(i) for i in range(100, 110)]
-    for one, other in zip(again._pools, live._pools, strict=True):
+    for one, other in zip(again._parts, live._parts, strict=True):
         for name in ("retired", "rates", "given", "_latest", "_away"):
             np.testing.assert_array_equal(getattr(one.pool, name), getattr(other.pool, name))
 
@@ -223,9 +223,9 @@ def test_environments_come_in_proportion_and_take_over_from_one_that_is_done():
         found.give(group_id, task)
         found.learn(group_id, task, [0.0, 1.0])
         for env, weight in weights.items():
-            given = sum(each.pool.given.sum() for each, name in zip(found._pools, weights, strict=True) if name == env)
+            given = sum(each.pool.given.sum() for each, name in zip(found._parts, weights, strict=True) if name == env)
             assert abs(given - n * weight / 8) <= 2
-    small = found._pools[1].pool
+    small = found._parts[1].pool
     small.retired[:] = True
     later = Counter(task.env for i in range(600) if (task := found.choose(i)) is not None)
     assert set(later) == {"big", "third"} and later["big"] == 5 * later["third"]

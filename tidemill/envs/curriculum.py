@@ -119,8 +119,8 @@ class Pool:
 
 
 @dataclass(frozen=True, slots=True)
-class _Known:
-    """What an environment's tasks are called, and where they lie among all."""
+class _Part:
+    """An environment's tasks, and where they begin among all."""
 
     pool: Pool
     first: int
@@ -140,10 +140,10 @@ class Curriculum:
         """weights: of each environment, by the name that its tasks carry, in their order. Groups come in proportion."""
         self._tasks, self._weights = tasks, list((weights or {"": 1}).values())
         names = [task.env if weights else "" for task in tasks]
-        self._pools: list[_Known] = []
+        self._parts: list[_Part] = []
         for name in weights or [""]:
             own = derive_seed(seed, "tasks", name) if weights else seed
-            self._pools.append(_Known(Pool(names.count(name), own, order, retire), names.index(name)))
+            self._parts.append(_Part(Pool(names.count(name), own, order, retire), names.index(name)))
         self._expected: list[float] = []  # pass rates of what was given since the figures were asked for
 
     @cached_property
@@ -153,7 +153,7 @@ class Curriculum:
     @property
     def by_number(self) -> bool:
         """Whether the task of a group follows from its id alone."""
-        return all(known.pool.by_number for known in self._pools)
+        return all(part.pool.by_number for part in self._parts)
 
     def task_of(self, env: str, name: str) -> Task | None:
         """The task of this identity; None when there is none (any more)."""
@@ -163,29 +163,29 @@ class Curriculum:
     def choose(self, group_id: int) -> Task | None:
         """The task of a group that is about to be admitted; None when every task is retired. Tell of it with `give`."""
         live = tuple(
-            0 if known.pool.retired.all() else weight for known, weight in zip(self._pools, self._weights, strict=True)
+            0 if part.pool.retired.all() else weight for part, weight in zip(self._parts, self._weights, strict=True)
         )
         if not any(live):
             return None
         cycle, ranks = _cycle(live)
         whole, place = divmod(group_id, len(cycle))
-        known = self._pools[cycle[place]]
-        index = known.pool.choose(group_id, whole * live[cycle[place]] + ranks[place])
+        part = self._parts[cycle[place]]
+        index = part.pool.choose(group_id, whole * live[cycle[place]] + ranks[place])
         assert index is not None, "its pool has one that is not retired"
-        return self._tasks[known.first + index]
+        return self._tasks[part.first + index]
 
     def give(self, group_id: int, task: Task) -> None:
         """The group was admitted with this task, which is one of these."""
-        known, index = self._place(self._numbers[task.env, task.id])
-        rate = known.pool.rates[index]
+        part, index = self._place(self._numbers[task.env, task.id])
+        rate = part.pool.rates[index]
         if not np.isnan(rate):
             self._expected.append(float(rate))
-        known.pool.give(group_id, index)
+        part.pool.give(group_id, index)
 
     def learn(self, group_id: int, task: Task, rewards: Sequence[float]) -> None:
         """What the attempts of a group that was given earned, NaN where there is no score."""
-        known, index = self._place(self._numbers[task.env, task.id])
-        known.pool.learn(group_id, index, rewards)
+        part, index = self._place(self._numbers[task.env, task.id])
+        part.pool.learn(group_id, index, rewards)
 
     def learn_group(self, group: Group) -> None:
         if (group.task.env, group.task.id) in self._numbers:  # a task that was in flight may be gone when the run goes on
@@ -194,7 +194,7 @@ class Curriculum:
     def figures(self) -> Metrics:
         """Shares of the tasks that were given at least once and that are retired, and the mean pass rate that was known of
         what was given since the last call."""
-        pools = [known.pool for known in self._pools]
+        pools = [part.pool for part in self._parts]
         given, retired = np.concatenate([p.given for p in pools]), np.concatenate([p.retired for p in pools])
         found = {"seen": float((given > 0).mean()), "retired": float(retired.mean())}
         if self._expected:
@@ -202,9 +202,9 @@ class Curriculum:
             self._expected.clear()
         return {f"data/{name}": value for name, value in found.items()}
 
-    def _place(self, number: int) -> tuple[_Known, int]:
-        known = next(each for each in reversed(self._pools) if each.first <= number)
-        return known, number - known.first
+    def _place(self, number: int) -> tuple[_Part, int]:
+        part = next(each for each in reversed(self._parts) if each.first <= number)
+        return part, number - part.first
 
 
 @lru_cache(maxsize=64)
