@@ -137,6 +137,29 @@ def test_what_never_judged_anything_is_a_mistake_and_ends_the_run_soon():
     assert [fed(late, Unscorable("none")) for _ in range(10)] == [None] * 10, "it has judged: other rules hold"
 
 
+def test_one_environment_that_never_judged_anything_ends_a_run_in_which_others_do():
+    breaker = Breaker(patience=3)
+    for _ in range(2):
+        assert fed(breaker, GOOD, verifier="sound") is None
+        assert fed(breaker, Unscorable("no gold"), verifier="broken") is None
+    said = fed(breaker, Unscorable("no gold"), verifier="broken")
+    assert said == "3 groups in a row could not be scored by broken; the latest reason: no gold"
+
+
+def test_only_the_verifier_that_failed_can_say_that_it_is_well_again():
+    breaker = opened()
+    for group in range(100, 100 + 10 * PROBES, PROBES):
+        for each in range(group, group + PROBES):
+            assert breaker.wait_s(11.0) == 0, "one of another verifier gives its place away"
+            breaker.admitted(each, 11.0)
+        for each in range(group, group + PROBES):
+            outcome = GOOD if each % 4 else Unscorable("none")  # also one that never judged anything yet
+            assert fed(breaker, outcome, group=each, now=11.0, verifier="other") is None
+    assert not breaker.closed
+    change = probe(breaker, 12.0, GOOD, first=500)
+    assert isinstance(change, Change) and change.kind == "resumed" and change.verifier == "v"
+
+
 class Outage(World):
     """A verifier that is down for a time: every attempt that is judged then is an infrastructure error."""
 

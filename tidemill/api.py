@@ -48,7 +48,7 @@ class Run:
 
 
 def train(
-    env: str | dict[str, Any] | Environment | Callable[..., Any],
+    env: str | dict[str, Any] | list[dict[str, Any]] | Environment | Callable[..., Any],
     model: str | Path,
     *,
     run_dir: str | Path,
@@ -65,7 +65,7 @@ def train(
     Raises ConfigError when the settings, the model or the environment are not usable.
     """
     check_not_loading("tidemill.train() is called")
-    by_name = isinstance(env, str | dict)
+    by_name = isinstance(env, str | dict | list)
     if by_name and tasks is not None:
         raise ConfigError("tasks belong to a reward function or an @environment given as an object; `env` here is a name")
     written = env if by_name else {"kind": "python", "path": f"{_name(env)}:{_name(env)}"}

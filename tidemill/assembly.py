@@ -14,13 +14,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidemill.agreement import Agreement
-from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.mixture import algorithm_of
 from tidemill.breaker import Breaker, Change, Gate
 from tidemill.buffer import Buffer
 from tidemill.checkpoint_manifest import Position
 from tidemill.checkpoints import Checkpoints
-from tidemill.controller import Controller, Hooks, Schedule
-from tidemill.envs.order import task_order
+from tidemill.controller import Controller, Hooks, RunFailed, Schedule
+from tidemill.envs.curriculum import Curriculum
+from tidemill.envs.several import Several
 from tidemill.evaluation import Evaluator
 from tidemill.exact import Recorded, take_up_exactly
 from tidemill.given import Given, HeldOut
@@ -63,9 +64,11 @@ class Session:
         self.ledger.event(kind, detail)
         self.note(worded(kind, detail).partition("\n")[0])
 
-    def task_at(self, group_id: int) -> Task:
-        tasks = self.environment.tasks("train")
-        return tasks[task_order(len(tasks), self.config.seed, group_id)]
+    def curriculum(self) -> Curriculum:
+        """Of the training tasks, as at the beginning of a run."""
+        data, environment = self.config.data, self.environment
+        weights = environment.weights if isinstance(environment, Several) else None
+        return Curriculum(environment.tasks("train"), self.config.seed, data.order, data.retire, weights)
 
     def held_out(self, count: int) -> Sequence[Task]:
         return self.environment.tasks("eval")[:count]
@@ -94,18 +97,18 @@ async def train(session: Session, parts: Parts) -> int:
     """Train from where the run stands to its end, or until it is asked to stop. Returns the number of steps done."""
     config, ledger = session.config, session.ledger
     pool = parts.pool
-    algorithm = Algorithm(config.algorithm, config.rollout.max_tokens)
+    algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
     kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
     engines = [engine for each in parts.pools for engine in each.engines]
     contexts = [(await engine.capabilities()).context for engine in engines]  # less than the model's where KV is short
     episodes = replace(session.episodes(), context=min(contexts))
-    if given := config.algorithm.given:
-        roller = Given(given, session.model.tokenizer)
+    if config.given:
+        roller = Given(config.given, session.model.tokenizer)
         held_out = HeldOut(parts.trainer, algorithm, roller)
     else:
-        size, greedily = config.rollout.group_size, config.algorithm.wants_greedy
-        roller, held_out = Rollout(pool, episodes, size, config.seed, session.monitor.beside, greedily), None
+        size, greedy = config.rollout.group_size, any(each.wants_greedy for each in config.algorithms.values())
+        roller, held_out = Rollout(pool, episodes, size, config.seed, session.monitor.beside, greedy), None
 
     def unchanged(version: Version, why: str) -> None:
         session.tell("weights_unchanged", {"version": str(version), "why": why})
@@ -119,11 +122,12 @@ async def train(session: Session, parts: Parts) -> int:
         reached = _made_up(session, publisher, evaluate)
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
     recorded = Recorded(ledger, roller) if config.deterministic else None
-    session.monitor.attach(parts.trainer, parts.pools, config.rollout.groups)
+    curriculum = _known(session)
+    session.monitor.attach(parts.trainer, parts.pools, config.rollout.groups, curriculum.figures)
     controller = Controller(
         _schedule(config, standing),
         _buffer(config, standing),
-        session.task_at,
+        _giving(curriculum),
         recorded or roller,
         parts.trainer,
         publisher,
@@ -134,6 +138,7 @@ async def train(session: Session, parts: Parts) -> int:
         gate=_gate(session),
         restored=standing.left,
         versions=standing.versions,
+        learn=curriculum.learn_group,
         timeline=session.monitor.loop,
     )
 
@@ -145,6 +150,35 @@ async def train(session: Session, parts: Parts) -> int:
 
     async with _stop_on_signals(session, controller.stop), reporting(session.folder.path, parts.handles, now):
         return await controller.run()
+
+
+def _known(session: Session) -> Curriculum:
+    """The curriculum with all that the ledger recorded of the tasks' groups."""
+    curriculum = session.curriculum()
+    for group_id, env, name, rewards in session.ledger.history():
+        if (task := curriculum.task_of(env, name)) is not None:
+            curriculum.give(group_id, task)
+            if rewards is not None:
+                curriculum.learn(group_id, task, rewards)
+    curriculum.figures()  # what was expected of these is of the past
+    return curriculum
+
+
+def _giving(curriculum: Curriculum) -> Callable[[int], Task]:
+    """Admission id -> task. Raises RunFailed when none is left."""
+
+    def task_at(group_id: int) -> Task:
+        task = curriculum.choose(group_id)
+        if task is None:
+            raise RunFailed(
+                "every training task is retired: of each, a whole group was passed at data.retire or more, so these tasks "
+                "teach no more; set steps to what was done to end the run with its final/, or train that on harder tasks in "
+                "another run_dir"
+            )
+        curriculum.give(group_id, task)
+        return task
+
+    return task_at
 
 
 def _gate(session: Session) -> Gate:

@@ -2,7 +2,8 @@
 
     closed     more than `limit` of a verifier's latest outcomes are infrastructure errors -> open
     open       nothing is admitted for a back-off, then -> half-open
-    half-open  PROBES groups are let in; when they can be judged -> closed, else -> open, with twice the back-off
+    half-open  PROBES groups of that verifier are let in; when they can be judged -> closed, else -> open, with twice the
+               back-off; one of another verifier says nothing, and gives its place to the next group
 
 Groups in flight keep their slots, finished ones are trained on: only admission waits. Two things end a run: a verifier that
 fails for `pause_s` on end, and one that has never judged anything when `patience` groups have come back, for that is a
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -47,7 +48,8 @@ class Breaker:
         self._since: float | None = None  # when it opened; None while closed
         self._until, self._backoff = 0.0, FIRST_S
         self._probes: dict[int, bool] = {}  # admitted since the latest back-off: group -> whether it was judged
-        self._scored, self._barren = False, 0  # anything ever; groups without a score so far
+        self._scored = set[str]()  # verifiers that ever did
+        self._barren = Counter[str]()  # of the others: groups that came back without a score
 
     @property
     def closed(self) -> bool:
@@ -67,13 +69,19 @@ class Breaker:
 
     def judged(self, group: int, verifier: str, outcomes: Sequence[Outcome | None], now: float) -> Change | str | None:
         """A group came back. A Change when admission pauses or resumes; a sentence when the run has to end; else None."""
-        if not self._scored and not any(isinstance(outcome, Score) for outcome in outcomes):
-            return self._never_scored(verifier, outcomes)
-        self._scored = True
+        if any(isinstance(outcome, Score) for outcome in outcomes):
+            self._scored.add(verifier)
+        if verifier not in self._scored:
+            why = self._never_scored(verifier, outcomes)
+            if why is not None or self._since is None:
+                return why
         errors = [outcome if isinstance(outcome, InfraError) else None for outcome in outcomes]
         if self._since is None:
             return self._watch(verifier, errors, now)
         if group not in self._probes:  # in flight since before
+            return None
+        if verifier != self._verifier:
+            del self._probes[group]
             return None
         self._probes[group] = True
         if _share(errors) > self.limit:
@@ -81,11 +89,11 @@ class Breaker:
         return self._close(now) if sum(self._probes.values()) == PROBES else None
 
     def _never_scored(self, verifier: str, outcomes: Sequence[Outcome | None]) -> str | None:
-        self._barren += 1
-        if self._barren < self.patience:
+        self._barren[verifier] += 1
+        if self._barren[verifier] < self.patience:
             return None
         reason = next((o.reason for o in outcomes if o is not None and not isinstance(o, Score)), "no outcome")
-        return f"{self._barren} groups in a row could not be scored by {verifier}; the latest reason: {reason}"
+        return f"{self._barren[verifier]} groups in a row could not be scored by {verifier}; the latest reason: {reason}"
 
     def _watch(self, verifier: str, errors: Sequence[InfraError | None], now: float) -> Change | None:
         latest = self._outcomes.setdefault(verifier, deque(maxlen=WINDOW))

@@ -147,7 +147,11 @@ def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
         if tagged and len(candidates) > 1:
             candidates = tagged
             continue
+        if part in ("alone", "several") and len(candidates) > 1:  # of one environment, or a list of them
+            continue
         keys.append(part)
+        if part.isdecimal():  # a place in a list
+            continue
         known = sorted({name for c in candidates for name in c.model_fields})
         candidates = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
     return keys, known

@@ -130,6 +130,7 @@ class Controller:
     gate: Gate = field(default_factory=Gate)
     restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # a run that goes on: finished, or in flight
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
+    learn: Callable[[Group], None] = lambda group: None  # is told of what was recorded: `task_at` may follow from it
     timeline: Timeline = field(default_factory=Timeline)  # what the loop of steps does, for the account of time
     step: int = 0  # steps done
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -182,6 +183,7 @@ class Controller:
         group = await self.roller.rollout(group_id, task)
         self.ledger.finish(group)
         faults.reach(ROLE, "finish", group_id)
+        self.learn(group)
         await self._offer(group)
 
     async def _offer(self, group: Group) -> None:

@@ -11,11 +11,11 @@ import numpy as np
 
 from tidemill.pool import EnginePool
 from tidemill.protocols import PolicyMismatch
+from tidemill.rewards.outcome import SOLVED
 from tidemill.rollout import Episodes, greedy
 from tidemill.seeds import derive_seed
 from tidemill.types import TRUNCATED, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
 
-SOLVED = 1.0  # a score from here on counts as solved; what falls short by rounding is a partial score
 CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a queue of thousands
 
 
@@ -30,7 +30,7 @@ class Evaluator:
         for attempt in attempts:
             if version is not None and any(source != version for source in attempt.sources):
                 raise PolicyMismatch(f"evaluation of {version} met tokens of {', '.join(map(str, attempt.sources))}")
-        return summary(attempts)
+        return summary(attempts) | by_environment(tasks, attempts)
 
     async def attempts(self, tasks: Sequence[Task]) -> list[Trajectory]:
         places, run = asyncio.Semaphore(CONCURRENT), next(self._runs)  # each evaluation's episodes are new ones
@@ -44,6 +44,18 @@ class Evaluator:
             return played
 
         return list(await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks))))
+
+
+def by_environment(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Metrics:
+    """NAME/accuracy, NAME/reward and NAME/n of each environment, where the tasks are of several."""
+    names = dict.fromkeys(task.env for task in tasks)
+    if len(names) < 2:
+        return {}
+    found = Metrics()
+    for name in names:
+        own = summary([attempt for task, attempt in zip(tasks, attempts, strict=True) if task.env == name])
+        found |= {f"{name}/{figure}": own[figure] for figure in ("n", "accuracy", "reward")}
+    return found
 
 
 def errors_apart(before: float, n: int, after: float, m: int) -> float:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.settings import CriticSettings, ReferenceSettings
 from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
 from tidemill.models.architecture import Architecture
@@ -67,12 +67,12 @@ def vocabulary_of(model: str) -> dict[int, str]:
     return {i: token for token, i in load_tokenizer(Path(model).expanduser()).get_vocab().items()}
 
 
-def check_companions(algorithm: AlgorithmSettings, model: str) -> None:
+def check_companions(reference: ReferenceSettings | None, critic: CriticSettings | None, model: str) -> None:
     """Raises ConfigError for a reference or a critic that is no folder, or that reads other tokens than the policy: their
     logprobs and values are of its answers. `model`: the policy's."""
-    if (reference := algorithm.reference) is not None and reference.model != "initial":
+    if reference is not None and reference.model != "initial":
         _check_companion("algorithm.reference.model", reference.model, model)
-    if (critic := algorithm.critic) is not None and critic.model not in ("initial", "policy"):
+    if critic is not None and critic.model not in ("initial", "policy"):
         _check_companion("algorithm.critic.model", critic.model, model)
 
 

@@ -11,7 +11,7 @@ import asyncio
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -62,11 +62,13 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
     """What the policy does. Groups finish in bursts, so this looks at the latest batch's worth of them, dropped or not."""
-    for t in (t for group in groups for t in group.trajectories if t.sample != GREEDY):
+    for env, t in ((group.task.env, t) for group in groups for t in group.trajectories if t.sample != GREEDY):
         length = int(t.learnt.sum())
         metrics.mean("length/mean", length)
         metrics.max("length/max", length)
         if t.given is None:  # a score that was given with a reply is no reward of the policy's
+            if env:
+                metrics.mean(f"reward/{env}", t.reward)
             metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
             metrics.mean("truncated", t.finish in TRUNCATED)
 
@@ -113,9 +115,13 @@ class Monitor:
         self._last = time.monotonic()
         self.loop, self.beside = Timeline(), Beside()  # what this process does: its steps, and rollouts and evaluations
         self._memory = PeakMemory()  # of this process
+        self._figures: Callable[[], Metrics] = dict  # of the tasks that are given
 
-    def attach(self, trainer: Trainer, pools: Sequence[EnginePool], batch: int) -> None:
-        """The parts to ask for telemetry. batch: groups a step."""
+    def attach(
+        self, trainer: Trainer, pools: Sequence[EnginePool], batch: int, figures: Callable[[], Metrics] = dict
+    ) -> None:
+        """The parts to ask for telemetry. batch: groups a step. figures: of the tasks, asked for once a step."""
+        self._figures = figures
         self._trainer, self._pools, self._last = trainer, pools, time.monotonic()
         self._recent = deque(maxlen=batch)
         self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up is over, it sampled nothing
@@ -209,6 +215,7 @@ class Monitor:
             **{f"mismatch/{name}": value for name, value in gap.metrics().items()},
             **({"lag/mean": float(np.mean(lags)), "lag/max": float(max(lags))} if lags else {}),
             "version": float(served.step),
+            **self._figures(),
         }
         if matched.tokens:
             found = matched.metrics()

@@ -12,11 +12,13 @@ from typing import Any, Literal
 
 from pydantic import Field, model_validator
 
+from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.config import Config, ConfigError, load
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, parse_env
+from tidemill.envs.curriculum import Order
+from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, environments_of, parse_env
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
@@ -48,6 +50,15 @@ class RolloutSettings(Config):
     min_p: float = Field(0.0, ge=0, lt=1)
     window: int = Field(1, ge=1)  # look-ahead past the oldest unfinished group, see `buffer`
     episode_s: float = Field(600.0, gt=0)  # an episode that takes longer ends as an infrastructure error
+
+
+class DataSettings(Config):
+    """Which tasks are given."""
+
+    order: Order = "shuffled"  # frontier, easy_first, mixed: by each task's pass rate so far, see `envs.curriculum`
+    retire: float = Field(
+        0.0, ge=0, le=1
+    )  # a task of which a whole group was passed at this rate is not given again; 0: off
 
 
 class WarmupSettings(Config):
@@ -108,6 +119,7 @@ class RunConfig(Config):
     deterministic: bool = False  # the same weights to the last bit, whatever interrupts the run: float32 on the CPU
     placement: PlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()
+    data: DataSettings = DataSettings()
     engine: EngineSettings = EngineSettings()
     trainer: TrainerSettings = TrainerSettings()
     scoring: ScoringSettings = ScoringSettings()
@@ -124,8 +136,40 @@ class RunConfig(Config):
 
     @property
     def judged(self) -> bool:
-        """Whether anything can judge a reply: rows whose own replies are learnt need no reward."""
-        return not (isinstance(self.env, RowsSettings) and self.env.reward in NO_REWARD)
+        """Whether everything can be judged: rows whose own replies are learnt need no reward."""
+        return not any(isinstance(e, RowsSettings) and e.reward in NO_REWARD for e in environments_of(self.env))
+
+    @property
+    def algorithms(self) -> dict[str, AlgorithmSettings]:
+        """By the environment whose groups each is of; COMMON is of all that have none of their own, where there are such."""
+        own = {each.name: each.own_algorithm for each in environments_of(self.env)}
+        common = {} if all(own.values()) else {COMMON: self.algorithm}
+        return common | {name: each for name, each in own.items() if each is not None}
+
+    @property
+    def reference(self) -> ReferenceSettings | None:
+        """Of the algorithm that asks for one; those that do ask for the same policy."""
+        return next((each.reference for each in self.algorithms.values() if each.reference), None)
+
+    @property
+    def critic(self) -> CriticSettings | None:
+        """The same of critics."""
+        return next((each.critic for each in self.algorithms.values() if each.critic), None)
+
+    @property
+    def given(self) -> str:
+        """Which replies of the tasks' own are learnt, see `AlgorithmSettings.given`."""
+        return next(iter(self.algorithms.values())).given
+
+    @property
+    def scores(self) -> bool:
+        """Whether a reward model is trained."""
+        return any(each.scores for each in self.algorithms.values())
+
+    @property
+    def updates(self) -> int:
+        """Of the optimizer, in a step."""
+        return max(each.updates.count for each in self.algorithms.values())
 
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
@@ -147,7 +191,15 @@ class RunConfig(Config):
 
     @model_validator(mode="after")
     def _consistent(self) -> RunConfig:
-        self.algorithm.check(self.rollout.groups, self.rollout.group_size)
+        algorithms = self.algorithms
+        for each in algorithms.values():
+            each.check(self.rollout.groups, self.rollout.group_size)
+        check_mixture(algorithms)
+        if COMMON not in algorithms and self.algorithm != RunConfig.model_fields["algorithm"].default:
+            raise ValueError(
+                f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
+            )
+        self._expect_order()
         self._expect_sampled_or_given()
         if self.deterministic and (self.warmup.accuracy or self.rollout.window > 1):
             raise ValueError(
@@ -164,7 +216,7 @@ class RunConfig(Config):
 
     def _expect_servable(self) -> None:
         """That engines can say what the reference would."""
-        reference, r, count = self.algorithm.reference, self.rollout, self.placement.reference_engines
+        reference, r, count = self.reference, self.rollout, self.placement.reference_engines
         if not count:
             return
         given = f"placement.reference_engines = {count}"
@@ -180,8 +232,20 @@ class RunConfig(Config):
                 "of it; leave them off, or set 0 engines for the reference"
             )
 
+    def _expect_order(self) -> None:
+        if self.data.order == "easy_first" and not self.data.retire:
+            raise ValueError(
+                "data.order = 'easy_first' would give what is solved for ever: set data.retire, 0.9 for example, so that it "
+                "goes on to what is harder"
+            )
+        if self.deterministic and (self.data.order != "shuffled" or self.data.retire):
+            raise ValueError(
+                f"deterministic = true: data.order = {self.data.order!r} with data.retire = {self.data.retire:g} chooses by "
+                "what has come back when a task is asked for, which depends on time; use 'shuffled' and 0"
+            )
+
     def _expect_sampled_or_given(self) -> None:
-        if not (given := self.algorithm.given):
+        if not (given := self.given):
             if not self.judged:
                 raise ValueError(
                     "env.reward is empty: expected exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; "
@@ -193,6 +257,8 @@ class RunConfig(Config):
                 f"warmup.accuracy = {self.warmup.accuracy:g} does not go with given = {given!r}: take as the model the "
                 "final/ of a run of sft"
             )
+        if self.data != DataSettings():
+            raise ValueError(f"data.order and data.retire go by what a policy earned, and given = {given!r} samples nothing")
         fresh = RolloutSettings()
         if changed := [name for name in OF_SAMPLING if getattr(self.rollout, name) != getattr(fresh, name)]:
             raise ValueError(

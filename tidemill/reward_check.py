@@ -23,9 +23,8 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from tidemill.config import ConfigError
-from tidemill.evaluation import SOLVED
 from tidemill.protocols import Checkable, Engine, Environment, Gold
-from tidemill.rewards.outcome import clip
+from tidemill.rewards.outcome import SOLVED, clip
 from tidemill.rollout import Episodes
 from tidemill.seeds import derive_seed
 from tidemill.types import (

@@ -20,6 +20,8 @@ from tidemill.build import TrainerSpec, budget_of, placed
 from tidemill.config import ConfigError, dump
 from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
+from tidemill.envs.order import task_order
+from tidemill.envs.several import parts_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.given import check_given
@@ -84,7 +86,7 @@ async def _in_folder(
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
-        check_companions(config.algorithm, config.model)
+        check_companions(config.reference, config.critic, config.model)
         forget_end(folder.path)
         folder.interrupted.unlink(missing_ok=True)
         try:
@@ -146,10 +148,11 @@ def _describe(session: Session) -> None:
     """Check what can be checked before anything is started, and say what is about to run."""
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
-    tokenizer, given = session.model.tokenizer, config.algorithm.given
+    tokenizer, given = session.model.tokenizer, config.given
     longest = check_prompts([*train, *held_out], tokenizer, session.context)
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
+    algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))
     how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups x "
     rows = f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}"
     if given:
@@ -159,19 +162,26 @@ def _describe(session: Session) -> None:
         [
             f"task: {environment.name}   {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
             f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {config.model}",
-            f"{config.algorithm.name}, {how}{config.rollout.group_size} = {per_step} samples",
+            f"{algorithms}, {how}{config.rollout.group_size} = {per_step} samples",
             rows,
         ]
     )
 
 
 def _expect_same_tasks(session: Session) -> None:
-    """Which task a group gets follows from its number and the tasks: other tasks would repeat some and leave out others."""
-    ledger, admitted = session.ledger, session.ledger.next_group_id()
-    for group_id in {*range(0, admitted, -(-admitted // LOOKED_AT)), admitted - 1}:
-        if not ledger.is_task_of(group_id, now := session.task_at(group_id)):
-            before = ledger.task_of(group_id)
-            what = f"{now.id!r}" if now.id != before.id else "one of that name with other contents"
+    """Which task a group gets follows from its number and the tasks: other tasks would repeat some and leave out
+    others. In an order that follows from what was learnt of each, that is known by the tasks' names: they must be
+    there, as they were."""
+    ledger, admitted, curriculum = session.ledger, session.ledger.next_group_id(), session.curriculum()
+    looked_at = {*range(0, admitted, -(-admitted // LOOKED_AT)), admitted - 1}
+    if not curriculum.by_number:
+        looked_at |= {group_id for group_id, env, name, _ in ledger.history() if curriculum.task_of(env, name) is None}
+    for group_id in sorted(looked_at):
+        before = ledger.task_of(group_id)
+        now = curriculum.choose(group_id) if curriculum.by_number else curriculum.task_of(before.env, before.id)
+        if now is None or not ledger.is_task_of(group_id, now):
+            what = "none of that name" if now is None else f"{now.id!r}"
+            what = "one of that name with other contents" if now is not None and now.id == before.id else what
             raise ConfigError(
                 f"the tasks are not those that {session.folder.path} was begun with (group {group_id} was to solve "
                 f"{before.id!r}, and would now get {what}): put the data back as it was, or give another run_dir"
@@ -179,15 +189,18 @@ def _expect_same_tasks(session: Session) -> None:
 
 
 async def _vouch(session: Session) -> None:
-    config, there_are = session.config, len(session.environment.tasks("train"))
-    await vouch(
-        session.environment,
-        [session.task_at(position) for position in range(min(there_are, QUICK_TASKS))],
-        limit_s=config.rollout.episode_s,
-        accepted=config.scoring.accept,
-        record=session.ledger.event,
-        note=session.note,
-    )
+    """Of each environment by itself, for its verifier is its own."""
+    config = session.config
+    for environment in parts_of(session.environment):
+        tasks = environment.tasks("train")
+        await vouch(
+            environment,
+            [tasks[task_order(len(tasks), config.seed, position)] for position in range(min(len(tasks), QUICK_TASKS))],
+            limit_s=config.rollout.episode_s,
+            accepted=config.scoring.accept,
+            record=session.ledger.event,
+            note=session.note,
+        )
 
 
 async def _run(session: Session) -> Ended:
@@ -224,10 +237,10 @@ async def _attempt(session: Session, start: WarmStart) -> int:
     spec = TrainerSpec(
         model=start.path,
         trainer=config.trainer,
-        steps=config.steps * config.algorithm.updates.count,
-        reference=config.algorithm.reference,
-        critic=config.algorithm.critic,
-        scores=config.algorithm.scores,
+        steps=config.steps * config.updates,
+        reference=config.reference,
+        critic=config.critic,
+        scores=config.scores,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,

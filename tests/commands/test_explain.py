@@ -356,3 +356,33 @@ def test_a_function_of_ones_own_says_what_its_docstring_says(tidemill, tmp_path:
     assert (mine["formula"], mine["constants"], mine["source"]) == ("-A log pi, twice", {"strength": 3.0}, "")
     said = tidemill("explain", tmp_path / "recipe.toml", f"algorithm.loss={tmp_path / 'own.py'}:mine", "algorithm.x=3")
     assert said.code == 2 and "has no constant x" in said.out
+
+
+def test_several_environments_and_an_order(tidemill, tmp_path: Path):
+    (tmp_path / "recipe.toml").write_text(
+        'model = "new:0.1m"\nalgorithm = "dr_grpo"\nrollout.max_tokens = 6\ndata = { order = "frontier", retire = 0.9 }\n'
+        'env = [{ kind = "guess", name = "long", turns = 7, weight = 3,'
+        ' algorithm = { name = "dapo", old_logprobs = "recompute" } },'
+        ' { kind = "reasoning_gym", dataset = "gcd", name = "sums" }]\n'
+    )
+    path = tmp_path / "recipe.toml"
+    about = json.loads(tidemill("explain", path, "--json").out)
+    assert about["tasks"]["order"] == "frontier" and about["tasks"]["retire"] == 0.9
+    assert [(e["name"], e["share"], e["algorithm"]) for e in about["tasks"]["environments"]] == [
+        ("long", 0.75, "dapo"),
+        ("sums", 0.25, "dr_grpo"),
+    ]
+    assert {name: each["preset"] for name, each in about["tasks"]["algorithms"].items()} == {"": "dr_grpo", "long": "dapo"}
+    assert about["passes"]["p_hat"] == 1 and about["step"]["replies"] == 7
+    said = " ".join(tidemill("explain", path).out.split())
+    for line in (
+        "75.0 % of the groups, guess, dapo",
+        "25.0 % of the groups, reasoning_gym, dr_grpo",
+        "recipe.toml, long",
+        "recipe.toml, the other environments",
+        "one turn of 4 is shuffled",
+        "passed at 0.9 or more does not come again",
+        "each counts by its share of the step's groups",
+        "more are sampled",
+    ):
+        assert line in said, (line, said)

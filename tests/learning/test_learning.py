@@ -103,3 +103,31 @@ def test_every_preset_trains_on_what_lags(name, tmp_path):
     assert any(step["train/grad_norm"] > 0 for step in steps)
     initial, final = (load_folder(tmp_path / "run" / place).embed.weight for place in ("initial", "final"))
     assert not torch.equal(initial, final)
+
+
+def test_two_environments_with_an_algorithm_each_are_both_learnt(tmp_path):
+    (tmp_path / "both.py").write_text(
+        "import tidemill\n\n"
+        "def of(those):\n"
+        "    return lambda split: [{'prompt': c + ('=' if split == 'train' else ':')} for c in those]\n\n"
+        "@tidemill.environment(tasks=of('abcd'))\n"
+        "async def same(task, chat):\n"
+        "    return tidemill.Score(float((await chat.reply(task.prompt)).startswith(task.prompt[0])))\n\n"
+        "@tidemill.environment(tasks=of('1234'))\n"
+        "async def following(task, chat):\n"
+        "    wanted = '2341'['1234'.index(task.prompt[0])]\n"
+        "    return tidemill.Score(float((await chat.reply(task.prompt)).startswith(wanted)))\n"
+    )
+    kind = {"kind": "python", "path": f"{tmp_path}/both.py:same"}
+    env = [
+        {**kind, "name": "same", "algorithm": "dr_grpo"},
+        {**kind, "path": f"{tmp_path}/both.py:following", "name": "next", "weight": 2, "algorithm": "cispo"},
+    ]
+    rollout = {"groups": 9, "group_size": 8, "max_tokens": 1}
+    steps, report = learn(tmp_path, env, LETTERS + "1234=:\n", steps=70, max_lag=1, rollout=rollout, placement=IN_PLACE)
+    for name, share in (("same", 3), ("next", 6)):
+        rewards = [s[f"reward/{name}"] for s in steps if f"reward/{name}" in s]
+        assert np.mean(rewards[-10:]) > np.mean(rewards[:10]) + 0.3, (name, rewards)
+        assert sum(s[f"train/{name}/groups"] for s in steps) == pytest.approx(70 * share, abs=3)
+    groups = report["groups"]
+    assert groups["admitted"] == groups["trained"] == 630 and groups["lost"] == groups["trained_twice"] == 0

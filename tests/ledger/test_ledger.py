@@ -6,6 +6,7 @@ import math
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -18,7 +19,7 @@ from tidemill.config import ConfigError
 from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger
 from tidemill.ledger.schema import SCHEMAS
 from tidemill.protocols import Ledger
-from tidemill.types import Finish, Score, Task, Trajectory, Version
+from tidemill.types import GREEDY, Finish, Score, Task, Trajectory, Version
 
 
 @pytest.fixture
@@ -57,6 +58,23 @@ def test_a_group_through_its_life(ledger: SqliteLedger) -> None:
     assert step.metrics == {"reward/mean": 0.5, "broken": None, "numpy": 2.0}
     assert ledger.groups_of(0) == [2, 0]  # the order it was trained in
     assert ledger.last_step() == 0 and ledger.next_group_id() == 5
+
+
+def test_the_history_is_what_each_group_earned_by_id_the_greedy_attempt_apart(ledger: SqliteLedger) -> None:
+    fill(ledger, (0, 2))
+    with_baseline = group(3)
+    with_baseline.trajectories.append(replace(with_baseline.trajectories[0], sample=GREEDY, outcome=Score(7.0)))
+    ledger.admit(3, task(3))
+    ledger.finish(with_baseline)
+    ledger.admit(4, task(4))
+    ledger.drop(2, "zero-variance")
+    ledger.begin_step(0, 0, [0])
+    found = list(ledger.history())
+    assert [(group_id, env, name) for group_id, env, name, _ in found] == [
+        (i, "spell", f"word-{i % 5}") for i in (0, 2, 3, 4)
+    ]
+    expected = [[t.reward for t in group(i).trajectories] for i in (0, 2, 3)]
+    np.testing.assert_equal([rewards for *_, rewards in found], [*expected, None])
 
 
 def test_trajectories_come_back_as_they_were(ledger: SqliteLedger) -> None:

@@ -45,11 +45,15 @@ def test_a_plain_line() -> None:
     as_protocol.header(["task: spell"])
     screen.step(STEP)
     screen.step({"step": 11.0})
-    screen.evaluated(11, {"accuracy": 0.71875, "n": 128.0})
+    screen.evaluated(11, {"accuracy": 0.71875, "n": 128.0, "a/accuracy": 0.5, "b/accuracy": 1.0})
     screen.note("done")
     screen.close()
     header, titles, first, empty, held_out, note = stream.getvalue().splitlines()
-    assert (header, note, held_out) == ("  task: spell", "  done", "   11  held-out accuracy 0.719 on 128 tasks")
+    assert (header, note, held_out) == (
+        "  task: spell",
+        "  done",
+        "   11  held-out accuracy 0.719 on 128 tasks (a 0.500, b 1.000)",
+    )
     assert titles.split() == [
         "step",
         "reward",

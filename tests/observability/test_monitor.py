@@ -45,3 +45,20 @@ def test_a_greedy_baseline_is_no_part_of_what_the_policy_does() -> None:
     metrics = StepMetrics()
     monitor.describe(metrics, [Group(0, Task("t", "p"), [attempt(0.0, 0), attempt(0.5, 1), attempt(1.0, GREEDY)])])
     assert metrics.take()["reward/mean"] == 0.25
+
+
+def test_rewards_are_told_for_each_environment_that_tasks_name() -> None:
+    def group(env: str, reward: float) -> Group:
+        mask = np.array([False, True])
+        zero, versions = np.zeros(2, np.float32), np.array([-1, 0], np.int32)
+        attempt = Trajectory(np.arange(2, dtype=np.int32), mask, zero, versions, Finish.STOP, Score(reward))
+        return Group(0, Task("t", "p", env=env), [attempt])
+
+    metrics = StepMetrics()
+    monitor.describe(metrics, [group("a", 0.0), group("a", 1.0), group("b", 1.0), group("", 0.0)])
+    found = metrics.take()
+    assert {key: value for key, value in found.items() if key.startswith("reward/")} == {
+        "reward/mean": 0.5,
+        "reward/a": 0.5,
+        "reward/b": 1.0,
+    }

@@ -10,7 +10,7 @@ import asyncio
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import sqrt
@@ -25,7 +25,7 @@ from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
-from tidemill.envs.settings import PythonSettings
+from tidemill.envs.settings import PythonSettings, environments_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.evaluation import Evaluator
@@ -119,11 +119,11 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
         when = "its last step" if which == "final" else "its warm-up"
         other = "; its initial/ can be evaluated with --which initial" if folder.initial.is_dir() else ""
         raise ConfigError(f"{folder.path} has no {which}/ yet: it appears after {when}{other}")
-    env = config.env
-    if (
+    if any(
         isinstance(env, PythonSettings)
         and not env.path.partition(":")[0].endswith(".py")
         and len({*env.path.split(":")}) == 1
+        for env in environments_of(config.env)
     ):
         raise ConfigError(
             f"{folder.path} was trained on an environment given as a Python object, in no file: give env=FILE.py:NAME"
@@ -202,8 +202,14 @@ def _show(subject: Subject, done: Evaluated) -> None:
         ("accuracy", accuracy),
         ("reward", f"{f['reward']:.4f}"),
         ("replies", f"{f['length']:.1f} tokens, {100 * f['truncated']:.1f} % truncated"),
+        *_by_environment(f),
         ("failed", Text(f"{what}; these count as not solved" if failed else what, "bold red" if failed else "")),
     ]
     screen = console()
     screen.print(Text.assemble((str(subject.model), "bold"), f" on {done.environment}"))
     print_rows(screen, rows)
+
+
+def _by_environment(figures: Mapping[str, Any]) -> list[tuple[str | Text, str | Text]]:
+    names = [key.removesuffix("/accuracy") for key in figures if key.endswith("/accuracy")]
+    return [(name, f"{figures[f'{name}/accuracy']:.4f} of {int(figures[f'{name}/n']):,}") for name in names]

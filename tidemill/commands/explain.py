@@ -11,10 +11,12 @@ from rich.text import Text
 
 from tidemill.algorithms.catalogue import number
 from tidemill.algorithms.losses import loss_by_name
+from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
-from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import NOTES
+from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.commands import sizing
+from tidemill.commands.given_tasks import task_rows, tasks_of
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
@@ -38,22 +40,22 @@ def explain(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
 
 def explained(config: RunConfig) -> dict[str, Any]:
     """All that is printed, as plain data. Raises ConfigError for what `train` would refuse of algorithm and model."""
+    algorithms, longest = config.algorithms, config.rollout.max_tokens
     try:
-        algorithm = Algorithm(config.algorithm, config.rollout.max_tokens)
-        settings = algorithm.settings  # what follows from the longest reply is filled in
-        loss_by_name(settings.loss_spec())
-        parts = parts_of(settings, config.rollout.max_tokens)
+        asks = algorithm_of(algorithms, longest).asks
+        about = {name: _explained(each, longest) for name, each in algorithms.items()}
         memory = _memory(config)
     except ValueError as error:
         raise ConfigError(str(error)) from None
+    first = sizing.first_algorithm(config)
     step = sizing.step_size(config, None if memory is None else memory["context"])
-    asked = {name: int(who in algorithm.asks) for name, who in PASSES}
+    asked = {name: int(who in asks) for name, who in PASSES}
     return {
-        **{"preset": settings.name, "note": NOTES[settings.name], "differs": differing(config.algorithm)},
-        **{"parts": [asdict(part) for part in parts], "p_hat": p_hat(settings)},
+        **next(iter(about.values())),
+        "tasks": tasks_of(config, about),
         "step": asdict(step),
-        "passes": {"policy": settings.updates.epochs, **asked},
-        "reduction": {"name": settings.reduction, "denominator": _denominator(config, step)},
+        "passes": {"policy": first.updates.epochs, **asked},
+        "reduction": {"name": first.reduction, "denominator": _denominator(config, step)},
         "steps": config.steps,
         "samples": config.steps * step.sequences,
         "max_lag": config.max_lag,
@@ -62,17 +64,27 @@ def explained(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def _explained(given: AlgorithmSettings, max_tokens: int) -> dict[str, Any]:
+    settings = given.with_longest(max_tokens)  # what follows from the longest reply is filled in
+    loss_by_name(settings.loss_spec())
+    parts = parts_of(settings, max_tokens)
+    return {
+        **{"preset": settings.name, "note": NOTES[settings.name], "differs": differing(given)},
+        **{"parts": [asdict(part) for part in parts], "p_hat": p_hat(settings)},
+    }
+
+
 def _memory(config: RunConfig) -> dict[str, Any] | None:
     """None where the model's folder is not here."""
     arch = architecture_of(config.model)
     if arch is None:
         return None
-    asked = config.algorithm.reference
+    asked = config.reference
     other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
-    critic = None if config.algorithm.critic is None else config.algorithm.critic.model
+    critic = None if config.critic is None else config.critic.model
     judge = None if critic in (None, "policy") else arch if critic == "initial" else architecture_of(critic)
     if (other is not None) is (asked is not None) and (judge is not None) is (critic not in (None, "policy")):
-        check_companions(config.algorithm, config.model)
+        check_companions(config.reference, config.critic, config.model)
     free = sizing.free_memory(config.engine)
     trainer, engine = sizing.trainer_memory(config, arch, other, judge), sizing.engine_memory(config.engine, arch, free)
     engines, beside = config.placement.engines, config.placement.reference_engines if other is not None else 0
@@ -92,8 +104,10 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
 
 def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
     screen = console()
+    own = about["tasks"]["algorithms"]
     sections = (
-        (str(recipe), _algorithm(about)),
+        ("tasks", task_rows(about["tasks"])),
+        *((_titled(recipe, name, len(own)), _algorithm(each)) for name, each in own.items()),
         ("a step", _step(config, about)),
         ("the run", _run(config, about)),
         ("memory, an estimate", _memory_rows(config, about["memory"])),
@@ -102,6 +116,10 @@ def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
     for title, rows in sections:
         screen.print(Text(title, "bold"))
         print_rows(screen, [(str(label).ljust(width), said) for label, said in rows])
+
+
+def _titled(recipe: Path, environment: str, algorithms: int) -> str:
+    return str(recipe) if algorithms == 1 else f"{recipe}, {environment or 'the other environments'}"
 
 
 def _algorithm(about: Mapping[str, Any]) -> list[Row]:
@@ -125,12 +143,14 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     asked = "as many as its environment asks for" if replies is None else f"at most {_n(replies, 'reply')} an attempt"
     tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
     sampled = f"{tokens} tokens: {config.rollout.max_tokens:,} a reply, {asked}"
-    if config.algorithm.given:
-        sampled = f"nothing: the tasks give the {config.algorithm.given}"
+    if config.given:
+        sampled = f"nothing: the tasks give the {config.given}"
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
     forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
     ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
-    mismatched = ", also over each prompt with the next one's reply" if config.algorithm.preference == "kto" else ""
+    mismatched = (
+        ", also over each prompt with the next one's reply" if sizing.first_algorithm(config).preference == "kto" else ""
+    )
     ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]
     batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
@@ -146,7 +166,9 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
 
 def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
     """What the weighted sum of an update is divided by, in words."""
-    s, most = config.algorithm, step.denominator
+    if len(config.algorithms) > 1:
+        return "each algorithm's own, of its groups; each counts by its share of the step's groups"
+    s, most = sizing.first_algorithm(config), step.denominator
     groups = -(-step.groups // s.updates.minibatches)
     attempts = f"{groups * (2 if s.preference in PREFERENCES else step.group_size):,} attempts"
     words = {
@@ -161,14 +183,14 @@ def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
 
 
 def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
-    drops = config.algorithm.zero_variance == "drop"
+    drops = any(each.zero_variance == "drop" for each in config.algorithms.values())
     more = "; more are sampled, as groups without a difference are dropped" if drops else ""
     window = f" - {config.rollout.window} + 1" if config.rollout.window > 1 else ""
     behind = "synchronous: nothing trained on is stale"
     if config.max_lag:
         behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
     slots = f"({config.max_lag} + 1) × {about['step']['groups']}{window} = {about['slots']:,}"
-    if config.algorithm.given:
+    if config.given:
         behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
     return [
         ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),

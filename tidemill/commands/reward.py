@@ -17,6 +17,7 @@ from tidemill.commands.screen import console, print_json, print_rows, visible
 from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
+from tidemill.envs.settings import AnyEnv, environments_of
 from tidemill.envs.workers import in_workers
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.reward_check import Check, Line, Own, check
@@ -37,12 +38,13 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
     screen = console(stderr=True)
     busy = screen.status(f"{recipe}: scoring replies whose worth is known ...")
     with busy if screen.is_terminal and not as_json else nullcontext():
-        found = asyncio.run(_check(config, own))
+        found = asyncio.run(_checks(config, own))
     if as_json:
-        print_json(asdict(found))
+        print_json(asdict(found[0]) if len(found) == 1 else {"environments": [asdict(each) for each in found]})
     else:
-        _show(found)
-    return int(any(line.bad for line in found.lines))
+        for each in found:
+            _show(each)
+    return int(any(line.bad for each in found for line in each.lines))
 
 
 def read_answers(path: Path) -> list[Own]:
@@ -71,13 +73,21 @@ def _own(line: str, where: str) -> Own:
     return Own(texts[0], expect, task, formatted="answer" in row)
 
 
-async def _check(config: RunConfig, own: Sequence[Own]) -> Check:
+async def _checks(config: RunConfig, own: Sequence[Own]) -> list[Check]:
+    """Of each environment by itself, for its verifier is its own."""
+    environments = environments_of(config.env)
+    if own and len(environments) > 1:
+        raise ConfigError(f"--answers are replies to one environment, and the recipe has {len(environments)}: give env=ONE")
+    return [await _check(config, each, own) for each in environments]
+
+
+async def _check(config: RunConfig, written: AnyEnv, own: Sequence[Own]) -> Check:
     scorer = WorkerPool(**config.scoring.workers_as())
     try:
         budget = budget_of(config.supervise)
-        environment = make_environment(config.env, scorer)
+        environment = make_environment(written, scorer)
         environment = in_workers(
-            environment, config.placement.environment, budget.spend, console(stderr=True).print, config.env
+            environment, config.placement.environment, budget.spend, console(stderr=True).print, written
         )
         try:
             tasks = environment.tasks("train")

@@ -12,11 +12,11 @@ import psutil
 import torch
 
 from tidemill.algorithms.preferences import PREFERENCES
-from tidemill.algorithms.settings import ReferenceSettings
+from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
 from tidemill.engine.attention import page_bytes
 from tidemill.engine.core import SHARE_OF_FREE_MEMORY
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings
+from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.kernels.library import BLOCK, STEP
 from tidemill.loading import load_object
 from tidemill.models.architecture import Architecture
@@ -49,10 +49,12 @@ class StepSize:
 
 def step_size(config: RunConfig, context: int | None) -> StepSize:
     """context: tokens that a row may hold, None while the model is not known."""
-    r, updates = config.rollout, config.algorithm.updates
-    sequences, replies = r.groups * r.group_size, replies_of(config.env)
+    r, updates = config.rollout, first_algorithm(config).updates
+    sequences, asked_for = r.groups * r.group_size, [replies_of(each) for each in environments_of(config.env)]
+    known = [count for count in asked_for if count is not None]
+    replies = max(known) if len(known) == len(asked_for) else None
     most = None if context is None else context - 1  # a prompt has a token at least
-    given = bool(config.algorithm.given)
+    given = bool(config.given)
     asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds what a task gives
     each = most if asked is None else asked if most is None else min(asked, most)
     groups = -(-r.groups // updates.minibatches)  # of the largest update
@@ -67,10 +69,15 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
         replies=replies,
         sampled_tokens=0 if given else None if each is None else sequences * each,
         row_tokens=most,
-        forward_micro_batches=-(-sequences * (2 if config.algorithm.preference == "kto" else 1) // together),
+        forward_micro_batches=-(-sequences * (2 if first_algorithm(config).preference == "kto" else 1) // together),
         train_micro_batches=updates.count * parts,
         denominator=_denominator(config, groups, each),
     )
+
+
+def first_algorithm(config: RunConfig) -> AlgorithmSettings:
+    """The recipe's, where not every environment has its own; of several, each takes one update a step."""
+    return next(iter(config.algorithms.values()))
 
 
 def replies_of(env: AnyEnv) -> int | None:
@@ -81,7 +88,7 @@ def replies_of(env: AnyEnv) -> int | None:
 
 
 def _denominator(config: RunConfig, groups: int, each: int | None) -> int | None:
-    s = config.algorithm.with_longest(config.rollout.max_tokens)
+    s = first_algorithm(config).with_longest(config.rollout.max_tokens)
     rows = groups * (2 if s.preference in PREFERENCES else config.rollout.group_size)  # a pair is all that trains of a group
     match s.reduction:
         case "token":
@@ -113,7 +120,7 @@ def trainer_memory(
     config: RunConfig, arch: Architecture, reference: Architecture | None, critic: Architecture | None = None
 ) -> list[Held]:
     """reference, critic: those of the other policy and of a critic of its own, where there are any whose folder is known."""
-    own, asked = 4 * parameters(arch), config.algorithm.reference
+    own, asked = 4 * parameters(arch), config.reference
     held = [Held("weights", own), Held("gradients", own), Held("two moments", 2 * own)]
     moves = 0
     if asked is not None and reference is not None and not config.placement.reference_engines:

@@ -13,14 +13,18 @@ from tidemill.envs.judge import RewardJudge, Scorer
 from tidemill.envs.reasoning_gym import reasoning_gym
 from tidemill.envs.rows import row_splits, rows
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
+from tidemill.envs.several import Several
 from tidemill.envs.tasks import check_splits, columns_of
 from tidemill.loading import load_object
 from tidemill.protocols import Environment
 
 
-def make_environment(settings: AnyEnv, scorer: Scorer) -> Environment:
+def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], scorer: Scorer) -> Environment:
     """The environment that `settings` describe; `scorer` runs its reward functions. Raises ConfigError in one sentence."""
     match settings:
+        case tuple():
+            parts = {each.name: make_environment(each, scorer) for each in settings}
+            return Several(parts, {each.name: each.weight for each in settings})
         case ReasoningGymSettings():
             return reasoning_gym(settings, scorer)
         case RowsSettings():

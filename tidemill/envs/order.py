@@ -1,11 +1,13 @@
-"""Which task comes when: a fresh permutation each epoch, as a pure function of the position.
+"""Which task comes when: a fresh permutation each epoch, and a cycle of turns where several environments share a run.
 
-Nothing is remembered, so the position in the data is one number, and a resume goes on exactly there.
+Both are pure functions of the position. Nothing is remembered, so the position in the data is one number, and a resume
+goes on exactly there.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from functools import lru_cache
 
 from tidemill.seeds import derive_seed
@@ -25,3 +27,15 @@ def _permutation(count: int, seed: int, epoch: int) -> list[int]:
     draw = random.Random(derive_seed(seed, "order", epoch))
     keys = [draw.random() for _ in range(count)]
     return sorted(range(count), key=keys.__getitem__)
+
+
+def turns(weights: Sequence[int]) -> list[int]:
+    """Whose turn it is at each place of a cycle of sum(weights): number k's comes weights[k] times, evenly spread.
+
+    Its j-th turn is due at (j + 1/2) / weights[k]: Webster's method, of seats in a parliament, as an order. Every whole
+    cycle is exact; among K, after n turns k is ahead or behind by at most 1/2 + K/2 * its share.
+    """
+    if not weights or any(weight < 0 for weight in weights) or not any(weights):
+        raise ValueError(f"weights {list(weights)}: expected numbers >= 0, one of them positive")
+    due = [((2 * j + 1) / weight, k) for k, weight in enumerate(weights) for j in range(weight)]
+    return [k for _, k in sorted(due)]

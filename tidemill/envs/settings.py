@@ -1,22 +1,47 @@
-"""What `env = ...` in a recipe can say: a table with a `kind`, or a short string for it.
+"""What `env = ...` in a recipe can say: a table with a `kind`, a short string for it, or a list of several named tables.
 
 "guess"                       {kind = "guess"}
 "reasoning_gym:NAME"          {kind = "reasoning_gym", dataset = "NAME"}
 "mytask.py:NAME"              {kind = "python", path = "mytask.py:NAME"}
+[{kind = ..., name = "a", weight = 3}, {kind = ..., name = "b"}]
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
 
-from tidemill.config import Config
+from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.config import Config, build, dump
+
+HEAVIEST = 1000
 
 
-class ReasoningGymSettings(Config):
+class OneOf(Config):
+    """What an environment is beside others; alone it is none of it."""
+
+    name: str = Field("", description="of the environment among several; alone it has none")
+    weight: int = Field(1, ge=1, le=HEAVIEST, description="groups come, and held-out tasks are taken, in proportion")
+    algorithm: dict[str, Any] = Field({}, description="a preset or a table, for its groups alone; none: the recipe's")
+
+    @field_validator("algorithm", mode="before")
+    @classmethod
+    def _resolved(cls, given: Any) -> Any:
+        """Every value in force, as where it is the recipe's own."""
+        if isinstance(given, dict):
+            given = {"name": "grpo", **given} if given else None
+        return {} if given is None else dump(build(AlgorithmSettings, {"name": given} if isinstance(given, str) else given))
+
+    @property
+    def own_algorithm(self) -> AlgorithmSettings | None:
+        return AlgorithmSettings.model_validate(self.algorithm) if self.algorithm else None
+
+
+class ReasoningGymSettings(OneOf):
     """A dataset of reasoning-gym, with its own scorer."""
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
@@ -30,7 +55,7 @@ class ReasoningGymSettings(Config):
     binary: bool = Field(False, description="1 for the full score and 0 for less: partial scores can be gamed")
 
 
-class RowsSettings(Config):
+class RowsSettings(OneOf):
     """A file of rows or a Hugging Face dataset, judged by a reward function; by none, where its own replies are learnt."""
 
     kind: Literal["rows"] = "rows"
@@ -47,7 +72,7 @@ class RowsSettings(Config):
     template: str = Field("{prompt}", description="the prompt; {prompt} stands for the row's")
 
 
-class GuessSettings(Config):
+class GuessSettings(OneOf):
     """A multi-turn game: find a number by guesses that are answered "higher" or "lower"."""
 
     kind: Literal["guess"] = "guess"
@@ -59,7 +84,7 @@ class GuessSettings(Config):
     seed: int = 0
 
 
-class PythonSettings(Config):
+class PythonSettings(OneOf):
     """An environment, or a reward function with its tasks, from the user's file."""
 
     kind: Literal["python"] = "python"
@@ -83,11 +108,39 @@ class EnvironmentWorkers(Config):
 
 
 AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings
+RESERVED = ("mean",)  # reward/mean is a figure of all of them
 KINDS = {kind.model_fields["kind"].default: kind for kind in get_args(AnyEnv)}
 
 
 def parse_env(value: Any) -> Any:
-    """Expand a short string to its table; check the `kind` of a table. Raises ValueError in one sentence."""
+    """Expand a short string to its table; check the `kind` of a table, and the names of several. Raises ValueError in one
+    sentence."""
+    if isinstance(value, list | tuple):
+        return _several([_one(each) for each in value])
+    value = _one(value)
+    given = value if isinstance(value, Mapping) else {}
+    if idle := [key for key, field in OneOf.model_fields.items() if given.get(key, field.default) != field.default]:
+        raise ValueError(
+            f"{idle[0]} = {given[idle[0]]!r} belongs to one of several environments: give env as a list of tables"
+        )
+    return value
+
+
+def _several(entries: list[Any]) -> list[Any]:
+    names = [each.get("name", "") if isinstance(each, Mapping) else getattr(each, "name", "") for each in entries]
+    if len(entries) < 2:
+        raise ValueError(f"a list of {len(entries)} environments: expected two or more; one alone is given as its table")
+    if bad := [name for name in names if not re.fullmatch(r"[\w-]+", str(name)) or name in RESERVED]:
+        raise ValueError(
+            f"one of several environments has the name {bad[0]!r}: expected letters, digits, _ and - in each table's name"
+            + (f", and not {' or '.join(RESERVED)}" if bad[0] in RESERVED else "")
+        )
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two environments have the name {twice[0]!r}: expected a name of its own for each")
+    return entries
+
+
+def _one(value: Any) -> Any:
     if isinstance(value, str):
         return _expand(value)
     if isinstance(value, Mapping) and str(value.get("kind")) not in KINDS:
@@ -120,4 +173,15 @@ def _near(name: str) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
-EnvSettings = Annotated[Annotated[AnyEnv, Field(discriminator="kind")], BeforeValidator(parse_env)]
+def environments_of(env: AnyEnv | tuple[AnyEnv, ...]) -> tuple[AnyEnv, ...]:
+    """Those that a recipe names: one, or several."""
+    return env if isinstance(env, tuple) else (env,)
+
+
+SEVERAL, ALONE = "several", "alone"
+_One = Annotated[AnyEnv, Field(discriminator="kind")]
+EnvSettings = Annotated[
+    Annotated[_One, Tag(ALONE)] | Annotated[tuple[_One, ...], Tag(SEVERAL)],
+    Discriminator(lambda given: SEVERAL if isinstance(given, list | tuple) else ALONE),
+    BeforeValidator(parse_env),
+]

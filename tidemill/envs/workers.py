@@ -20,6 +20,7 @@ from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.frames import Begin, Ended, Judge, Judged, Raised
 from tidemill.envs.player import Player
 from tidemill.envs.settings import AnyEnv, EnvironmentWorkers, PythonSettings
+from tidemill.envs.several import Several
 from tidemill.loading import reference_of
 from tidemill.processes.child import REAP_LIMIT_S, Child
 from tidemill.processes.guarding import Guard
@@ -160,12 +161,15 @@ def in_workers(
     settings: EnvironmentWorkers,
     lost: Lost,
     note: Callable[[str], None],
-    written: AnyEnv | None = None,
+    written: AnyEnv | tuple[AnyEnv, ...] | None = None,
 ) -> Environment:
     """The environment with its code in worker processes, or as it is where the settings or the environment want that.
 
     written: what the recipe says of it; None when it was given as an object. note: told when it has to stay here.
     """
+    if isinstance(environment, Several):
+        own = {each.name: each for each in written} if isinstance(written, tuple) else {}
+        return environment.each(lambda name, part: in_workers(part, settings, lost, note, own.get(name)))
     if isinstance(environment, SingleTurn) or settings.workers == 0:
         return environment
     if isinstance(environment, FunctionEnvironment) and not isinstance(written, PythonSettings):

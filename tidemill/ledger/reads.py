@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 import threading
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +24,7 @@ from tidemill.ledger.records import (
 )
 from tidemill.ledger.rows import task_row
 from tidemill.ledger.segments import Location, read_record
-from tidemill.types import Group, Task, Trajectory, Version
+from tidemill.types import GREEDY, Group, Task, Trajectory, Version
 
 Order = Literal["worst", "best", "recent"]
 _ORDERS = {
@@ -83,6 +86,18 @@ class LedgerReads:
         if row is None:
             raise LedgerError(f"group {group_id} was never admitted")
         return _task(row)
+
+    def history(self) -> Iterator[tuple[int, str, str, list[float] | None]]:
+        """Of each admitted group, by id: its own, its task's environment and id, and the rewards of its attempts but
+        the greedy ones, NaN where there is no score; None of a group that has not finished."""
+        rows = self._rows(
+            "SELECT groups.id, env, tasks.id AS task_id, finished_at, reward FROM groups JOIN tasks ON tasks.key = task_key "
+            "LEFT JOIN trajectories ON group_id = groups.id AND sample <> ? ORDER BY groups.id, place",
+            GREEDY,
+        )
+        for (group_id, env, task_id, finished), those in groupby(rows, key=lambda row: tuple(row)[:4]):
+            rewards = [math.nan if row["reward"] is None else row["reward"] for row in those]
+            yield group_id, env, task_id, None if finished is None else rewards
 
     def is_task_of(self, group_id: int, task: Task) -> bool:
         """Whether the group was admitted with exactly this task."""

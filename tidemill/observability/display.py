@@ -83,8 +83,10 @@ class ProgressDisplay:
         if self._mode == "json":
             self._say_json({"kind": "eval", "step": step, **finite(results)})
             return
-        figures = held_out(results) or "accuracy –"
-        self._say(f"{step:>{WIDTHS[0]}}  held-out {figures} on {number(results.get('n'), '.0f')} tasks", "green")
+        own = {key.removesuffix("/accuracy"): value for key, value in results.items() if key.endswith("/accuracy")}
+        each = ", ".join(f"{name} {number(value, '.3f')}" for name, value in own.items())
+        figures, n = held_out(results) or "accuracy –", number(results.get("n"), ".0f")
+        self._say(f"{step:>{WIDTHS[0]}}  held-out {figures} on {n} tasks{f' ({each})' if each else ''}", "green")
 
     def note(self, text: str) -> None:
         """A sentence that must be seen: a resume, a sink that was switched off, how the run ended."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from tidemill.types import InfraError, Outcome, Score, Unscorable
 
+SOLVED = 1.0  # a score from here on counts as solved; what falls short by rounding is a partial score
 SHOWN = 300  # characters of a user's value or exception in a reason
 
 

@@ -1,0 +1,135 @@
+"""One step of several environments, each with the algorithm that is its own.
+
+    groups -> by algorithm -> each prepares its groups alone -> one loss for each, one scale for the step
+
+An algorithm's share of the gradient is its share of the step's groups, of what it would make of them alone:
+
+    gradient = sum over algorithms a of groups_a / groups * scale_a * sum over a's samples i of weight_i * sum_t grad term_it
+
+The step has one scale, the greatest of groups_a / groups * scale_a, and what is left of the others weighs their losses:
+a float64 beside the samples, whose own weights are not rounded anew (I6). Advantages, statistics, drops and
+denominators never cross from one algorithm's groups to another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from tidemill.algorithms.prepare import CRITIC, POLICY, REFERENCE, Algorithm, Logprobs, Prepared, Update
+from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.types import Group, Metrics, Sample
+
+COMMON = ""  # the name of the recipe's own algorithm: of all groups whose environment has none
+ADDED = frozenset({"groups", "samples", "unscored", "zero_variance_groups", "pairs"})  # metrics; others are means
+
+
+class Mixture:
+    """What the controller asks of an algorithm, answered by several."""
+
+    def __init__(self, algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> None:
+        """algorithms: by environment, see `check_mixture`. Raises ValueError for functions that do not load."""
+        self._parts = {name: Algorithm(settings, max_tokens) for name, settings in algorithms.items()}
+
+    @property
+    def asks(self) -> tuple[str, ...]:
+        wanted = {who for part in self._parts.values() for who in part.asks}
+        return tuple(who for who in (POLICY, REFERENCE, CRITIC) if who in wanted)
+
+    def recall(self, recorded: Mapping[int, Metrics]) -> None:
+        """No step follows from those before it: what would is refused by `check_mixture`."""
+
+    def drop_reason(self, group: Group) -> str | None:
+        return self._parts[self._of(group)].drop_reason(group)
+
+    def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
+        return [row for name, own in self._split(groups).items() for row in self._parts[name].rows(own, step)]
+
+    def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> Prepared:
+        found: dict[str, Prepared] = {}
+        factors: dict[str, float] = {}
+        for name, own in self._split(groups).items():
+            part, ids = self._parts[name], {group.id for group in own}
+            where = [i for i, row in enumerate(rows) if row.group in ids]
+            known = {who: [logprobs[who][i] for i in where] for who in part.asks}
+            found[name] = part.prepare(own, step, [rows[i] for i in where], known)
+            (update,) = found[name].updates
+            factors[name] = len(own) / len(groups) * update.scale
+        scale = max(factors.values())
+        samples, losses = list[Sample](), {}
+        for name, prepared in found.items():
+            spec, key = prepared.losses[POLICY], f"{POLICY}/{name}" if name else POLICY
+            losses[key] = replace(spec, weight=spec.weight * factors[name] / scale if scale else 0.0)
+            samples += [replace(sample, loss=key) for sample in prepared.samples]
+        return Prepared(samples, losses, [Update(samples, scale)], _merged({n: p.metrics for n, p in found.items()}))
+
+    def _of(self, group: Group) -> str:
+        return group.task.env if group.task.env in self._parts else COMMON
+
+    def _split(self, groups: Sequence[Group]) -> dict[str, list[Group]]:
+        split = {name: [group for group in groups if self._of(group) == name] for name in self._parts}
+        return {name: own for name, own in split.items() if own}
+
+
+def algorithm_of(algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> Algorithm | Mixture:
+    """The algorithm of a run, from those of its environments. Raises ValueError for functions that do not load."""
+    if set(algorithms) == {COMMON}:
+        return Algorithm(algorithms[COMMON], max_tokens)
+    return Mixture(algorithms, max_tokens)
+
+
+def check_mixture(algorithms: Mapping[str, AlgorithmSettings]) -> None:
+    """Raise ValueError when the groups of these algorithms cannot be trained on in one step."""
+    if len(algorithms) < 2:
+        return
+    for name, each in algorithms.items():
+        if each.updates.count > 1:
+            raise ValueError(
+                f"{_called(name)} takes {each.updates.count} updates a step: environments with different algorithms share "
+                "one update; set updates to 1 there, or give all environments the same algorithm"
+            )
+        if each.given or each.entropy.target is not None:
+            what = f"given = {each.given!r}" if each.given else "entropy.target"
+            raise ValueError(f"{_called(name)} has {what}, which goes with no other algorithm beside it in one run")
+    _expect_alike(algorithms, "another reference policy", "the trainer holds one", _reference)
+    _expect_alike(algorithms, "another critic", "the trainer holds one", lambda each: each.critic)
+    greedy = "a greedy attempt at each task, or none"
+    _expect_alike(algorithms, greedy, "what is sampled does not differ between them", lambda each: each.wants_greedy)
+
+
+def _expect_alike(
+    algorithms: Mapping[str, AlgorithmSettings], what: str, why: str, asked: Callable[[AlgorithmSettings], Any]
+) -> None:
+    """What each asks for, where it asks for anything (None: it does not), must be the same."""
+    wants = {name: want for name, each in algorithms.items() if (want := asked(each)) is not None}
+    first = next(iter(wants), COMMON)
+    if other := [name for name, want in wants.items() if want != wants[first]]:
+        raise ValueError(f"{_called(other[0])} asks for {what}, unlike {_called(first)}: {why}; give both the same")
+
+
+def _reference(settings: AlgorithmSettings) -> tuple[str, int, float] | None:
+    reference = settings.reference
+    return None if reference is None else (reference.model, reference.every, reference.decay)
+
+
+def _called(name: str) -> str:
+    return f"the algorithm of environment {name!r}" if name else "the recipe's algorithm"
+
+
+def _merged(parts: Mapping[str, Metrics]) -> Metrics:
+    """Of the step: counts are added up, means weighed by samples; and of each algorithm under its environment's name."""
+    merged = Metrics()
+    for key in dict.fromkeys(key for each in parts.values() for key in each):
+        having = [each for each in parts.values() if key in each]
+        values, samples = [each[key] for each in having], [each["samples"] for each in having]
+        if key in ADDED:
+            merged[key] = sum(values)
+        elif key.endswith("_max"):
+            merged[key] = max(values)
+        else:
+            merged[key] = float(np.average(values, weights=samples)) if any(samples) else float(np.mean(values))
+    own = {f"{name}/{key}": value for name, each in parts.items() if name for key, value in each.items()}
+    return merged | own

@@ -1,0 +1,217 @@
+"""Which task the next group attempts: in which order, from which environment, and which tasks are not given any more.
+
+    recorded groups and their rewards -> a pass rate for each task -> choose(group id) -> a task
+
+A task's pass rate is the share of the attempts in its latest KEPT groups that earned the full score. What is known
+follows from which group was of which task and what it earned, whatever finished first: a resume learns it again from
+the ledger, and nothing else is saved. Only "shuffled" without retirement asks for none of it: there, the task follows
+from the group's id alone.
+
+shuffled    every task once a round, each round in another order
+frontier    tasks that are passed sometimes, nearest to one half first: LILO, 2502.12272, whose learnability p (1 - p) is the
+            variance of success, to which the expected improvement is proportional
+easy_first  the highest pass rate first, of what is not retired yet: E2H, 2506.06632, by the policy's own measure of easy
+mixed       half frontier, half shuffled
+
+Tasks that nobody tried, and those believed to be too hard, keep being tried: a share of the turns (EXPLORE) is
+shuffled, and a turn that finds no task of the kind it looks for takes one that was given least often. A preferred task
+rests while others are given (REST), else the few nearest to one half would be all that is trained on. Retired is, for
+good, a task of which one whole group was passed at the rate asked for: ScaleRL, 2510.13786 (its "no positive
+resampling", at 0.9).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Literal
+
+import numpy as np
+
+from tidemill.envs.order import task_order, turns
+from tidemill.rewards.outcome import SOLVED
+from tidemill.seeds import derive_seed
+from tidemill.types import GREEDY, Array, Group, Metrics, Task
+
+Order = Literal["shuffled", "frontier", "easy_first", "mixed"]
+EXPLORE: dict[str, int] = {"shuffled": 1, "mixed": 2, "frontier": 4, "easy_first": 4}  # one turn of so many, by chance
+REST = 4  # a preferred task waits until this fraction of the known ones has been given groups: one fourth
+KEPT = 4  # groups of a task that its pass rate is of
+
+
+class Pool:
+    """The tasks of one environment by their number: what is known of each, and which comes next."""
+
+    def __init__(self, count: int, seed: int, order: Order = "shuffled", retire: float = 0.0) -> None:
+        self.count, self._seed, self._order, self._retire = count, seed, order, retire
+        self.retired = np.zeros(count, bool)
+        self.rates = np.full(count, np.nan)  # NaN: not known
+        self.given = np.zeros(count, np.int64)  # groups so far
+        self._rounds = np.zeros(count, np.int64)  # of these, those of shuffled turns
+        self._latest = np.full(count, -1, np.int64)  # the greatest id of these
+        self._away = np.zeros(count, np.int64)  # of these, those that have not come back
+        self._recent: dict[int, dict[int, tuple[int, int]]] = {}  # task -> group -> passed, scored
+
+    @property
+    def by_number(self) -> bool:
+        """Whether the task follows from the position alone."""
+        return self._order == "shuffled" and not self._retire
+
+    def choose(self, group_id: int, position: int) -> int | None:
+        """The task of the group that is the environment's `position`-th; None when all are retired. It is not given yet."""
+        if self.by_number:
+            return task_order(self.count, self._seed, position)
+        if self.retired.all():
+            return None
+        live = np.flatnonzero(~self.retired)
+        if self._is_shuffled(group_id):
+            return int(live[self._places[live].argmin()])
+        worth = self._preferred(group_id)
+        best = np.flatnonzero(worth == worth.max())
+        if worth[best[0]] > 0:
+            return int(best[self._latest[best].argmin()])
+        least = live[self.given[live] == self.given[live].min()]
+        return int(least[self._places[least].argmin()])
+
+    def give(self, group_id: int, index: int) -> None:
+        """The group was admitted with this task."""
+        self.given[index] += 1
+        self._away[index] += 1
+        self._latest[index] = max(self._latest[index], group_id)
+        if not self.by_number and self._is_shuffled(group_id):
+            self._rounds[index] += 1
+            self._places[index] = self._place(index)
+
+    def learn(self, group_id: int, index: int, rewards: Sequence[float]) -> None:
+        """What the attempts of a group that was given earned; NaN where there is no score."""
+        scored = [reward for reward in rewards if not np.isnan(reward)]
+        passed = sum(reward >= SOLVED for reward in scored)
+        groups = self._recent.setdefault(index, {})
+        groups[group_id] = passed, len(scored)
+        if len(groups) > KEPT:
+            del groups[min(groups)]
+        total = sum(n for _, n in groups.values())
+        self.rates[index] = sum(k for k, _ in groups.values()) / total if total else np.nan
+        self._away[index] -= 1
+        whole = len(scored) == len(rewards) > 0
+        self.retired[index] |= bool(self._retire) and whole and passed >= self._retire * len(scored)
+
+    def _is_shuffled(self, group_id: int) -> bool:
+        """By chance, so that it keeps no step with the turns of environments; by the id, so that a resume agrees."""
+        return derive_seed(self._seed, "turn", group_id) % EXPLORE[self._order] == 0
+
+    def _preferred(self, group_id: int) -> Array:
+        """[count] what each task is worth a group now; 0: it is not known to be of the kind, rests, or is away."""
+        rest = int((~np.isnan(self.rates) & ~self.retired).sum()) // REST
+        free = ~self.retired & (self._away == 0) & (self._latest < group_id - rest)
+        rates = np.nan_to_num(self.rates)
+        return np.where(free, rates if self._order == "easy_first" else rates * (1 - rates), 0.0)
+
+    @cached_property
+    def _places(self) -> Array:
+        """[count] the shuffled round that each task comes next in, and where in it."""
+        return np.array([self._place(index) for index in range(self.count)])
+
+    def _place(self, index: int) -> float:
+        round_ = int(self._rounds[index])
+        return round_ + derive_seed(self._seed, "place", round_, index) / 2**63
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """An environment's tasks, and where they begin among all."""
+
+    pool: Pool
+    first: int
+
+
+class Curriculum:
+    """The training tasks of a run. Without weights they are of one environment."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        seed: int,
+        order: Order = "shuffled",
+        retire: float = 0.0,
+        weights: Mapping[str, int] | None = None,
+    ) -> None:
+        """weights: of each environment, by the name that its tasks carry, in their order. Groups come in proportion."""
+        self._tasks, self._weights = tasks, list((weights or {"": 1}).values())
+        names = [task.env if weights else "" for task in tasks]
+        self._parts: list[_Part] = []
+        for name in weights or [""]:
+            own = derive_seed(seed, "tasks", name) if weights else seed
+            self._parts.append(_Part(Pool(names.count(name), own, order, retire), names.index(name)))
+        self._expected: list[float] = []  # pass rates of what was given since the figures were asked for
+
+    @cached_property
+    def _numbers(self) -> dict[tuple[str, str], int]:
+        return {(task.env, task.id): number for number, task in enumerate(self._tasks)}
+
+    @property
+    def by_number(self) -> bool:
+        """Whether the task of a group follows from its id alone."""
+        return all(part.pool.by_number for part in self._parts)
+
+    def task_of(self, env: str, name: str) -> Task | None:
+        """The task of this identity; None when there is none (any more)."""
+        number = self._numbers.get((env, name))
+        return None if number is None else self._tasks[number]
+
+    def choose(self, group_id: int) -> Task | None:
+        """The task of a group that is about to be admitted; None when every task is retired. Tell of it with `give`."""
+        live = tuple(
+            0 if part.pool.retired.all() else weight for part, weight in zip(self._parts, self._weights, strict=True)
+        )
+        if not any(live):
+            return None
+        cycle, ranks = _cycle(live)
+        whole, place = divmod(group_id, len(cycle))
+        part = self._parts[cycle[place]]
+        index = part.pool.choose(group_id, whole * live[cycle[place]] + ranks[place])
+        assert index is not None, "its pool has one that is not retired"
+        return self._tasks[part.first + index]
+
+    def give(self, group_id: int, task: Task) -> None:
+        """The group was admitted with this task, which is one of these."""
+        part, index = self._place(self._numbers[task.env, task.id])
+        rate = part.pool.rates[index]
+        if not np.isnan(rate):
+            self._expected.append(float(rate))
+        part.pool.give(group_id, index)
+
+    def learn(self, group_id: int, task: Task, rewards: Sequence[float]) -> None:
+        """What the attempts of a group that was given earned, NaN where there is no score."""
+        part, index = self._place(self._numbers[task.env, task.id])
+        part.pool.learn(group_id, index, rewards)
+
+    def learn_group(self, group: Group) -> None:
+        if (group.task.env, group.task.id) in self._numbers:  # a task that was in flight may be gone when the run goes on
+            self.learn(group.id, group.task, [t.reward for t in group.trajectories if t.sample != GREEDY])
+
+    def figures(self) -> Metrics:
+        """Shares of the tasks that were given at least once and that are retired, and the mean pass rate that was known of
+        what was given since the last call."""
+        pools = [part.pool for part in self._parts]
+        given, retired = np.concatenate([p.given for p in pools]), np.concatenate([p.retired for p in pools])
+        found = {"seen": float((given > 0).mean()), "retired": float(retired.mean())}
+        if self._expected:
+            found["expected"] = float(np.mean(self._expected))
+            self._expected.clear()
+        return {f"data/{name}": value for name, value in found.items()}
+
+    def _place(self, number: int) -> tuple[_Part, int]:
+        part = next(each for each in reversed(self._parts) if each.first <= number)
+        return part, number - part.first
+
+
+@lru_cache(maxsize=64)
+def _cycle(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
+    """Whose turn it is at each place, and which of its turns in the cycle."""
+    cycle, counts, ranks = turns(weights), [0] * len(weights), list[int]()
+    for k in cycle:
+        ranks.append(counts[k])
+        counts[k] += 1
+    return cycle, ranks
