@@ -73,9 +73,9 @@ class CriticSettings(Config):
 
     model: str = "initial"  # a model or reward model to begin as; initial: the policy's; policy: a head on its own decoder
     lr: float | None = Field(default=None, gt=0)  # None: the trainer's
-    weight: float = Field(0.5, gt=0)  # of its loss beside the policy's
+    weight: float = Field(default=0.5, gt=0)  # of its loss beside the policy's
     clip: float = Field(default=0.0, ge=0)  # how far a value may move in a step, see `value`; 0: as far as it likes
-    lam: float = Field(1.0, ge=0, le=1)  # of the returns that it is trained towards
+    lam: float = Field(default=1.0, ge=0, le=1)  # of the returns that it is trained towards
     warmup: int = Field(default=0, ge=0)  # first steps, in which no advantage reaches the policy
 
 
