@@ -228,7 +228,10 @@ def test_short_strings():
         ({"kind": "rows", "data": "EMPTY", "reward": "exact"}, "is empty: expected at least one row"),
         ({"kind": "rows", "data": "BROKEN", "reward": "exact"}, "broken.jsonl', line 2 is not JSON"),
         ({"kind": "rows", "data": "LIST", "reward": "exact"}, "list.jsonl', line 1 is a list: expected one object"),
-        ({"kind": "rows", "data": "ONE", "reward": "exact"}, "has 1 rows, too few to hold out 10%: give eval_data"),
+        (
+            {"kind": "rows", "data": "ONE", "reward": "exact"},
+            "has 1 rows, and .* none falls on the held-out side of eval_share = 0.1: give eval_data",
+        ),
         ({"kind": "rows", "data": "ROWS", "reward_options": {"tolerance": 1}}, r"env\.reward_options do not apply while"),
         ({"kind": "rows", "data": "ROWS", "reward": "exat"}, "unknown reward 'exat'; did you mean 'exact'"),
         ({"kind": "rows", "data": "ROWS", "reward": "regex"}, "reward 'regex' needs 'pattern'"),

@@ -54,8 +54,11 @@ def row_splits(settings: RowsSettings | PythonSettings) -> dict[str, list[Task]]
     if not settings.eval_data:
         splits = split_by_hash(tasks, settings.eval_share)
         if not all(splits.values()):
+            side = "training" if splits["eval"] else "held-out"
             raise ConfigError(
-                f"{settings.data!r} has {len(tasks)} rows, too few to hold out {settings.eval_share:.0%}: give eval_data"
+                f"{settings.data!r} has {len(tasks)} rows, and of their prompts' hashes none falls on the {side} side of "
+                f"eval_share = {settings.eval_share:g}: give eval_data, or another eval_share (a run's training tasks were "
+                "split by the same hash before)"
             )
         return splits
     return {"train": tasks, "eval": _read(settings, settings.eval_data)}
