@@ -7,7 +7,6 @@ import json
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -16,11 +15,11 @@ from test_controller import PublisherOf, Silent, World
 from virtual_time import run_virtually
 
 import tidemill
-from tidemill.assembly import _giving, _known
 from tidemill.buffer import Buffer
 from tidemill.config import ConfigError
 from tidemill.controller import Controller, RunFailed, Schedule
 from tidemill.envs.curriculum import Curriculum
+from tidemill.giving import giving, remembered
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.types import Finish, Group, Score, Task, Trajectory
@@ -72,9 +71,8 @@ def live(folder: Path, order: Any, retire: float, steps: int, kill_after: int, s
     been passed as a whole by then is."""
     ledger = SqliteLedger(folder, mode="open" if has_ledger(folder) else "create", durability="process")
     weights = {"a": 2, "b": 1}
-    session: Any = SimpleNamespace(ledger=ledger, curriculum=lambda: Curriculum(TASKS, 3, order, retire, weights))
-    curriculum, begun = _known(session), ledger.next_step()
-    choose, admitted = _giving(curriculum), list[tuple[int, str]]()
+    curriculum, begun = remembered(Curriculum(TASKS, 3, order, retire, weights), ledger), ledger.next_step()
+    choose, admitted = giving(curriculum), list[tuple[int, str]]()
     life = max((step.incarnation for step in ledger.steps()), default=-1) + 1
 
     def task_at(group_id: int) -> Task:
