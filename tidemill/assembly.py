@@ -19,12 +19,13 @@ from tidemill.breaker import Breaker, Change, Gate
 from tidemill.buffer import Buffer
 from tidemill.checkpoint_manifest import Position
 from tidemill.checkpoints import Checkpoints
-from tidemill.controller import Controller, Hooks, RunFailed, Schedule
+from tidemill.controller import Controller, Hooks, Schedule
 from tidemill.envs.curriculum import Curriculum
 from tidemill.envs.several import Several
 from tidemill.evaluation import Evaluator
 from tidemill.exact import Recorded, take_up_exactly
 from tidemill.given import Given, HeldOut
+from tidemill.giving import giving, remembered
 from tidemill.health import reporting
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
@@ -122,12 +123,12 @@ async def train(session: Session, parts: Parts) -> int:
         reached = _made_up(session, publisher, evaluate)
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
     recorded = Recorded(ledger, roller) if config.deterministic else None
-    curriculum = _known(session)
+    curriculum = remembered(session.curriculum(), ledger)
     session.monitor.attach(parts.trainer, parts.pools, config.rollout.groups, curriculum.figures)
     controller = Controller(
         _schedule(config, standing),
         _buffer(config, standing),
-        _giving(curriculum),
+        giving(curriculum),
         recorded or roller,
         parts.trainer,
         publisher,
@@ -150,35 +151,6 @@ async def train(session: Session, parts: Parts) -> int:
 
     async with _stop_on_signals(session, controller.stop), reporting(session.folder.path, parts.handles, now):
         return await controller.run()
-
-
-def _known(session: Session) -> Curriculum:
-    """The curriculum with all that the ledger recorded of the tasks' groups."""
-    curriculum = session.curriculum()
-    for group_id, env, name, rewards in session.ledger.history():
-        if (task := curriculum.task_of(env, name)) is not None:
-            curriculum.give(group_id, task)
-            if rewards is not None:
-                curriculum.learn(group_id, task, rewards)
-    curriculum.figures()  # what was expected of these is of the past
-    return curriculum
-
-
-def _giving(curriculum: Curriculum) -> Callable[[int], Task]:
-    """Admission id -> task. Raises RunFailed when none is left."""
-
-    def task_at(group_id: int) -> Task:
-        task = curriculum.choose(group_id)
-        if task is None:
-            raise RunFailed(
-                "every training task is retired: of each, a whole group was passed at data.retire or more, so these tasks "
-                "teach no more; set steps to what was done to end the run with its final/, or train that on harder tasks in "
-                "another run_dir"
-            )
-        curriculum.give(group_id, task)
-        return task
-
-    return task_at
 
 
 def _gate(session: Session) -> Gate:

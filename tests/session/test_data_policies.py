@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import random
 import shutil
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,14 +13,11 @@ import pytest
 from test_controller import PublisherOf, Silent, World
 from virtual_time import run_virtually
 
-import tidemill
-from tidemill.assembly import _giving, _known
 from tidemill.buffer import Buffer
-from tidemill.config import ConfigError
 from tidemill.controller import Controller, RunFailed, Schedule
 from tidemill.envs.curriculum import Curriculum
+from tidemill.giving import giving, remembered
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
-from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.types import Finish, Group, Score, Task, Trajectory
 
 TASKS = [Task(f"t{i}", "?", env="ab"[i % 2]) for i in range(24)]
@@ -72,9 +67,8 @@ def live(folder: Path, order: Any, retire: float, steps: int, kill_after: int, s
     been passed as a whole by then is."""
     ledger = SqliteLedger(folder, mode="open" if has_ledger(folder) else "create", durability="process")
     weights = {"a": 2, "b": 1}
-    session: Any = SimpleNamespace(ledger=ledger, curriculum=lambda: Curriculum(TASKS, 3, order, retire, weights))
-    curriculum, begun = _known(session), ledger.next_step()
-    choose, admitted = _giving(curriculum), list[tuple[int, str]]()
+    curriculum, begun = remembered(Curriculum(TASKS, 3, order, retire, weights), ledger), ledger.next_step()
+    choose, admitted = giving(curriculum), list[tuple[int, str]]()
     life = max((step.incarnation for step in ledger.steps()), default=-1) + 1
 
     def task_at(group_id: int) -> Task:
@@ -144,75 +138,3 @@ def test_when_every_task_is_retired_the_run_ends_and_says_so(tmp_path):
 # --- whole runs ------------------------------------------------------------------------------------------------------
 
 ALPHABET = "abcdefgh=:0123456789\n"
-
-
-def score(completion: str, answer: str) -> float:
-    return float(completion.startswith(answer))
-
-
-def rows(count: int) -> list[dict[str, str]]:
-    return [{"prompt": f"{c}{sign}", "answer": c} for c in "abcdefgh"[:count] for sign in "=:0123456789"]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    fresh_model(folder, alphabet=ALPHABET, context=32, **SIZES["0.1m"])
-    return folder
-
-
-def run(model: Path, folder: Path, steps: int, count: int = 8, **more: Any) -> tidemill.api.Run:
-    settings: dict[str, Any] = {
-        "rollout": {"groups": 4, "group_size": 4, "max_tokens": 1},
-        "eval": {"every": 0, "tasks": 4, "final_tasks": 4},
-        "record": {"checkpoint_every": 0, "trace": False, "probe_every": 0},
-        "placement": {"kind": "inline", "environment": {"workers": 0}},
-        "scoring": {"accept": ["gold", "garbage"]},
-    }
-    env = more.pop("env", score)
-    tasks = {} if isinstance(env, list) else {"tasks": rows(count)}
-    return tidemill.train(env, model, run_dir=folder, steps=steps, quiet=True, **tasks, **settings | more)
-
-
-def lines(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
-def test_a_run_in_an_order_by_difficulty_goes_on_and_knows_its_tasks(model, tmp_path):
-    data = {"order": "frontier", "retire": 1.0}
-    run(model, tmp_path / "run", 4, data=data)
-    with pytest.raises(ConfigError, match=r"the tasks are not those that .* was begun with"):
-        run(model, tmp_path / "run", 8, data=data, count=2)
-    ended = run(model, tmp_path / "run", 8, data=data, count=8)
-    assert ended.complete and ended.report["groups"]["trained"] == 32 and ended.report["groups"]["lost"] == 0
-    steps = [line for line in lines(tmp_path / "run") if "data/seen" in line]
-    seen = [line["data/seen"] for line in steps]
-    assert len(steps) == 8 and seen == sorted(seen), "it remembers what it gave before"
-    with pytest.raises(ConfigError, match="data differ"):
-        run(model, tmp_path / "run", 9, data={"order": "shuffled"})
-
-
-def test_figures_are_told_for_each_environment(model, tmp_path):
-    (tmp_path / "mine.py").write_text(
-        "def score(completion, answer):\n    return float(completion.startswith(answer))\n\n"
-        "tasks = [{'prompt': c + s, 'answer': c} for c in 'abcdefgh' for s in '=:0123456789']\n\n"
-        "def wrong(completion, answer):\n    return 0.0 * len(completion)\n"
-    )
-    env = [
-        {"kind": "python", "path": f"{tmp_path}/mine.py:score", "name": "letters", "weight": 3, "algorithm": "dr_grpo"},
-        {"kind": "python", "path": f"{tmp_path}/mine.py:wrong", "name": "never"},
-    ]
-    ended = run(model, tmp_path / "run", 6, env=env, eval={"every": 3, "tasks": 8, "final_tasks": 8})
-    assert ended.complete and ended.report["groups"]["trained"] == 24
-    told = lines(tmp_path / "run")
-    evaluated = [line for line in told if "eval/never/accuracy" in line]
-    assert len(evaluated) == 3 and all((line["eval/letters/n"], line["eval/never/n"]) == (6, 2) for line in evaluated)
-    assert {line["eval/never/accuracy"] for line in evaluated} == {0.0}
-    steps = [line for line in told if "lag/mean" in line]
-    assert {line["reward/never"] for line in steps if "reward/never" in line} == {0.0}
-    assert max(line["reward/letters"] for line in steps if "reward/letters" in line) > 0
-    assert sum(line["train/letters/groups"] for line in steps) == 18
-    with SqliteLedger(tmp_path / "run", mode="read") as ledger:
-        envs = [env for _, env, _, _ in ledger.history()]
-        assert envs == ["letters", "letters", "never", "letters"] * 6
-        assert ledger.evaluations()[-1].metrics["letters/n"] == 6

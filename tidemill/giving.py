@@ -1,0 +1,38 @@
+"""Tasks for the controller: a curriculum that knows what the ledger recorded, as a function of the admission id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tidemill.controller import RunFailed
+from tidemill.envs.curriculum import Curriculum
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.types import Task
+
+
+def remembered(curriculum: Curriculum, ledger: SqliteLedger) -> Curriculum:
+    """The curriculum with all that the ledger recorded of its tasks' groups."""
+    for group_id, env, name, rewards in ledger.history():
+        if (task := curriculum.task_of(env, name)) is not None:
+            curriculum.give(group_id, task)
+            if rewards is not None:
+                curriculum.learn(group_id, task, rewards)
+    curriculum.figures()  # what was expected of these is of the past
+    return curriculum
+
+
+def giving(curriculum: Curriculum) -> Callable[[int], Task]:
+    """Admission id -> task. Raises RunFailed when none is left."""
+
+    def task_at(group_id: int) -> Task:
+        task = curriculum.choose(group_id)
+        if task is None:
+            raise RunFailed(
+                "every training task is retired: of each, a whole group was passed at data.retire or more, so these tasks "
+                "teach no more; set steps to what was done to end the run with its final/, or train that on harder tasks in "
+                "another run_dir"
+            )
+        curriculum.give(group_id, task)
+        return task
+
+    return task_at
