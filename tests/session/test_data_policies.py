@@ -136,5 +136,3 @@ def test_when_every_task_is_retired_the_run_ends_and_says_so(tmp_path):
 
 
 # --- whole runs ------------------------------------------------------------------------------------------------------
-
-ALPHABET = "abcdefgh=:0123456789\n"

@@ -16,6 +16,8 @@ from tidemill.config import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model
 
+ALPHABET = "abcdefgh=:0123456789\n"
+
 
 def score(completion: str, answer: str) -> float:
     return float(completion.startswith(answer))
