@@ -49,8 +49,7 @@ class HeldOut:
         """Of the weights that the trainer holds: of answers the `loss` a token, else some of FIGURES."""
         groups = [await self._roller.rollout(number, task) for number, task in enumerate(tasks)]
         rows = self._algorithm.rows(groups, 0)
-        who = dict.fromkeys((POLICY, *self._algorithm.asks))
-        logprobs = {policy: await self._forward(rows, policy) for policy in who}
+        logprobs = {who: await self._forward(rows, who) for who in self._algorithm.asks or (POLICY,)}
         found = self._algorithm.prepare(groups, 0, rows, logprobs).metrics
         told = {name: found[name] for name in FIGURES if name in found}
         if not told:

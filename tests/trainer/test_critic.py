@@ -12,7 +12,7 @@ from trainer_cases import CPU, VOCAB, assert_same, batch, decoder, gradients, pa
 
 from tidemill.models.attention import packed_attention
 from tidemill.models.value import ValueModel
-from tidemill.protocols import CheckpointError
+from tidemill.protocols import CheckpointError, TrainingDiverged
 from tidemill.trainer import step
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.native import NativeTrainer
@@ -95,6 +95,19 @@ async def test_it_has_a_learning_rate_and_a_clipping_of_its_own():
     assert said["lr"] == 1e-2 and said["critic/lr"] == 1e-4 and said["critic/grad_norm"] > 0
     assert said["grad_norm"] == plain["grad_norm"]
     for a, b in zip(trainer.decoder.parameters(), alone.decoder.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+async def test_when_it_diverges_the_policy_takes_no_step_either():
+    trainer = NativeTrainer(decoder(), SETTINGS, steps=8, critic=Critic(value_model(), SETTINGS, 8))
+    samples = rows()
+    samples[0].returns[samples[0].mask] = np.inf
+    before = [p.detach().clone() for p in trainer.decoder.parameters()]
+    await trainer.forward_backward(samples, {"policy": LossSpec("ppo_clip", also=(LossSpec("value"),))})
+    with pytest.raises(TrainingDiverged, match="of the critic, the gradient norm of update 0"):
+        await trainer.apply(0.1)
+    assert trainer.updates == 0
+    for a, b in zip(before, trainer.decoder.parameters(), strict=True):
         assert torch.equal(a, b)
 
 

@@ -135,7 +135,8 @@ class Algorithm:
         if (critic := s.critic) is not None and not s.scores:
             target = returns(scores, s.constants.get("gamma", 1.0), critic.lam)
             kept |= {"values": logprobs[CRITIC], "returns": list(_of_rows(rows, target))}
-            found |= _of_values(_flat(rows, logprobs[CRITIC]), target)
+            assert scores.values is not None
+            found |= _of_values(scores.values, target)
             if step < critic.warmup:
                 advantages = np.zeros(len(advantages))
         samples = list(_filled(rows, factors * advantages, weights, kept))

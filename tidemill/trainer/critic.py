@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tidemill.models.decoder import Decoder
 from tidemill.models.value import ValueModel
+from tidemill.protocols import TrainingDiverged
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Metrics
@@ -33,6 +34,13 @@ class Critic:
             )
         self.model.to(policy.embed.weight.device)
         return self
+
+    def check(self, scale: float) -> None:
+        """Raises TrainingDiverged when its gradient is not finite: before the policy takes a step without it."""
+        try:
+            self._optimizer.norm(scale)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"of the critic, {error}") from None
 
     def apply(self, scale: float) -> Metrics:
         """Raises TrainingDiverged, and takes no step, when its gradient is not finite."""

@@ -132,6 +132,8 @@ class NativeTrainer:
         def run() -> Metrics:
             faults.reach(self._recorder.process, "apply", self.updates)
             with self._recorder.span("apply"):
+                if self._critic is not None:
+                    self._critic.check(scale)
                 self._applied = self._optimizer.apply(scale)
                 if self._critic is not None:
                     self._applied |= self._critic.apply(scale)

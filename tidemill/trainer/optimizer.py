@@ -51,12 +51,9 @@ class Optimizer:
         return s.lr * lr_factor(self.done, **shape)
 
     @torch.no_grad()
-    def apply(self, scale: float) -> Metrics:
-        """One update with `scale` times the accumulated gradient, clipped. Raises TrainingDiverged, and forgets the
-        gradient, when its norm is not finite. Parameters that nothing reached have a zero gradient."""
-        for p in self.named.values():
-            if p.grad is None:
-                p.grad = torch.zeros_like(p)
+    def norm(self, scale: float) -> float:
+        """Of `scale` times the accumulated gradient. Raises TrainingDiverged, and forgets the gradient, when it is not
+        finite."""
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True)) * abs(scale)
         if not math.isfinite(norm):
@@ -65,6 +62,17 @@ class Optimizer:
                 f"the gradient norm of update {self.done} is {norm}: no step was taken; lower lr or max_grad_norm, "
                 "or look for extreme importance ratios in the metrics"
             )
+        return norm
+
+    @torch.no_grad()
+    def apply(self, scale: float) -> Metrics:
+        """One update with `scale` times the accumulated gradient, clipped. Raises TrainingDiverged, and forgets the
+        gradient, when its norm is not finite. Parameters that nothing reached have a zero gradient."""
+        for p in self.named.values():
+            if p.grad is None:
+                p.grad = torch.zeros_like(p)
+        norm = self.norm(scale)
+        gradients = [p.grad for p in self.named.values() if p.grad is not None]
         limit = self.settings.max_grad_norm
         factor = scale * min(1.0, limit / norm) if limit and norm else scale
         if factor != 1.0:
