@@ -216,7 +216,3 @@ def main() -> None:
         sys.exit(1)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(130)
-
-
-if __name__ == "__main__":
-    main()

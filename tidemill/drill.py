@@ -351,4 +351,4 @@ def reached(outcome: Outcome) -> Counter[str]:
 
 
 def command_for(recipe: Path, overrides: list[str]) -> list[str]:
-    return [sys.executable, "-m", "tidemill.cli", "train", str(recipe), *overrides]
+    return [sys.executable, "-m", "tidemill", "train", str(recipe), *overrides]

@@ -20,11 +20,14 @@ def usable_cores() -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(what there is, what is free) for this process, a container's limit included."""
+    """(what there is, what is free) for this process, a container's limit included. Files that are cached and could be
+    dropped count as free."""
     system = psutil.virtual_memory()
     limit, used = _read(CGROUP / "memory.max"), _read(CGROUP / "memory.current")
     if limit.isdigit() and used.isdigit() and int(limit) < system.total:
-        return int(limit), min(system.available, max(0, int(limit) - int(used)))
+        counts = dict(line.split() for line in _read(CGROUP / "memory.stat").splitlines())
+        taken = int(used) - int(counts.get("inactive_file", 0))
+        return int(limit), min(system.available, max(0, int(limit) - taken))
     return system.total, system.available
 
 

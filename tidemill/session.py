@@ -27,6 +27,7 @@ from tidemill.envs.workers import in_workers
 from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.ledger import SqliteLedger, has_ledger
+from tidemill.memory import check_memory
 from tidemill.model_folder import ModelFolder, check_companions, resolve_model
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
@@ -150,6 +151,8 @@ def _describe(session: Session) -> None:
     train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
     tokenizer, given = session.model.tokenizer, config.given
     longest = check_prompts([*train, *held_out], tokenizer, session.context)
+    longest_row = longest + (0 if given else config.rollout.max_tokens)
+    check_memory(config, architecture, min(longest_row, session.context))
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))

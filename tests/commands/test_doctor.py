@@ -109,6 +109,8 @@ def test_a_container_limits_cores_and_memory(tmp_path: Path, monkeypatch: pytest
     (tmp_path / "memory.current").write_text("400000\n")
     assert machine.usable_cores() == 1 <= free[0]
     assert machine.memory_bytes() == (1000000, 600000) and free[1] > 1000000
+    (tmp_path / "memory.stat").write_text("anon 150000\ninactive_file 250000\n")
+    assert machine.memory_bytes() == (1000000, 850000)  # what is cached of files could be dropped
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
     assert (machine.usable_cores(), machine.memory_bytes()[0]) == free

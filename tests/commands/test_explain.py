@@ -3,155 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import Tensor
 
 from tidemill.algorithms.presets import PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS, reduction
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.buffer import Buffer
-from tidemill.build import EngineSpec, build_engine
 from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.config import load
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
-from tidemill.kernels.library import native
-from tidemill.model_folder import architecture_of, resolve_model
-from tidemill.models.architecture import Architecture
-from tidemill.models.fresh import Size, fresh_model
-from tidemill.models.value import ValueModel
-from tidemill.models.weights import empty_decoder
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import rows_of, split
-from tidemill.trainer.checkpoint import Snapshot
-from tidemill.trainer.critic import Critic
-from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.reference import Reference
 from tidemill.types import Sample
-
-SHAPE = {
-    **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"num_key_value_heads": 2, "max_position_embeddings": 128},
-}
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama, every bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
-    "mistral": {"model_type": "mistral", "tie_word_embeddings": False},
-    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
-    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
-}
 
 
 def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunConfig:
     return load(RunConfig, [], overrides, {"run_dir": "runs/x", "model": model, "env": env, "algorithm": "grpo"})
-
-
-def of(held: Iterable[sizing.Held]) -> dict[str, int]:
-    return {each.what.partition(",")[0]: each.bytes for each in held}
-
-
-def size(tensors: Iterable[Tensor | None]) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_parameters_are_counted(family: str):
-    arch = Architecture.from_dict(SHAPE | FAMILIES[family])
-    decoder = empty_decoder(arch)
-    assert sizing.parameters(arch) == sum(p.numel() for p in decoder.parameters())
-    assert sorted(sizing.matrices(arch)) == sorted(tuple(weight.shape) for _, weight, _ in decoder.packed())
-
-
-def test_a_new_models_shape_is_known_before_it_is_made(tmp_path: Path):
-    known = architecture_of("new:0.1m")
-    assert list(tmp_path.iterdir()) == [] and known is not None
-    made = Architecture.from_folder(resolve_model("new:0.1m", tmp_path, seed=0))
-    assert sizing.parameters(known) == sizing.parameters(made) and known.context == made.context
-    assert architecture_of(str(tmp_path / "nowhere")) is None
-
-
-@pytest.mark.parametrize(
-    ("dtype", "kv", "context"), [("float32", None, 512), ("float32", 1, 240), ("bfloat16", None, 512), ("bfloat16", 1, 496)]
-)
-async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int | None, context: int):
-    sizes = Size(layers=8, hidden=64, heads=2, kv_heads=2, intermediate=96)
-    arch = fresh_model(tmp_path / "model", alphabet="abcdef", **sizes)
-    settings = EngineSettings.model_validate({"dtype": dtype, "device": "cpu", "kv_memory_mb": kv, "max_sequences": 7})
-    engine = build_engine(EngineSpec(model=tmp_path / "model", engine=settings))
-    assert isinstance(engine, NativeEngine) and engine._cache is not None
-    said, decoder = of(sizing.engine_memory(settings, arch)), engine._weights.decoder
-    assert said["weights"] == said["spare for the next version"] == size(decoder.parameters())
-    assert said["KV cache"] == size([engine._cache.kv])
-    assert sizing.context_of(settings, arch) == (await engine.capabilities()).context == context
-    compiled = native()
-    if compiled is not None and compiled.packs(decoder.head_weight):
-        assert said["packed copies of both"] == 2 * size(packed.numbers for _, _, packed in decoder.packed())
-    await engine.close()
-
-
-def test_what_an_engine_does_not_pack():
-    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
-    invariant = EngineSettings(batch_invariant=True, device="cpu")
-    assert not any("packed" in what for what in of(sizing.engine_memory(invariant, arch)))
-    on_gpu = of(sizing.engine_memory(EngineSettings(device="cuda", dtype="bfloat16"), arch))
-    assert on_gpu["head in float32"] == 4 * 48 * 32 and not any("packed" in what for what in on_gpu)
-
-
-def test_the_cache_takes_a_share_of_what_is_free():
-    arch, settings = Architecture.from_dict(SHAPE | FAMILIES["qwen2"]), EngineSettings(device="cpu")
-    full, short = sizing.kv_pages(settings, arch), sizing.kv_pages(settings, arch, free=4 << 20)
-    assert full == (128 * 8 + 1, False) and short[1] and short[0] < full[0]
-    assert of(sizing.engine_memory(settings, arch, free=4 << 20))["KV cache"] <= 1 << 20
-
-
-@pytest.mark.parametrize("follows", [False, True])
-def test_a_trainer_holds_what_was_said(follows: bool):
-    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"])
-    every = f"algorithm.reference.every={int(follows)}"
-    config = recipe("algorithm.reference.kl=0.1", every, "trainer.serving_dtype=bfloat16")
-    said = of(sizing.trainer_memory(config, arch, arch))
-    decoder, reference = empty_decoder(arch), empty_decoder(arch)
-    decoder.initialise(torch.Generator())
-    optimizer = Optimizer(decoder, config.trainer, updates=1)
-    optimizer.apply(1.0)
-    assert said["weights"] == said["gradients"] == said["reference"] == size(decoder.parameters())
-    assert said["two moments"] == size(optimizer.state().values())
-    taken = Snapshot.take(decoder, optimizer, [Reference(reference, every=int(follows))])
-    copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
-    assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied])
-    assert said["two versions on their way to engines"] == said["weights"]  # two of half the size
-    assert "reference" not in of(sizing.trainer_memory(recipe("placement.sync.carrier=checkpoint"), arch, None))
-
-
-@pytest.mark.parametrize("model", ["initial", "policy"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_a_critic_holds_what_was_said(model: str, tied: bool):
-    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"] | {"tie_word_embeddings": tied})
-    config = recipe("algorithm=ppo", f"algorithm.critic.model={model}")
-    said = of(sizing.trainer_memory(config, arch, None, arch if model == "initial" else None))
-    decoder = empty_decoder(arch)
-    if model == "policy":
-        assert not [what for what in said if what.startswith("critic")]  # a head is one row
-        return
-    critic = Critic(ValueModel(empty_decoder(replace(arch, tied=True))), config.trainer, 1)
-    for each in critic.model.trained.parameters():
-        torch.nn.init.zeros_(each)
-    critic.apply(1.0)
-    head = size(critic.model.head.parameters())
-    held = said["critic"]
-    assert held == 4 * size(critic.model.decoder.parameters()) == 4 * (size(critic.model.trained.parameters()) - head)
-    optimizer = Optimizer(decoder, config.trainer, updates=1)
-    optimizer.apply(1.0)
-    taken = Snapshot.take(decoder, optimizer, [critic])
-    copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
-    assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied]) - 3 * head
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -286,17 +157,20 @@ def test_it_tells_all_in_json(tidemill, tmp_path: Path, monkeypatch: pytest.Monk
         about["parts"][0]["formula"].startswith("(R - mean) / (std + eps)") and "2402.03300" in about["parts"][0]["source"]
     )
     memory = about["memory"]
-    assert memory["total"] == sum(memory["trainer"].values()) + 2 * sum(memory["engine"].values())
+    trainer, engines = memory["processes"]["trainer"], memory["processes"]["engine"]
+    assert engines["count"] == 2 and memory["free"] > 0
+    assert memory["total"] == sum(trainer["bytes"].values()) + 2 * sum(engines["bytes"].values())
     assert about["step"]["sampled_tokens"] == 128 * 30
     asked = explained(tidemill, tmp_path, "algorithm=online_dpo")
     assert asked["passes"] == {"policy": 1, "p_hat": 1, "reference": 1, "critic": 0}
     served = explained(tidemill, tmp_path, "algorithm=online_dpo", "placement.reference_engines=2")["memory"]
-    kept, engine, reference = asked["memory"], served["engine"], served["reference engine"]
-    assert kept["reference engine"] == {} and kept["trainer"].items() - served["trainer"].items() == {
-        ("reference", kept["trainer"]["weights"])
-    }
+    kept, found = asked["memory"]["processes"], {name: p["bytes"] for name, p in served["processes"].items()}
+    engine, reference = found["engine"], found["reference engine"]
+    assert "reference engine" not in kept and served["processes"]["reference engine"]["count"] == 2
+    own = kept["trainer"]["bytes"]
+    assert own.items() - found["trainer"].items() == {("reference", own["weights"])}
     assert "spare for the next version" not in reference and reference["weights"] == engine["weights"]
-    assert served["total"] == sum(served["trainer"].values()) + sum(engine.values()) + 2 * sum(reference.values())
+    assert served["total"] == sum(found["trainer"].values()) + sum(engine.values()) + 2 * sum(reference.values())
     said = tidemill("explain", tmp_path / "recipe.toml", "algorithm=online_dpo", "placement.reference_engines=2").out
     assert "reference engine" in said and "each of 2" in said
 
@@ -344,7 +218,7 @@ def test_a_recipe_that_would_not_run_is_refused_in_a_sentence(tidemill, tmp_path
 
 def test_a_model_that_cannot_be_computed_is_refused(tidemill, tmp_path: Path):
     explained(tidemill, tmp_path)
-    (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "gpt2"}))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2"}))
     said = tidemill("explain", tmp_path / "recipe.toml", f"model={tmp_path}")
     assert said.code == 2 and "'gpt2' is not one of llama" in said.out
 
@@ -386,3 +260,14 @@ def test_several_environments_and_an_order(tidemill, tmp_path: Path):
         "more are sampled",
     ):
         assert line in said, (line, said)
+
+
+def test_what_cannot_fit_is_said_and_train_refuses_it(tidemill, tmp_path: Path):
+    too_much, path = "trainer.micro_batch_tokens=1000000000", tmp_path / "recipe.toml"
+    assert explained(tidemill, tmp_path)["memory"]["refused"] == ""
+    refused = explained(tidemill, tmp_path, too_much)["memory"]["refused"]
+    assert "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in refused
+    assert "would be refused" in tidemill("explain", path, too_much).out
+    ended = tidemill("train", path, too_much, f"run_dir={tmp_path / 'run'}")
+    assert ended.code == 2 and "a lower trainer.micro_batch_tokens" in ended.out
+    assert not list((tmp_path / "run").glob("**/trainer*.log"))

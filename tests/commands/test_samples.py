@@ -103,7 +103,7 @@ def test_plain_text_names_provenance_version_and_logprob(tidemill, trained: Path
 
 def test_a_terminal_gets_colours_by_provenance(trained: Path):
     ours, theirs = pty.openpty()
-    args = [sys.executable, "-m", "tidemill.cli", "samples", str(trained), "--worst", "1", "--tokens"]
+    args = [sys.executable, "-m", "tidemill", "samples", str(trained), "--worst", "1", "--tokens"]
     environment = {k: v for k, v in os.environ.items() if k != "NO_COLOR"} | {"TERM": "xterm-256color", "COLUMNS": "60"}
     process = subprocess.Popen(args, stdout=theirs, stderr=subprocess.PIPE, env=environment)
     os.close(theirs)

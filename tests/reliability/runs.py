@@ -98,7 +98,7 @@ class Run:
 
     def start(self, faults: str = "", *overrides: str) -> subprocess.Popen[str]:
         mark = {VARIABLE: faults, LOG_VARIABLE: str(self.log), "OMP_NUM_THREADS": "1", "TMPDIR": self._temporary.name}
-        command = [sys.executable, "-m", "tidemill.cli", "train", str(self.recipe), "--json", *overrides]
+        command = [sys.executable, "-m", "tidemill", "train", str(self.recipe), "--json", *overrides]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(command, env=os.environ | mark, text=True, start_new_session=True, **pipes)
 

@@ -13,7 +13,7 @@ from runs import Run
 @pytest.mark.slow
 def test_a_drill_of_a_minute(tmp_path):
     run = Run(tmp_path, env="repeat", engines=2, zero_variance="keep")
-    command = [sys.executable, "-m", "tidemill.cli", "drill", str(run.recipe), "--minutes", "1.2", "--every", "10", "--json"]
+    command = [sys.executable, "-m", "tidemill", "drill", str(run.recipe), "--minutes", "1.2", "--every", "10", "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     outcome = json.loads(done.stdout)

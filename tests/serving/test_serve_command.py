@@ -29,7 +29,7 @@ ASKED: dict[str, Any] = {
 
 
 def test_from_start_to_interrupt(characters: Running) -> None:
-    command = [sys.executable, "-m", "tidemill.cli", "serve", str(characters.folder), "--port", "0", "--context", "64"]
+    command = [sys.executable, "-m", "tidemill", "serve", str(characters.folder), "--port", "0", "--context", "64"]
     command += ["--dtype", "bfloat16", "--threads", "1", "--api-key", "sesame"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
@@ -56,7 +56,7 @@ def test_a_port_in_use_is_found_before_loading(tmp_path: Path) -> None:
     """The folder holds no model: were it looked at first, this would be another message."""
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
-        command = [sys.executable, "-m", "tidemill.cli", "serve", str(tmp_path), "--port", port]
+        command = [sys.executable, "-m", "tidemill", "serve", str(tmp_path), "--port", port]
         ended = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ended.returncode == 2
     expected = f"error: port {port} on 127.0.0.1 is in use: choose another with --port, or 0 for any free one\n"

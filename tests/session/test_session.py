@@ -40,7 +40,7 @@ def recipe(tmp_path: Path) -> Path:
 
 def command(recipe: Path, *overrides: str) -> list[str]:
     run_dir = f"run_dir={recipe.parent / 'run'}"
-    return [sys.executable, "-m", "tidemill.cli", "train", str(recipe), run_dir, *overrides, "--json"]
+    return [sys.executable, "-m", "tidemill", "train", str(recipe), run_dir, *overrides, "--json"]
 
 
 def start(recipe: Path, *overrides: str) -> subprocess.Popen:

@@ -20,10 +20,11 @@ from tidemill.commands.given_tasks import task_rows, tasks_of
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
+from tidemill.memory import Models, check_memory, context_of, free_memory, free_on, in_words, kv_pages, parameters, processes
 from tidemill.model_folder import architecture_of, check_companions
+from tidemill.models.architecture import Architecture
 from tidemill.recipe import RunConfig, load_recipe
 
-MIB, GIB = 2**20, 2**30
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
 Row = tuple[str | Text, str | Text]
 
@@ -79,27 +80,30 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
     arch = architecture_of(config.model)
     if arch is None:
         return None
-    asked = config.reference
-    other = None if asked is None else arch if asked.model == "initial" else architecture_of(asked.model)
-    critic = None if config.critic is None else config.critic.model
-    judge = None if critic in (None, "policy") else arch if critic == "initial" else architecture_of(critic)
-    if (other is not None) is (asked is not None) and (judge is not None) is (critic not in (None, "policy")):
+    models = Models.of(config, arch)
+    if models.complete(config):
         check_companions(config.reference, config.critic, config.model)
-    free = sizing.free_memory(config.engine)
-    trainer, engine = sizing.trainer_memory(config, arch, other, judge), sizing.engine_memory(config.engine, arch, free)
-    engines, beside = config.placement.engines, config.placement.reference_engines if other is not None else 0
-    serving = sizing.engine_memory(config.engine, other, free, updated=False) if other is not None and beside else []
+    free = free_memory(config.engine)
+    found = processes(config, models)
     return {
         "model": config.model,
-        **{"parameters": sizing.parameters(arch), "context": sizing.context_of(config.engine, arch, free)},
-        **{"trainer": {h.what: h.bytes for h in trainer}, "engine": {h.what: h.bytes for h in engine}, "engines": engines},
-        **{"reference engine": {h.what: h.bytes for h in serving}, "reference_engines": beside},
-        "total": sum(h.bytes for h in trainer)
-        + engines * sum(h.bytes for h in engine)
-        + beside * sum(h.bytes for h in serving),
-        "without_reference": asked is not None and other is None,
-        "short_of_kv": sizing.kv_pages(config.engine, arch, free)[1],
+        **{"parameters": parameters(arch), "context": context_of(config.engine, arch, free)},
+        "processes": {p.name: {"count": p.count, "bytes": {h.what: h.bytes for h in p.held}} for p in found},
+        "total": sum(p.count * p.bytes for p in found),
+        "free": free_on("cpu"),
+        "refused": _refused(config, arch),
+        "without_reference": config.reference is not None and models.reference is None,
+        "short_of_kv": kv_pages(config.engine, arch, free)[1],
     }
+
+
+def _refused(config: RunConfig, arch: Architecture) -> str:
+    """What `train` would say of it; empty where it fits."""
+    try:
+        check_memory(config, arch)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
@@ -202,20 +206,19 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
 def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Row]:
     if memory is None:
         return [("model", f"{config.model} is no folder here: nothing is known of its size")]
-    engines, kv = memory["engines"], " (short of full contexts)" if memory["short_of_kv"] else ""
+    kv = " (short of full contexts)" if memory["short_of_kv"] else ""
     rows: list[Row] = [
         ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
     ]
-    counts = {"trainer": 1, "engine": engines, "reference engine": memory["reference_engines"]}
-    for process, count in counts.items():
-        if not count:
-            continue
-        held, times = memory[process], f", each of {count}" if count > 1 else ""
-        each = [f"{_bytes(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
-        rows.append((process, f"{_bytes(sum(held.values()))}{times}: {', '.join(each)}"))
-    left = "the reference, whose folder is not here, " if memory["without_reference"] else ""
-    beside = f"beside it: {left}activations of a micro-batch, and what Python and torch take in each process"
-    return [*rows, ("together", f"{_bytes(memory['total'])}; {beside}")]
+    for process, found in memory["processes"].items():
+        held, times = found["bytes"], f", each of {found['count']}" if found["count"] > 1 else ""
+        each = [f"{in_words(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
+        rows.append((process, f"{in_words(sum(held.values()))}{times}: {', '.join(each)}"))
+    left = "the reference, whose folder is not here, and " if memory["without_reference"] else ""
+    beside = f"beside it: {left}what Python and torch take in each process"
+    rows.append(("together", f"{in_words(memory['total'])}, of {in_words(memory['free'])} that are free; {beside}"))
+    refused = memory["refused"]
+    return [*rows, ("would be refused", Text(refused, "bold red"))] if refused else rows
 
 
 def _value(value: Any) -> str:
@@ -232,7 +235,3 @@ def _called(correction: Mapping[str, Any]) -> str:
 def _n(count: int, noun: str) -> str:
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{count:,} {noun if count == 1 else plural}"
-
-
-def _bytes(size: int) -> str:
-    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"

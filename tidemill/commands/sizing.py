@@ -1,36 +1,14 @@
-"""What a recipe comes to before anything is run: the numbers of a step, and memory, process by process.
-
-Numbers of a step are bounds that hold. Bytes are those of weights, optimizer and caches, which are known from the model's
-shapes; activations, buffers of matrix products and what Python and torch take themselves come on top.
-"""
+"""What a recipe comes to before anything is run: the numbers of a step. They are bounds that hold."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import psutil
-import torch
-
 from tidemill.algorithms.preferences import PREFERENCES
-from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
-from tidemill.engine.attention import page_bytes
-from tidemill.engine.core import SHARE_OF_FREE_MEMORY
-from tidemill.engine.settings import EngineSettings
+from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, environments_of
-from tidemill.kernels.library import BLOCK, STEP
 from tidemill.loading import load_object
-from tidemill.models.architecture import Architecture
 from tidemill.recipe import RunConfig
-
-ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Memory of one process, and what for."""
-
-    what: str
-    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,93 +77,3 @@ def _denominator(config: RunConfig, groups: int, each: int | None) -> int | None
             assert s.fixed_length is not None
             return rows * s.fixed_length
     return rows
-
-
-def matrices(arch: Architecture) -> list[tuple[int, int]]:
-    """[N, K] of every matrix that something is multiplied with, the head last."""
-    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    layer = [(q + 2 * kv, arch.hidden), (arch.hidden, q), (2 * arch.intermediate, arch.hidden)]
-    return [*layer, (arch.hidden, arch.intermediate)] * arch.layers + [(arch.vocab, arch.hidden)]
-
-
-def parameters(arch: Architecture) -> int:
-    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    vectors = 2 * arch.hidden + 2 * arch.head_dim * arch.qk_norm + (q + 2 * kv) * arch.qkv_bias + arch.hidden * arch.o_bias
-    vectors += (2 * arch.intermediate + arch.hidden) * arch.mlp_bias
-    embedding = 0 if arch.tied else arch.vocab * arch.hidden
-    return sum(n * k for n, k in matrices(arch)) + embedding + arch.layers * vectors + arch.hidden
-
-
-def trainer_memory(
-    config: RunConfig, arch: Architecture, reference: Architecture | None, critic: Architecture | None = None
-) -> list[Held]:
-    """reference, critic: those of the other policy and of a critic of its own, where there are any whose folder is known."""
-    own, asked = 4 * parameters(arch), config.reference
-    held = [Held("weights", own), Held("gradients", own), Held("two moments", 2 * own)]
-    moves = 0
-    if asked is not None and reference is not None and not config.placement.reference_engines:
-        held.append(Held("reference", 4 * parameters(reference)))
-        moves = 4 * parameters(reference) if asked.every else 0
-    if critic is not None:  # without the head, a vocabulary's worth, where that is not the embedding
-        size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
-        held.append(Held("critic, its gradients and moments", 4 * size))
-        moves += 3 * size
-    held.append(Held("copy while a checkpoint is written", 3 * own + moves))
-    if config.placement.sync.carrier == "shared_memory":
-        held.append(Held("two versions on their way to engines", 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]))
-    return held
-
-
-def reference_of(reference: ReferenceSettings | None, model: str) -> str | None:
-    """The model that the reference begins as."""
-    return None if reference is None else model if reference.model == "initial" else reference.model
-
-
-def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None, updated: bool = True) -> list[Held]:
-    """Of one engine, at most. free: memory that its KV cache takes a share of; None: not known. updated: versions come."""
-    size = ITEM[settings.dtype]
-    own, on_cpu = size * parameters(arch), on_device(settings) == "cpu"
-    packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
-    held = [Held("weights", own), *([Held("spare for the next version", own)] if updated else [])]
-    if packs:
-        packed = len(held) * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
-        of = "copies of both" if updated else "copy"
-        held.append(Held(f"packed {of}, where the processor has a product for them", packed * size))
-    elif size == 2:
-        held.append(Held("head in float32", 4 * arch.vocab * arch.hidden))
-    pages, _ = kv_pages(settings, arch, free)
-    cache = "KV cache, taken as it is used" if on_cpu else "KV cache"
-    return [*held, Held(cache, pages * _page(settings, arch))]
-
-
-def kv_pages(settings: EngineSettings, arch: Architecture, free: int | None = None) -> tuple[int, bool]:
-    """Pages of the KV cache, and whether it is less than full contexts for all sequences."""
-    context = min(settings.context or arch.context, arch.context)
-    wanted = settings.max_sequences * -(-context // settings.page_size) + 1
-    if settings.kv_memory_mb is not None:
-        pages = (settings.kv_memory_mb << 20) // _page(settings, arch)
-    else:
-        share = SHARE_OF_FREE_MEMORY[on_device(settings)]
-        pages = wanted if free is None else min(wanted, int(free * share) // _page(settings, arch))
-    return pages, pages < wanted
-
-
-def context_of(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:
-    """Tokens that a row may hold."""
-    pages, _ = kv_pages(settings, arch, free)
-    return max(2, min(settings.context or arch.context, arch.context, (pages - 1) * settings.page_size))
-
-
-def _page(settings: EngineSettings, arch: Architecture) -> int:
-    return page_bytes(arch, settings.page_size, getattr(torch, settings.dtype))
-
-
-def on_device(settings: EngineSettings) -> str:
-    return settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def free_memory(settings: EngineSettings) -> int | None:
-    """Of this machine now; None for a device that it lacks."""
-    if on_device(settings) == "cpu":
-        return psutil.virtual_memory().available
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None

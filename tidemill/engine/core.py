@@ -15,7 +15,6 @@ import time
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 
 from tidemill import faults
@@ -31,6 +30,7 @@ from tidemill.engine.runner import Output, Probe, Probed, run
 from tidemill.engine.scheduler import Chunk, Plan, Salt, Scheduler, Sequence
 from tidemill.engine.settings import EngineSettings
 from tidemill.engine.weights import Staging, Weights, serve
+from tidemill.machine import memory_bytes
 from tidemill.models.decoder import Decoder
 from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
@@ -448,7 +448,7 @@ class NativeEngine:
         if (megabytes := self.settings.kv_memory_mb) is not None:
             pages = (megabytes << 20) // each
         else:
-            free = torch.cuda.mem_get_info()[0] if self._device.type == "cuda" else psutil.virtual_memory().available
+            free = torch.cuda.mem_get_info()[0] if self._device.type == "cuda" else memory_bytes()[1]
             needed = self.settings.max_sequences * -(-context // self.settings.page_size) + 1
             pages = min(needed, int(free * SHARE_OF_FREE_MEMORY[self._device.type]) // each)
         if pages < 2:

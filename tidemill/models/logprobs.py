@@ -61,9 +61,14 @@ def token_logprobs(
         scale = scale.to(hidden.device, wide).expand(rows)
         if chunk is None and rows * vocab <= _PLAIN:
             return _plain(hidden, weight, targets, scale, entropy, support)
-        chunk = chunk or max(_ROWS, _CHUNK.get(hidden.device.type, _CHUNK_ELSEWHERE) // vocab)
+        chunk = chunk or chunk_rows(vocab, hidden.device.type)
         logprobs, entropies = _Chunked.apply(hidden, weight, targets, scale, entropy, support, chunk)
         return logprobs, entropies if entropy else None
+
+
+def chunk_rows(vocab: int, device: str) -> int:
+    """How many rows are projected at a time where nothing else is asked for."""
+    return max(_ROWS, _CHUNK.get(device, _CHUNK_ELSEWHERE) // vocab)
 
 
 def _plain(

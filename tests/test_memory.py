@@ -1,0 +1,230 @@
+"""Memory before a run: every number is held against the part that it is about, and what cannot fit is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tidemill import memory
+from tidemill.build import EngineSpec, build_engine
+from tidemill.config import ConfigError, load
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.kernels.library import native
+from tidemill.model_folder import architecture_of, resolve_model
+from tidemill.models.architecture import Architecture
+from tidemill.models.attention import packed_attention, packed_positions
+from tidemill.models.decoder import Decoder
+from tidemill.models.fresh import Size, fresh_model
+from tidemill.models.logprobs import token_logprobs
+from tidemill.models.value import ValueModel
+from tidemill.models.weights import empty_decoder
+from tidemill.recipe import RunConfig
+from tidemill.trainer.checkpoint import Snapshot
+from tidemill.trainer.critic import Critic
+from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.reference import Reference
+from tidemill.trainer.settings import TrainerSettings
+
+SHAPE = {
+    **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4},
+    **{"num_key_value_heads": 2, "max_position_embeddings": 128},
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama, every bias": {"model_type": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False},
+    "mistral": {"model_type": "mistral", "tie_word_embeddings": False},
+    "qwen2": {"model_type": "qwen2", "tie_word_embeddings": True},
+    "qwen3": {"model_type": "qwen3", "tie_word_embeddings": True, "head_dim": 16},
+}
+
+
+def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunConfig:
+    return load(RunConfig, [], overrides, {"run_dir": "runs/x", "model": model, "env": env, "algorithm": "grpo"})
+
+
+def of(held: Iterable[memory.Held]) -> dict[str, int]:
+    return {each.what.partition(",")[0]: each.bytes for each in held}
+
+
+def size(tensors: Iterable[Tensor | None]) -> int:
+    return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parameters_are_counted(family: str):
+    arch = Architecture.from_dict(SHAPE | FAMILIES[family])
+    decoder = empty_decoder(arch)
+    assert memory.parameters(arch) == sum(p.numel() for p in decoder.parameters())
+    assert sorted(memory.matrices(arch)) == sorted(tuple(weight.shape) for _, weight, _ in decoder.packed())
+
+
+def test_a_new_models_shape_is_known_before_it_is_made(tmp_path: Path):
+    known = architecture_of("new:0.1m")
+    assert list(tmp_path.iterdir()) == [] and known is not None
+    made = Architecture.from_folder(resolve_model("new:0.1m", tmp_path, seed=0))
+    assert memory.parameters(known) == memory.parameters(made) and known.context == made.context
+    assert architecture_of(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv", "context"), [("float32", None, 512), ("float32", 1, 240), ("bfloat16", None, 512), ("bfloat16", 1, 496)]
+)
+async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int | None, context: int):
+    sizes = Size(layers=8, hidden=64, heads=2, kv_heads=2, intermediate=96)
+    arch = fresh_model(tmp_path / "model", alphabet="abcdef", **sizes)
+    settings = EngineSettings.model_validate({"dtype": dtype, "device": "cpu", "kv_memory_mb": kv, "max_sequences": 7})
+    engine = build_engine(EngineSpec(model=tmp_path / "model", engine=settings))
+    assert isinstance(engine, NativeEngine) and engine._cache is not None
+    said, decoder = of(memory.engine_memory(settings, arch)), engine._weights.decoder
+    assert said["weights"] == said["spare for the next version"] == size(decoder.parameters())
+    assert said["KV cache"] == size([engine._cache.kv])
+    assert memory.context_of(settings, arch) == (await engine.capabilities()).context == context
+    compiled = native()
+    if compiled is not None and compiled.packs(decoder.head_weight):
+        assert said["packed copies of both"] == 2 * size(packed.numbers for _, _, packed in decoder.packed())
+    await engine.close()
+
+
+def test_what_an_engine_does_not_pack():
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
+    invariant = EngineSettings(batch_invariant=True, device="cpu")
+    assert not any("packed" in what for what in of(memory.engine_memory(invariant, arch)))
+    on_gpu = of(memory.engine_memory(EngineSettings(device="cuda", dtype="bfloat16"), arch))
+    assert on_gpu["head in float32"] == 4 * 48 * 32 and not any("packed" in what for what in on_gpu)
+
+
+def test_the_cache_takes_a_share_of_what_is_free():
+    arch, settings = Architecture.from_dict(SHAPE | FAMILIES["qwen2"]), EngineSettings(device="cpu")
+    full, short = memory.kv_pages(settings, arch), memory.kv_pages(settings, arch, free=4 << 20)
+    assert full == (128 * 8 + 1, False) and short[1] and short[0] < full[0]
+    assert of(memory.engine_memory(settings, arch, free=4 << 20))["KV cache"] <= 1 << 20
+
+
+@pytest.mark.parametrize("follows", [False, True])
+def test_a_trainer_holds_what_was_said(follows: bool):
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"])
+    every = f"algorithm.reference.every={int(follows)}"
+    config = recipe("algorithm.reference.kl=0.1", every, "trainer.serving_dtype=bfloat16")
+    said = of(memory.trainer_memory(config, arch, arch))
+    decoder, reference = empty_decoder(arch), empty_decoder(arch)
+    decoder.initialise(torch.Generator())
+    optimizer = Optimizer(decoder, config.trainer, updates=1)
+    optimizer.apply(1.0)
+    assert said["weights"] == said["gradients"] == said["reference"] == size(decoder.parameters())
+    assert said["two moments"] == size(optimizer.state().values())
+    taken = Snapshot.take(decoder, optimizer, [Reference(reference, every=int(follows))])
+    copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
+    assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied])
+    assert said["two versions on their way to engines"] == said["weights"]  # two of half the size
+    assert "reference" not in of(memory.trainer_memory(recipe("placement.sync.carrier=checkpoint"), arch, None))
+
+
+@pytest.mark.parametrize("model", ["initial", "policy"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_critic_holds_what_was_said(model: str, tied: bool):
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"] | {"tie_word_embeddings": tied})
+    config = recipe("algorithm=ppo", f"algorithm.critic.model={model}")
+    said = of(memory.trainer_memory(config, arch, None, arch if model == "initial" else None))
+    decoder = empty_decoder(arch)
+    if model == "policy":
+        assert not [what for what in said if what.startswith("critic")]  # a head is one row
+        return
+    critic = Critic(ValueModel(empty_decoder(replace(arch, tied=True))), config.trainer, 1)
+    for each in critic.model.trained.parameters():
+        torch.nn.init.zeros_(each)
+    critic.apply(1.0)
+    head = size(critic.model.head.parameters())
+    held = said["critic"]
+    assert held == 4 * size(critic.model.decoder.parameters()) == 4 * (size(critic.model.trained.parameters()) - head)
+    optimizer = Optimizer(decoder, config.trainer, updates=1)
+    optimizer.apply(1.0)
+    taken = Snapshot.take(decoder, optimizer, [critic])
+    copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
+    assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied]) - 3 * head
+
+
+def kept_by(decoder: Decoder, settings: TrainerSettings, lengths: list[int]) -> int:
+    """Bytes that the forward pass of these rows leaves for the backward pass, beside the weights."""
+    alive: dict[int, int] = {}
+    weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
+
+    def note(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            alive[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    tokens, attend = torch.zeros(sum(lengths), dtype=torch.long), packed_attention(lengths, decoder.arch.windows)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings.dtype == "bfloat16")
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        with autocast:
+            hidden = decoder(tokens, packed_positions(lengths), attend, checkpointing=settings.checkpointing)
+        kept = token_logprobs(decoder, hidden, tokens, entropy=True)
+    assert len(kept) == 2
+    return sum(alive.values())
+
+
+@pytest.mark.parametrize("lengths", [[100] * 4, [100, 60, 33, 20, 90, 90]], ids=["even", "ragged"])
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_activations_are_bounded(family: str, dtype: str, checkpointing: bool, lengths: list[int]):
+    wide = {"hidden_size": 128, "intermediate_size": 320, "num_hidden_layers": 6}
+    arch = Architecture.from_dict(SHAPE | wide | FAMILIES[family])
+    settings = TrainerSettings.model_validate({"dtype": dtype, "checkpointing": checkpointing, "device": "cpu"})
+    plain = settings.model_copy(update={"checkpointing": False})
+
+    def kept(layers: int, settings: TrainerSettings) -> int:
+        decoder = empty_decoder(replace(arch, layers=layers, windows=arch.windows[:layers]))
+        decoder.initialise(torch.Generator())
+        return kept_by(decoder, settings, lengths)
+
+    alive = kept(6, settings)
+    if checkpointing:  # one layer at a time is run again in the backward pass
+        alive += kept(2, plain) - kept(1, plain)
+    said = memory.activations(arch, settings, sum(lengths))
+    assert alive <= said <= 1.6 * alive
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(memory, "memory_bytes", lambda: (free, free))
+
+
+def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch: pytest.MonkeyPatch):
+    arch = architecture_of("new:2m")
+    assert arch is not None
+    config = recipe("trainer.micro_batch_tokens=100000", "placement.engines=2", model="new:2m")
+    needs = memory.processes(config, memory.Models.of(config, arch))
+    needed = sum(p.count * sum(h.bytes for h in p.held if not h.lazy) for p in needs)
+    with_free(monkeypatch, needed)
+    memory.check_memory(config, arch)
+    with_free(monkeypatch, needed - 1)
+    with pytest.raises(
+        ConfigError, match=r"engine \(2 of them\).*What takes the most first: a lower trainer.micro_batch_tokens"
+    ) as e:
+        memory.check_memory(config, arch)
+    assert "trainer.checkpointing = true" in str(e.value) and "KV" not in str(e.value)
+    memory.check_memory(recipe("trainer.micro_batch_tokens=4096", "placement.engines=2", model="new:2m"), arch)
+
+
+def test_a_cache_counts_where_its_size_is_asked_for(monkeypatch: pytest.MonkeyPatch):
+    arch = architecture_of("new:0.1m")
+    assert arch is not None
+    with_free(monkeypatch, 1 << 30)
+    memory.check_memory(recipe(), arch)
+    with pytest.raises(ConfigError, match=r"first: a lower engine.kv_memory_mb \(now 2,000\)"):
+        memory.check_memory(recipe("engine.kv_memory_mb=2000"), arch)
+
+
+def test_a_row_beyond_the_budget_counts_whole():
+    arch = architecture_of("new:0.1m")
+    assert arch is not None
+    config = recipe("trainer.micro_batch_tokens=100")
+    usual, long = (of(memory.trainer_memory(config, arch, None, longest=n)) for n in (50, 400))
+    assert long["activations of at most 400 tokens"] > 3 * usual["activations of at most 100 tokens"]

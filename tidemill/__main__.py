@@ -1,0 +1,5 @@
+"""`python -m tidemill`: the command line."""
+
+from tidemill.cli import main
+
+main()

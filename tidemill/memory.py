@@ -1,0 +1,241 @@
+"""Memory that a run takes, process by process, from the shapes of its models: for `explain`, and to refuse what cannot fit.
+
+Bytes of weights, optimizer and caches are exact. Activations are an upper bound for a micro-batch that fills its budget: the
+tensors that a layer keeps for the backward pass, with what padding adds to its attention. Buffers of matrix products, and
+what Python and torch take themselves, come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tidemill.config import ConfigError
+from tidemill.engine.attention import page_bytes
+from tidemill.engine.core import SHARE_OF_FREE_MEMORY
+from tidemill.engine.settings import EngineSettings
+from tidemill.kernels.library import BLOCK, STEP
+from tidemill.machine import memory_bytes
+from tidemill.model_folder import architecture_of
+from tidemill.models.architecture import Architecture
+from tidemill.models.logprobs import chunk_rows
+from tidemill.recipe import RunConfig
+from tidemill.trainer.settings import TrainerSettings
+
+MIB, GIB = 2**20, 2**30
+ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
+AUTOCAST = 0.8  # of what is kept in float32, at most: norms and attention stay in it, on CPU
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Memory of one process, and what for."""
+
+    what: str
+    bytes: int
+    lever: str = ""  # what a user could change to need less of it
+    lazy: bool = False  # taken as it is used, and sized by what is free
+
+    @property
+    def said(self) -> str:
+        return f"{in_words(self.bytes)} {self.what}"
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    name: str
+    count: int
+    device: str  # cpu, cuda
+    held: list[Held]
+
+    @property
+    def bytes(self) -> int:
+        """Of one of them."""
+        return sum(h.bytes for h in self.held)
+
+
+@dataclass(frozen=True, slots=True)
+class Models:
+    """The architectures of a run; None: there is none, or its folder is not here."""
+
+    policy: Architecture
+    reference: Architecture | None = None
+    critic: Architecture | None = None  # one of its own
+
+    @classmethod
+    def of(cls, config: RunConfig, policy: Architecture) -> Models:
+        reference, critic = config.reference, config.critic
+        return cls(
+            policy,
+            None if reference is None else policy if reference.model == "initial" else architecture_of(reference.model),
+            None
+            if critic is None or critic.model == "policy"
+            else policy
+            if critic.model == "initial"
+            else architecture_of(critic.model),
+        )
+
+    def complete(self, config: RunConfig) -> bool:
+        """Whether all that the recipe asks for are known."""
+        own_critic = config.critic is not None and config.critic.model != "policy"
+        return (self.reference is not None) is (config.reference is not None) and (self.critic is not None) is own_critic
+
+
+def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Process]:
+    """longest: tokens of the longest row, where that is known: one beyond the budget is a micro-batch by itself."""
+    placement, free = config.placement, free_memory(config.engine)
+    held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
+    found = [Process("trainer", 1, on_device(config.trainer), held)]
+    device = on_device(config.engine)
+    found += [Process("engine", placement.engines, device, engine_memory(config.engine, models.policy, free))]
+    if models.reference is not None and placement.reference_engines:
+        serving = engine_memory(config.engine, models.reference, free, updated=False)
+        found.append(Process("reference engine", placement.reference_engines, device, serving))
+    return found
+
+
+def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> None:
+    """Raises ConfigError, with what to change, when a run needs more than is free now on one of its devices.
+
+    A cache that is sized by what is free is left out: it makes do with what there is.
+    """
+    found = processes(config, Models.of(config, policy), longest)
+    for device in dict.fromkeys(p.device for p in found):
+        free = free_on(device)
+        there = [p for p in found if p.device == device]
+        parts = [(p, h) for p in there for h in p.held if not h.lazy]
+        needed = sum(p.count * h.bytes for p, h in parts)
+        if free is None or needed <= free:
+            continue
+        each = [f"{p.name}{f' ({p.count} of them)' if p.count > 1 else ''}: {_listed(p.held)}" for p in there]
+        levers = [h.lever for _, h in sorted(parts, key=lambda part: -part[0].count * part[1].bytes) if h.lever]
+        raise ConfigError(
+            f"this recipe needs {in_words(needed)} of memory on {device}, and {in_words(free)} is free. {'. '.join(each)}. "
+            f"What takes the most first: {'; '.join([*dict.fromkeys(levers)][:3])}"
+        )
+
+
+def _listed(held: Iterable[Held]) -> str:
+    return ", ".join(h.said for h in held if not h.lazy)
+
+
+def trainer_memory(
+    config: RunConfig,
+    arch: Architecture,
+    reference: Architecture | None,
+    critic: Architecture | None = None,
+    longest: int = 0,
+) -> list[Held]:
+    """reference, critic: those of the other policy and of a critic of its own, where there are any whose folder is known."""
+    own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
+    held = [Held("weights", own, smaller), Held("gradients", own, smaller), Held("two moments", 2 * own, smaller)]
+    moves = 0
+    if asked is not None and reference is not None and not config.placement.reference_engines:
+        held.append(Held("reference", 4 * parameters(reference), "a smaller algorithm.reference.model"))
+        moves = 4 * parameters(reference) if asked.every else 0
+    if critic is not None:  # without the head, a vocabulary's worth, where that is not the embedding
+        size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
+        held.append(Held("critic, its gradients and moments", 4 * size, "algorithm.critic.model = 'policy'"))
+        moves += 3 * size
+    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller))
+    if config.placement.sync.carrier == "shared_memory":
+        size = 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]
+        lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
+        held.append(Held("two versions on their way to engines", size, lever))
+    tokens, settings = max(longest, config.trainer.micro_batch_tokens), config.trainer
+    alive = sum(activations(each, settings, tokens) for each in (arch, critic) if each is not None)
+    less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
+    lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"
+    return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
+
+
+def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> int:
+    """Bytes alive at the end of the forward pass of a micro-batch, at most; the head's chunk of logits included.
+
+    A layer keeps, for each token: its input, both norms' outputs and what the attention adds (4 D, with the sum), the
+    projections q|k|v and their rotated, padded and normed copies, what attention gives, and gate|up, silu and their product.
+    """
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
+    kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
+    share, copies = (AUTOCAST, 2 * parameters(arch)) if settings.dtype == "bfloat16" else (1.0, 0)
+    logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, on_device(settings))) * arch.vocab
+    return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
+
+
+def matrices(arch: Architecture) -> list[tuple[int, int]]:
+    """[N, K] of every matrix that something is multiplied with, the head last."""
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    layer = [(q + 2 * kv, arch.hidden), (arch.hidden, q), (2 * arch.intermediate, arch.hidden)]
+    return [*layer, (arch.hidden, arch.intermediate)] * arch.layers + [(arch.vocab, arch.hidden)]
+
+
+def parameters(arch: Architecture) -> int:
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    vectors = 2 * arch.hidden + 2 * arch.head_dim * arch.qk_norm + (q + 2 * kv) * arch.qkv_bias + arch.hidden * arch.o_bias
+    vectors += (2 * arch.intermediate + arch.hidden) * arch.mlp_bias
+    embedding = 0 if arch.tied else arch.vocab * arch.hidden
+    return sum(n * k for n, k in matrices(arch)) + embedding + arch.layers * vectors + arch.hidden
+
+
+def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None, updated: bool = True) -> list[Held]:
+    """Of one engine, at most. free: memory that its KV cache takes a share of; None: not known. updated: versions come."""
+    size = ITEM[settings.dtype]
+    own, on_cpu = size * parameters(arch), on_device(settings) == "cpu"
+    packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
+    lower = "engine.dtype = 'bfloat16'" if settings.dtype == "float32" else "a smaller model"
+    held = [Held("weights", own, lower), *([Held("spare for the next version", own, lower)] if updated else [])]
+    if packs:
+        packed = len(held) * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
+        of = "copies of both" if updated else "copy"
+        held.append(Held(f"packed {of}, where the processor has a product for them", packed * size, lower))
+    elif size == 2:
+        held.append(Held("head in float32", 4 * arch.vocab * arch.hidden))
+    pages, _ = kv_pages(settings, arch, free)
+    cache = "KV cache, taken as it is used" if on_cpu else "KV cache"
+    given = settings.kv_memory_mb is not None
+    lever = f"a lower engine.kv_memory_mb (now {settings.kv_memory_mb:,})" if given else ""
+    return [*held, Held(cache, pages * _page(settings, arch), lever, lazy=not given)]
+
+
+def kv_pages(settings: EngineSettings, arch: Architecture, free: int | None = None) -> tuple[int, bool]:
+    """Pages of the KV cache, and whether it is less than full contexts for all sequences."""
+    context = min(settings.context or arch.context, arch.context)
+    wanted = settings.max_sequences * -(-context // settings.page_size) + 1
+    if settings.kv_memory_mb is not None:
+        pages = (settings.kv_memory_mb << 20) // _page(settings, arch)
+    else:
+        share = SHARE_OF_FREE_MEMORY[on_device(settings)]
+        pages = wanted if free is None else min(wanted, int(free * share) // _page(settings, arch))
+    return pages, pages < wanted
+
+
+def context_of(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:
+    """Tokens that a row may hold."""
+    pages, _ = kv_pages(settings, arch, free)
+    return max(2, min(settings.context or arch.context, arch.context, (pages - 1) * settings.page_size))
+
+
+def _page(settings: EngineSettings, arch: Architecture) -> int:
+    return page_bytes(arch, settings.page_size, getattr(torch, settings.dtype))
+
+
+def on_device(settings: EngineSettings | TrainerSettings) -> str:
+    return settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_memory(settings: EngineSettings) -> int | None:
+    """Where the engines are, now; None for a device that this machine lacks."""
+    return free_on(on_device(settings))
+
+
+def free_on(device: str) -> int | None:
+    if device == "cpu":
+        return memory_bytes()[1]
+    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+
+
+def in_words(size: int) -> str:
+    return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"
