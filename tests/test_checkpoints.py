@@ -50,11 +50,11 @@ class Place:
         self.folder.mkdir()
         self.ledger, self.trainer = SqliteLedger(path, durability="process"), Bytes()
 
-    def checkpoints(self, keep: int = 10, keep_every: int = 0) -> Checkpoints:
-        return Checkpoints(self.folder, self.ledger, self.notes.append, keep, keep_every)
+    def checkpoints(self, keep: int = 10, keep_every: int = 0, replays: int = 0) -> Checkpoints:
+        return Checkpoints(self.folder, self.ledger, self.notes.append, keep, keep_every, replays)
 
-    async def save(self, *steps: int, keep: int = 10, keep_every: int = 0) -> None:
-        these = self.checkpoints(keep, keep_every)
+    async def save(self, *steps: int, keep: int = 10, keep_every: int = 0, replays: int = 0) -> None:
+        these = self.checkpoints(keep, keep_every, replays)
         for step in steps:
             self.trainer.state = step
             await (await these.begin(self.trainer, Position(step, 0, 4 * step)))  # type: ignore[arg-type]
@@ -233,14 +233,22 @@ async def test_a_run_that_never_had_one_begins_at_its_beginning(place):
 
 
 @pytest.mark.parametrize(
-    ("keep", "every", "kept", "bound"),
-    [(1, 0, [8], 8), (3, 0, [6, 7, 8], 6), (2, 3, [3, 6, 7, 8], 7), (9, 0, [*range(1, 9)], 1)],
+    ("keep", "every", "replays", "kept", "bound"),
+    [
+        (1, 0, 0, [8], 8),
+        (3, 0, 0, [6, 7, 8], 6),
+        (2, 3, 0, [3, 6, 7, 8], 7),
+        (9, 0, 0, [*range(1, 9)], 1),
+        (3, 0, 4, [6, 7, 8], 2),
+        (1, 0, 99, [8], 0),
+    ],
 )
-async def test_retention(place, monkeypatch, keep, every, kept, bound):
-    """Trajectories are kept from the oldest checkpoint on that a resume would fall back on."""
+async def test_retention(place, monkeypatch, keep, every, replays, kept, bound):
+    """Trajectories are kept from the oldest checkpoint on that a resume would fall back on, and those that a step may train
+    once more."""
     bounds = []
     monkeypatch.setattr(place.ledger, "retain", lambda checkpoint: bounds.append(checkpoint))
-    await place.save(*range(1, 9), keep=keep, keep_every=every)
+    await place.save(*range(1, 9), keep=keep, keep_every=every, replays=replays)
     assert place.names() == [f"step-{step:06d}" for step in kept] and bounds[-1] == bound
 
 

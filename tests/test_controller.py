@@ -96,7 +96,7 @@ class World:
     def drop(self, group_id: int, reason: str) -> None:
         self.fates[group_id].append(reason)
 
-    def begin_step(self, step: int, incarnation: int, group_ids) -> None:
+    def begin_step(self, step: int, incarnation: int, group_ids, again=()) -> None:
         self.log.append(f"begin {step}")
         for group_id in group_ids:
             self.fates[group_id].append("trained")
@@ -199,6 +199,25 @@ def test_the_bound_is_tight():
     world = World(gen_s=100, sigma=1.5, train_s=1, sync_s=0)
     run_virtually(controller(world, steps=40, batch=4, max_lag=3, window=1).run())
     assert max(world.lags) == 3
+
+
+def test_what_is_trained_once_more_is_beyond_the_bound_and_takes_no_slots():
+    world, kept, composed = World(gen_s=5, sigma=0.1), dict[int, list[Group]](), list[tuple[int, list[int], list[int]]]()
+    run = controller(world, steps=8, batch=3, max_lag=1)
+    begin, rows = world.begin_step, world.rows
+    world.begin_step = lambda s, i, ids, again: (composed.append((s, list(ids), list(again))), begin(s, i, ids))
+    world.rows = lambda groups, step: (kept.setdefault(step, list(groups)), rows(groups, step))[1]
+    run.again = lambda step: kept[step - 5][:2] if step >= 5 else ()
+    assert run_virtually(run.run()) == 8
+    assert max(world.lags) > 1 and all(fate == ["trained"] for fate in world.fates.values() if fate)
+    assert sum(fate == ["trained"] for fate in world.fates.values()) == 8 * 3
+    assert [again for step, _, again in composed] == [[]] * 5 + [[g.id for g in kept[s][:2]] for s in range(3)]
+    assert all([g.id for g in kept[step]] == ids + again for step, ids, again in composed)
+    unknown = controller(World(), steps=2, batch=2, max_lag=1)
+    stranger = asyncio.run(World(gen_s=0, serving=Version(0, 7, fingerprint="of another run")).rollout(0, Task("t", "?")))
+    unknown.again = lambda step: [stranger]
+    with pytest.raises(PolicyMismatch, match="never published"):
+        run_virtually(unknown.run())
 
 
 def test_max_lag_zero_is_on_policy():
@@ -394,7 +413,7 @@ def test_deterministic_what_samples_a_group_does_not_depend_on_time(max_lag):
                 return group
 
         begin = world.begin_step
-        world.begin_step = lambda step, incarnation, ids: (steps.append(list(ids)), begin(step, incarnation, ids))
+        world.begin_step = lambda step, incarnation, ids, again: (steps.append(list(ids)), begin(step, incarnation, ids))
         run_virtually(
             controller(world, steps=8, batch=4, max_lag=max_lag, roller=Roller(), deterministic=deterministic).run()
         )

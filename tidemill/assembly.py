@@ -24,6 +24,7 @@ from tidemill.envs.curriculum import Curriculum
 from tidemill.envs.several import Several
 from tidemill.evaluation import Evaluator
 from tidemill.exact import Recorded, take_up_exactly
+from tidemill.experience import Experience
 from tidemill.given import Given, HeldOut
 from tidemill.giving import giving, remembered
 from tidemill.health import reporting
@@ -99,7 +100,9 @@ async def train(session: Session, parts: Parts) -> int:
     config, ledger = session.config, session.ledger
     pool = parts.pool
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
+    replay = config.data.replay
     kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
+    kept |= {"replays": replay.within if replay.share else 0}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
     engines = [engine for each in parts.pools for engine in each.engines]
     contexts = [(await engine.capabilities()).context for engine in engines]  # less than the model's where KV is short
@@ -140,6 +143,7 @@ async def train(session: Session, parts: Parts) -> int:
         restored=standing.left,
         versions=standing.versions,
         learn=curriculum.learn_group,
+        again=Experience(ledger, replay, config.rollout.groups),
         timeline=session.monitor.loop,
     )
 

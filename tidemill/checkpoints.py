@@ -35,11 +35,18 @@ _PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 class Checkpoints:
     def __init__(
-        self, folder: Path, ledger: SqliteLedger, note: Callable[[str], None], keep: int = 1, keep_every: int = 0
+        self,
+        folder: Path,
+        ledger: SqliteLedger,
+        note: Callable[[str], None],
+        keep: int = 1,
+        keep_every: int = 0,
+        replays: int = 0,
     ) -> None:
-        """keep: how many are kept. keep_every: those of every such step are kept for good, too; 0: none."""
+        """keep: how many are kept. keep_every: those of every such step are kept for good, too; 0: none. replays: a step may
+        train again what so many steps before it trained, so that a resume needs these too."""
         self.folder, self._ledger, self._note = folder, ledger, note
-        self._keep, self._keep_every = keep, keep_every
+        self._keep, self._keep_every, self._replays = keep, keep_every, replays
         self._told: set[str] = set()
         self._stopped = threading.Event()
 
@@ -100,7 +107,8 @@ class Checkpoints:
             ) from error
         self._ledger.event("checkpoint", {"step": position.step})
         faults.reach(ROLE, "retain", position.step)
-        self._ledger.retain(checkpoint=await self._in_thread(self._retire))
+        oldest = await self._in_thread(self._retire)
+        self._ledger.retain(checkpoint=max(0, oldest - self._replays))
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
         """Cancelled, it waits for its end: whoever goes on with the run must find nobody else in the folder."""

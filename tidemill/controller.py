@@ -7,7 +7,8 @@
 
 Step s trains weights s into weights s + 1. Its forward and backward run while version s is still being published; its
 update waits until that has ended, because weights must not change under a reader. A step's composition is in the ledger
-before its gradient (I3), every token's version is one that this run published (I1), and none is older than max_lag (I2).
+before its gradient (I3), every token's version is one that this run published (I1), and none is older than max_lag (I2),
+but for groups that are trained once more (`again`), which are as old as asked for.
 This module knows protocols only: no torch, no engine, no process. Tests run it under virtual time.
 """
 
@@ -131,6 +132,7 @@ class Controller:
     restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # a run that goes on: finished, or in flight
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
     learn: Callable[[Group], None] = lambda group: None  # is told of what was recorded: `task_at` may follow from it
+    again: Callable[[int], Sequence[Group]] = lambda step: ()  # groups of earlier steps that a step trains once more
     timeline: Timeline = field(default_factory=Timeline)  # what the loop of steps does, for the account of time
     step: int = 0  # steps done
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
@@ -210,17 +212,20 @@ class Controller:
                 break
             if not self._known(groups):  # one engine serves the new version already, another has yet to commit it
                 await self._published(publishing)
-            self._check(step, groups)
             with self.timeline.phase("ledger"):
-                self.ledger.begin_step(step, self.schedule.incarnation, [g.id for g in groups])
+                again = self.again(step)
+            self._check(step, groups, again)
+            with self.timeline.phase("ledger"):
+                incarnation = self.schedule.incarnation
+                self.ledger.begin_step(step, incarnation, [g.id for g in groups], [g.id for g in again])
             faults.reach(ROLE, "train", step)
             before = partial(self._before_update, publishing, step, groups)
             with self.timeline.phase("train"):
-                prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, step, before)
+                prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, again, step, before)
             faults.reach(ROLE, "apply", step)
             self.step = step = step + 1
             with self.timeline.phase("ledger"):
-                self.ledger.end_step(step - 1, self.schedule.incarnation, prepared.metrics | metrics)
+                self.ledger.end_step(step - 1, incarnation, prepared.metrics | metrics)
             if self.schedule.deterministic:  # all that these weights' predecessor is to sample, it has sampled
                 with self.timeline.phase("rollouts"):
                     await self.buffer.settled()
@@ -312,11 +317,13 @@ class Controller:
         sources = {source for group in groups for trajectory in group.trajectories for source in trajectory.sources}
         return all(self.versions.get((source.incarnation, source.step)) == source for source in sources)
 
-    def _check(self, step: int, groups: Sequence[Group]) -> None:
-        """I1 and I2, at the last moment before a gradient. They say nothing of given replies, which no policy sampled."""
-        for group in groups:
+    def _check(self, step: int, groups: Sequence[Group], again: Sequence[Group]) -> None:
+        """I1 and I2, at the last moment before a gradient. They say nothing of given replies, which no policy sampled, and
+        I2 nothing of what is trained again."""
+        for group in (*groups, *again):
             if not self._known([group]):
                 raise PolicyMismatch(f"group {group.id} holds tokens of a policy which this run never published")
+        for group in groups:
             if group.oldest is not None and step - group.oldest > self.buffer.max_lag:
                 raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
 
@@ -339,14 +346,17 @@ class Controller:
 async def train_on(
     trainer: Trainer,
     algorithm: Algorithm,
-    groups: Sequence[Group],
+    fresh: Sequence[Group],
+    again: Sequence[Group],
     step: int,
     before_update: Callable[[Update, TrainResult], Awaitable[None]] | None = None,
 ) -> tuple[Prepared, TrainResult, Metrics]:
     """All of a step but its record: its samples, what their forward passes gave, and what the optimizer said last.
 
+    again: groups that an earlier step was made of, which differ from fresh ones in nothing but their age.
     `before_update` is awaited once, with the gradient of the first update accumulated and no weight touched.
     """
+    groups = [*fresh, *again]
     rows = algorithm.rows(groups, step)
     logprobs = {policy: await trainer.forward(rows, policy) for policy in algorithm.asks}
     prepared = algorithm.prepare(groups, step, rows, logprobs)
@@ -357,6 +367,8 @@ async def train_on(
         if number == 0 and before_update is not None:
             await before_update(update, result)
         metrics = await trainer.apply(update.scale)
+    if again:
+        metrics = metrics | {"replayed": float(len(again))}
     if len(prepared.updates) > 1:  # the later passes were of other weights than the step began with
         result = TrainResult({}, list(logprobs["policy"]))
     return prepared, TrainResult(dict(sums), result.logprobs), metrics

@@ -73,11 +73,11 @@ class Recorded:
         elif recorded != f"dropped: {reason}":
             raise _differs(f"group {group_id} was {recorded}, and is now to be dropped: {reason}")
 
-    def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int]) -> None:
+    def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
         if step >= self._begun:
-            self._ledger.begin_step(step, incarnation, group_ids)
-        elif (recorded := self._ledger.replay_step(step, incarnation)) != list(group_ids):
-            raise _differs(f"step {step} was of groups {recorded}, and is now of {list(group_ids)}")
+            self._ledger.begin_step(step, incarnation, group_ids, again)
+        elif (recorded := self._ledger.replay_step(step, incarnation)) != (now := (list(group_ids), list(again))):
+            raise _differs(f"step {step} was of groups {recorded}, and is now of {now}")
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
         self._ledger.end_step(step, incarnation, metrics)

@@ -52,13 +52,20 @@ class RolloutSettings(Config):
     episode_s: float = Field(600.0, gt=0)  # an episode that takes longer ends as an infrastructure error
 
 
+class ReplaySettings(Config):
+    """Groups that are trained once more, beside a step's own: see `experience`. Off while `share` is 0."""
+
+    share: float = Field(0.0, ge=0, le=4)  # of the step's groups, how many come on top
+    within: int = Field(16, ge=1)  # steps back; max_lag does not bound these
+    times: int = Field(1, ge=1)  # that a group is trained again, at most
+
+
 class DataSettings(Config):
     """Which tasks are given."""
 
     order: Order = "shuffled"  # frontier, easy_first, mixed: by each task's pass rate so far, see `envs.curriculum`
-    retire: float = Field(
-        0.0, ge=0, le=1
-    )  # a task of which a whole group was passed at this rate is not given again; 0: off
+    retire: float = Field(0.0, ge=0, le=1)  # a task whose whole group was passed at this rate is not given again; 0: off
+    replay: ReplaySettings = ReplaySettings()
 
 
 class WarmupSettings(Config):
@@ -200,6 +207,7 @@ class RunConfig(Config):
                 f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
             )
         self._expect_order()
+        self._expect_replay()
         self._expect_sampled_or_given()
         if self.deterministic and (self.warmup.accuracy or self.rollout.window > 1):
             raise ValueError(
@@ -244,6 +252,18 @@ class RunConfig(Config):
                 "what has come back when a task is asked for, which depends on time; use 'shuffled' and 0"
             )
 
+    def _expect_replay(self) -> None:
+        replay, groups = self.data.replay, self.rollout.groups
+        if not replay.share:
+            if replay != ReplaySettings():
+                raise ValueError("data.replay.within and times apply to what is replayed: set data.replay.share, 0.25 say")
+            return
+        if int(replay.share * groups) < 1:
+            raise ValueError(
+                f"data.replay.share = {replay.share:g} of rollout.groups = {groups} is less than one group: raise it to "
+                f"{1 / groups:g} at least, or set 0"
+            )
+
     def _expect_sampled_or_given(self) -> None:
         if not (given := self.given):
             if not self.judged:
@@ -258,7 +278,9 @@ class RunConfig(Config):
                 "final/ of a run of sft"
             )
         if self.data != DataSettings():
-            raise ValueError(f"data.order and data.retire go by what a policy earned, and given = {given!r} samples nothing")
+            raise ValueError(
+                f"data.order, retire and replay go by what a policy earned, and given = {given!r} samples nothing"
+            )
         fresh = RolloutSettings()
         if changed := [name for name in OF_SAMPLING if getattr(self.rollout, name) != getattr(fresh, name)]:
             raise ValueError(

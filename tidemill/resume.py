@@ -67,6 +67,7 @@ async def take_up(
 
 
 async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
-    groups = [ledger.load(group_id) for group_id in ledger.replay_step(step, incarnation)]
-    prepared, _, metrics = await train_on(trainer, algorithm, groups, step)
+    fresh, again = ledger.replay_step(step, incarnation)
+    loaded = ([ledger.load(group_id) for group_id in ids] for ids in (fresh, again))
+    prepared, _, metrics = await train_on(trainer, algorithm, *loaded, step)
     ledger.end_step(step, incarnation, prepared.metrics | metrics)

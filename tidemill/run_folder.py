@@ -16,7 +16,7 @@ from typing import Any
 
 from tidemill import faults
 from tidemill.codec import CodecError, parse_json
-from tidemill.config import ConfigError, dump
+from tidemill.config import ConfigError, build, dump
 from tidemill.controller import ROLE
 from tidemill.durable import flush, put_in_place, write_json
 from tidemill.recipe import RunConfig, check_same_run
@@ -56,7 +56,7 @@ class RunFolder:
     def claim(self, config: RunConfig, begun: bool) -> None:
         """Write the recipe; one that has begun (admitted a group) goes on only under its own. Under the ledger's lock."""
         if begun:
-            check_same_run(self.recipe(), dump(config), self.path)
+            check_same_run(_as_known_now(self.recipe()), dump(config), self.path)
         elif self.initial.is_symlink():
             self.initial.unlink()  # of a start that failed
         elif self.initial.exists():
@@ -119,3 +119,11 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigError(f"{path} holds {type(value).__name__}, expected an object")
     return value
+
+
+def _as_known_now(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe that an older version wrote: settings that it did not know are at their defaults, for so it ran."""
+    try:
+        return dump(build(RunConfig, recipe))
+    except ConfigError:
+        return recipe

@@ -158,6 +158,8 @@ def _describe(session: Session) -> None:
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))
     how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups x "
     rows = f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}"
+    if config.data.replay.share:
+        rows += f"; groups of the {config.data.replay.within} steps before may be trained once more, whatever max_lag"
     if given:
         how = f"nothing is sampled: {config.steps} steps of {config.rollout.groups} tasks x "
         rows = f"rows up to {check_given(given, [*train, *held_out], tokenizer, session.context)} tokens"

@@ -146,3 +146,4 @@ def test_lag_zero_is_of_this_very_version_and_of_all_of_an_attempt() -> None:
         for i in range(4)
     ]
     assert lag_zero([Group(7, Task("t", "?"), rows)], samples, now) == [True, False, False, False]
+    assert lag_zero([Group(8, Task("t", "?"), rows)], samples, now) == [False] * 4, "of a group that was not asked about"

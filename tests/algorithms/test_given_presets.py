@@ -138,7 +138,7 @@ async def test_value_and_gradient_are_the_papers(name: str, budget: int) -> None
     parameters = dict(pi.named_parameters()) | (dict(scored.head.named_parameters()) if settings.scores else {})
     wanted = dict(zip(parameters, torch.autograd.grad(loss, list(parameters.values())), strict=True))
     made = await groups(name, settings)
-    prepared, result, _ = await train_on(trainer, algorithm, made, 0, before_update)
+    prepared, result, _ = await train_on(trainer, algorithm, made, [], 0, before_update)
     for key, value in wanted.items():
         torch.testing.assert_close(seen[key], value, rtol=1e-4, atol=2e-6)
     assert max(float(value.abs().max()) for value in wanted.values()) > 1e-2, "a gradient of nothing proves nothing"
@@ -188,7 +188,7 @@ async def test_sft_is_the_cross_entropy_of_transformers(tmp_path) -> None:
     there = torch.tensor([[j < len(row.tokens) for j in range(width)] for row in rows])
     theirs = other(input_ids=padded, attention_mask=there.long(), labels=labels).loss
     trainer = NativeTrainer(pi, TrainerSettings(), steps=1)
-    _, result, _ = await train_on(trainer, Algorithm(settings, 8), made, 0)
+    _, result, _ = await train_on(trainer, Algorithm(settings, 8), made, [], 0)
     assert result.metrics["loss"] / result.metrics["tokens"] == pytest.approx(theirs.item(), rel=1e-5)
 
 

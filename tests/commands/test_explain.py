@@ -232,6 +232,15 @@ def test_a_function_of_ones_own_says_what_its_docstring_says(tidemill, tmp_path:
     assert said.code == 2 and "has no constant x" in said.out
 
 
+def test_what_is_trained_once_more_is_counted(tidemill, tmp_path: Path):
+    plain, more = (explained(tidemill, tmp_path, *given)["step"] for given in ((), ("data.replay.share=0.25",)))
+    assert (plain["replayed"], more["replayed"], more["sequences"]) == (0, 4, plain["sequences"])
+    assert more["denominator"] == plain["denominator"] * 20 // 16 and more["sampled_tokens"] == plain["sampled_tokens"]
+    assert more["forward_micro_batches"] > plain["forward_micro_batches"]
+    said = " ".join(tidemill("explain", tmp_path / "recipe.toml", "data.replay.share=0.25").out.split())
+    assert "at most 4 groups of the 16 steps before are trained once more" in said
+
+
 def test_several_environments_and_an_order(tidemill, tmp_path: Path):
     (tmp_path / "recipe.toml").write_text(
         'model = "new:0.1m"\nalgorithm = "dr_grpo"\nrollout.max_tokens = 6\ndata = { order = "frontier", retire = 0.9 }\n'

@@ -119,18 +119,21 @@ def test_given_tokens_that_cannot_be_are_refused(given: np.ndarray) -> None:
         record.check()
 
 
-def test_a_ledger_of_the_schema_before_is_gone_on_with(tmp_path: Path) -> None:
+@pytest.mark.parametrize("schema", ["2", "3"])
+def test_a_ledger_of_a_schema_before_is_gone_on_with(tmp_path: Path, schema: str) -> None:
     run = tmp_path / "run"
     (run / "trajectories").mkdir(parents=True)
     assert "given" in SCHEMAS["3"] and "'given'" not in SCHEMAS["2"]
+    assert "step_replays" in SCHEMAS["4"] and "step_replays" not in SCHEMAS["3"]
     with sqlite3.connect(run / "ledger.sqlite") as db:
-        db.executescript(SCHEMAS["2"] + "INSERT INTO meta VALUES ('schema', '2');")
+        db.executescript(SCHEMAS[schema] + f"INSERT INTO meta VALUES ('schema', '{schema}');")
     for mode in ("open", "open"):
         with SqliteLedger(run, mode=mode, durability="process") as ledger:
             first = ledger.next_group_id()
             ledger.admit(first, task(first))
             ledger.finish(group(first))
             ledger.begin_step(first, 0, [first])
+            assert ledger.replay_step(first, 1) == ([first], [])
     with SqliteLedger(run, mode="read") as ledger:
         assert ledger.counts().trained == 2 and ledger.counts().conserved
 
@@ -155,6 +158,9 @@ FATES = {
     "a step left out": (lambda s: s.begin_step(2, 0, [3]), "no step may be left out"),
     "a step begun again": (lambda s: s.begin_step(0, 1, [3]), "replayed, not begun again"),
     "a step of nothing": (lambda s: s.begin_step(1, 0, []), "without groups"),
+    "train again what was dropped": (lambda s: s.begin_step(1, 0, [3], [0]), "an earlier step trained"),
+    "train again what is trained now": (lambda s: s.begin_step(1, 0, [3], [3]), "an earlier step trained"),
+    "train again twice at once": (lambda s: s.begin_step(1, 0, [3], [1, 1]), "UNIQUE"),
     "an end without a beginning": (lambda s: s.end_step(1, 0, {}), "not begun"),
     "finish twice": (lambda s: s.finish(group(3)), "has finished and is pending"),
     "finish dropped": (lambda s: s.finish(group(0)), "was dropped (stale)"),
@@ -206,20 +212,36 @@ def test_the_database_itself_holds_the_fates(ledger: SqliteLedger, statement: st
         ledger._db.execute(statement)
 
 
+def test_what_is_trained_again_is_recorded_beside_the_fates(ledger: SqliteLedger) -> None:
+    fill(ledger, range(6))
+    ledger.begin_step(0, 0, [0, 1])
+    ledger.begin_step(1, 0, [2, 3], [1])
+    ledger.begin_step(2, 0, [4, 5], [2, 1])
+    assert [ledger.trained_again(step) for step in range(3)] == [[], [1], [2, 1]]
+    assert ledger.counts() == Counts(6, 6, {}, 0, 0, 0) and ledger.counts().conserved
+    rewards = {i: [t.reward for t in group(i).trajectories if not math.isnan(t.reward)] for i in range(6)}
+    uses = {0: 0, 1: 2, 4: 0}  # 2, 3 and 5 have no score
+    assert ledger.experience(0, 3)[:3] == [(i, rewards[i], uses[i]) for i in (0, 1, 4) if rewards[i]]
+    assert ledger.experience(0, 1) == [(i, rewards[i], 0) for i in (0, 1)], "later steps are of the future"
+    assert ledger.replay_step(2, 0) == ([4, 5], [2, 1]) and ledger.replay_step(2, 1) == ([4, 5], [2, 1])
+    assert ledger.trained_again(2, 0) == ledger.trained_again(2, 1) == ledger.trained_again(2) == [2, 1]
+    assert ledger.experience(0, 3)[1][2] == 2, "what was run twice counts once"
+
+
 def test_replays_keep_every_group_trained_once(ledger: SqliteLedger) -> None:
     fill(ledger, range(6))
     for step in range(3):
         ledger.begin_step(step, 0, [2 * step, 2 * step + 1])
         ledger.end_step(step, 0, {})
     # a checkpoint after step 0; bit-identical replay of step 1, then a new incarnation of step 2, then of both
-    assert ledger.replay_step(1, 0) == [2, 3]
+    assert ledger.replay_step(1, 0) == ([2, 3], [])
     assert ledger.steps(since=1)[0].runs == 2 and ledger.steps(since=1)[0].ended_at is None
     ledger.end_step(1, 0, {})
-    assert ledger.replay_step(2, 1) == [4, 5]
+    assert ledger.replay_step(2, 1) == ([4, 5], [])
     assert [(s.step, s.incarnation) for s in ledger.steps()] == [(0, 0), (1, 0), (2, 1)]
     assert [(s.step, s.incarnation) for s in ledger.steps(live=False)] == [(0, 0), (1, 0), (2, 0), (2, 1)]
     assert ledger.counts() == Counts(6, 6, {}, 0, 0, 0)
-    assert ledger.replay_step(1, 2) == [2, 3] and ledger.replay_step(2, 2) == [4, 5]
+    assert ledger.replay_step(1, 2) == ([2, 3], []) and ledger.replay_step(2, 2) == ([4, 5], [])
     assert ledger.counts().conserved and ledger.groups_of(2, 0) == ledger.groups_of(2) == [4, 5]
     with pytest.raises(LedgerError, match="incarnation 2 of it exists"):
         ledger.replay_step(2, 1)
@@ -272,7 +294,7 @@ def test_evaluations_events_and_meta(ledger: SqliteLedger) -> None:
     assert [e.detail for e in ledger.events("checkpoint")] == [{"step": 3}]
     ledger.set_meta("recipe", "abc")
     ledger.set_meta("recipe", "abd")
-    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "3"
+    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "4"
 
 
 def test_samples_rank_scores_only(ledger: SqliteLedger) -> None:

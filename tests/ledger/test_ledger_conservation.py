@@ -71,7 +71,7 @@ class History(RuleBasedStateMachine):
         for step in range(first, len(self.steps)):
             live, ids = self.steps[step]
             target = incarnation if fresh else live
-            assert self.ledger.replay_step(step, target) == ids
+            assert self.ledger.replay_step(step, target) == (ids, [])
             self.steps[step] = (target, ids)
 
     @precondition(lambda self: self.steps or self.dropped)

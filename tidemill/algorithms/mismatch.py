@@ -125,6 +125,9 @@ GROSS = {"float32": Limit(3e-4, 1e-2), "bfloat16": Limit(1e-1, 1.0, tokens=64)}
 
 
 def lag_zero(groups: Sequence[Group], samples: Sequence[Sample], version: Version) -> list[bool]:
-    """Of each sample, whether this very version sampled all of it: not an earlier life of its step, nor a part of it."""
+    """Of each sample, whether this very version sampled all of it: not an earlier life of its step, nor a part of it.
+    Samples of other groups than these are not asked about, and are not said to be."""
+    every = {(g.id, t.sample) for g in groups for t in g.trajectories}
     others = {(g.id, t.sample) for g in groups for t in g.trajectories if set(t.sources) != {version}}
-    return [(s.group, s.sample) not in others for s in samples]
+    matched = every - others
+    return [(s.group, s.sample) in matched for s in samples]

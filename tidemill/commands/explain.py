@@ -158,8 +158,12 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]
     batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
+    attempts = f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"
+    if step["replayed"]:
+        again = f"at most {_n(step['replayed'], 'group')} of the {config.data.replay.within:,} steps before"
+        attempts += f", and {again} are trained once more"
     return [
-        ("attempts", f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"),
+        ("attempts", attempts),
         ("sampled", sampled),
         ("updates", f"{step['updates']:,}"),
         ("passes", "; ".join(ran)),
@@ -173,7 +177,7 @@ def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
     if len(config.algorithms) > 1:
         return "each algorithm's own, of its groups; each counts by its share of the step's groups"
     s, most = sizing.first_algorithm(config), step.denominator
-    groups = -(-step.groups // s.updates.minibatches)
+    groups = -(-(step.groups + step.replayed) // s.updates.minibatches)
     attempts = f"{groups * (2 if s.preference in PREFERENCES else step.group_size):,} attempts"
     words = {
         "token": "the tokens trained on" + ("" if most is None else f", at most {most:,}"),
@@ -193,6 +197,8 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     behind = "synchronous: nothing trained on is stale"
     if config.max_lag:
         behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
+    if about["step"]["replayed"]:
+        behind += f"; what is trained once more is of the {_n(config.data.replay.within, 'step')} before"
     slots = f"({config.max_lag} + 1) × {about['step']['groups']}{window} = {about['slots']:,}"
     if config.given:
         behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"

@@ -16,6 +16,7 @@ class StepSize:
     groups: int
     group_size: int
     sequences: int
+    replayed: int  # groups of earlier steps that are trained once more, at most
     updates: int
     replies: int | None  # of an attempt, at most; None: the environment decides
     sampled_tokens: int | None  # at most; None: neither replies nor context are known
@@ -35,19 +36,22 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
     given = bool(config.given)
     asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds what a task gives
     each = most if asked is None else asked if most is None else min(asked, most)
-    groups = -(-r.groups // updates.minibatches)  # of the largest update
+    replayed = int(config.data.replay.share * r.groups)
+    groups = -(-(r.groups + replayed) // updates.minibatches)  # of the largest update
     rows = groups * r.group_size
     together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // most)  # rows that fit in any case
+    forward = (sequences + replayed * r.group_size) * (2 if first_algorithm(config).preference == "kto" else 1)
     parts = min(rows, -(-rows // together) + 1)  # those that have no gradient are run apart
     return StepSize(
         groups=r.groups,
         group_size=r.group_size,
         sequences=sequences,
+        replayed=replayed,
         updates=updates.count,
         replies=replies,
         sampled_tokens=0 if given else None if each is None else sequences * each,
         row_tokens=most,
-        forward_micro_batches=-(-sequences * (2 if first_algorithm(config).preference == "kto" else 1) // together),
+        forward_micro_batches=-(-forward // together),
         train_micro_batches=updates.count * parts,
         denominator=_denominator(config, groups, each),
     )

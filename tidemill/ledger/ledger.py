@@ -147,8 +147,11 @@ class SqliteLedger(LedgerReads):
                 raise LedgerError(f"cannot drop group {group_id}: it {self._standing(group_id)}")
             self._in_flight.discard(group_id)
 
-    def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int]) -> None:
-        """All of the step or nothing. A step that was begun before is not begun again: see `replay_step`."""
+    def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
+        """All of the step or nothing. A step that was begun before is not begun again: see `replay_step`.
+
+        again: groups that earlier steps trained, and this one trains once more; their fates stay as they are.
+        """
         now = time.time()
         with self._write() as db:
             last = self.last_step()
@@ -165,10 +168,11 @@ class SqliteLedger(LedgerReads):
                 ).rowcount
                 if changed != 1:
                     raise LedgerError(f"cannot train on group {group_id} at step {step}: it {self._standing(group_id)}")
-            self._compose(db, step, incarnation, group_ids)
+            self._compose(db, step, incarnation, group_ids, again)
 
-    def replay_step(self, step: int, incarnation: int) -> list[int]:
-        """Run a step again that was begun but is in no checkpoint: the same groups, in the same order, which it returns.
+    def replay_step(self, step: int, incarnation: int) -> tuple[list[int], list[int]]:
+        """Run a step again that was begun but is in no checkpoint: the same groups, in the same order, which it returns,
+        and those that it trained again.
 
         The same incarnation says that the replay is bit-identical; a greater one makes a new incarnation of the step.
         """
@@ -177,21 +181,25 @@ class SqliteLedger(LedgerReads):
             if live is None or incarnation < live[0]:
                 what = "it was never begun" if live is None else f"incarnation {live[0]} of it exists"
                 raise LedgerError(f"cannot replay step {step} as incarnation {incarnation}: {what}")
-            ids = self.groups_of(step, live[0])
+            ids, again = self.groups_of(step, live[0]), self.trained_again(step, live[0])
             if incarnation == live[0]:
-                again = "UPDATE steps SET runs = runs + 1, ended_at = NULL WHERE step = ? AND incarnation = ?"
-                db.execute(again, (step, incarnation))
+                once_more = "UPDATE steps SET runs = runs + 1, ended_at = NULL WHERE step = ? AND incarnation = ?"
+                db.execute(once_more, (step, incarnation))
             else:
                 db.execute(
                     "INSERT INTO steps (step, incarnation, begun_at) VALUES (?, ?, ?)", (step, incarnation, time.time())
                 )
-                self._compose(db, step, incarnation, ids)
-            return ids
+                self._compose(db, step, incarnation, ids, again)
+            return ids, again
 
     @staticmethod
-    def _compose(db: sqlite3.Connection, step: int, incarnation: int, group_ids: Sequence[int]) -> None:
-        rows = [(step, incarnation, place, group_id) for place, group_id in enumerate(group_ids)]
-        db.executemany("INSERT INTO step_groups VALUES (?, ?, ?, ?)", rows)
+    def _compose(
+        db: sqlite3.Connection, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int]
+    ) -> None:
+        for table, ids in (("step_groups", group_ids), ("step_replays", again)):
+            rows = [(step, incarnation, place, group_id) for place, group_id in enumerate(ids)]
+            if rows:
+                db.executemany(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", rows)
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
         with self._write() as db:

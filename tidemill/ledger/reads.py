@@ -137,6 +137,34 @@ class LedgerReads:
             source, more, args = "step_groups", "AND incarnation = ?", [step, incarnation]
         return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {more} ORDER BY place", *args)]
 
+    def trained_again(self, step: int, incarnation: int | None = None) -> list[int]:
+        """The ids of the groups of earlier steps that a step trained once more. Without an incarnation: the live one."""
+        if not self._has_replays:
+            return []
+        source, more, args = "live_step_replays", "", [step]
+        if incarnation is not None:
+            source, more, args = "step_replays", "AND incarnation = ?", [step, incarnation]
+        return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {more} ORDER BY place", *args)]
+
+    def experience(self, first: int, end: int) -> list[tuple[int, list[float], int]]:
+        """Of each group that the live steps of [first, end) are made of, whose payload is there: its id, the rewards of its
+        attempts that have a score (not of greedy ones), and how often live steps before `end` trained it again."""
+        uses = "SELECT group_id, count(*) AS n FROM live_step_replays WHERE step < ? GROUP BY group_id"
+        rows = self._rows(
+            f"SELECT group_id, reward, coalesce(n, 0) AS n FROM live_step_groups JOIN trajectories USING (group_id) "
+            f"LEFT JOIN ({uses}) USING (group_id) WHERE step >= ? AND step < ? AND gone_at IS NULL AND sample <> ? "
+            "AND reward IS NOT NULL ORDER BY group_id, trajectories.place",
+            *(end, first, end, GREEDY),
+        )
+        return [
+            (group_id, [row["reward"] for row in those], n)
+            for (group_id, n), those in groupby(rows, key=lambda row: (row["group_id"], row["n"]))
+        ]
+
+    @property
+    def _has_replays(self) -> bool:
+        return self._one("SELECT 1 FROM sqlite_master WHERE name = 'step_replays'") is not None
+
     def load(self, group_id: int) -> Group:
         """A finished group, with its task and its trajectories from disk. LedgerError when a byte is not as recorded."""
         row = self._one(

@@ -6,7 +6,8 @@
 Held by the database itself, whoever writes: a group's fate is written once (`groups_fate_once`), is never taken back by a
 delete (`groups_keep`), and is 'trained' only with rollouts and with a step that was begun (CHECK and FOREIGN KEY). What a
 step was made of is recorded a second time in `step_groups`, once for each incarnation that ran it, so that `conservation`
-compares two records instead of repeating one.
+compares two records instead of repeating one. A group that is trained again, as experience that is replayed, stands in
+`step_replays`: it has its fate, and its place in the step that gave it, already.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from collections.abc import Iterable
 
 from tidemill.types import Finish
 
-VERSION = 3
+VERSION = 4
 
 
 def _among(column: str, values: Iterable[str]) -> str:
@@ -23,7 +24,26 @@ def _among(column: str, values: Iterable[str]) -> str:
     return " OR ".join(f"{column} = '{value}'" for value in values)
 
 
-SCHEMA = f"""
+REPLAYS = """
+CREATE TABLE step_replays (              -- groups of earlier steps that a step trains again, after those it is made of
+  step INTEGER NOT NULL,
+  incarnation INTEGER NOT NULL,
+  place INTEGER NOT NULL,
+  group_id INTEGER NOT NULL REFERENCES groups (id),
+  PRIMARY KEY (step, incarnation, place),
+  UNIQUE (step, incarnation, group_id),
+  FOREIGN KEY (step, incarnation) REFERENCES steps (step, incarnation)
+) STRICT, WITHOUT ROWID;
+
+CREATE TRIGGER step_replays_trained_before BEFORE INSERT ON step_replays
+WHEN NOT EXISTS (SELECT 1 FROM groups WHERE id = NEW.group_id AND fate = 'trained' AND step < NEW.step)
+BEGIN SELECT RAISE (ABORT, 'only what an earlier step trained is trained again'); END;
+
+CREATE VIEW live_step_replays AS
+SELECT step, incarnation, place, group_id FROM step_replays JOIN live_steps USING (step, incarnation);
+"""
+
+BEFORE_REPLAYS = f"""
 CREATE TABLE meta (
   key TEXT PRIMARY KEY,
   value TEXT NOT NULL
@@ -166,8 +186,11 @@ CREATE VIEW conservation AS SELECT
      WHERE fate IS NOT 'trained') AS trained_twice;
 """
 
+SCHEMA = BEFORE_REPLAYS + REPLAYS
+
 SCHEMAS = {
     str(VERSION): SCHEMA,
-    "2": SCHEMA.replace(_among("finish", Finish), _among("finish", [each for each in Finish if each is not Finish.GIVEN])),
+    "3": BEFORE_REPLAYS,
+    "2": BEFORE_REPLAYS.replace(_among("finish", Finish), _among("finish", [f for f in Finish if f is not Finish.GIVEN])),
 }
-"""By version, those that are read and gone on with: in 2 no reply could be given."""
+"""By version, those that are read and gone on with: in 2 no reply could be given, in 3 no group trained again."""

@@ -1,0 +1,33 @@
+"""Groups that are trained once more: of those that the latest steps trained, the ones that had the most to teach.
+
+    ledger (what each step was made of, what it earned, what was trained again) -> choose(step) -> groups
+
+A group is worth the standard deviation of its rewards: where all attempts earn the same there is nothing to compare. It is
+a function of the record alone, so nothing has to be kept for a resume. What is trained again is outside the bound on
+staleness, on purpose: it may be `within` steps older. Its logprobs are those of the policy that sampled it, so ratios and
+corrections treat it as what it is.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.recipe import ReplaySettings
+from tidemill.types import Group
+
+
+class Experience:
+    def __init__(self, ledger: SqliteLedger, settings: ReplaySettings, groups: int) -> None:
+        """groups: a step's fresh ones, of which `settings.share` is how many come on top."""
+        self._ledger, self._settings, self._count = ledger, settings, int(settings.share * groups)
+
+    def choose(self, step: int) -> list[int]:
+        """The ids of what `step` is to train again, the most valuable first; of equals the latest."""
+        known = self._ledger.experience(max(0, step - self._settings.within), step) if self._count else []
+        worth = [(float(np.std(rewards)), group_id) for group_id, rewards, uses in known if uses < self._settings.times]
+        ranked = sorted(((value, group_id) for value, group_id in worth if value > 0), reverse=True)
+        return [group_id for _, group_id in ranked[: self._count]]
+
+    def __call__(self, step: int) -> list[Group]:
+        return [self._ledger.load(group_id) for group_id in self.choose(step)]
