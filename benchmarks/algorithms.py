@@ -27,7 +27,7 @@ from typing import Any
 import matplotlib
 import numpy as np
 import torch
-from harness import HERE, save, table
+from harness import HERE, RESULTS, save, table
 
 import tidemill
 from tidemill.algorithms.presets import PRESETS
@@ -249,6 +249,9 @@ def plot(rows: list[dict[str, Any]], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+KINDS = {"presets": presets, "given": given, "lag": lag}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="*", help="presets, given, lag; default: all")
@@ -258,19 +261,17 @@ def main() -> None:
     asked = parser.parse_args()
     torch.set_num_threads(1)
     steps, seeds = (STEPS // 4, 1) if asked.quick else (STEPS, asked.seeds)
-    found: dict[str, Any] = {"steps": steps, "seeds": seeds}
-    with tempfile.TemporaryDirectory() as name:
-        if not asked.what or "presets" in asked.what:
-            found["presets"] = presets(Path(name), steps, seeds, asked.only)
-        if not asked.what or "given" in asked.what:
-            found["given"] = given(Path(name), steps, seeds, asked.only)
-        if not asked.what or "lag" in asked.what:
-            found["lag"] = lag(Path(name), LAG_STEPS * steps // STEPS, seeds, asked.only)
-            plot(found["lag"], HERE.parent / "docs" / "lag.png")
-    for kind in ("presets", "given", "lag"):
-        if kind in found:
-            print(f"\n{table(found[kind])}")
-    save("algorithms", found, {})
+    for kind, measure in KINDS.items():
+        if asked.what and kind not in asked.what:
+            continue
+        with tempfile.TemporaryDirectory() as name:
+            rows = measure(Path(name), LAG_STEPS * steps // STEPS if kind == "lag" else steps, seeds, asked.only)
+        print(f"\n{table(rows)}")
+        if kind == "lag":
+            plot(rows, HERE.parent / "docs" / "lag.png")
+        path = RESULTS / "algorithms.json"
+        before = json.loads(path.read_text())["figures"] if path.exists() else {}
+        save("algorithms", {**before, kind: rows, "steps": steps, "seeds": seeds}, {})
 
 
 if __name__ == "__main__":

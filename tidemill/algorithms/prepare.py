@@ -98,57 +98,68 @@ class Algorithm:
         """The samples of one step. `rows` are those of `groups`. Raises ValueError for what cannot be trained on."""
         s, attempts = self.settings, list(self._attempts(groups))
         (rows, logprobs), beside = apart(rows, logprobs, len(attempts))
-        old, reference = (_flat(rows, logprobs[who]) if who in logprobs else None for who in (POLICY, REFERENCE))
-        behaviour = _flat(rows, [row.logprobs for row in rows])
-        policy = behaviour if old is None else old
-        if s.scores:
-            policy = _flat(rows, logprobs[CRITIC])
-        scores = self._scores(attempts)
-        told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(scores), strict=True) if differs}
-        against = None if reference is None else policy - reference  # log(p_hat / pi_ref)
-        if self._preference in UNPAIRED:
-            preference = partial(UNPAIRED[self._preference], **s.constants_for(self._preference))
-            advantages, found = labelled(preference, scores, policy, reference, *beside)
-            in_a_pair = np.ones(len(rows), bool)
-        elif self._preference:
-            siblings = np.array([t.sample for _, t in attempts], np.int64)
-            advantages, in_a_pair, found = self._preferred(scores, siblings, policy, reference)
-        else:
-            if s.kl_in_reward and against is not None:
-                scores = _penalised(scores, -s.kl_in_reward * against, s.advantage in USING_GIVEN)
-            if s.critic is not None:
-                scores = replace(scores, values=_flat(rows, logprobs[CRITIC]))
-            advantages, in_a_pair, found = self._advantage(scores), np.ones(len(rows), bool), Metrics()
-        if s.reference is not None and s.reference.distil and reference is not None:
-            advantages = advantages + distilled(reference, policy, s.reference.distil)
+        known, earned = _Known.of(rows, logprobs), self._scores(attempts)
+        told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(earned), strict=True) if differs}
+        scores = earned if self._preference else self._with_known(earned, known)
+        advantages, counted, found = self._credited(scores, attempts, known, beside)
         lags = _flat(rows, [step - row.versions for row in rows]).astype(np.int64)
-        ratios = Ratios(old, behaviour, advantages, scores.lengths, lags)
+        ratios = Ratios(known.old, known.behaviour, advantages, scores.lengths, lags)
         factors, corrected = correct(ratios, self._corrections)
-        trained = scores.lengths * ~np.array([self._is_masked(t) for _, t in attempts], bool)
-        trained = trained * in_a_pair
+        trained = scores.lengths * counted * ~np.array([self._is_masked(t) for _, t in attempts], bool)
         prompts = np.array([g.id for g, _ in attempts], np.int64)
         weights, parts = np.zeros(len(rows)), list[tuple[slice, float]]()
         for part in _minibatches(prompts, s.updates.minibatches):
             weights[part], scale = reduction(s.reduction, trained[part], prompts[part], s.fixed_length)
             parts.append((part, scale))
         kept = {"old_logprobs": logprobs.get(POLICY), "ref_logprobs": logprobs.get(REFERENCE)}
-        if (critic := s.critic) is not None and not s.scores:
+        if (critic := s.critic) is not None and known.values is not None and not s.scores:
             target = returns(scores, s.constants.get("gamma", 1.0), critic.lam)
             kept |= {"values": logprobs[CRITIC], "returns": list(_of_rows(rows, target))}
-            assert scores.values is not None
-            found |= _of_values(scores.values, target)
+            found |= _of_values(known.values, target)
             if step < critic.warmup:
                 advantages = np.zeros(len(advantages))
         samples = list(_filled(rows, factors * advantages, weights, kept))
         updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
-        if against is not None:
-            found["log_reference_ratio"] = float(against.mean()) if len(against) else 0.0
         metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
         if s.given:
             metrics = {name: value for name, value in metrics.items() if name not in OF_SAMPLING}
         metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
-        weight, measured = self._entropy(step, behaviour)
+        weight, measured = self._entropy(step, known.behaviour)
         return Prepared(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
+
+    def _with_known(self, scores: Scores, known: _Known) -> Scores:
+        """Rewards less the KL that is in them, and the critic's values."""
+        s = self.settings
+        if s.kl_in_reward and known.against is not None:
+            scores = _penalised(scores, -s.kl_in_reward * known.against, s.advantage in USING_GIVEN)
+        return scores if known.values is None else replace(scores, values=known.values)
+
+    def _credited(
+        self,
+        scores: Scores,
+        attempts: Sequence[tuple[Group, Trajectory]],
+        known: _Known,
+        beside: tuple[Sequence[Sample], Logprobs],
+    ) -> tuple[Array, Array, Metrics]:
+        """Advantages [M]; which attempts [n] count for the reduction; figures. beside: of mismatched rows, see `apart`."""
+        s, against = self.settings, known.against
+        every = np.ones(len(attempts), bool)
+        if self._preference in UNPAIRED:
+            preference = partial(UNPAIRED[self._preference], **s.constants_for(self._preference))
+            advantages, found = labelled(preference, scores, known.policy, known.reference, *beside)
+            counted = every
+        elif self._preference:
+            siblings = np.array([t.sample for _, t in attempts], np.int64)
+            of = known.values if s.scores else known.policy
+            assert of is not None
+            advantages, counted, found = self._preferred(scores, siblings, of, known.reference)
+        else:
+            advantages, counted, found = self._advantage(scores), every, Metrics()
+        if s.reference is not None and s.reference.distil and known.reference is not None:
+            advantages = advantages + distilled(known.reference, known.policy, s.reference.distil)
+        if against is not None:
+            found["log_reference_ratio"] = float(against.mean()) if len(against) else 0.0
+        return advantages, counted, found
 
     def _entropy(self, step: int, behaviour: Array) -> tuple[float, Metrics]:
         """What the entropy weighs in this step; and, where it has a target, what the next one's weight follows from."""
@@ -229,6 +240,31 @@ class Algorithm:
             metrics |= {"preference_loss": float(found.loss.mean()), "margin": float(found.margin.mean())}
             metrics["preference_accuracy"] = float((found.margin > 0).mean())
         return np.repeat(of_attempt, scores.lengths), np.isin(np.arange(len(of_attempt)), (chosen, rejected)), metrics
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """What is known of the trained tokens [M], row after row; None: was not asked for."""
+
+    behaviour: Array  # as the engine recorded it
+    old: Array | None  # p_hat, at the start of the step
+    reference: Array | None
+    values: Array | None  # the critic's
+
+    @classmethod
+    def of(cls, rows: Sequence[Sample], logprobs: Logprobs) -> _Known:
+        asked = (_flat(rows, logprobs[who]) if who in logprobs else None for who in (POLICY, REFERENCE, CRITIC))
+        return cls(_flat(rows, [row.logprobs for row in rows]), *asked)
+
+    @property
+    def policy(self) -> Array:
+        """The logprobs that stand for the policy's."""
+        return self.behaviour if self.old is None else self.old
+
+    @property
+    def against(self) -> Array | None:
+        """log(p_hat / pi_ref)"""
+        return None if self.reference is None else self.policy - self.reference
 
 
 def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[str, LossSpec], float]:
