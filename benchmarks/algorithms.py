@@ -41,6 +41,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 STEPS, LR = 160, 1e-3
+SAMPLED = {"groups": 8, "group_size": 8, "max_tokens": 3}
 LAGS, LAG_STEPS, LAG_LR = (0, 4, 16, 64), 120, 3e-3
 ENV = f"{HERE / 'systems' / 'first_letter.py'}:first_letter"
 JUDGE = f"{HERE / 'systems' / 'first_letter.py'}:judge"
@@ -86,7 +87,7 @@ def train(
         algorithm=algorithm,
         placement={"kind": "inline", "environment": {"workers": 0}},
         trainer={"lr": lr},
-        rollout={"groups": 8, "group_size": 8, "max_tokens": 3},
+        rollout={"groups": 16} if "given" in PRESETS[algorithm["name"]] else SAMPLED,
         engine={"max_sequences": 256},
         eval={"every": 0, "tasks": 9, "final_tasks": 9},
         record={"checkpoint_every": 0, "trace": False, "probe_every": 0},

@@ -6,7 +6,9 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import pytest
@@ -66,13 +68,18 @@ def test_the_file_is_chromes_format(tmp_path: Path) -> None:
     assert trace.processes == ["trainer", "engine-0"] and len(trace.spans("engine-0")) == 2
 
 
-def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path) -> None:
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trace = Trace()
     trace.add("a", 0, [Span("x", 0, 1)])
     trace.write(tmp_path / "trace.json")
     before = (tmp_path / "trace.json").read_bytes()
-    trace.add("a", 0, [Span("y", 1, 2, {"not json": object()})])
-    with pytest.raises(TypeError):
+
+    def full(document: object, file: IO[str], **how: object) -> None:
+        file.write("{")
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(json, "dump", full)
+    with pytest.raises(OSError, match="no space left"):
         trace.write(tmp_path / "trace.json")
     assert (tmp_path / "trace.json").read_bytes() == before
     assert [p.name for p in tmp_path.iterdir()] == ["trace.json"]
@@ -137,3 +144,18 @@ def test_the_clock_is_one_for_all_processes() -> None:
     after = time.monotonic()
     for reading in map(float, out.split()):
         assert before < reading < after
+
+
+def test_a_span_takes_little_memory_and_comes_back_as_it_was() -> None:
+    """A run keeps a hundred thousand of them in its controller."""
+    tracemalloc.start()
+    try:
+        trace, before = Trace(), tracemalloc.get_traced_memory()[0]
+        for k in range(20_000):
+            trace.add("controller", 1, [Span(f"kind-{k % 10}", k, k + 0.5, {"group": k} if k % 2 else {})])
+        taken = tracemalloc.get_traced_memory()[0] - before
+    finally:
+        tracemalloc.stop()
+    assert taken < 100 * 20_000, taken
+    assert trace.spans("controller")[7] == Span("kind-7", 7.0, 7.5, {"group": 7})
+    assert trace.spans("controller")[8] == Span("kind-8", 8.0, 8.5)

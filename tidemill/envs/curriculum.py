@@ -51,7 +51,8 @@ class Pool:
         self._rounds = np.zeros(count, np.int64)  # of these, those of shuffled turns
         self._latest = np.full(count, -1, np.int64)  # the greatest id of these
         self._away = np.zeros(count, np.int64)  # of these, those that have not come back
-        self._recent: dict[int, dict[int, tuple[int, int]]] = {}  # task -> group -> passed, scored
+        self._recent = np.zeros((count, KEPT, 3), np.int64)  # latest groups: id, attempts that passed, and with a score
+        self._recent[:, :, 0] = -1
 
     @property
     def by_number(self) -> bool:
@@ -87,12 +88,13 @@ class Pool:
         """What the attempts of a group that was given earned; NaN where there is no score."""
         scored = [reward for reward in rewards if not np.isnan(reward)]
         passed = sum(reward >= SOLVED for reward in scored)
-        groups = self._recent.setdefault(index, {})
-        groups[group_id] = passed, len(scored)
-        if len(groups) > KEPT:
-            del groups[min(groups)]
-        total = sum(n for _, n in groups.values())
-        self.rates[index] = sum(k for k, _ in groups.values()) / total if total else np.nan
+        known = self._recent[index]
+        same = np.flatnonzero(known[:, 0] == group_id)
+        place = int(same[0]) if same.size else int(known[:, 0].argmin())
+        if group_id >= known[place, 0]:
+            known[place] = group_id, passed, len(scored)
+        total = int(known[:, 2].sum())
+        self.rates[index] = int(known[:, 1].sum()) / total if total else np.nan
         self._away[index] -= 1
         whole = len(scored) == len(rewards) > 0
         self.retired[index] |= bool(self._retire) and whole and passed >= self._retire * len(scored)

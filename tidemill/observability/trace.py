@@ -12,15 +12,43 @@ from __future__ import annotations
 import json
 import math
 import os
+import sys
 import tempfile
 import time
-from collections.abc import Collection, Iterable, Sequence
+from array import array
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from tidemill.types import Span, Telemetry
 
 _FIRST_GAP_S = 0.001
+
+
+class _Track:
+    """Spans, packed: a run keeps a hundred thousand of them, which as objects would be most of what its controller holds."""
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self._names: list[str] = []
+        self._times = array("d")  # start and end of each
+        self._args: list[str | None] = []  # JSON, for a dict of one number is five times as large; None: empty
+        self.extend(spans)
+
+    def extend(self, spans: Iterable[Span]) -> None:
+        for span in spans:
+            self._args.append(json.dumps(span.args) if span.args else None)
+            self._names.append(sys.intern(span.name))
+            self._times.extend((span.start, span.end))
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[Span]:
+        for i, (name, args) in enumerate(zip(self._names, self._args, strict=True)):
+            yield Span(name, self._times[2 * i], self._times[2 * i + 1], json.loads(args) if args else {})
+
+    def keep_latest(self, count: int) -> _Track:
+        return _Track(list(self)[-count:] if count else [])
 
 
 class Trace:
@@ -31,7 +59,7 @@ class Trace:
         if limit < 2:
             raise ValueError(f"limit={limit}: expected at least 2 spans")
         self._limit, self._gap, self._coarsened = limit, _FIRST_GAP_S, False
-        self._tracks: dict[tuple[str, int], list[Span]] = {}
+        self._tracks: dict[tuple[str, int], _Track] = {}
         self._offset = time.time() - time.monotonic()
 
     def __len__(self) -> int:
@@ -39,7 +67,7 @@ class Trace:
 
     def add(self, process: str, pid: int, spans: Sequence[Span]) -> None:
         """pid tells a restarted process from the one before it; 0 where there is only ever one."""
-        self._tracks.setdefault((process, pid), []).extend(spans)
+        self._tracks.setdefault((process, pid), _Track()).extend(spans)
         if len(self) > self._limit:
             self._coarsen()
 
@@ -90,18 +118,18 @@ class Trace:
         extent = max(s.end for s in every) - min(s.start for s in every)
         while len(self) > self._limit // 2:
             if self._gap > extent:  # more names than the limit holds: of each process, the latest spans stay
-                for track in self._tracks.values():
-                    del track[: max(0, len(track) - self._limit // (2 * len(self._tracks)))]
+                most = self._limit // (2 * len(self._tracks))
+                self._tracks = {key: track.keep_latest(most) for key, track in self._tracks.items()}
                 return
             self._gap *= 2
             self._join_all()
 
     def _join_all(self) -> None:
         for key, track in self._tracks.items():
-            self._tracks[key] = _join(track, self._gap)
+            self._tracks[key] = _Track(_join(track, self._gap))
 
 
-def _join(spans: list[Span], gap: float) -> list[Span]:
+def _join(spans: Iterable[Span], gap: float) -> list[Span]:
     """Neighbours of one name with at most `gap` seconds between them as one span."""
     joined: list[Span] = []
     latest: dict[str, int] = {}  # name -> where its latest span is in `joined`
@@ -122,7 +150,7 @@ def _busy(span: Span) -> float:
     return float(span.args.get("busy_s", span.end - span.start))
 
 
-def _track_events(track: int, key: tuple[str, int], spans: list[Span], origin: float) -> Iterable[dict[str, Any]]:
+def _track_events(track: int, key: tuple[str, int], spans: Iterable[Span], origin: float) -> Iterable[dict[str, Any]]:
     name, pid = key
     title = f"{name} (pid {pid})" if pid else name
     yield {"ph": "M", "name": "process_name", "pid": track, "tid": 1, "args": {"name": title}}
