@@ -11,7 +11,7 @@ from test_controller import World, controller
 from virtual_time import run_virtually
 
 from tidemill.agreement import Agreement
-from tidemill.algorithms.mismatch import LogprobGap
+from tidemill.diagnosis.mismatch import LogprobGap
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Array, Finish, Group, Sample, Score, Task, Trajectory, Version
 

@@ -30,7 +30,7 @@ L0 = {
     "machine",
     "observability",
 }
-L1 = {"breaker", "buffer", "algorithms", "kernels", "rewards", "models"}
+L1 = {"breaker", "buffer", "algorithms", "catalogue", "diagnosis", "kernels", "rewards", "models"}
 L2 = {"engine", "sync", "trainer", "envs", "scoring", "ledger", "orchestration"}
 L3 = {"agreement", "pool", "supervision", "rollout", "given", "controller", "monitor", "evaluation", "served_reference"}
 L4 = {"recipe", "run_folder", "checkpoints", "model_folder", "build", "remote_worker", "warmup", "warm_start", "resume"}

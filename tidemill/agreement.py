@@ -13,8 +13,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidemill.algorithms.diagnosis import Cause, Evidence, Hypothesis, diagnose
-from tidemill.algorithms.mismatch import GROSS, ROUNDING, LogprobGap, lag_zero
+from tidemill.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
+from tidemill.diagnosis.mismatch import GROSS, ROUNDING, LogprobGap, lag_zero
 from tidemill.protocols import PolicyMismatch, Trainer
 from tidemill.types import Array, Group, Sample, Version
 

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tidemill.algorithms.mismatch import LogprobGap, Mismatch, lag_zero
-from tidemill.algorithms.symptoms import Symptoms
 from tidemill.breaker import Change
+from tidemill.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
+from tidemill.diagnosis.symptoms import Symptoms
 from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
 from tidemill.observability.display import HELD_OUT, Display
 from tidemill.observability.memory import PeakMemory

@@ -17,10 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.algorithms.diagnosis import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
-from tidemill.algorithms.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.checkpoint_manifest import read_manifest
 from tidemill.config import build
+from tidemill.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
+from tidemill.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.engine.core import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.attention import packed_attention, packed_positions

@@ -19,10 +19,10 @@ from typer.testing import CliRunner
 
 from tidemill import codec
 from tidemill import replay as replays
-from tidemill.algorithms.mismatch import ROUNDING
 from tidemill.cli import app
 from tidemill.commands import parity as command
 from tidemill.config import build
+from tidemill.diagnosis.mismatch import ROUNDING
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
 from tidemill.models.weights import load_folder

@@ -9,12 +9,12 @@ from typing import Any
 
 from rich.text import Text
 
-from tidemill.algorithms.catalogue import number
 from tidemill.algorithms.losses import loss_by_name
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.presets import NOTES
 from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.catalogue.entries import number
 from tidemill.commands import sizing
 from tidemill.commands.given_tasks import task_rows, tasks_of
 from tidemill.commands.in_force import differing, p_hat, parts_of

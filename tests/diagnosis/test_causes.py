@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from tidemill.algorithms.diagnosis import Cause, Evidence, Hypothesis, diagnose
-from tidemill.algorithms.mismatch import GROSS, ROUNDING, Limit, LogprobGap, lag_zero
+from tidemill.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
+from tidemill.diagnosis.mismatch import GROSS, ROUNDING, Limit, LogprobGap, lag_zero
 from tidemill.types import Finish, Group, Sample, Score, Task, Trajectory, Version
 
 T, START, END = 60, 20, 50

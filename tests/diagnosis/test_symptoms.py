@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tidemill.algorithms.symptoms import Symptoms
+from tidemill.diagnosis.symptoms import Symptoms
 from tidemill.types import Finish, Group, Score, Task, Trajectory
 
 HEALTHY = {

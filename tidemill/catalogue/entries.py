@@ -5,7 +5,7 @@
 A docstring is the formula and what it needs to be read, then lines that begin with `Source:`, `When:` and `Cost:`. One that
 lacks a part is an error. `docs/algorithms.md` is `page()`:
 
-    python -m tidemill.algorithms.catalogue > docs/algorithms.md
+    python -m tidemill.catalogue > docs/algorithms.md
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from tidemill.algorithms import advantages, prose
+from tidemill.algorithms import advantages
 from tidemill.algorithms.advantages import ADVANTAGES
 from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
+from tidemill.catalogue import prose
 from tidemill.loading import constants_of, load_object
 
 PARTS = ("Source", "When", "Cost")
@@ -180,7 +181,3 @@ def _preset_row(name: str) -> tuple[str, ...]:
 
 def _called(name: str, constants: Mapping[str, Any]) -> str:
     return f"{code(name)} ({constants_as(constants)})" if constants else code(name)
-
-
-if __name__ == "__main__":
-    print(page(), end="")

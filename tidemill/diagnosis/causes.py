@@ -15,7 +15,7 @@ from enum import StrEnum
 
 import numpy as np
 
-from tidemill.algorithms.mismatch import Limit, LogprobGap
+from tidemill.diagnosis.mismatch import Limit, LogprobGap
 from tidemill.types import Array
 
 _BETTER = 0.5  # an explanation leaves at most this share of the mean difference

@@ -22,7 +22,7 @@ algorithm = { name = "dpo", beta = 0.2 }
 What does not apply to what was chosen is refused, because it would be ignored. `tidemill explain RECIPE` prints the parts
 in force, their formulas, and what they come to in a step.
 
-The tables are made from the functions' docstrings (`tidemill/algorithms/`) by `python -m tidemill.algorithms.catalogue`.
+The tables are made from the functions' docstrings (`tidemill/algorithms/`) by `python -m tidemill.catalogue`.
 """
 
 NOTATION = """
