@@ -35,7 +35,7 @@ from tidemill.commands.pairs import pairs
 from tidemill.models.fresh import SIZES, fresh_model
 
 sys.path.append(str(HERE / "systems"))
-from first_letter import ALPHABET, HELD_OUT
+from first_letter import ALPHABET, HELD_OUT, PAIRS
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -45,6 +45,10 @@ SAMPLED = {"groups": 8, "group_size": 8, "max_tokens": 3}
 LAGS, LAG_STEPS, LAG_LR = (0, 4, 16, 64), 120, 3e-3
 ENV = f"{HERE / 'systems' / 'first_letter.py'}:first_letter"
 JUDGE = f"{HERE / 'systems' / 'first_letter.py'}:judge"
+PREFERENCES: dict[str, tuple[dict[str, Any], float]] = {
+    **{name: ({"name": name}, LR / 5) for name in ("dpo", "ipo", "orpo", "simpo")},
+    "kto": ({"name": "kto", "constants": {"desirable_weight": 4.0}}, LR / 10),  # at 1 the bad replies win: see LOG.md
+}
 ON_OLD = {"old_logprobs": "recompute"}
 WAYS: dict[str, dict[str, Any]] = {
     "no correction": {"name": "dr_grpo", "loss": "reinforce", "reduction": "token"},
@@ -155,7 +159,8 @@ def presets(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[s
 
 
 def given(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str, Any]]:
-    """A chain for each seed: a model that was taught a little samples, a verifier judges, pairs of that teach it on."""
+    """A chain for each seed: a model that was taught to say either letter samples, a verifier judges, pairs of that teach it
+    on. A policy that knows nothing would do worse: pushing replies down that it hardly says lifts what nobody judged."""
     found: dict[str, list[dict[str, Any]]] = {}
     for seed in range(seeds):
         rows = place / f"pairs-{seed}.jsonl"
@@ -163,14 +168,16 @@ def given(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str
         found.setdefault("sft", []).append(
             own(place / f"sft-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=steps)
         )
-        young = own(place / f"young-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=steps // 4)
+        env = {"kind": "rows", "data": str(either(place)), "eval_data": str(held_out(place)), "reward": JUDGE}
+        young = own(place / f"young-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=3 * steps // 8, env=env)
         began = place / f"young-{seed}" / "final"
         own(place / f"judged-{seed}", {"name": "grpo"}, model=began, steps=steps // 4, lr=LR / 100)
         pairs(place / f"judged-{seed}", rows, as_json=True)
-        env = {"kind": "rows", "data": str(rows), "eval_data": str(held_out(place)), "reward": JUDGE}
-        for name in [name for name in ("dpo", "ipo", "orpo", "simpo", "kto") if not only or name in only]:
+        env["data"] = str(rows)
+        for name in [name for name in PREFERENCES if not only or name in only]:
             data = {**env, "data": str(labels(rows))} if name == "kto" else env
-            run = own(place / f"{name}-{seed}", {"name": name}, model=began, steps=steps, env=data, lr=LR / 3)
+            algorithm, lr = PREFERENCES[name]
+            run = own(place / f"{name}-{seed}", algorithm, model=began, steps=3 * steps // 4, env=data, lr=lr)
             found.setdefault(name, []).append(run)
         judge = own(place / f"rm-{seed}", {"name": "reward_model"}, model=began, steps=steps, env={**env, "reward": ""})
         found.setdefault("reward_model", []).append(judge)
@@ -197,11 +204,19 @@ def told(name: str, runs: list[dict[str, Any]]) -> dict[str, Any]:
     return row
 
 
+def either(place: Path) -> Path:
+    """The training tasks, each answered with its first and with its second letter."""
+    path, tasks = place / "either.jsonl", [pair for pair in PAIRS if pair not in HELD_OUT]
+    rows = [{"prompt": f"{pair}=", "answer": letter} for pair in tasks for letter in pair]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
 def held_out(place: Path) -> Path:
-    """The held-out tasks as pairs and labels: the letter, and the other one."""
+    """The held-out tasks with their answers, as pairs and as labels: the letter, and the other one."""
     path, tasks = place / "held_out.jsonl", sorted(HELD_OUT)
     rows = [{"prompt": f"{a}{b}=", "chosen": a, "rejected": b if b != a else b + b} for a, b in tasks]
-    rows = [{**row, "completion": row["chosen"], "label": True} for row in rows]
+    rows = [{**row, "answer": row["chosen"], "completion": row["chosen"], "label": True} for row in rows]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from tidemill import memory
 from tidemill.build import EngineSpec, build_engine
 from tidemill.config import ConfigError, load
+from tidemill.engine import cache_size
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.kernels.library import native
@@ -84,7 +85,7 @@ async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int
     said, decoder = of(memory.engine_memory(settings, arch)), engine._weights.decoder
     assert said["weights"] == said["spare for the next version"] == size(decoder.parameters())
     assert said["KV cache"] == size([engine._cache.kv])
-    assert memory.context_of(settings, arch) == (await engine.capabilities()).context == context
+    assert memory.row_tokens(settings, arch) == (await engine.capabilities()).context == context
     compiled = native()
     if compiled is not None and compiled.packs(decoder.head_weight):
         assert said["packed copies of both"] == 2 * size(packed.numbers for _, _, packed in decoder.packed())
@@ -101,7 +102,7 @@ def test_what_an_engine_does_not_pack():
 
 def test_the_cache_takes_a_share_of_what_is_free():
     arch, settings = Architecture.from_dict(SHAPE | FAMILIES["qwen2"]), EngineSettings(device="cpu")
-    full, short = memory.kv_pages(settings, arch), memory.kv_pages(settings, arch, free=4 << 20)
+    full, short = cache_size.kv_pages(settings, arch, None), cache_size.kv_pages(settings, arch, free=4 << 20)
     assert full == (128 * 8 + 1, False) and short[1] and short[0] < full[0]
     assert of(memory.engine_memory(settings, arch, free=4 << 20))["KV cache"] <= 1 << 20
 
@@ -193,7 +194,7 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: bool, l
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(memory, "memory_bytes", lambda: (free, free))
+    monkeypatch.setattr(cache_size, "memory_bytes", lambda: (free, free))
 
 
 def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch: pytest.MonkeyPatch):

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from tidemill.config import ConfigError
-from tidemill.engine.attention import page_bytes
-from tidemill.engine.core import SHARE_OF_FREE_MEMORY
+from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
 from tidemill.kernels.library import BLOCK, STEP
-from tidemill.machine import memory_bytes
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture
 from tidemill.models.logprobs import chunk_rows
@@ -85,10 +83,10 @@ class Models:
 
 def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Process]:
     """longest: tokens of the longest row, where that is known: one beyond the budget is a micro-batch by itself."""
-    placement, free = config.placement, free_memory(config.engine)
+    placement, free = config.placement, free_memory(device_of(config.engine.device))
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
-    found = [Process("trainer", 1, on_device(config.trainer), held)]
-    device = on_device(config.engine)
+    found = [Process("trainer", 1, device_of(config.trainer.device), held)]
+    device = device_of(config.engine.device)
     found += [Process("engine", placement.engines, device, engine_memory(config.engine, models.policy, free))]
     if models.reference is not None and placement.reference_engines:
         serving = engine_memory(config.engine, models.reference, free, updated=False)
@@ -103,7 +101,7 @@ def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> N
     """
     found = processes(config, Models.of(config, policy), longest)
     for device in dict.fromkeys(p.device for p in found):
-        free = free_on(device)
+        free = free_memory(device)
         there = [p for p in found if p.device == device]
         parts = [(p, h) for p in there for h in p.held if not h.lazy]
         needed = sum(p.count * h.bytes for p, h in parts)
@@ -161,7 +159,7 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> i
     layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
     share, copies = (AUTOCAST, 2 * parameters(arch)) if settings.dtype == "bfloat16" else (1.0, 0)
-    logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, on_device(settings))) * arch.vocab
+    logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
 
 
@@ -183,7 +181,7 @@ def parameters(arch: Architecture) -> int:
 def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None, updated: bool = True) -> list[Held]:
     """Of one engine, at most. free: memory that its KV cache takes a share of; None: not known. updated: versions come."""
     size = ITEM[settings.dtype]
-    own, on_cpu = size * parameters(arch), on_device(settings) == "cpu"
+    own, on_cpu = size * parameters(arch), device_of(settings.device) == "cpu"
     packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
     lower = "engine.dtype = 'bfloat16'" if settings.dtype == "float32" else "a smaller model"
     held = [Held("weights", own, lower), *([Held("spare for the next version", own, lower)] if updated else [])]
@@ -197,44 +195,16 @@ def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None
     cache = "KV cache, taken as it is used" if on_cpu else "KV cache"
     given = settings.kv_memory_mb is not None
     lever = f"a lower engine.kv_memory_mb (now {settings.kv_memory_mb:,})" if given else ""
-    return [*held, Held(cache, pages * _page(settings, arch), lever, lazy=not given)]
+    return [
+        *held,
+        Held(cache, pages * page_bytes(arch, settings.page_size, getattr(torch, settings.dtype)), lever, lazy=not given),
+    ]
 
 
-def kv_pages(settings: EngineSettings, arch: Architecture, free: int | None = None) -> tuple[int, bool]:
-    """Pages of the KV cache, and whether it is less than full contexts for all sequences."""
-    context = min(settings.context or arch.context, arch.context)
-    wanted = settings.max_sequences * -(-context // settings.page_size) + 1
-    if settings.kv_memory_mb is not None:
-        pages = (settings.kv_memory_mb << 20) // _page(settings, arch)
-    else:
-        share = SHARE_OF_FREE_MEMORY[on_device(settings)]
-        pages = wanted if free is None else min(wanted, int(free * share) // _page(settings, arch))
-    return pages, pages < wanted
-
-
-def context_of(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:
-    """Tokens that a row may hold."""
+def row_tokens(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:
+    """That a row may hold, at most."""
     pages, _ = kv_pages(settings, arch, free)
-    return max(2, min(settings.context or arch.context, arch.context, (pages - 1) * settings.page_size))
-
-
-def _page(settings: EngineSettings, arch: Architecture) -> int:
-    return page_bytes(arch, settings.page_size, getattr(torch, settings.dtype))
-
-
-def on_device(settings: EngineSettings | TrainerSettings) -> str:
-    return settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def free_memory(settings: EngineSettings) -> int | None:
-    """Where the engines are, now; None for a device that this machine lacks."""
-    return free_on(on_device(settings))
-
-
-def free_on(device: str) -> int | None:
-    if device == "cpu":
-        return memory_bytes()[1]
-    return torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
+    return max(2, min(context_of(settings, arch), (pages - 1) * settings.page_size))
 
 
 def in_words(size: int) -> str:

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from tidemill.config import ConfigError, build
-from tidemill.engine.attention import page_bytes
+from tidemill.engine.cache_size import page_bytes
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.architecture import Architecture

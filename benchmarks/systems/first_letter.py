@@ -20,7 +20,9 @@ def split_of(split: str) -> list[str]:
 async def first_letter(task: tidemill.Task, chat: tidemill.Chat) -> tidemill.Score:
     """0.5 for a reply that begins with the letter, 1 for one that is the letter."""
     reply = await chat.reply(task.prompt)
-    return tidemill.Score(judge(reply, task.prompt), {"begins": float(reply[:1] == task.prompt[0])})
+    return tidemill.Score(
+        judge(reply, task.prompt), {"begins": float(reply[:1] == task.prompt[0]), "whole": float(reply == task.prompt[0])}
+    )
 
 
 def judge(completion: str, prompt: str) -> float:

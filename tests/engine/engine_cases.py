@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tidemill.engine import core
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.architecture import Architecture
@@ -52,7 +53,7 @@ def engine(arch: Architecture = BASE, seed: int = 0, receiver: MemoryReceiver | 
 
 def with_pages(monkeypatch, pages: int) -> None:
     """Engines built from now on have `pages` KV pages, the null page not counted."""
-    monkeypatch.setattr(NativeEngine, "_count_pages", lambda self, context: pages + 1)
+    monkeypatch.setattr(core, "_pages_of", lambda *_: pages + 1)
 
 
 @torch.no_grad()

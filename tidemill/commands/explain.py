@@ -20,7 +20,8 @@ from tidemill.commands.given_tasks import task_rows, tasks_of
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.memory import Models, check_memory, context_of, free_memory, free_on, in_words, kv_pages, parameters, processes
+from tidemill.engine.cache_size import device_of, free_memory, kv_pages
+from tidemill.memory import Models, check_memory, in_words, parameters, processes, row_tokens
 from tidemill.model_folder import architecture_of, check_companions
 from tidemill.models.architecture import Architecture
 from tidemill.recipe import RunConfig, load_recipe
@@ -83,14 +84,14 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
     models = Models.of(config, arch)
     if models.complete(config):
         check_companions(config.reference, config.critic, config.model)
-    free = free_memory(config.engine)
+    free = free_memory(device_of(config.engine.device))
     found = processes(config, models)
     return {
         "model": config.model,
-        **{"parameters": parameters(arch), "context": context_of(config.engine, arch, free)},
+        **{"parameters": parameters(arch), "context": row_tokens(config.engine, arch, free)},
         "processes": {p.name: {"count": p.count, "bytes": {h.what: h.bytes for h in p.held}} for p in found},
         "total": sum(p.count * p.bytes for p in found),
-        "free": free_on("cpu"),
+        "free": free_memory("cpu"),
         "refused": _refused(config, arch),
         "without_reference": config.reference is not None and models.reference is None,
         "short_of_kv": kv_pages(config.engine, arch, free)[1],

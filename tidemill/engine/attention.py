@@ -222,10 +222,6 @@ def _native(arch: Architecture, page_size: int, dtype: torch.dtype, device: torc
     return native() if fits and device.type == "cpu" else None
 
 
-def page_bytes(arch: Architecture, page_size: int, dtype: torch.dtype) -> int:
-    return arch.layers * arch.kv_heads * page_size * 2 * arch.head_dim * dtype.itemsize
-
-
 def _first_page(lengths: np.ndarray, window: int | None, page_size: int) -> np.ndarray:
     """The first page that the last of `lengths` tokens sees."""
     return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size

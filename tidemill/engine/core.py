@@ -20,8 +20,9 @@ import torch
 from tidemill import faults
 from tidemill.config import ConfigError
 from tidemill.engine.activity import Activity
-from tidemill.engine.attention import PagedCache, page_bytes
+from tidemill.engine.attention import PagedCache
 from tidemill.engine.blocks import BlockManager
+from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages
 from tidemill.engine.episodes import Episodes
 from tidemill.engine.invariant import run_invariant
 from tidemill.engine.machine_check import check_machine
@@ -30,15 +31,13 @@ from tidemill.engine.runner import Output, Probe, Probed, run
 from tidemill.engine.scheduler import Chunk, Plan, Salt, Scheduler, Sequence
 from tidemill.engine.settings import EngineSettings
 from tidemill.engine.weights import Staging, Weights, serve
-from tidemill.machine import memory_bytes
+from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
 from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMismatch
 from tidemill.threads import in_thread
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
-
-SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.6}  # that the KV cache may take when kv_memory_mb is not given
 
 
 class NativeEngine:
@@ -58,7 +57,7 @@ class NativeEngine:
         its parameters say `ignore_eos`.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
-        device = settings.device if settings.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        device = device_of(settings.device)
         self._device = torch.device(device)
         if settings.batch_invariant and device != "cpu":
             raise ConfigError(
@@ -73,10 +72,9 @@ class NativeEngine:
             check_machine(self._weights, settings.page_size)
         self._staging = Staging(receiver, pack) if receiver is not None else None
         self._versions = [version]  # every version served, in order; tokens are stamped with an index into it
-        context = min(settings.context or self._arch.context, self._arch.context)
-        self._pages = self._count_pages(context)
+        self._pages = _pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
-        self._scheduler = Scheduler(blocks, settings.max_sequences, context, settings.prefill_chunk)
+        self._scheduler = Scheduler(blocks, settings.max_sequences, context_of(settings, self._arch), settings.prefill_chunk)
         self._scheduler.salt = _salt(version)
         self._slots = Slots(settings.max_sequences, self._scheduler.context)
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
@@ -442,20 +440,14 @@ class NativeEngine:
     def _new_cache(self) -> PagedCache:
         return PagedCache(self._arch, self._pages, self.settings.page_size, self._dtype, self._device)
 
-    def _count_pages(self, context: int) -> int:
-        """KV pages, the null page included."""
-        each = page_bytes(self._arch, self.settings.page_size, self._dtype)
-        if (megabytes := self.settings.kv_memory_mb) is not None:
-            pages = (megabytes << 20) // each
-        else:
-            free = torch.cuda.mem_get_info()[0] if self._device.type == "cuda" else memory_bytes()[1]
-            needed = self.settings.max_sequences * -(-context // self.settings.page_size) + 1
-            pages = min(needed, int(free * SHARE_OF_FREE_MEMORY[self._device.type]) // each)
-        if pages < 2:
-            raise ValueError(
-                f"kv_memory_mb={megabytes}: less than two KV pages of {each} bytes; give more memory to the cache"
-            )
-        return pages
+
+def _pages_of(settings: EngineSettings, arch: Architecture, device: str) -> int:
+    pages, _ = kv_pages(settings, arch, free_memory(device))
+    if pages < 2:
+        raise ValueError(
+            f"kv_memory_mb={settings.kv_memory_mb}: less than two pages of {settings.page_size} tokens: give the cache more"
+        )
+    return pages
 
 
 def _salt(version: Version) -> Salt:
