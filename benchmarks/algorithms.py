@@ -5,8 +5,8 @@
     presets   held-out reward before and after `STEPS` steps, three seeds at max_lag 4 and one at 0, wall time
     given     the same for what learns from given replies: answers, and what a verifier judged of a run's own attempts;
               and for a policy that a reward model made of these judges
-    lag       losses and corrections at max_lag 0, 4, 16 and 64, until it breaks, with three times the learning rate:
-              `docs/lag.png`
+    lag       losses and corrections at max_lag 0, 4, 16 and 64, until it breaks, at the presets' learning rate and at
+              three times that: `docs/lag.png`
 
 The task is `systems/first_letter.py`, with a 0.1 M-parameter model that knows nothing; everything in one process with one
 thread. A teacher, for distillation, is the model that one run of GRPO ended with. Prints tables, writes
@@ -42,7 +42,8 @@ import matplotlib.pyplot as plt
 
 STEPS, LR = 160, 1e-3
 SAMPLED = {"groups": 8, "group_size": 8, "max_tokens": 3}
-LAGS, LAG_STEPS, LAG_LR = (0, 4, 16, 64), 120, 3e-3
+LAGS = (0, 4, 16, 64)
+RATES = {3e-3: 120, 1e-3: 160}  # learning rate -> steps: one that lag breaks at once, and the presets'
 ENV = f"{HERE / 'systems' / 'first_letter.py'}:first_letter"
 JUDGE = f"{HERE / 'systems' / 'first_letter.py'}:judge"
 PREFERENCES: dict[str, tuple[dict[str, Any], float]] = {
@@ -232,12 +233,13 @@ def labels(pairs: Path) -> Path:
 
 def lag(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str, Any]]:
     rows = []
-    for name in [name for name in WAYS if not only or name in only]:
-        for max_lag in LAGS:
-            where = f"lag-{name.replace(' ', '-')}-{max_lag}"
-            found = trained(place, where, WAYS[name], max_lag, steps, seeds, LAG_LR)
+    for lr, own in RATES.items():
+        for name, max_lag in [(name, each) for name in WAYS if not only or name in only for each in LAGS]:
+            where = f"lag-{lr}-{name.replace(' ', '-')}-{max_lag}"
+            found = trained(place, where, WAYS[name], max_lag, own * steps // STEPS, seeds, lr)
             last = np.array([np.mean(each["rewards"][-10:]) for each in found])
             row = {
+                "lr": lr,
                 "way": name,
                 "max_lag": max_lag,
                 "lag": float(np.mean([each["lag"] for each in found])),
@@ -251,16 +253,20 @@ def lag(place: Path, steps: int, seeds: int, only: list[str]) -> list[dict[str, 
 
 
 def plot(rows: list[dict[str, Any]], path: Path) -> None:
-    figure, axis = plt.subplots(figsize=(6.4, 3.8))
-    for way in dict.fromkeys(row["way"] for row in rows):
-        own = [row for row in rows if row["way"] == way]
-        y, spread = [row["reward"] for row in own], [row["sd"] or 0.0 for row in own]
-        axis.errorbar(range(len(own)), y, spread, marker="o", capsize=2, label=way)
-    axis.set_xticks(range(len(LAGS)), [str(each) for each in LAGS])
-    axis.set_xlabel("max_lag (steps)")
-    axis.set_ylabel("reward of the last ten steps")
-    axis.grid(alpha=0.3)
-    axis.legend(fontsize=7, ncol=2)
+    figure, axes = plt.subplots(1, len(RATES), figsize=(9.6, 3.8), sharey=True, squeeze=False)
+    ways = list(dict.fromkeys(row["way"] for row in rows))
+    for axis, (lr, steps) in zip(axes[0], RATES.items(), strict=True):
+        for number, way in enumerate(ways):
+            own = [row for row in rows if (row["way"], row["lr"]) == (way, lr)]
+            at = [LAGS.index(row["max_lag"]) + 0.03 * (number - len(ways) / 2) for row in own]  # beside one another
+            y, spread = [row["reward"] for row in own], [row["sd"] or 0.0 for row in own]
+            axis.errorbar(at, y, spread, marker="o", markersize=4, capsize=2, label=way)
+        axis.set_xticks(range(len(LAGS)), [str(each) for each in LAGS])
+        axis.set_xlabel("max_lag (steps)")
+        axis.set_title(f"learning rate {lr:g}, {steps} steps", fontsize=9)
+        axis.grid(alpha=0.3)
+    axes[0][0].set_ylabel("reward of the last ten steps")
+    axes[0][-1].legend(fontsize=7)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -281,7 +287,7 @@ def main() -> None:
         if asked.what and kind not in asked.what:
             continue
         with tempfile.TemporaryDirectory() as name:
-            rows = measure(Path(name), LAG_STEPS * steps // STEPS if kind == "lag" else steps, seeds, asked.only)
+            rows = measure(Path(name), steps, seeds, asked.only)
         print(f"\n{table(rows)}")
         if kind == "lag":
             plot(rows, HERE.parent / "docs" / "lag.png")

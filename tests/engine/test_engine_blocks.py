@@ -13,7 +13,7 @@ from tidemill.engine.scheduler import Scheduler, Sequence
 PAGE = 4
 texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # two tokens only: prefixes repeat all the time
 operations = st.lists(
-    st.tuples(st.sampled_from(["new", "grow", "free"]), texts, st.integers(0, 2), st.integers(0, 100)), max_size=60
+    st.tuples(st.sampled_from(["new", "grow", "free", "retire"]), texts, st.integers(0, 2), st.integers(0, 100)), max_size=60
 )
 
 
@@ -55,6 +55,10 @@ def _drive_blocks(steps):
             assert sum(page in pages for pages in held) == 1, "a page in use was given away"
         elif kind == "free" and held:
             blocks.free(held.pop(pick % len(held)))
+        elif kind == "retire":
+            blocks.retire({(0, salt)})
+            cached = {key.salt for key in blocks._keys if key is not None and blocks._by_key[key] in blocks._unreferenced}
+            assert cached <= {(0, salt)}
         blocks.check_integrity(held)
     for pages in held:
         blocks.free(pages)
@@ -72,6 +76,24 @@ def test_eviction_takes_the_least_recently_used_leaf_first():
     blocks.allocate(1)
     assert blocks.lookup(tokens, (0, 0))[0] == pages[:2]
     assert blocks.lookup(tokens, (0, 1))[0] == [], "another salt is another cache"
+
+
+def test_what_is_retired_is_given_out_again_first_and_no_longer_found():
+    blocks, tokens = BlockManager(100, 1), np.arange(3, dtype=np.int32)
+    touched: set[int] = set()
+    for version in range(30):
+        pages, chain = blocks.allocate(3), ROOT
+        touched |= set(pages)
+        for i, page in enumerate(pages):
+            chain = blocks.register(page, tokens[i : i + 1], chain, (0, version))
+        blocks.free(pages)
+        blocks.retire({(0, version), (0, version - 1)})
+        found = [len(blocks.lookup(tokens, (0, v))[0]) for v in (version, version - 1, version - 2)]
+        assert found == [3, 3 * (version > 0), 0]
+        blocks.check_integrity([])
+    assert len(touched) <= 9, "pages that were never touched stay so"
+    held, _ = blocks.allocate(1), blocks.retire(())
+    assert blocks.available == blocks.usable - 1 and held[0] in touched
 
 
 @pytest.mark.parametrize("damage", ["leak", "double", "lost"])

@@ -256,6 +256,21 @@ async def test_updates_one_after_another_and_only_forward(started):
     assert telemetry.memory_bytes > 1 << 20 and (await under_test.telemetry()).spans == []
 
 
+async def test_the_cache_does_not_fill_with_what_versions_long_gone_computed(started):
+    receiver = MemoryReceiver()
+    under_test = started(receiver=receiver, prefix_cache=True)
+    blocks, touched = under_test._scheduler.blocks, set[int]()
+    take = blocks._take
+    blocks._take = lambda: (page := take(), touched.add(page))[0]
+    counts = []
+    for step in range(1, 31):
+        await under_test.update(receiver.publish(step, decoder(seed=step)))
+        await under_test.generate(prompt(), SamplingParams(max_tokens=30, ignore_eos=True), "policy", str(step))
+        counts.append(len(touched))
+    assert counts[11] == counts[-1] < blocks.usable, counts
+    assert len({key.salt for key in blocks._by_key}) <= core.CACHED_VERSIONS
+
+
 async def test_a_cancelled_update_leaves_the_spare_weights_alone(started):
     class Slow(MemoryReceiver):
         reading, go_on = threading.Event(), threading.Event()

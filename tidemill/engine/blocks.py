@@ -12,7 +12,7 @@ children and eviction takes leaves first. Page 0 is never given out: padding rea
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -105,17 +105,31 @@ class BlockManager:
                 else:
                     self._unreferenced[page] = None
 
+    def retire(self, salts: Collection[tuple[int, int]]) -> None:
+        """Forget cached pages of other salts than these. They are given out again before pages that were never touched, so
+        that memory does not fill with what nobody will look for."""
+        for page in [page for page in self._unreferenced if self._key_of(page).salt not in salts]:
+            del self._unreferenced[page]
+            self._forget(page)
+            self._free.append(page)
+
     def _take(self) -> int:
         if self._free:
             page = self._free.pop()
         else:
             page, _ = self._unreferenced.popitem(last=False)
-            key = self._keys[page]
-            assert key is not None
-            del self._by_key[key]
-            self._keys[page] = None
+            self._forget(page)
         self._references[page] = 1
         return page
+
+    def _forget(self, page: int) -> None:
+        del self._by_key[self._key_of(page)]
+        self._keys[page] = None
+
+    def _key_of(self, page: int) -> PageKey:
+        key = self._keys[page]
+        assert key is not None, "it is not cached"
+        return key
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
         """`held` are the page lists of all sequences. Raises RuntimeError naming the first contradiction."""

@@ -39,6 +39,8 @@ from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMi
 from tidemill.threads import in_thread
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
 
+CACHED_VERSIONS = 8  # whose KV may be found again: an episode between two turns still has that of the version it began with
+
 
 class NativeEngine:
     def __init__(
@@ -396,6 +398,7 @@ class NativeEngine:
         self._weights = staged
         self._versions.append(staged.version)
         before, self._scheduler.salt = self._scheduler.salt, _salt(staged.version)
+        self._scheduler.blocks.retire({_salt(version) for version in self._versions[-CACHED_VERSIONS:]})
         if self.settings.in_flight == InFlight.RECOMPUTE:
             self._scheduler.preempt_all(renew=True)
         else:
