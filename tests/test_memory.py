@@ -223,6 +223,32 @@ def test_a_cache_counts_where_its_size_is_asked_for(monkeypatch: pytest.MonkeyPa
         memory.check_memory(recipe("engine.kv_memory_mb=2000"), arch)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "rows"),
+    [
+        (["rollout.groups=3", "rollout.group_size=5"], 15),
+        (["rollout.groups=4", "rollout.group_size=5", "data.replay.share=0.5"], 30),
+        (["rollout.groups=3", "rollout.group_size=5", "warmup.accuracy=0.5", "warmup.batch=20"], 20),
+        (["env.kind=rows", "env.data=rows.jsonl", "rollout.groups=300", "algorithm=dpo"], 600),
+        (
+            ["env.kind=rows", "env.data=rows.jsonl", "rollout.groups=300", "algorithm=kto"],
+            600,
+        ),  # one of each task, and one mismatched
+        (
+            ["env.kind=rows", "env.data=rows.jsonl", "rollout.groups=3", "algorithm=sft"],
+            256,
+        ),  # held-out rows, run forward together
+    ],
+)
+def test_no_more_tokens_count_than_a_call_can_have(overrides: list[str], rows: int):
+    arch = architecture_of("new:0.1m")
+    assert arch is not None
+    for budget, tokens in ((10**9, 10 * rows), (70, 70)):
+        config = recipe("engine.context=10", f"trainer.micro_batch_tokens={budget}", *overrides)
+        held = [each.what for each in memory.trainer_memory(config, arch, None)]
+        assert [what for what in held if "tokens" in what] == [f"activations of at most {tokens:,} tokens"]
+
+
 def test_a_row_beyond_the_budget_counts_whole():
     arch = architecture_of("new:0.1m")
     assert arch is not None

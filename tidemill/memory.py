@@ -1,8 +1,8 @@
 """Memory that a run takes, process by process, from the shapes of its models: for `explain`, and to refuse what cannot fit.
 
-Bytes of weights, optimizer and caches are exact. Activations are an upper bound for a micro-batch that fills its budget: the
-tensors that a layer keeps for the backward pass, with what padding adds to its attention. Buffers of matrix products, and
-what Python and torch take themselves, come on top.
+Bytes of weights, optimizer and caches are exact. Activations are an upper bound for the largest micro-batch that there can
+be: the tensors that a layer keeps for the backward pass, with what padding adds to its attention. Buffers of matrix
+products, and what Python and torch take themselves, come on top.
 """
 
 from __future__ import annotations
@@ -12,9 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.config import ConfigError
 from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
+from tidemill.given import ROWS as HELD_OUT_ROWS
 from tidemill.kernels.library import BLOCK, STEP
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture
@@ -142,11 +144,24 @@ def trainer_memory(
         size = 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
         held.append(Held("two versions on their way to engines", size, lever))
-    tokens, settings = max(longest, config.trainer.micro_batch_tokens), config.trainer
+    settings = config.trainer
+    tokens = max(longest, min(settings.micro_batch_tokens, most_rows(config) * context_of(config.engine, arch)))
     alive = sum(activations(each, settings, tokens) for each in (arch, critic) if each is not None)
     less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"
     return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
+
+
+def most_rows(config: RunConfig) -> int:
+    """That the trainer is given together, at most: a step's, some of the warm-up, or some of the held-out tasks."""
+    warmup = config.warmup.batch if config.warmup.accuracy else 0
+    return max(step_rows(config), warmup, HELD_OUT_ROWS if config.given else 0)
+
+
+def step_rows(config: RunConfig) -> int:
+    """That a step runs forward, at most: its groups, those that it trains once more, and as many mismatched ones."""
+    mismatched = any(each.preference in UNPAIRED for each in config.algorithms.values())
+    return (config.rollout.groups + config.replayed) * config.rollout.group_size * (2 if mismatched else 1)
 
 
 def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> int:

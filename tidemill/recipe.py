@@ -164,6 +164,11 @@ class RunConfig(Config):
         return next((each.critic for each in self.algorithms.values() if each.critic), None)
 
     @property
+    def replayed(self) -> int:
+        """Groups of earlier steps that a step trains once more, at most."""
+        return int(self.data.replay.share * self.rollout.groups)
+
+    @property
     def given(self) -> str:
         """Which replies of the tasks' own are learnt, see `AlgorithmSettings.given`."""
         return next(iter(self.algorithms.values())).given
@@ -258,7 +263,7 @@ class RunConfig(Config):
             if replay != ReplaySettings():
                 raise ValueError("data.replay.within and times apply to what is replayed: set data.replay.share, 0.25 say")
             return
-        if int(replay.share * groups) < 1:
+        if self.replayed < 1:
             raise ValueError(
                 f"data.replay.share = {replay.share:g} of rollout.groups = {groups} is less than one group: raise it to "
                 f"{1 / groups:g} at least, or set 0"

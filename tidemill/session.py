@@ -151,7 +151,9 @@ def _describe(session: Session) -> None:
     train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
     tokenizer, given = session.model.tokenizer, config.given
     longest = check_prompts([*train, *held_out], tokenizer, session.context)
-    longest_row = longest + (0 if given else config.rollout.max_tokens)
+    longest_row = longest + config.rollout.max_tokens
+    if given:
+        longest_row = check_given(given, [*train, *held_out], tokenizer, session.context)
     check_memory(config, architecture, min(longest_row, session.context))
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
@@ -162,7 +164,7 @@ def _describe(session: Session) -> None:
         rows += f"; groups of the {config.data.replay.within} steps before may be trained once more, whatever max_lag"
     if given:
         how = f"nothing is sampled: {config.steps} steps of {config.rollout.groups} tasks x "
-        rows = f"rows up to {check_given(given, [*train, *held_out], tokenizer, session.context)} tokens"
+        rows = f"rows up to {longest_row} tokens"
     session.monitor.header(
         [
             f"task: {environment.name}   {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",

@@ -272,11 +272,12 @@ def test_several_environments_and_an_order(tidemill, tmp_path: Path):
 
 
 def test_what_cannot_fit_is_said_and_train_refuses_it(tidemill, tmp_path: Path):
-    too_much, path = "trainer.micro_batch_tokens=1000000000", tmp_path / "recipe.toml"
-    assert explained(tidemill, tmp_path)["memory"]["refused"] == ""
-    refused = explained(tidemill, tmp_path, too_much)["memory"]["refused"]
+    budget, groups, path = "trainer.micro_batch_tokens=1000000000", "rollout.groups=100000", tmp_path / "recipe.toml"
+    for fitting in ((), (budget,), (groups,)):  # a budget that no step can fill takes nothing
+        assert explained(tidemill, tmp_path, *fitting)["memory"]["refused"] == ""
+    refused = explained(tidemill, tmp_path, budget, groups)["memory"]["refused"]
     assert "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in refused
-    assert "would be refused" in tidemill("explain", path, too_much).out
-    ended = tidemill("train", path, too_much, f"run_dir={tmp_path / 'run'}")
+    assert "would be refused" in tidemill("explain", path, budget, groups).out
+    ended = tidemill("train", path, budget, groups, f"run_dir={tmp_path / 'run'}")
     assert ended.code == 2 and "a lower trainer.micro_batch_tokens" in ended.out
     assert not list((tmp_path / "run").glob("**/trainer*.log"))

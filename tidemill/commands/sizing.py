@@ -8,6 +8,7 @@ from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.loading import load_object
+from tidemill.memory import step_rows
 from tidemill.recipe import RunConfig
 
 
@@ -36,22 +37,20 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
     given = bool(config.given)
     asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds what a task gives
     each = most if asked is None else asked if most is None else min(asked, most)
-    replayed = int(config.data.replay.share * r.groups)
-    groups = -(-(r.groups + replayed) // updates.minibatches)  # of the largest update
+    groups = -(-(r.groups + config.replayed) // updates.minibatches)  # of the largest update
     rows = groups * r.group_size
     together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // most)  # rows that fit in any case
-    forward = (sequences + replayed * r.group_size) * (2 if first_algorithm(config).preference == "kto" else 1)
     parts = min(rows, -(-rows // together) + 1)  # those that have no gradient are run apart
     return StepSize(
         groups=r.groups,
         group_size=r.group_size,
         sequences=sequences,
-        replayed=replayed,
+        replayed=config.replayed,
         updates=updates.count,
         replies=replies,
         sampled_tokens=0 if given else None if each is None else sequences * each,
         row_tokens=most,
-        forward_micro_batches=-(-forward // together),
+        forward_micro_batches=-(-step_rows(config) // together),
         train_micro_batches=updates.count * parts,
         denominator=_denominator(config, groups, each),
     )
