@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tidemill.algorithms.settings import CriticSettings, ReferenceSettings
+from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.config import Config, build
 from tidemill.engine.settings import EngineSettings
 from tidemill.orchestration.inline import Inline
@@ -26,6 +26,11 @@ from tidemill.supervision import Budget
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Version
+
+if TYPE_CHECKING:
+    from tidemill.models.decoder import Decoder
+    from tidemill.trainer.critic import Critic
+    from tidemill.trainer.reference import Reference
 
 T = TypeVar("T")
 
@@ -109,34 +114,32 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     )
 
 
-def _reference(spec: TrainerSpec) -> Any:
-    """The `trainer.reference.Reference` that it describes, or None."""
+def _reference(spec: TrainerSpec) -> Reference | None:
     import torch
 
     from tidemill.models.weights import load_folder
     from tidemill.trainer.reference import Reference
 
-    if (given := spec.reference) is None:
+    given, folder = spec.reference, folder_of(spec.reference, spec.model)
+    if given is None or folder is None:
         return None
-    return Reference(load_folder(begins_as(given, spec.model), dtype=torch.float32), given.every, given.decay)
+    return Reference(load_folder(folder, dtype=torch.float32), given.every, given.decay)
 
 
-def begins_as(reference: ReferenceSettings, initial: Path) -> Path:
-    """The folder of its weights."""
-    return initial if reference.model == "initial" else Path(reference.model).expanduser()
+def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:
+    """Whose weights a reference or a critic begins with; None where it has none of its own."""
+    return begins_as(companion, initial, lambda named: Path(named).expanduser())
 
 
-def _critic(spec: TrainerSpec, policy: Any) -> Any:
-    """The `trainer.critic.Critic` that it describes, or None. policy: the decoder that is trained."""
+def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
+    """policy: the decoder that is trained."""
     from tidemill.models.value import ValueModel, load_value_model
     from tidemill.trainer.critic import Critic
 
     if (given := spec.critic) is None:
         return None
-    if given.model == "policy":
-        model = ValueModel(policy, shared=True)
-    else:
-        model = load_value_model(spec.model if given.model == "initial" else given.model)
+    folder = folder_of(given, spec.model)
+    model = ValueModel(policy, shared=True) if folder is None else load_value_model(folder)
     return Critic(model, spec.trainer.model_copy(update={"lr": given.lr or spec.trainer.lr}), spec.steps)
 
 

@@ -7,12 +7,13 @@ products, and what Python and torch take themselves, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from tidemill.algorithms.preferences import UNPAIRED
+from tidemill.algorithms.settings import begins_as
 from tidemill.config import ConfigError
 from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
@@ -66,16 +67,7 @@ class Models:
 
     @classmethod
     def of(cls, config: RunConfig, policy: Architecture) -> Models:
-        reference, critic = config.reference, config.critic
-        return cls(
-            policy,
-            None if reference is None else policy if reference.model == "initial" else architecture_of(reference.model),
-            None
-            if critic is None or critic.model == "policy"
-            else policy
-            if critic.model == "initial"
-            else architecture_of(critic.model),
-        )
+        return cls(policy, *(begins_as(each, policy, architecture_of) for each in (config.reference, config.critic)))
 
     def complete(self, config: RunConfig) -> bool:
         """Whether all that the recipe asks for are known."""
@@ -101,7 +93,12 @@ def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> N
 
     A cache that is sized by what is free is left out: it makes do with what there is.
     """
-    found = processes(config, Models.of(config, policy), longest)
+    if why := refusal(processes(config, Models.of(config, policy), longest)):
+        raise ConfigError(why)
+
+
+def refusal(found: Sequence[Process]) -> str:
+    """What `check_memory` says of these processes; empty where they fit."""
     for device in dict.fromkeys(p.device for p in found):
         free = free_memory(device)
         there = [p for p in found if p.device == device]
@@ -111,10 +108,11 @@ def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> N
             continue
         each = [f"{p.name}{f' ({p.count} of them)' if p.count > 1 else ''}: {_listed(p.held)}" for p in there]
         levers = [h.lever for _, h in sorted(parts, key=lambda part: -part[0].count * part[1].bytes) if h.lever]
-        raise ConfigError(
+        return (
             f"this recipe needs {in_words(needed)} of memory on {device}, and {in_words(free)} is free. {'. '.join(each)}. "
             f"What takes the most first: {'; '.join([*dict.fromkeys(levers)][:3])}"
         )
+    return ""
 
 
 def _listed(held: Iterable[Held]) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tidemill.algorithms.settings import CriticSettings, ReferenceSettings
+from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
 from tidemill.models.architecture import Architecture
@@ -70,10 +70,9 @@ def vocabulary_of(model: str) -> dict[int, str]:
 def check_companions(reference: ReferenceSettings | None, critic: CriticSettings | None, model: str) -> None:
     """Raises ConfigError for a reference or a critic that is no folder, or that reads other tokens than the policy: their
     logprobs and values are of its answers. `model`: the policy's."""
-    if reference is not None and reference.model != "initial":
-        _check_companion("algorithm.reference.model", reference.model, model)
-    if critic is not None and critic.model not in ("initial", "policy"):
-        _check_companion("algorithm.critic.model", critic.model, model)
+    for key, each in (("algorithm.reference.model", reference), ("algorithm.critic.model", critic)):
+        if (given := begins_as(each, None, str)) is not None:
+            _check_companion(key, given, model)
 
 
 def _check_companion(key: str, given: str, model: str) -> None:

@@ -18,8 +18,8 @@ from tidemill.build import (
     TRAINER_DEADLINES,
     EngineSpec,
     TrainerSpec,
-    begins_as,
     budget_of,
+    folder_of,
     start_role,
 )
 from tidemill.controller import first_cause
@@ -83,8 +83,8 @@ async def start_parts(
     settings, supervise = config.placement, config.supervise
     specs = {"engine": EngineSpec(model=trainer.model, engine=config.engine, carrier=settings.sync.carrier)}
     counts, deadlines = {"engine": settings.engines}, {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
-    if (reference := trainer.reference) is not None and settings.reference_engines:
-        specs["reference"] = EngineSpec(model=begins_as(reference, trainer.model), engine=config.engine)
+    if settings.reference_engines and (folder := folder_of(trainer.reference, trainer.model)) is not None:
+        specs["reference"] = EngineSpec(model=folder, engine=config.engine)
         counts["reference"] = settings.reference_engines
         trainer = trainer.model_copy(update={"reference": None})
 

@@ -8,7 +8,7 @@ from tidemill.algorithms.applicable import OF_REFERENCE
 from tidemill.algorithms.losses import LOSSES, loss_by_name
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings, ReferenceSettings
+from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
 from tidemill.config import Config, ConfigError, build, dump
 from tidemill.loading import constants_of
 
@@ -166,3 +166,18 @@ def test_the_settings_load_no_torch():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize(
+    ("companion", "expected"),
+    [
+        (None, None),
+        (ReferenceSettings(), "the policy's"),
+        (CriticSettings(), "the policy's"),
+        (CriticSettings(model="policy"), None),  # a head on its own decoder
+        (ReferenceSettings(model="policy"), "named policy"),  # a folder like any other
+        (CriticSettings(model="judge"), "named judge"),
+    ],
+)
+def test_what_a_companion_begins_as(companion: ReferenceSettings | CriticSettings | None, expected: str | None):
+    assert begins_as(companion, "the policy's", "named {}".format) == expected

@@ -8,7 +8,8 @@ to what was chosen is an error, because it would be ignored.
 from __future__ import annotations
 
 import difflib
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
 
 from pydantic import Field, model_validator
 
@@ -21,6 +22,8 @@ from tidemill.algorithms.presets import LOSS_CONSTANTS, PRESETS
 from tidemill.config import Config
 from tidemill.loading import constants_of
 from tidemill.types import LossSpec
+
+T = TypeVar("T")
 
 
 class CorrectionSettings(Config):
@@ -77,6 +80,14 @@ class CriticSettings(Config):
     clip: float = Field(default=0.0, ge=0)  # how far a value may move in a step, see `value`; 0: as far as it likes
     lam: float = Field(default=1.0, ge=0, le=1)  # of the returns that it is trained towards
     warmup: int = Field(default=0, ge=0)  # first steps, in which no advantage reaches the policy
+
+
+def begins_as(companion: ReferenceSettings | CriticSettings | None, initial: T, named: Callable[[str], T]) -> T | None:
+    """What a reference or a critic begins as: `initial`, or what `named` makes of its folder. None: there is none, or the
+    critic is a head on the policy's own decoder."""
+    if companion is None or (isinstance(companion, CriticSettings) and companion.model == "policy"):
+        return None
+    return initial if companion.model == "initial" else named(companion.model)
 
 
 class OverlongSettings(Config):

@@ -21,9 +21,8 @@ from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages
-from tidemill.memory import Models, check_memory, in_words, parameters, processes, row_tokens
+from tidemill.memory import Models, in_words, parameters, processes, refusal, row_tokens
 from tidemill.model_folder import architecture_of, check_companions
-from tidemill.models.architecture import Architecture
 from tidemill.recipe import RunConfig, load_recipe
 
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
@@ -92,19 +91,10 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
         "processes": {p.name: {"count": p.count, "bytes": {h.what: h.bytes for h in p.held}} for p in found},
         "total": sum(p.count * p.bytes for p in found),
         "free": free_memory("cpu"),
-        "refused": _refused(config, arch),
+        "refused": refusal(found),
         "without_reference": config.reference is not None and models.reference is None,
         "short_of_kv": kv_pages(config.engine, arch, free)[1],
     }
-
-
-def _refused(config: RunConfig, arch: Architecture) -> str:
-    """What `train` would say of it; empty where it fits."""
-    try:
-        check_memory(config, arch)
-    except ConfigError as error:
-        return str(error)
-    return ""
 
 
 def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
