@@ -132,19 +132,11 @@ class LedgerReads:
 
     def groups_of(self, step: int, incarnation: int | None = None) -> list[int]:
         """The ids a step was made of, in the order it was trained in. Without an incarnation: the live one."""
-        source, more, args = "live_step_groups", "", [step]
-        if incarnation is not None:
-            source, more, args = "step_groups", "AND incarnation = ?", [step, incarnation]
-        return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {more} ORDER BY place", *args)]
+        return self._composition("step_groups", step, incarnation)
 
     def trained_again(self, step: int, incarnation: int | None = None) -> list[int]:
         """The ids of the groups of earlier steps that a step trained once more. Without an incarnation: the live one."""
-        if not self._has_replays:
-            return []
-        source, more, args = "live_step_replays", "", [step]
-        if incarnation is not None:
-            source, more, args = "step_replays", "AND incarnation = ?", [step, incarnation]
-        return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {more} ORDER BY place", *args)]
+        return self._composition("step_replays", step, incarnation) if self._has_replays else []
 
     def experience(self, first: int, end: int) -> list[tuple[int, list[float], int]]:
         """Of each group that the live steps of [first, end) are made of, whose payload is there: its id, the rewards of its
@@ -160,6 +152,13 @@ class LedgerReads:
             (group_id, [row["reward"] for row in those], n)
             for (group_id, n), those in groupby(rows, key=lambda row: (row["group_id"], row["n"]))
         ]
+
+    def _composition(self, table: str, step: int, incarnation: int | None) -> list[int]:
+        """Ids of groups, in their places. Without an incarnation: of the live one."""
+        source, of, args = f"live_{table}", "", [step]
+        if incarnation is not None:
+            source, of, args = table, "AND incarnation = ?", [step, incarnation]
+        return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {of} ORDER BY place", *args)]
 
     @property
     def _has_replays(self) -> bool:
