@@ -17,8 +17,9 @@ from tidemill.algorithms.advantages import Scores, advantage_by_name
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.losses import LossFunction, LossInput, evaluate, loss_by_name
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE, Pairs, bradley_terry, kto, kto_baseline
-from tidemill.algorithms.prepare import POLICY, REFERENCE, Algorithm
+from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.reduce import reduction
+from tidemill.algorithms.rows import POLICY, REFERENCE
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import Array, Finish, Group, LossSpec, Sample, Score, Task, Trajectory, Unscorable
 

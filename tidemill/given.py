@@ -14,7 +14,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tidemill.algorithms.prepare import POLICY, Algorithm
+from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.rows import POLICY
 from tidemill.config import ConfigError
 from tidemill.envs.template import Messages, Tokenizer, Turn, as_messages, conversation, too_long
 from tidemill.protocols import Trainer

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tidemill.algorithms.prepare import supervised
+from tidemill.algorithms.rows import supervised
 from tidemill.config import ConfigError
 from tidemill.envs.order import task_order
 from tidemill.envs.template import Tokenizer, as_messages, conversation

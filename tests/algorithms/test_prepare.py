@@ -1,7 +1,8 @@
 import numpy as np
 import pytest
 
-from tidemill.algorithms.prepare import Algorithm, supervised
+from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.rows import supervised
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
 

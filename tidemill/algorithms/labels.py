@@ -5,17 +5,16 @@ rows -> and each prompt with the next one's reply -> log(pi / pi_ref) of these, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from tidemill.algorithms.advantages import Scores
 from tidemill.algorithms.preferences import Unpaired, kto_baseline
+from tidemill.algorithms.rows import POLICY, REFERENCE, Logprobs
 from tidemill.types import Array, Metrics, Sample
 
-Logprobs = Mapping[str, Sequence[Array]]  # whose -> [T] of each row
-WHO = ("policy", "reference")
 GOOD = 0.5  # a score above it
 _COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")  # of a row that nobody sampled
 
@@ -47,7 +46,9 @@ def labelled(
     """Advantages [M] under one of `UNPAIRED`, and what is told. policy, reference: logprobs [M]; others: mismatched rows."""
     assert reference is not None
     starts, good = np.cumsum(scores.lengths) - scores.lengths, scores.rewards > GOOD
-    pi, ref = (np.array([v[row.predicted].sum() for row, v in zip(others, theirs[w], strict=True)]) for w in WHO)
+    pi, ref = (
+        np.array([v[row.predicted].sum() for row, v in zip(others, theirs[w], strict=True)]) for w in (POLICY, REFERENCE)
+    )
     z = kto_baseline(pi, ref)
     found = preference(np.add.reduceat(policy, starts), np.add.reduceat(reference, starts), good, z)
     told: Metrics = {"preference_loss": float(found.loss.mean()), "kto_baseline": z}

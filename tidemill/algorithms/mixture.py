@@ -19,7 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.algorithms.prepare import CRITIC, POLICY, REFERENCE, Algorithm, Logprobs, Prepared, Update
+from tidemill.algorithms.prepare import Algorithm, Prepared, Update
+from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import Group, Metrics, Sample
 

@@ -27,14 +27,12 @@ from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
+from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs, by_row, ended, filled, flat, row_of
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
-POLICY, REFERENCE, CRITIC, SUPERVISED = "policy", "reference", "critic", "supervised"
 ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
 OF_SAMPLING = ("unscored", "zero_variance_groups", "reward", "reward_std", "truncated")  # metrics that given replies lack
-Logprobs = Mapping[str, Sequence[Array]]
-"""Whose ("policy", "reference") -> [T] of each row; of the "critic" its values"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +87,9 @@ class Algorithm:
         """What is trained at this step, in the order of the groups, without advantages and weights yet; after that the
         mismatched rows, where the preference takes its measure from such: nothing of them is trained."""
         lagging = self.settings.reads_lags
-        found = [_row(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
+        found = [row_of(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
         if self.settings.scores:
-            return [_ended(row) for row in found]
+            return [ended(row) for row in found]
         return [*found, *mismatched(found)] if self._preference in UNPAIRED else found
 
     def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> Prepared:
@@ -102,7 +100,7 @@ class Algorithm:
         told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(earned), strict=True) if differs}
         scores = earned if self._preference else self._with_known(earned, known)
         advantages, counted, found = self._credited(scores, attempts, known, beside)
-        lags = _flat(rows, [step - row.versions for row in rows]).astype(np.int64)
+        lags = flat(rows, [step - row.versions for row in rows]).astype(np.int64)
         ratios = Ratios(known.old, known.behaviour, advantages, scores.lengths, lags)
         factors, corrected = correct(ratios, self._corrections)
         trained = scores.lengths * counted * ~np.array([self._is_masked(t) for _, t in attempts], bool)
@@ -114,11 +112,11 @@ class Algorithm:
         kept = {"old_logprobs": logprobs.get(POLICY), "ref_logprobs": logprobs.get(REFERENCE)}
         if (critic := s.critic) is not None and known.values is not None and not s.scores:
             target = returns(scores, s.constants.get("gamma", 1.0), critic.lam)
-            kept |= {"values": logprobs[CRITIC], "returns": list(_of_rows(rows, target))}
+            kept |= {"values": logprobs[CRITIC], "returns": list(by_row(rows, target))}
             found |= _of_values(known.values, target)
             if step < critic.warmup:
                 advantages = np.zeros(len(advantages))
-        samples = list(_filled(rows, factors * advantages, weights, kept))
+        samples = list(filled(rows, factors * advantages, weights, kept))
         updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
         metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
         if s.given:
@@ -253,8 +251,8 @@ class _Known:
 
     @classmethod
     def of(cls, rows: Sequence[Sample], logprobs: Logprobs) -> _Known:
-        asked = (_flat(rows, logprobs[who]) if who in logprobs else None for who in (POLICY, REFERENCE, CRITIC))
-        return cls(_flat(rows, [row.logprobs for row in rows]), *asked)
+        asked = (flat(rows, logprobs[who]) if who in logprobs else None for who in (POLICY, REFERENCE, CRITIC))
+        return cls(flat(rows, [row.logprobs for row in rows]), *asked)
 
     @property
     def policy(self) -> Array:
@@ -265,27 +263,6 @@ class _Known:
     def against(self) -> Array | None:
         """log(p_hat / pi_ref)"""
         return None if self.reference is None else self.policy - self.reference
-
-
-def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[str, LossSpec], float]:
-    """Samples, losses and scale of a cross-entropy step on `(tokens [T] int32, loss_mask [T] bool)`: a mean over tokens.
-
-    Nothing was sampled, so `mask` is all False; only `weights` say what is trained.
-    """
-    samples, trained = [], 0
-    for tokens, loss_mask in rows:
-        tokens, loss_mask = np.asarray(tokens, np.int32), np.asarray(loss_mask, bool)
-        if tokens.shape != loss_mask.shape or tokens.ndim != 1:
-            raise ValueError(f"tokens {tokens.shape} and loss_mask {loss_mask.shape}: expected one flag a token")
-        if loss_mask[:1].any():
-            raise ValueError("loss_mask[0] is set: nothing predicts a row's first token; put a prompt or BOS before it")
-        nothing = np.zeros(tokens.shape, np.float32)
-        unknown = np.full(tokens.shape, -1, np.int32)
-        weights = loss_mask.astype(np.float32)
-        none_sampled = np.zeros(tokens.shape, bool)
-        samples.append(Sample(tokens, none_sampled, nothing, unknown, nothing, weights, loss=SUPERVISED))
-        trained += int(loss_mask.sum())
-    return samples, {SUPERVISED: LossSpec("cross_entropy")}, 1.0 / trained if trained else 0.0
 
 
 def _trains(trajectory: Trajectory) -> bool:
@@ -305,64 +282,6 @@ def _expect_seats(advantage: str, groups: Sequence[Group]) -> None:
 def _baselines(group: Group) -> dict[int, float]:
     """The rewards of the greedy attempt, by seat; without those that have no score."""
     return {t.seat: t.reward for t in group.trajectories if t.sample == GREEDY and isinstance(t.outcome, Score)}
-
-
-def _row(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
-    if trajectory.temperature <= 0:
-        raise ValueError(
-            f"group {group.id} was sampled at temperature {trajectory.temperature}: greedy tokens have no logprob "
-            "to train on; sample at a temperature > 0"
-        )
-    mask, nothing = trajectory.mask, np.zeros(trajectory.tokens.shape, np.float32)
-    given = trajectory.given
-    return Sample(
-        tokens=trajectory.tokens,
-        mask=mask,
-        logprobs=trajectory.logprobs,
-        versions=trajectory.versions,
-        advantages=nothing,
-        weights=nothing if given is None else given.astype(np.float32),  # so that a forward pass tells of them
-        loss=POLICY,
-        temperature=trajectory.temperature,
-        lags=None if step is None else np.where(mask, step - trajectory.versions, 0).astype(np.int32),
-        support=trajectory.support,
-        group=group.id,
-        sample=trajectory.sample,
-    )
-
-
-def _ended(row: Sample) -> Sample:
-    """The row with a place after its last token, which alone is trained: there a head says what it thinks of the whole."""
-    names = ("tokens", "mask", "logprobs", "versions", "advantages")
-    longer = {name: np.append(values := getattr(row, name), values.dtype.type(0)) for name in names}
-    return replace(row, **longer, weights=np.append(np.zeros_like(row.weights), np.float32(1)))
-
-
-def _flat(rows: Sequence[Sample], values: Sequence[Array]) -> Array:
-    """[M] float64: those of the trained tokens, row after row."""
-    parts = [np.asarray(each, np.float64)[row.predicted] for row, each in zip(rows, values, strict=True)]
-    return np.concatenate(parts) if parts else np.zeros(0)
-
-
-def _of_rows(rows: Sequence[Sample], values: Array) -> Iterator[Array]:
-    """`_flat`, undone: [T] float32 of each row, 0 where nothing was sampled."""
-    end = 0
-    for row in rows:
-        where = row.predicted
-        start, end = end, end + int(where.sum())
-        own = np.zeros(row.tokens.shape, np.float32)
-        own[where] = values[start:end]
-        yield own
-
-
-def _filled(
-    rows: Sequence[Sample], advantages: Array, weights: Array, known: Mapping[str, Sequence[Array] | None]
-) -> Iterator[Sample]:
-    """The rows with their advantages [M], weights [n] and what else is known of their tokens."""
-    for i, (row, own) in enumerate(zip(rows, _of_rows(rows, advantages), strict=True)):
-        weight = np.where(row.predicted, np.float32(weights[i]), np.float32(0))
-        others = {name: values[i] for name, values in known.items() if values is not None}
-        yield replace(row, advantages=own, weights=weight, **others)
 
 
 def _longest_reply(mask: Array) -> int:
