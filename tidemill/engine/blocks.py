@@ -7,6 +7,9 @@ whole prefix, and a collision of hashes cannot serve the KV of other tokens.
 
 Pages are released from the end of a sequence to its beginning, so a parent is always used more recently than its
 children and eviction takes leaves first. Page 0 is never given out: padding reads it and discarded writes go there.
+
+Cached pages are also kept by salt, so that a whole version's are retired between two decode steps without a look at each:
+they are forgotten one by one, as they are given out again.
 """
 
 from __future__ import annotations
@@ -21,9 +24,12 @@ NULL_PAGE = 0
 ROOT = 0  # the serial of the empty prefix
 
 
+Salt = tuple[int, int]  # pages of different ones are never shared: the version that they were computed with
+
+
 class PageKey(NamedTuple):
     parent: int  # serial of the page before it, ROOT for the first
-    salt: tuple[int, int]
+    salt: Salt
     tokens: bytes
 
 
@@ -35,6 +41,8 @@ class BlockManager:
         self._references = [0] * pages
         self._free = list(range(pages - 1, NULL_PAGE, -1))  # a stack: low pages first, so that little memory is touched
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached pages nobody holds, least recently used first
+        self._by_salt: dict[Salt, OrderedDict[int, None]] = {}  # the same, and no salt that has none
+        self._retired: dict[Salt, None] = {}  # those of these salts go first
         self._by_key: dict[PageKey, int] = {}
         self._keys: list[PageKey | None] = [None] * pages
         self._serials = [ROOT] * pages
@@ -53,7 +61,7 @@ class BlockManager:
         """Pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
-    def lookup(self, tokens: np.ndarray, salt: tuple[int, int]) -> tuple[list[int], int]:
+    def lookup(self, tokens: np.ndarray, salt: Salt) -> tuple[list[int], int]:
         """The cached full pages that `tokens` [T] int32 begins with, and the serial of the last (ROOT when none)."""
         found: list[int] = []
         serial = ROOT
@@ -68,15 +76,16 @@ class BlockManager:
 
     def can_allocate(self, count: int, shared: Sequence[int] = ()) -> bool:
         """Whether `count` new pages can be had beside holding the `shared` ones."""
-        held = sum(page in self._unreferenced for page in shared) if shared else 0
+        held = sum(self._references[page] == 0 for page in shared)
         return count <= self.available - held
 
     def allocate(self, count: int, shared: Sequence[int] = ()) -> list[int]:
         """The pages of a new sequence: a reference on each of `shared`, then `count` new ones."""
         assert self.can_allocate(count, shared)
         for page in shared:
+            if self._references[page] == 0:
+                self._uncache(page)
             self._references[page] += 1
-            self._unreferenced.pop(page, None)
         return [*shared, *(self._take() for _ in range(count))]
 
     def append(self, pages: list[int]) -> int:
@@ -84,7 +93,7 @@ class BlockManager:
         pages.append(self._take())
         return pages[-1]
 
-    def register(self, page: int, tokens: np.ndarray, parent: int, salt: tuple[int, int]) -> int:
+    def register(self, page: int, tokens: np.ndarray, parent: int, salt: Salt) -> int:
         """Make a full page findable; returns its serial in the chain. Content that is cached already stays where it is."""
         key = PageKey(parent, salt, tokens.tobytes())
         known = self._by_key.setdefault(key, page)
@@ -100,31 +109,37 @@ class BlockManager:
             assert self._references[page] > 0, f"page {page} is freed more often than it was given"
             self._references[page] -= 1
             if self._references[page] == 0:
-                if self._keys[page] is None:
+                if (key := self._keys[page]) is None:
                     self._free.append(page)
                 else:
                     self._unreferenced[page] = None
+                    self._by_salt.setdefault(key.salt, OrderedDict())[page] = None
 
-    def retire(self, salts: Collection[tuple[int, int]]) -> None:
-        """Forget cached pages of other salts than these. They are given out again before pages that were never touched, so
-        that memory does not fill with what nobody will look for."""
-        for page in [page for page in self._unreferenced if self._key_of(page).salt not in salts]:
-            del self._unreferenced[page]
-            self._forget(page)
-            self._free.append(page)
+    def retire(self, salts: Collection[Salt]) -> None:
+        """Cached pages of other salts than these are given out before all others, also before pages that were never touched,
+        so that memory does not fill with what nobody will look for. Takes as long however many there are."""
+        self._retired = dict.fromkeys(salt for salt in self._by_salt if salt not in salts)
 
     def _take(self) -> int:
-        if self._free:
-            page = self._free.pop()
+        if self._retired or not self._free:
+            page = next(iter(self._by_salt[next(iter(self._retired))] if self._retired else self._unreferenced))
+            del self._by_key[self._uncache(page)]
+            self._keys[page] = None
         else:
-            page, _ = self._unreferenced.popitem(last=False)
-            self._forget(page)
+            page = self._free.pop()
         self._references[page] = 1
         return page
 
-    def _forget(self, page: int) -> None:
-        del self._by_key[self._key_of(page)]
-        self._keys[page] = None
+    def _uncache(self, page: int) -> PageKey:
+        """Of pages that nobody holds it is none any more; returns its key, by which it is still found."""
+        key = self._key_of(page)
+        del self._unreferenced[page]
+        pages = self._by_salt[key.salt]
+        del pages[page]
+        if not pages:
+            del self._by_salt[key.salt]
+            self._retired.pop(key.salt, None)
+        return key
 
     def _key_of(self, page: int) -> PageKey:
         key = self._keys[page]
@@ -153,5 +168,10 @@ class BlockManager:
                 raise RuntimeError(f"KV page {page}: its place and its cache entry disagree")
             if key is not None and self._by_key.get(key) != page:
                 raise RuntimeError(f"KV page {page} is cached under a key that finds another page")
+        by_salt = sorted((page, salt) for salt, pages in self._by_salt.items() for page in pages)
+        if by_salt != sorted((page, self._key_of(page).salt) for page in cached):
+            raise RuntimeError("a cached KV page is not kept under its own salt, and under no other one")
+        if not all(self._by_salt.values()) or not self._retired.keys() <= self._by_salt.keys():
+            raise RuntimeError("a salt without a cached KV page is kept")
         if sum(k is not None for k in self._keys) != len(self._by_key):
             raise RuntimeError("the prefix cache holds an entry without a page")

@@ -16,9 +16,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.engine.blocks import NULL_PAGE, ROOT, BlockManager
-
-Salt = tuple[int, int]
+from tidemill.engine.blocks import NULL_PAGE, ROOT, BlockManager, Salt
 
 
 @dataclass(slots=True, eq=False)
