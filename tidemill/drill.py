@@ -31,7 +31,8 @@ import psutil
 from tidemill.config import ConfigError
 from tidemill.faults import LOG_VARIABLE, VARIABLE
 from tidemill.health import STATUS
-from tidemill.ledger.ledger import SqliteLedger, has_ledger
+from tidemill.ledger.database import has_ledger
+from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
 

@@ -26,7 +26,8 @@ from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
-from tidemill.ledger.ledger import SqliteLedger, has_ledger
+from tidemill.ledger.database import has_ledger
+from tidemill.ledger.ledger import SqliteLedger
 from tidemill.memory import check_memory
 from tidemill.model_folder import ModelFolder, check_companions, resolve_model
 from tidemill.monitor import Monitor

@@ -17,7 +17,8 @@ from tidemill.buffer import Buffer
 from tidemill.controller import Controller, RunFailed, Schedule
 from tidemill.envs.curriculum import Curriculum
 from tidemill.giving import giving, remembered
-from tidemill.ledger.ledger import SqliteLedger, has_ledger
+from tidemill.ledger.database import has_ledger
+from tidemill.ledger.ledger import SqliteLedger
 from tidemill.types import Finish, Group, Score, Task, Trajectory
 
 TASKS = [Task(f"t{i}", "?", env="ab"[i % 2]) for i in range(24)]

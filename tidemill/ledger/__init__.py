@@ -1,6 +1,7 @@
 """The durable record of a run (I3): `SqliteLedger`, documented for its readers in docs/ledger.md."""
 
-from tidemill.ledger.ledger import SqliteLedger, has_ledger
+from tidemill.ledger.database import has_ledger
+from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, LedgerError, RunFolderError
 
 __all__ = ["Counts", "LedgerError", "RunFolderError", "SqliteLedger", "has_ledger"]

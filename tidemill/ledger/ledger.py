@@ -26,28 +26,18 @@ from typing import Any, Literal
 
 from tidemill import codec, faults
 from tidemill.durable import flush
+from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
-from tidemill.ledger.records import LedgerError, Retained, RunFolderError, explained
+from tidemill.ledger.records import LedgerError, Retained, explained
 from tidemill.ledger.retention import retain
 from tidemill.ledger.rows import as_json, figures_json
-from tidemill.ledger.schema import SCHEMA, SCHEMAS, VERSION
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers, whole_groups
 from tidemill.ledger.waiting import Waiting
 from tidemill.types import Group, Metrics, Task, Trajectory, Version
 
 SEGMENT_BYTES = 64 << 20
 KEEP_BYTES = 4 << 30
-_BUSY_S = 10.0  # how long a write waits for somebody's sqlite3 session
-
-
-def has_ledger(folder: str | Path) -> bool:
-    """Whether a run began in this folder: False also for what a start left that was killed before its first commit."""
-    folder = Path(folder)
-    if not (folder / "ledger.sqlite").exists():
-        return False
-    with explained(folder), contextlib.closing(_connect(folder, "read")) as db:
-        return _tables(db) > 0
 
 
 class SqliteLedger(LedgerReads):
@@ -74,17 +64,17 @@ class SqliteLedger(LedgerReads):
         with explained(folder):
             if mode == "create":
                 (folder / "trajectories").mkdir(parents=True, exist_ok=True)
-            _expect(folder, mode)
+            expect_file(folder, mode)
             if mode != "read":
                 self._guard = FolderLock(folder)
             try:
-                super().__init__(folder, _connect(folder, mode))
+                super().__init__(folder, connect(folder, mode))
                 if mode == "create":
-                    self._create()
+                    create_tables(self._db, folder)
                     if sync:
                         flush(folder)
                 else:
-                    self._expect_schema()
+                    expect_schema(self._db, folder)
                 if mode != "read":
                     first = max([*segment_numbers(self._trajectories), self._last_segment()]) + 1
                     self._segments = SegmentWriter(self._trajectories, limit=segment_bytes, sync=sync, first=first)
@@ -348,26 +338,6 @@ class SqliteLedger(LedgerReads):
                 self._in_flight.add(row["id"])
                 self.event("payload_lost", {"group": row["id"], "reason": str(error)})
 
-    def _create(self) -> None:
-        if _tables(self._db):
-            raise RunFolderError(f"{str(self.folder)!r} holds a ledger already: open it to go on, or choose another run_dir")
-        facts = {"schema": str(VERSION), "created": repr(time.time())}
-        rows = "".join(f"INSERT INTO meta VALUES ('{key}', '{value}');" for key, value in facts.items())
-        self._db.executescript(f"BEGIN;{SCHEMA}{rows}COMMIT;")
-
-    def _expect_schema(self) -> None:
-        if not _tables(self._db):
-            raise RunFolderError(f"{str(self.folder)!r} holds an empty ledger: a start was interrupted; start it again")
-        schema = self.meta().get("schema")
-        if schema not in SCHEMAS:
-            raise RunFolderError(
-                f"{str(self.folder)!r} has a ledger of schema {schema}; this version reads {', '.join(SCHEMAS)}: use its own"
-            )
-        with contextlib.closing(sqlite3.connect(":memory:", timeout=_BUSY_S)) as fresh:
-            fresh.executescript(SCHEMAS[schema])
-            if _definitions(fresh) != _definitions(self._db):
-                raise LedgerError(f"the ledger in {str(self.folder)!r} is damaged: its tables are not those that were made")
-
     def _last_segment(self) -> int:
         return self._one("SELECT coalesce(max(segment), 0) FROM trajectories")[0]
 
@@ -385,39 +355,6 @@ class SqliteLedger(LedgerReads):
         if row["fate"] == "dropped":
             return f"was dropped ({row['reason']})"
         return "is in flight" if row["finished_at"] is None else "has finished and is pending"
-
-
-def _connect(folder: Path, mode: str) -> sqlite3.Connection:
-    if sqlite3.sqlite_version_info < (3, 37):
-        raise RunFolderError(f"SQLite {sqlite3.sqlite_version} is too old for the ledger: use a Python with SQLite >= 3.37")
-    access = {"create": "rwc", "open": "rw", "read": "ro"}[mode]
-    path = (folder / "ledger.sqlite").resolve()
-    uri = f"{path.as_uri()}?mode={access}"
-    db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=_BUSY_S, check_same_thread=False)
-    db.execute("PRAGMA foreign_keys = ON")
-    if mode != "read":
-        journal = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-        if journal != "wal":
-            db.close()
-            raise RunFolderError(
-                f"{str(folder)!r} cannot hold a ledger (journal mode {journal!r}): put run_dir on a local disk"
-            )
-        db.execute("PRAGMA synchronous = NORMAL")  # a commit waits for the disk when it says so: see `_write`
-    return db
-
-
-def _expect(folder: Path, mode: str) -> None:
-    exists = (folder / "ledger.sqlite").exists()
-    if mode != "create" and not exists:
-        raise RunFolderError(f"{str(folder)!r} is not a run folder: there is no ledger.sqlite in it")
-
-
-def _tables(db: sqlite3.Connection) -> int:
-    return db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]
-
-
-def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
-    return sorted(map(tuple, db.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master")))
 
 
 def _replay_hint(step: int, last: int) -> str:

@@ -1,0 +1,81 @@
+"""The file `ledger.sqlite`: how it is opened, and whether what is in it is a ledger of a schema that is known."""
+
+from __future__ import annotations
+
+import contextlib
+import sqlite3
+import time
+from pathlib import Path
+
+from tidemill.ledger.records import LedgerError, RunFolderError, explained
+from tidemill.ledger.schema import SCHEMA, SCHEMAS, VERSION
+
+BUSY_S = 10.0  # how long a write waits for somebody's sqlite3 session
+
+
+def has_ledger(folder: str | Path) -> bool:
+    """Whether a run began in this folder: False also for what a start left that was killed before its first commit."""
+    folder = Path(folder)
+    if not (folder / "ledger.sqlite").exists():
+        return False
+    with explained(folder), contextlib.closing(connect(folder, "read")) as db:
+        return _tables(db) > 0
+
+
+def connect(folder: Path, mode: str) -> sqlite3.Connection:
+    """mode: create, open or read, see `SqliteLedger`. Raises RunFolderError where the folder cannot hold a ledger."""
+    if sqlite3.sqlite_version_info < (3, 37):
+        raise RunFolderError(f"SQLite {sqlite3.sqlite_version} is too old for the ledger: use a Python with SQLite >= 3.37")
+    access = {"create": "rwc", "open": "rw", "read": "ro"}[mode]
+    path = (folder / "ledger.sqlite").resolve()
+    uri = f"{path.as_uri()}?mode={access}"
+    db = sqlite3.connect(uri, uri=True, isolation_level=None, timeout=BUSY_S, check_same_thread=False)
+    db.execute("PRAGMA foreign_keys = ON")
+    if mode != "read":
+        journal = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
+        if journal != "wal":
+            db.close()
+            raise RunFolderError(
+                f"{str(folder)!r} cannot hold a ledger (journal mode {journal!r}): put run_dir on a local disk"
+            )
+        db.execute("PRAGMA synchronous = NORMAL")  # a commit waits for the disk when it says so: see `SqliteLedger`
+    return db
+
+
+def expect_file(folder: Path, mode: str) -> None:
+    """Raises RunFolderError where a ledger is to be, and there is none."""
+    exists = (folder / "ledger.sqlite").exists()
+    if mode != "create" and not exists:
+        raise RunFolderError(f"{str(folder)!r} is not a run folder: there is no ledger.sqlite in it")
+
+
+def create_tables(db: sqlite3.Connection, folder: Path) -> None:
+    """Of the newest schema, in one transaction. Raises RunFolderError where there are some."""
+    if _tables(db):
+        raise RunFolderError(f"{str(folder)!r} holds a ledger already: open it to go on, or choose another run_dir")
+    facts = {"schema": str(VERSION), "created": repr(time.time())}
+    rows = "".join(f"INSERT INTO meta VALUES ('{key}', '{value}');" for key, value in facts.items())
+    db.executescript(f"BEGIN;{SCHEMA}{rows}COMMIT;")
+
+
+def expect_schema(db: sqlite3.Connection, folder: Path) -> None:
+    """Raises RunFolderError for a schema that is not known, LedgerError for tables that are not those of their schema."""
+    if not _tables(db):
+        raise RunFolderError(f"{str(folder)!r} holds an empty ledger: a start was interrupted; start it again")
+    schema = dict(map(tuple, db.execute("SELECT key, value FROM meta"))).get("schema")
+    if schema not in SCHEMAS:
+        raise RunFolderError(
+            f"{str(folder)!r} has a ledger of schema {schema}; this version reads {', '.join(SCHEMAS)}: use its own"
+        )
+    with contextlib.closing(sqlite3.connect(":memory:", timeout=BUSY_S)) as fresh:
+        fresh.executescript(SCHEMAS[schema])
+        if _definitions(fresh) != _definitions(db):
+            raise LedgerError(f"the ledger in {str(folder)!r} is damaged: its tables are not those that were made")
+
+
+def _tables(db: sqlite3.Connection) -> int:
+    return db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]
+
+
+def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
+    return sorted(map(tuple, db.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master")))
