@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 
 import numpy as np
 import pytest
@@ -99,20 +98,18 @@ def test_what_is_retired_is_given_out_again_first():
     assert blocks.available == blocks.usable - 1 and held[0] in touched
 
 
-def test_a_version_is_retired_between_two_decode_steps():
+def test_a_version_is_retired_without_a_look_at_its_pages():
     """The pause of an update is a decode step and 5 ms at most: a look at each of 60,000 pages takes 10 ms and more."""
-    blocks, took = BlockManager(60_001, 1), list[float]()
+    blocks = BlockManager(60_001, 1)
     for version in range(3):
         pages, chain = blocks.allocate(20_000), ROOT
         for page in pages:
             chain = blocks.register(page, np.array([page], np.int32), chain, (0, version))
         blocks.free(pages)
     for version in range(1, 4):
-        begin = time.perf_counter()
         blocks.retire({(0, v) for v in range(version, 3)})
-        took.append(time.perf_counter() - begin)
         assert list(blocks._retired) == [(0, v) for v in range(version)]
-    assert min(took) < 0.002, took
+        assert len(blocks._by_key) == 60_000, "they can be found until they are given out"
     retired = blocks.allocate(60_000)
     assert retired[:20_000] == list(range(20_000, 0, -1)), "leaves of the version that was retired first"
 

@@ -1,0 +1,150 @@
+"""The kernels for CUDA devices against PyTorch in float64.
+
+`pytest -m gpu` where there is a device. TRITON_INTERPRET=1 runs them without one, where Triton is installed.
+"""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tidemill.engine.sampler import RowParams, sample
+from tidemill.kernels import gpu as module
+from tidemill.kernels.gpu import Gpu
+from tidemill.models.decoder import rotate
+
+pytestmark = pytest.mark.gpu
+DTYPES = [torch.float32, torch.bfloat16]
+DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
+# bfloat16: roundings on the way may fall to the other side, and the interpreter cuts off where a device rounds.
+ERROR = {torch.float32: 3e-6, torch.bfloat16: 2**-7 if DEVICE == "cuda" else 2**-5}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Gpu:
+    return Gpu()
+
+
+def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype).to(DEVICE)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor, error: float) -> None:
+    torch.testing.assert_close(found.double().cpu(), expected.double().cpu(), atol=error, rtol=error)
+
+
+def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x.double(), weight.shape, None, eps).to(x.dtype).double() * weight.double()
+
+
+def test_the_trial_passes_and_notices(kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert module._right(kernels, torch.device(DEVICE))
+    for name in ("attend", "norm", "gate"):
+        with monkeypatch.context() as patch:
+            patch.setattr(Gpu, name, lambda *args, own=getattr(Gpu, name): own(*args) * 1.01)
+            assert not module._right(kernels, torch.device(DEVICE)), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rows, size", [(1, 1), (3, 17), (40, 1000)])
+def test_norm(kernels: Gpu, dtype: torch.dtype, rows: int, size: int) -> None:
+    x, weight = (drawn(rows, size + 5) * 3).to(dtype)[:, :size], drawn(size, seed=1, dtype=dtype)
+    found = kernels.norm(x, weight, 1e-6)
+    assert found.dtype == dtype
+    close(found, normed(x, weight, 1e-6), ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norms", [True, False])
+@pytest.mark.parametrize("n, queries, keys, size", [(1, 1, 1, 2), (5, 4, 2, 16), (9, 3, 1, 24), (7, 8, 8, 128)])
+def test_rotate(kernels: Gpu, dtype: torch.dtype, with_norms: bool, n: int, queries: int, keys: int, size: int) -> None:
+    heads = (drawn(n, queries + 2 * keys, size) * 2).to(dtype)
+    angles = drawn(n, 1, size // 2, seed=3) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = (drawn(size, seed=1, dtype=dtype), drawn(size, seed=2, dtype=dtype)) if with_norms else None
+    found = kernels.rotate(heads, norms, 1e-5, cos, sin, queries, keys)
+    q, k = heads[:, :queries], heads[:, queries : queries + keys]
+    if norms is not None:
+        q, k = normed(q, norms[0], 1e-5).to(dtype), normed(k, norms[1], 1e-5).to(dtype)
+    close(found, rotate(torch.cat((q, k), dim=1).double(), cos.double(), sin.double()), 4 * ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, size", [(1, 1), (7, 13), (5, 3000)])
+def test_gate(kernels: Gpu, dtype: torch.dtype, n: int, size: int) -> None:
+    x = (drawn(n, 2 * size) * 20).to(dtype)
+    x[0, 0] = -200.0
+    gate, up = x[:, :size].double(), x[:, size:].double()
+    close(kernels.gate(x), F.silu(gate) * up, 4 * ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize(
+    "rows, heads, kv_heads, size, page",
+    [(1, 4, 2, 32, 16), (5, 16, 8, 128, 16), (3, 6, 1, 64, 32), (70, 8, 8, 16, 16), (2, 1, 1, 256, 8)],
+)
+def test_attend_and_write(kernels: Gpu, dtype: torch.dtype, window: int | None, rows: int, heads: int, kv_heads: int,
+                          size: int, page: int) -> None:  # fmt: skip
+    """Rows of many lengths, in pages strewn over the cache; what no row owns is not a number and must not be seen."""
+    if DEVICE == "cpu" and (dtype == torch.bfloat16 or rows > 5):
+        pytest.skip("interpreted: products of bfloat16 are wrong there, and many rows take minutes")
+    rng = np.random.default_rng(rows)
+    lengths = rng.integers(1, 200, rows)
+    lengths[0] = 131
+    width = -(-int(lengths.max()) // page) + 1
+    table = rng.permutation(rows * width).reshape(rows, width).astype(np.int32)
+    pages = torch.full((rows * width, kv_heads, page, 2 * size), torch.nan, dtype=dtype, device=DEVICE)
+    k, v = (drawn(int(lengths.sum()), kv_heads, size, seed=i, dtype=dtype) for i in (1, 2))
+    slots = [table[r, at // page] * page + at % page for r in range(rows) for at in range(lengths[r])]
+    kernels.write(pages, k, v, torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+    q = drawn(rows, heads + 3, size, seed=3, dtype=dtype)[:, :heads]
+    there = torch.from_numpy(np.ascontiguousarray(table)).to(DEVICE).view(-1)
+    found = kernels.attend(
+        pages, q, there, torch.tensor([width], dtype=torch.int32, device=DEVICE),
+        torch.from_numpy(lengths.astype(np.int32)).to(DEVICE), window,
+    )  # fmt: skip
+    assert found.shape == q.shape and found.dtype == dtype
+    ends = np.cumsum(lengths)
+    for row, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        seen = slice(end - min(length, window or length), end)
+        keys, values = (x[seen].double().repeat_interleave(heads // kv_heads, 1) for x in (k, v))
+        weights = torch.softmax(torch.einsum("he,the->ht", q[row].double(), keys) * size**-0.5, -1)
+        expected = torch.einsum("ht,the->he", weights, values)
+        close(found[row], expected, ERROR[dtype] * 2)
+
+
+def ask(temperature: np.ndarray, uniform: np.ndarray) -> RowParams:
+    n = len(temperature)
+    return RowParams(temperature, np.ones(n), np.zeros(n, np.int64), np.zeros(n), uniform)
+
+
+@pytest.mark.parametrize("vocab", [2, 500, 2048, 5000, 40_001])
+def test_samples_are_those_of_pytorch(kernels: Gpu, vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = drawn(32, vocab, seed=vocab) * 3
+    temperature = np.resize([1.0, 0.0, 0.7, 2.5], 32)
+    uniform = rng.random(32)
+    uniform[:4], uniform[4:8] = 0.0, np.nextafter(1, 0)
+    found = kernels.sample(logits, temperature, uniform)
+    expected = sample(logits.double().cpu(), ask(temperature, uniform))
+    np.testing.assert_array_equal(found[0], expected.tokens)
+    np.testing.assert_allclose(found[1], expected.logprobs, atol=2e-5)
+    np.testing.assert_allclose(found[2], expected.model_logprobs, atol=2e-5)
+
+
+def test_what_cannot_be_is_never_sampled_and_nonsense_is_seen(kernels: Gpu) -> None:
+    logits = torch.full((3, 4100), -torch.inf, device=DEVICE)
+    logits[:, 4097], logits[:, 11] = 0.0, -1.0
+    tokens, _, _ = kernels.sample(logits, np.ones(3), np.array([0.0, 0.5, np.nextafter(1, 0)]))
+    assert tokens.tolist() == [11, 4097, 4097]
+    logits[1, 5] = torch.nan
+    logits[2, 5] = torch.inf
+    _, logprobs, model = kernels.sample(logits, np.ones(3), np.full(3, 0.5))
+    assert np.isfinite(logprobs).tolist() == [True, False, False] == np.isfinite(model).tolist()
+    _, logprobs, model = kernels.sample(logits, np.zeros(3), np.full(3, 0.5))
+    assert np.isfinite(logprobs[0]) and np.isfinite(model).tolist() == [True, False, False]

@@ -1,0 +1,228 @@
+"""Kernels for CUDA devices, through Triton, which comes with PyTorch's CUDA builds. Nothing needs them.
+
+    gpu() -> Gpu, or None and `why_not_gpu()`       TIDEMILL_KERNELS=off switches them off
+
+They have the same methods as the compiled ones for the CPU (`library.Native`), on tensors alone. Triton compiles each of
+them at its first call and keeps it in a cache of its own. Kernels that compute something else than they should, in a small
+trial, are not used either.
+"""
+
+from __future__ import annotations
+
+import os
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+SWITCH = "TIDEMILL_KERNELS"  # "off": do without
+DTYPES = (torch.float32, torch.bfloat16)
+TILE = 64  # keys that a program looks at together
+VOCABULARY_BLOCK = 2048  # logits that a program looks at together
+PROGRAMS = 528  # so many keep a large device busy: with fewer rows each is split
+MOST_SPLITS = 16
+
+
+class Gpu:
+    """The kernels, on tensors of one device. They are launched on its current stream, and can be captured in a graph."""
+
+    def __init__(self) -> None:
+        from tidemill.kernels import gpu_source
+
+        self._source: Any = gpu_source
+
+    @staticmethod
+    def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
+        """Whether `attend` is for this shape."""
+        return size in (16, 32, 64, 128, 256) and TILE % page_size == 0 and heads // kv_heads <= 64 and dtype in DTYPES
+
+    def attend(self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None) -> Tensor:
+        """Softmax attention of one query a row, scaled by 1/sqrt(E) -> [n, H, E] as q.
+
+        pages [P, K, page_size, 2E]: a layer's, a token's key and value side by side. q [n, H, E], its last two dimensions
+        dense. table [>= n * width] int32: each row's pages, `width` [1] int32 of them. lengths [n] int32: what a row sees,
+        at least one; of these only the last `window`.
+        """
+        n, heads, size = q.shape
+        kv_heads, page = pages.shape[1], pages.shape[2]
+        assert q.stride()[1:] == (size, 1) and pages.is_contiguous()
+        splits = max(1, min(MOST_SPLITS, PROGRAMS // (n * kv_heads)))
+        out = torch.empty((n, heads, size), dtype=q.dtype, device=q.device)
+        shape = (n * heads, splits)
+        parts = out if splits == 1 else torch.empty((*shape, size), dtype=torch.float32, device=q.device)
+        sums = out if splits == 1 else torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
+        group = heads // kv_heads
+        self._source.attend[(kv_heads, n, splits)](
+            *(pages, q, q.stride(0), parts, sums, lengths, table, width, size**-0.5),
+            HEADS=kv_heads,
+            GROUP=group,
+            GROUP_WIDTH=max(16, _power(group)),
+            SIZE=size,
+            PAGE=page,
+            TILE=TILE,
+            WINDOW=window or 0,
+            SPLITS=splits,
+            num_warps=4,
+            num_stages=3,
+        )
+        if splits > 1:
+            self._source.merge[(n * heads,)](parts, sums, out, SPLITS=splits, WIDTH=_power(splits), SIZE=size, num_warps=1)
+        return out
+
+    def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: Tensor) -> None:
+        """k, v [n, K, E] to `writes` [n] int32: page * page_size + offset."""
+        n, heads, size = k.shape
+        assert k.stride()[1:] == v.stride()[1:] == (size, 1) and pages.is_contiguous()
+        self._source.write[(n, heads)](
+            *(pages, k, k.stride(0), v, v.stride(0), writes),
+            HEADS=heads,
+            SIZE=size,
+            WIDTH=_power(size),
+            PAGE=pages.shape[2],
+            num_warps=1,
+        )
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """The root-mean-square norm of each row of x [..., D], in float32; bfloat16 is rounded before the weight too."""
+        size = x.shape[-1]
+        rows = x.reshape(-1, size)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        if len(rows):
+            warps = 4 if size <= 4096 else 8
+            self._source.norm[(len(rows),)](
+                *(rows, rows.stride(0), weight, out, eps), SIZE=size, WIDTH=_power(size), num_warps=warps
+            )
+        return out
+
+    def rotate(
+        self,
+        heads: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        queries: int,
+        keys: int,
+    ) -> Tensor:
+        """[n, queries + keys, E]: the first heads of `heads` [n, ..., E], normed by the weights [E] of queries and of keys,
+        and turned by their positions' cos and sin [n, 1, E / 2]."""
+        n, _, size = heads.shape
+        out = torch.empty((n, queries + keys, size), dtype=heads.dtype, device=heads.device)
+        assert heads.stride()[1:] == (size, 1) and cos.is_contiguous() and sin.is_contiguous()
+        if n:
+            self._source.rotate[(n, queries + keys)](
+                *(heads, heads.stride(0), *((heads, heads) if norms is None else norms), eps, cos, sin, out),
+                QUERIES=queries,
+                HEADS=queries + keys,
+                HALF=size // 2,
+                WIDTH=_power(size // 2),
+                NORMED=norms is not None,
+                num_warps=1,
+            )
+        return out
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
+        n, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((n, size), dtype=gate_up.dtype, device=gate_up.device)
+        assert gate_up.is_contiguous()
+        block = min(1024, _power(size))
+        if n:
+            self._source.gate[(n, -(-size // block))](gate_up, out, size, BLOCK=block, num_warps=4)
+        return out
+
+    def sample(
+        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens [n] int64, logprobs [n] float32, the unmodified model's logprobs [n] float32) of logits [n, V] float32.
+
+        temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
+        probability exceeds it. Logits that are not finite numbers come out as logprobs that are not.
+        """
+        n, vocab = logits.shape
+        assert logits.is_contiguous() and logits.dtype == torch.float32
+        if not n:
+            return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
+        device, blocks = logits.device, -(-vocab // VOCABULARY_BLOCK)
+        greedy = temperature == 0
+        sharpness = np.where(greedy, 0, 1 / np.where(greedy, 1, temperature))
+        given = torch.from_numpy(np.stack((sharpness, uniform))).to(device)
+        sharp = given[0].float()
+        found = torch.empty((n, blocks, 4), dtype=torch.float32, device=device)
+        likeliest = torch.empty((n, blocks), dtype=torch.int32, device=device)
+        out = torch.empty((3, n), dtype=torch.float64, device=device)
+        self._source.survey[(n, blocks)](logits, vocab, sharp, found, likeliest, BLOCK=VOCABULARY_BLOCK, num_warps=4)
+        self._source.draw[(n,)](
+            *(logits, vocab, sharp, given[1], found, likeliest, out, n, blocks),
+            WIDTH=_power(blocks),
+            BLOCK=VOCABULARY_BLOCK,
+            num_warps=8,
+        )
+        tokens, logprobs, model = out.cpu().numpy()
+        numbers = np.isfinite(logprobs)
+        return np.where(numbers, tokens, 0).astype(np.int64), logprobs.astype(np.float32), model.astype(np.float32)
+
+
+@lru_cache(maxsize=1)
+def _found() -> Gpu | str:
+    if os.environ.get(SWITCH, "") == "off":
+        return f"switched off by {SWITCH}"
+    if not torch.cuda.is_available():
+        return "no CUDA device is visible here"
+    try:
+        kernels = Gpu()
+        return kernels if _right(kernels, torch.device("cuda")) else "the kernels compute something else than they should"
+    except Exception as error:  # Triton compiles here, with whatever tools this machine has: many things can be amiss
+        return f"{type(error).__name__}: {error}"
+
+
+def gpu() -> Gpu | None:
+    """The kernels; None where there are none. The first call of a process may compile for some seconds."""
+    found = _found()
+    return found if isinstance(found, Gpu) else None
+
+
+def why_not_gpu() -> str:
+    """Why `gpu` gives None; "" when it does not."""
+    found = _found()
+    return found if isinstance(found, str) else ""
+
+
+@torch.inference_mode()
+def _right(kernels: Gpu, device: torch.device) -> bool:
+    """Whether a small trial comes out as PyTorch says."""
+    heads = torch.linspace(-2, 2, 3 * 8 * 32, device=device).view(3, 8, 32)
+    pages = torch.zeros((4, 2, 16, 64), device=device)
+    table, width = torch.tensor([1, 2, 3, 1, 2, 3], dtype=torch.int32, device=device), torch.tensor([2], device=device)
+    k, v = torch.cos(heads[:, 4:6]).contiguous(), torch.sin(heads[:, 6:8]).contiguous()
+    for at in range(3):
+        kernels.write(pages, k, v, torch.tensor([16 + at, 32 + at, 48 + at], dtype=torch.int32, device=device))
+    lengths = torch.tensor([2, 3, 1], dtype=torch.int32, device=device)
+    seen = kernels.attend(pages, heads[:, :4], table, width.int(), lengths, None)
+    kv = pages[table.view(3, 2)[:, 0].long()]  # rows 0, 1, 2 begin in pages 1, 3 and 2
+    expected = [
+        F.scaled_dot_product_attention(
+            heads[i, :4].unsqueeze(1), kv[i, :, :n, :32], kv[i, :, :n, 32:], enable_gqa=True
+        ).squeeze(1)
+        for i, n in enumerate(lengths.tolist())
+    ]
+    ok = torch.allclose(seen, torch.stack(expected), atol=1e-5)
+    weight = torch.linspace(0.5, 1.5, 32, device=device)
+    ok &= torch.allclose(kernels.norm(heads, weight, 1e-6), F.rms_norm(heads, (32,), weight, 1e-6), atol=1e-5)
+    gate, up = heads[:, :2].flatten(1).chunk(2, dim=-1)
+    ok &= torch.allclose(kernels.gate(heads[:, :2].flatten(1).contiguous()), F.silu(gate) * up, atol=1e-5)
+    logits = heads.reshape(3, -1).contiguous()
+    tokens, logprobs, _ = kernels.sample(logits, np.array([0.0, 1.0, 0.5]), np.array([0.3, 0.6, 0.9]))
+    probabilities = torch.log_softmax(logits.double().cpu() * torch.tensor([[1.0], [1.0], [2.0]]), -1)
+    reached = (probabilities.exp().cumsum(-1) <= torch.tensor([[0.3], [0.6], [0.9]])).sum(-1)
+    wanted = torch.cat((probabilities[:1].argmax(-1), reached[1:])).numpy()
+    own = probabilities.gather(1, torch.from_numpy(wanted)[:, None]).squeeze(1).numpy()
+    return ok and bool((tokens == wanted).all()) and np.allclose(logprobs[1:], own[1:], atol=1e-4)
+
+
+def _power(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(0, n - 1).bit_length()

@@ -1,0 +1,204 @@
+"""The kernels for CUDA devices, in Triton. `gpu` wraps them; nothing else imports this file, for Triton may not be there.
+
+Whatever dtype numbers are kept in, sums are float32; where PyTorch's own operations would round to the narrow dtype between
+two steps, so do these. Sizes that end in WIDTH are powers of two, at least as large as what they hold.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOWEST = tl.constexpr(-1e30)  # where a running maximum begins: finite, so that LOWEST - LOWEST is 0
+
+
+@triton.jit
+def norm(x, x_row, weight, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, WIDTH)
+    inside = at < SIZE
+    value = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
+    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    scaled = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * SIZE + at, scaled.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def rotate(
+    heads, heads_row, query_weight, key_weight, eps, cos, sin, out,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    narrow = out.dtype.element_ty
+    at = tl.arange(0, WIDTH)
+    inside = at < HALF
+    source = heads + row * heads_row + head * 2 * HALF
+    a = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    if NORMED:
+        scale = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * HALF) + eps)
+        weight = query_weight
+        if head >= QUERIES:
+            weight = key_weight
+        first = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
+        second = tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)
+        a = ((a * scale).to(narrow).to(tl.float32) * first).to(narrow).to(tl.float32)
+        b = ((b * scale).to(narrow).to(tl.float32) * second).to(narrow).to(tl.float32)
+    c = tl.load(cos + row * HALF + at, mask=inside, other=0.0).to(tl.float32)
+    s = tl.load(sin + row * HALF + at, mask=inside, other=0.0).to(tl.float32)
+    into = out + (row * HEADS + head) * 2 * HALF
+    tl.store(into + at, (a * c - b * s).to(narrow), mask=inside)
+    tl.store(into + HALF + at, (b * c + a * s).to(narrow), mask=inside)
+
+
+@triton.jit
+def gate(gate_up, out, SIZE, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < SIZE
+    narrow = out.dtype.element_ty
+    a = tl.load(gate_up + row * 2 * SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=inside, other=0.0).to(tl.float32)
+    opened = (a / (1.0 + tl.exp(-a))).to(narrow).to(tl.float32)
+    tl.store(out + row * SIZE + at, (opened * b).to(narrow), mask=inside)
+
+
+@triton.jit
+def write(
+    pages, k, k_row, v, v_row, writes, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr
+):
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = tl.arange(0, WIDTH)
+    inside = at < SIZE
+    target = tl.load(writes + row).to(tl.int64)
+    into = pages + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE) * (2 * SIZE)
+    tl.store(into + at, tl.load(k + row * k_row + head * SIZE + at, mask=inside), mask=inside)
+    tl.store(into + SIZE + at, tl.load(v + row * v_row + head * SIZE + at, mask=inside), mask=inside)
+
+
+@triton.jit
+def attend(
+    pages, q, q_row, out, sums, lengths, table, width, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """One key/value head of one row, or one of SPLITS parts of it: then `out` and `sums` (maximum, sum of exponentials) hold
+    parts that `merge` puts together."""
+    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    length = tl.load(lengths + row)
+    columns = tl.load(width)
+    low = 0
+    if WINDOW:
+        low = tl.maximum(length - WINDOW, 0)
+    first = low // TILE * TILE
+    each = tl.cdiv(tl.cdiv(length - first, TILE), SPLITS) * TILE
+    begin = first + split * each
+    end = tl.minimum(begin + each, length)
+    element = tl.arange(0, SIZE)
+    member = tl.arange(0, GROUP_WIDTH)
+    real = member < GROUP
+    query = tl.load(
+        q + row * q_row + (head * GROUP + member)[:, None] * SIZE + element[None, :], mask=real[:, None], other=0.0
+    )
+    highest = tl.full([GROUP_WIDTH], LOWEST, tl.float32)
+    total = tl.zeros([GROUP_WIDTH], tl.float32)
+    seen = tl.zeros([GROUP_WIDTH, SIZE], tl.float32)
+    for start in range(begin, end, TILE):
+        at = start + tl.arange(0, TILE)
+        inside = (at < end) & (at >= low)
+        page = tl.load(table + row * columns + at // PAGE, mask=at < end, other=0).to(tl.int64)
+        base = ((page * HEADS + head) * PAGE + at % PAGE) * (2 * SIZE)
+        key = tl.load(pages + base[None, :] + element[:, None], mask=inside[None, :], other=0.0)
+        value = tl.load(pages + base[:, None] + SIZE + element[None, :], mask=inside[:, None], other=0.0)
+        scores = tl.where(inside[None, :], tl.dot(query, key, input_precision="ieee") * scale, LOWEST)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        weight = tl.where(inside[None, :], tl.exp(scores - higher[:, None]), 0.0)
+        shrink = tl.exp(highest - higher)
+        total = total * shrink + tl.sum(weight, 1)
+        rounded = weight.to(value.dtype)
+        seen = seen * shrink[:, None] + tl.dot(rounded, value, input_precision="ieee")
+        if (
+            value.dtype != tl.float32
+        ):  # what rounding took from the weights, as a second product: memory is what is waited for
+            seen += tl.dot((weight - rounded.to(tl.float32)).to(value.dtype), value)
+        highest = higher
+    if SPLITS == 1:
+        into = out + (row * HEADS * GROUP + head * GROUP + member)[:, None] * SIZE + element[None, :]
+        tl.store(into, (seen / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+    else:
+        part = (row * HEADS * GROUP + head * GROUP + member) * SPLITS + split
+        tl.store(out + part[:, None] * SIZE + element[None, :], seen, mask=real[:, None])
+        tl.store(sums + part * 2, highest, mask=real)
+        tl.store(sums + part * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def merge(parts, sums, out, SPLITS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    split, element = tl.arange(0, WIDTH), tl.arange(0, SIZE)
+    real = split < SPLITS
+    highest = tl.load(sums + (row * SPLITS + split) * 2, mask=real, other=LOWEST)
+    total = tl.load(sums + (row * SPLITS + split) * 2 + 1, mask=real, other=0.0)
+    weight = tl.where(real, tl.exp(highest - tl.max(highest)), 0.0)
+    seen = tl.load(parts + ((row * SPLITS + split) * SIZE)[:, None] + element[None, :], mask=real[:, None], other=0.0)
+    value = tl.sum(seen * weight[:, None], 0) / tl.sum(total * weight)
+    tl.store(out + row * SIZE + element, value.to(out.dtype.element_ty))
+
+
+@triton.jit
+def survey(logits, vocab, sharpness, found, likeliest, BLOCK: tl.constexpr):
+    """Of one block of a row's logits: the maximum and the sum of exponentials below it, sharpened and as they are, and where
+    the greatest stands."""
+    row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    at = block * BLOCK + tl.arange(0, BLOCK)
+    inside = at < vocab
+    plain = tl.load(logits + row * vocab + at, mask=inside, other=float("-inf"))
+    sharp = tl.where(inside, plain * tl.load(sharpness + row), float("-inf"))
+    top, peak = tl.max(plain), tl.max(sharp)
+    into = found + (row * tl.num_programs(1) + block) * 4
+    tl.store(into, peak)
+    tl.store(into + 1, tl.sum(tl.exp(sharp - peak)))
+    tl.store(into + 2, top)
+    tl.store(into + 3, tl.sum(tl.exp(plain - top)))
+    tl.store(likeliest + row * tl.num_programs(1) + block, tl.min(tl.where(plain == top, at, vocab)))
+
+
+@triton.jit
+def draw(logits, vocab, sharpness, uniform, found, likeliest, out, rows, BLOCKS, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """(token, its logprob, the unmodified model's) of one row, as three float64 that stand `rows` apart."""
+    row = tl.program_id(0).to(tl.int64)
+    block = tl.arange(0, WIDTH)
+    real = block < BLOCKS
+    source = found + (row * BLOCKS + block) * 4
+    peaks = tl.load(source, mask=real, other=float("-inf"))
+    tops = tl.load(source + 2, mask=real, other=float("-inf"))
+    peak, top = tl.max(peaks), tl.max(tops)
+    masses = tl.where(real, tl.load(source + 1, mask=real, other=0.0) * tl.exp(peaks - peak), 0.0).to(tl.float64)
+    plain = tl.sum(tl.where(real, tl.load(source + 3, mask=real, other=0.0) * tl.exp(tops - top), 0.0).to(tl.float64))
+    total = tl.sum(masses)
+    sharp = tl.load(sharpness + row)
+    if sharp == 0.0:
+        first = tl.min(tl.where(tops == top, block, WIDTH))
+        token = tl.load(likeliest + row * BLOCKS + tl.minimum(first, BLOCKS - 1))
+        logprob = (top - top).to(tl.float64)  # 0, and not a number where the logits are none
+    else:
+        target = tl.load(uniform + row) * total
+        # Rounding can push the target to the end of the sum or past it: then the last block that holds anything is meant.
+        last = tl.max(tl.where(masses > 0, block, 0))
+        before = tl.cumsum(masses)
+        chosen = tl.minimum(tl.sum((real & (before <= target)).to(tl.int32)), last)
+        rest = target - tl.sum(tl.where(block < chosen, masses, 0.0))
+        at = chosen * BLOCK + tl.arange(0, BLOCK)
+        inside = at < vocab
+        near = tl.load(logits + row * vocab + at, mask=inside, other=float("-inf")) * sharp
+        weights = tl.where(inside, tl.exp(near - peak), 0.0).to(tl.float64)
+        last = tl.max(tl.where(weights > 0, tl.arange(0, BLOCK), 0))
+        reached = tl.sum((inside & (tl.cumsum(weights) <= rest)).to(tl.int32))
+        token = chosen * BLOCK + tl.minimum(reached, last)
+        chosen_logit = tl.load(logits + row * vocab + token)
+        logprob = (chosen_logit * sharp - peak).to(tl.float64) - tl.log(total)
+    model = (tl.load(logits + row * vocab + tl.minimum(token, vocab - 1)) - top).to(tl.float64) - tl.log(plain)
+    tl.store(out + row, token.to(tl.float64))
+    tl.store(out + rows + row, logprob)
+    tl.store(out + 2 * rows + row, model)
