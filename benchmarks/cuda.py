@@ -133,17 +133,7 @@ async def ours(model: Decoder, args: argparse.Namespace, profile: str | None) ->
     if profile:
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as traced:
             await all_at_once(24, 10_000)
-        found = sorted(traced.key_averages(), key=lambda each: -each.self_device_time_total)[:30]
-        shown = [
-            {
-                "ms": e.self_device_time_total / 1e3,
-                "calls": e.count,
-                "us each": e.self_device_time_total / e.count,
-                "": e.key[:90],
-            }
-            for e in found
-        ]
-        print(table(shown))
+        print(kernels(traced))
     seconds, times = await all_at_once(args.tokens, 20_000)
     gaps = [
         1e3 * (b[0] - a[0]) for a, b in itertools.pairwise(times) if b[1] - a[1] == args.sequences
@@ -157,6 +147,22 @@ async def ours(model: Decoder, args: argparse.Namespace, profile: str | None) ->
         "built s": built,
         "length": args.prompt + args.tokens - len(gaps) / 2,
     }
+
+
+def kernels(traced: torch.profiler.profile) -> str:
+    """What took the device's time, the longest first."""
+    found = sorted(traced.key_averages(), key=lambda each: -each.self_device_time_total)[:30]
+    return table(
+        [
+            {
+                "ms": e.self_device_time_total / 1e3,
+                "calls": e.count,
+                "us each": e.self_device_time_total / e.count,
+                "": e.key[:90],
+            }
+            for e in found
+        ]
+    )
 
 
 async def training(model: Decoder, args: argparse.Namespace, checkpointing: bool) -> dict[str, Any]:
@@ -191,6 +197,12 @@ async def training(model: Decoder, args: argparse.Namespace, checkpointing: bool
         await trainer.apply(1e-4)
         torch.cuda.synchronize()
         seconds.append(time.perf_counter() - begin)
+    if args.profile:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as traced:
+            await trainer.forward_backward(samples, {"policy": LossSpec("reinforce")})
+            await trainer.apply(1e-4)
+            torch.cuda.synchronize()
+        print(kernels(traced))
     await trainer.close()
     run = len(samples) * args.tokens + len(samples) // 8 * args.prompt
     took = statistics.median(seconds[1:])

@@ -21,6 +21,7 @@ from tidemill.given import ROWS as HELD_OUT_ROWS
 from tidemill.kernels.library import BLOCK, STEP
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture
+from tidemill.models.linear import MIXES
 from tidemill.models.logprobs import chunk_rows
 from tidemill.recipe import RunConfig
 from tidemill.trainer.settings import TrainerSettings
@@ -202,7 +203,7 @@ def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None
         packed = len(held) * sum(-(-n // BLOCK) * BLOCK * k for n, k in packs)
         of = "copies of both" if updated else "copy"
         held.append(Held(f"packed {of}, where the processor has a product for them", packed * size, lower))
-    elif size == 2:
+    elif size == 2 and (on_cpu or not MIXES):
         held.append(Held("head in float32", 4 * arch.vocab * arch.hidden))
     pages, _ = kv_pages(settings, arch, free)
     cache = "KV cache, taken as it is used" if on_cpu else "KV cache"

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.engine.sampler import RowParams, sample
 from tidemill.kernels import gpu as module
 from tidemill.kernels.gpu import Gpu
 from tidemill.models.decoder import rotate
@@ -118,23 +117,27 @@ def test_attend_and_write(kernels: Gpu, dtype: torch.dtype, window: int | None, 
         close(found[row], expected, ERROR[dtype] * 2)
 
 
-def ask(temperature: np.ndarray, uniform: np.ndarray) -> RowParams:
-    n = len(temperature)
-    return RowParams(temperature, np.ones(n), np.zeros(n, np.int64), np.zeros(n), uniform)
-
-
 @pytest.mark.parametrize("vocab", [2, 500, 2048, 5000, 40_001])
-def test_samples_are_those_of_pytorch(kernels: Gpu, vocab: int) -> None:
+def test_sample(kernels: Gpu, vocab: int) -> None:
+    """The first token whose cumulative probability exceeds the uniform number, and its exact logprobs."""
     rng = np.random.default_rng(vocab)
-    logits = drawn(32, vocab, seed=vocab) * 3
-    temperature = np.resize([1.0, 0.0, 0.7, 2.5], 32)
-    uniform = rng.random(32)
+    n = 32
+    logits = drawn(n, vocab, seed=vocab) * 3
+    logits[:8, vocab // 2 + 1 :] = -torch.inf
+    temperature = np.resize([1.0, 0.0, 0.7, 2.5], n)
+    uniform = rng.random(n)
     uniform[:4], uniform[4:8] = 0.0, np.nextafter(1, 0)
-    found = kernels.sample(logits, temperature, uniform)
-    expected = sample(logits.double().cpu(), ask(temperature, uniform))
-    np.testing.assert_array_equal(found[0], expected.tokens)
-    np.testing.assert_allclose(found[1], expected.logprobs, atol=2e-5)
-    np.testing.assert_allclose(found[2], expected.model_logprobs, atol=2e-5)
+    tokens, logprobs, model = kernels.sample(logits, temperature, uniform)
+    exact = logits.double().cpu().log_softmax(-1).numpy()
+    greedy, rows = temperature == 0, np.arange(n)
+    assert (tokens[greedy] == exact[greedy].argmax(-1)).all() and (logprobs[greedy] == 0).all()
+    heat = torch.from_numpy(np.where(greedy, 1, temperature))[:, None]
+    tempered = (logits.double().cpu() / heat).log_softmax(-1).numpy()
+    np.testing.assert_allclose(model, exact[rows, tokens], atol=1e-5)
+    np.testing.assert_allclose(logprobs[~greedy], tempered[rows, tokens][~greedy], atol=1e-5)
+    cumulative = np.exp(tempered).cumsum(-1)
+    after, before = cumulative[rows, tokens], np.where(tokens > 0, cumulative[rows, tokens - 1], 0)
+    assert ((before - 2e-6 <= uniform) & (uniform <= after + 2e-6))[~greedy].all()
 
 
 def test_what_cannot_be_is_never_sampled_and_nonsense_is_seen(kernels: Gpu) -> None:

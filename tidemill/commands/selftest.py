@@ -17,6 +17,7 @@ import torch
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands.finding import Finding
 from tidemill.engine.settings import EngineSettings
+from tidemill.kernels.gpu import why_not_gpu
 from tidemill.kernels.library import why_not
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.protocols import Engine, Trainer
@@ -41,10 +42,15 @@ def cuda_devices() -> Finding:
 
 
 def kernels() -> Finding:
-    """Without them everything works, and engines on the CPU are slower."""
+    """Without them everything works, and engines are slower."""
     if why := why_not():
         return Finding("kernels", "warn", f"not compiled: {why}", "install gcc or clang: engines on the CPU are faster")
-    return Finding("kernels", "ok", "compiled for this processor")
+    if not torch.cuda.is_available():
+        return Finding("kernels", "ok", "compiled for this processor")
+    if why := why_not_gpu():
+        fix = "install triton and gcc or clang: engines on the device are several times as fast"
+        return Finding("kernels", "warn", f"compiled for this processor; none for the CUDA device: {why}", fix)
+    return Finding("kernels", "ok", "compiled for this processor and for the CUDA device")
 
 
 async def self_test(folder: Path) -> list[Finding]:

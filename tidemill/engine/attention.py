@@ -2,9 +2,10 @@
 
 Layout: [layers, pages, K, page_size, 2E], a token's key and value side by side. One `index_select` of pages by block table
 then yields [rows * K, T, 2E], whose halves are the operands of two batched matrix products without another copy.
-On a CPU a compiled kernel reads the pages of decoding rows where they lie (`kernels`). Where there is none, and elsewhere,
-these rows, which come sorted by length, are gathered a block at a time: a block is padded to its longest row only and small
-enough to be still in the processor's cache when it is read. Decode attention is computed in float32 whatever the pages hold.
+A compiled kernel reads the pages of decoding rows where they lie (`kernels`; on a CUDA device through `cuda`). Where there is
+none these rows, which come sorted by length, are gathered a block at a time: a block is padded to its longest row only and
+small enough to be still in the processor's cache when it is read. Decode attention is computed in float32 whatever the pages
+hold.
 
 Every layer writes the step's keys and values before it reads any, so rows may share pages that this very step fills.
 """
@@ -24,7 +25,7 @@ from tidemill.engine.blocks import NULL_PAGE
 from tidemill.engine.scheduler import Chunk, Plan
 from tidemill.kernels.library import Native, native
 from tidemill.models.architecture import Architecture
-from tidemill.models.decoder import Attend
+from tidemill.models.decoder import Attend, Decoder
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
@@ -77,9 +78,15 @@ class PagedCache:
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._wide = torch.empty(0, dtype=torch.float32, device=device)
 
+    def hidden(self, decoder: Decoder, plan: Plan, table: np.ndarray) -> Tensor:
+        """[N, D] of the step's tokens, whose keys and values are in the cache afterwards. `table` as for `attend`."""
+        tokens = torch.from_numpy(plan.tokens).to(self.device)
+        positions = torch.from_numpy(plan.positions).to(self.device)
+        return decoder(tokens, positions, self.attend(plan, table))
+
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""
-        chunks = {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
+        chunks = self.chunk_blocks(plan, table)
         if self._native is not None:
             return self._attend_natively(self._native, plan, table, chunks)
         writes = self.write_index(plan.writes)
@@ -94,7 +101,7 @@ class PagedCache:
                 for block in decode[window]:
                     out[block.first : block.last] = self._decode(layer, scaled[block.first : block.last], block)
             for block in chunks[window]:
-                self._attend_chunks(layer, q, block, out)
+                self.attend_chunks(layer, q, block, out)
             return out
 
         return attend
@@ -114,7 +121,7 @@ class PagedCache:
             out = torch.empty(q.shape, dtype=q.dtype)
             out[:singles] = decoded
             for block in chunks[window]:
-                self._attend_chunks(layer, q, block, out)
+                self.attend_chunks(layer, q, block, out)
             return out
 
         return attend
@@ -147,7 +154,7 @@ class PagedCache:
         gathered = torch.index_select(self._by_page[layer], 0, index, out=self._gathered[:size].view(shape))
         return gathered if self.kv.dtype == torch.float32 else self._wide[:size].view(shape).copy_(gathered)
 
-    def _attend_chunks(self, layer: int, q: Tensor, block: ChunkBlock, out: Tensor) -> None:
+    def attend_chunks(self, layer: int, q: Tensor, block: ChunkBlock, out: Tensor) -> None:
         n, queries = block.queries.shape
         size, heads = self.arch.head_dim, self.arch.kv_heads
         kv = self._by_page[layer].index_select(0, block.index).view(n, heads, -1, 2 * size)
@@ -175,6 +182,10 @@ class PagedCache:
             blocks.append(DecodeBlock(first, last, pages * size, index, self.tensor(mask)))
             first = last
         return blocks
+
+    def chunk_blocks(self, plan: Plan, table: np.ndarray) -> dict[int | None, list[ChunkBlock]]:
+        """Of each window that a layer has, for `attend_chunks`."""
+        return {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
 
     def _chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray, window: int | None) -> list[ChunkBlock]:
         pieces = [

@@ -23,6 +23,7 @@ from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache
 from tidemill.engine.blocks import BlockManager
 from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages
+from tidemill.engine.cuda import paged_cache
 from tidemill.engine.episodes import Episodes
 from tidemill.engine.invariant import run_invariant
 from tidemill.engine.machine_check import check_machine
@@ -441,7 +442,7 @@ class NativeEngine:
             self._draining[1].set_exception(error)
 
     def _new_cache(self) -> PagedCache:
-        return PagedCache(self._arch, self._pages, self.settings.page_size, self._dtype, self._device)
+        return paged_cache(self._arch, self._pages, self.settings.page_size, self._dtype, self._device)
 
 
 def _pages_of(settings: EngineSettings, arch: Architecture, device: str) -> int:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.kernels.gpu import Gpu
 from tidemill.kernels.library import Native
 
 BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
@@ -59,7 +60,7 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def sample(logits: Tensor, ask: RowParams, compiled: Native | None = None) -> Sampled:
+def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None) -> Sampled:
     """One token for each row of `logits` [R, V] float32. Raises FloatingPointError when logits are not finite numbers.
 
     compiled: kernels that may be used; what they say differs in the last place.

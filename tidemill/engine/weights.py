@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.models.decoder import Decoder
+from tidemill.models.linear import wide_product, widens
 from tidemill.models.served import Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
 from tidemill.models.weights import empty_decoder, load_slices
@@ -29,13 +30,14 @@ from tidemill.types import Published, Version
 @dataclass(slots=True)
 class Weights:
     decoder: Decoder
-    head: Tensor  # [V, D]: the decoder's own, or a float32 copy of it where no packed one does the work
+    head: Tensor  # [V, D]: the decoder's own, or a float32 copy of it where nothing multiplies with that as it is
     version: Version
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] float32 of hidden [n, D]: products of the numbers as they are, added up in float32."""
-        packed = self.decoder.packed_head.product(hidden, len(self.head), wide=True)
-        return F.linear(hidden.float(), self.head.float()) if packed is None else packed
+        product = self.decoder.packed_head.product(hidden, len(self.head), wide=True)
+        product = wide_product(hidden, self.head) if product is None else product
+        return F.linear(hidden.float(), self.head.float()) if product is None else product
 
 
 def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
@@ -43,7 +45,8 @@ def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
     if pack:
         decoder.pack()
     head = decoder.head_weight.detach()
-    return Weights(decoder, head.float() if decoder.packed_head.numbers is None else head, version)
+    as_it_is = decoder.packed_head.numbers is not None or widens(head)
+    return Weights(decoder, head if as_it_is else head.float(), version)
 
 
 class Staging:

@@ -1,5 +1,6 @@
-"""Small compiled kernels for the CPU, where PyTorch has no fast way to say what is meant. Nothing needs them.
+"""Small compiled kernels, where PyTorch has no fast way to say what is meant. Nothing needs them.
 
-They are one file of C, compiled on first use by the machine's own compiler and kept in the user's cache (`library`). Whoever
-calls one has the same in PyTorch or NumPy, for machines without a compiler.
+For the CPU they are a few files of C, compiled on first use by the machine's own compiler and kept in the user's cache
+(`library`); for CUDA devices they are in Triton, which comes with PyTorch's CUDA builds (`gpu`). Whoever calls one has the
+same in PyTorch or NumPy, for machines without a compiler.
 """

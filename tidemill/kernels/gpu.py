@@ -22,6 +22,7 @@ SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 64  # keys that a program looks at together
 VOCABULARY_BLOCK = 2048  # logits that a program looks at together
+TOGETHER = 8  # heads that a program turns
 PROGRAMS = 528  # so many keep a large device busy: with fewer rows each is split
 MOST_SPLITS = 16
 
@@ -65,7 +66,7 @@ class Gpu:
             TILE=TILE,
             WINDOW=window or 0,
             SPLITS=splits,
-            num_warps=4,
+            num_warps=2 if group <= 2 else 4,
             num_stages=3,
         )
         if splits > 1:
@@ -76,13 +77,14 @@ class Gpu:
         """k, v [n, K, E] to `writes` [n] int32: page * page_size + offset."""
         n, heads, size = k.shape
         assert k.stride()[1:] == v.stride()[1:] == (size, 1) and pages.is_contiguous()
-        self._source.write[(n, heads)](
+        self._source.write[(n,)](
             *(pages, k, k.stride(0), v, v.stride(0), writes),
             HEADS=heads,
+            TOGETHER=_power(heads),
             SIZE=size,
             WIDTH=_power(size),
             PAGE=pages.shape[2],
-            num_warps=1,
+            num_warps=2,
         )
 
     def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -113,14 +115,15 @@ class Gpu:
         out = torch.empty((n, queries + keys, size), dtype=heads.dtype, device=heads.device)
         assert heads.stride()[1:] == (size, 1) and cos.is_contiguous() and sin.is_contiguous()
         if n:
-            self._source.rotate[(n, queries + keys)](
+            self._source.rotate[(n, -(-(queries + keys) // TOGETHER))](
                 *(heads, heads.stride(0), *((heads, heads) if norms is None else norms), eps, cos, sin, out),
                 QUERIES=queries,
                 HEADS=queries + keys,
                 HALF=size // 2,
                 WIDTH=_power(size // 2),
+                TOGETHER=TOGETHER,
                 NORMED=norms is not None,
-                num_warps=1,
+                num_warps=4,
             )
         return out
 

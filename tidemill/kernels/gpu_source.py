@@ -27,29 +27,40 @@ def norm(x, x_row, weight, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 @triton.jit
 def rotate(
     heads, heads_row, query_weight, key_weight, eps, cos, sin, out,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr,
+    QUERIES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
+    NORMED: tl.constexpr,
 ):  # fmt: skip
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row = tl.program_id(0).to(tl.int64)
     narrow = out.dtype.element_ty
-    at = tl.arange(0, WIDTH)
-    inside = at < HALF
-    source = heads + row * heads_row + head * 2 * HALF
-    a = tl.load(source + at, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF + at, mask=inside, other=0.0).to(tl.float32)
+    head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
+    at = tl.arange(0, WIDTH)[None, :]
+    inside = (at < HALF) & (head < HEADS)
+    source = heads + row * heads_row + head * 2 * HALF + at
+    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
     if NORMED:
-        scale = tl.rsqrt((tl.sum(a * a) + tl.sum(b * b)) / (2 * HALF) + eps)
-        weight = query_weight
-        if head >= QUERIES:
-            weight = key_weight
-        first = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
-        second = tl.load(weight + HALF + at, mask=inside, other=0.0).to(tl.float32)
+        scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
+        here = tl.arange(0, WIDTH)
+        real = here < HALF
+        of_query = head < QUERIES
+        first = tl.where(
+            of_query,
+            tl.load(query_weight + here, mask=real, other=0.0)[None, :],
+            tl.load(key_weight + here, mask=real, other=0.0)[None, :],
+        ).to(tl.float32)
+        second = tl.where(
+            of_query,
+            tl.load(query_weight + HALF + here, mask=real, other=0.0)[None, :],
+            tl.load(key_weight + HALF + here, mask=real, other=0.0)[None, :],
+        ).to(tl.float32)
         a = ((a * scale).to(narrow).to(tl.float32) * first).to(narrow).to(tl.float32)
         b = ((b * scale).to(narrow).to(tl.float32) * second).to(narrow).to(tl.float32)
-    c = tl.load(cos + row * HALF + at, mask=inside, other=0.0).to(tl.float32)
-    s = tl.load(sin + row * HALF + at, mask=inside, other=0.0).to(tl.float32)
-    into = out + (row * HEADS + head) * 2 * HALF
-    tl.store(into + at, (a * c - b * s).to(narrow), mask=inside)
-    tl.store(into + HALF + at, (b * c + a * s).to(narrow), mask=inside)
+    turn = tl.arange(0, WIDTH)
+    c = tl.load(cos + row * HALF + turn, mask=turn < HALF, other=0.0).to(tl.float32)[None, :]
+    s = tl.load(sin + row * HALF + turn, mask=turn < HALF, other=0.0).to(tl.float32)[None, :]
+    into = out + (row * HEADS + head) * 2 * HALF + at
+    tl.store(into, (a * c - b * s).to(narrow), mask=inside)
+    tl.store(into + HALF, (b * c + a * s).to(narrow), mask=inside)
 
 
 @triton.jit
@@ -66,15 +77,16 @@ def gate(gate_up, out, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def write(
-    pages, k, k_row, v, v_row, writes, HEADS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr
-):
-    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    at = tl.arange(0, WIDTH)
-    inside = at < SIZE
+    pages, k, k_row, v, v_row, writes,
+    HEADS: tl.constexpr, TOGETHER: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head, at = tl.arange(0, TOGETHER)[:, None], tl.arange(0, WIDTH)[None, :]
+    inside = (head < HEADS) & (at < SIZE)
     target = tl.load(writes + row).to(tl.int64)
-    into = pages + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE) * (2 * SIZE)
-    tl.store(into + at, tl.load(k + row * k_row + head * SIZE + at, mask=inside), mask=inside)
-    tl.store(into + SIZE + at, tl.load(v + row * v_row + head * SIZE + at, mask=inside), mask=inside)
+    into = pages + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE) * (2 * SIZE) + at
+    tl.store(into, tl.load(k + row * k_row + head * SIZE + at, mask=inside), mask=inside)
+    tl.store(into + SIZE, tl.load(v + row * v_row + head * SIZE + at, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -158,9 +170,9 @@ def survey(logits, vocab, sharpness, found, likeliest, BLOCK: tl.constexpr):
     top, peak = tl.max(plain), tl.max(sharp)
     into = found + (row * tl.num_programs(1) + block) * 4
     tl.store(into, peak)
-    tl.store(into + 1, tl.sum(tl.exp(sharp - peak)))
+    tl.store(into + 1, tl.sum(tl.where(sharp == float("-inf"), 0.0, tl.exp(sharp - peak))))
     tl.store(into + 2, top)
-    tl.store(into + 3, tl.sum(tl.exp(plain - top)))
+    tl.store(into + 3, tl.sum(tl.where(plain == float("-inf"), 0.0, tl.exp(plain - top))))
     tl.store(likeliest + row * tl.num_programs(1) + block, tl.min(tl.where(plain == top, at, vocab)))
 
 

@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.kernels.gpu import SWITCH, Gpu, gpu
+
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "linear.c"))
 HEADER = Path(__file__).with_name("vectors.h")
-SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 DTYPES = (torch.float32, torch.bfloat16)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
@@ -255,11 +256,13 @@ def native() -> Native | None:
     return found if isinstance(found, Native) else None
 
 
-def without_gradient(*tensors: Tensor) -> Native | None:
-    """The kernels, when they can compute on these: on the CPU, of one dtype that they know, and no gradient is wanted."""
+def without_gradient(*tensors: Tensor) -> Native | Gpu | None:
+    """The kernels that can compute on these: on one device, of one dtype that they know, and no gradient is wanted."""
     first = tensors[0]
-    fits = first.dtype in DTYPES and all(t.dtype == first.dtype and t.device.type == "cpu" for t in tensors)
-    return native() if fits and not torch.is_grad_enabled() else None
+    fits = first.dtype in DTYPES and all(t.dtype == first.dtype and t.device == first.device for t in tensors)
+    if not fits or torch.is_grad_enabled():
+        return None
+    return native() if first.device.type == "cpu" else gpu() if first.device.type == "cuda" else None
 
 
 def why_not() -> str:

@@ -58,8 +58,8 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # x [N, D]
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
         q, k = self._rotated(heads, cos, sin).split([self.heads, self.kv_heads], dim=1)
-        x = x + self.o(attend(self.index, q, k, heads[:, self.heads + self.kv_heads :]).flatten(1))
-        return x + self.down(gated(self.gate_up(self.post_norm(x))))
+        x = self.o.onto(x, attend(self.index, q, k, heads[:, self.heads + self.kv_heads :]).flatten(1))
+        return self.down.onto(x, gated(self.gate_up(self.post_norm(x))))
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Queries and keys [N, H + K, E] of `heads` [N, H + 2K, E], normed and at their positions."""

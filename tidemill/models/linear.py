@@ -12,6 +12,21 @@ from torch import Tensor, nn
 
 from tidemill.kernels.library import native
 
+MIXES = "dtype" in torch.ops.aten.mm.overloads()  # PyTorch 2.8 and later multiply narrow matrices into a wide one
+
+
+def wide_product(x: Tensor, weight: Tensor) -> Tensor | None:
+    """x [n, K] times the transpose of a weight [N, K] of the same narrow dtype, in float32, without ever widening the
+    weight; None where it is not to be had."""
+    if not widens(weight) or x.dtype != weight.dtype or torch.is_grad_enabled():
+        return None
+    return torch.mm(x, weight.T, out_dtype=torch.float32)
+
+
+def widens(weight: Tensor) -> bool:
+    """Whether `wide_product` is for it."""
+    return MIXES and weight.is_cuda and weight.dtype == torch.bfloat16
+
 
 class Packed:
     """A matrix [N, K] in that order."""
@@ -39,6 +54,12 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias)
         self.packed = Packed()
+
+    def onto(self, x: Tensor, input: Tensor) -> Tensor:
+        """x + what comes out of `input`. On a device, and without a gradient, x itself takes it: it is used up."""
+        if x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None and not torch.is_grad_enabled():
+            return x.addmm_(input, self.weight.T)
+        return x + self(input)
 
     def forward(self, input: Tensor) -> Tensor:
         product = self.packed.product(input, self.out_features, self.bias)
