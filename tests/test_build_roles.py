@@ -35,7 +35,8 @@ async def main():
     await engine.close()
     return await one_thread()(torch.get_num_threads)
 used = asyncio.run(main())
-print(json.dumps({"threads": threads, "used": used, "new": sorted(set(sys.modules) - before)}))
+compiler = "torch._dynamo" in sys.modules
+print(json.dumps({"threads": threads, "used": used, "new": sorted(set(sys.modules) - before), "compiler": compiler}))
 """
 
 
@@ -48,4 +49,5 @@ def test_roles_find_their_imports_done_and_no_thread_begun(tmp_path: Path) -> No
     found = json.loads(done.stdout)
     assert found["threads"] == 1  # or nothing could be forked
     assert found["used"] == 3  # in the thread that computes, too
+    assert not found["compiler"], "nothing here uses it, and its import takes as long as that of torch"
     assert len(found["new"]) < 5, "import these in build.import_roles: every start of a role pays for them"

@@ -201,15 +201,28 @@ async def test_a_spent_budget_ends_the_run_with_the_first_cause():
     waiting.cancel()
 
 
-def test_a_budget_is_of_a_window_and_its_pauses_grow():
+def test_a_budget_is_of_a_window():
     now = 0.0
     budget = Budget(restarts=3, window_s=100.0, backoff_s=1.0, clock=lambda: now)
-    assert [budget.spend("a"), budget.spend("b"), budget.spend("c")] == [1.0, 2.0, 4.0]
+    for reason in "abc":
+        budget.spend(reason)
     with pytest.raises(RunFailed, match=r"d; it was started again 3 times within 100 s.*the first time: a"):
         budget.spend("d")
     now = 101.0
-    assert budget.spend("e") == 1.0
-    now = 110.0
-    assert budget.spend("f") == 2.0
-    now = 171.0  # it had come back for a minute: no longer the same trouble
-    assert budget.spend("g") == 1.0
+    assert budget.spend("e") == 0.0, "what was spent before the window counts for nothing"
+
+
+def test_pauses_grow_for_what_does_not_last_and_for_nothing_else():
+    now = 0.0
+    budget = Budget(restarts=100, window_s=1000.0, backoff_s=1.0, clock=lambda: now)
+
+    def ends_after(seconds: float) -> float:
+        nonlocal now
+        now += seconds
+        return budget.spend("died")
+
+    assert [ends_after(0.0), *(ends_after(seconds) for seconds in (9.9, 1.9, 2.9))] == [0.0, 1.0, 2.0, 4.0]
+    assert ends_after(4.0 + 39.9) == 8.0, "it began after the pause of 4 s, and lived for less than ten of these"
+    assert ends_after(8.0 + 80.0) == 0.0, "it had come back: another story"
+    assert [ends_after(10.0) for _ in range(20)] == [0.0] * 20, "of a fault now and then nothing is to be feared"
+    assert [ends_after(0.0) for _ in range(9)] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]

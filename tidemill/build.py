@@ -145,8 +145,6 @@ def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
 
 def import_roles() -> None:
     """All that building a role and running it imports, so that a process forked from this one finds it done."""
-    import torch._dynamo  # noqa: F401  (torch does, as soon as a decoder is made on the meta device: two seconds)
-
     import tidemill.engine.core
     import tidemill.models.tokenizer
     import tidemill.models.weights

@@ -100,7 +100,7 @@ class SuperviseSettings(Config):
     resume: bool = False  # go on by itself when the trainer has ended
     restarts: int = Field(5, ge=0)  # of an engine, or resumes of the run, within the window; then the run stops
     window_s: float = Field(600.0, gt=0)
-    backoff_s: float = Field(1.0, ge=0)  # before the first restart; each further one within a minute waits twice as long
+    backoff_s: float = Field(1.0, ge=0)  # before a restart of what did not last, and before the next one twice as long
     heartbeat_s: float = Field(1.0, gt=0)  # between two heartbeats
     silent_s: float = Field(60.0, gt=0)  # without an answer, before a process is killed; longer than one step of an engine
     stuck_s: float = Field(900.0, gt=0)  # in a call without progress, before a process is killed

@@ -235,7 +235,7 @@ async def _despite_losses(session: Session, budget: Budget, work: Callable[[], A
             cause = str(lost).partition("\n")[0]
             session.ledger.event("run_resumed", {"cause": cause})
             pause = budget.spend(cause)
-            session.note(f"{cause}; going on by itself in {pause:g} s")
+            session.note(f"{cause}; going on by itself" + (f" in {pause:g} s" if pause else ""))
             await asyncio.sleep(pause)  # bounded: by the budget
 
 

@@ -20,7 +20,7 @@ from tidemill.pool import LOST, EnginePool
 from tidemill.protocols import Engine
 
 LONGEST_PAUSE_S = 60.0
-SOON_S = 60.0  # what was started again and lived for longer had come back: its next end is another story
+LASTING = 10  # what lived for so many times the pause before it had come back: its next end is another story
 
 
 @dataclass(slots=True)
@@ -29,11 +29,11 @@ class Budget:
 
     restarts: int  # within the window
     window_s: float
-    backoff_s: float  # before the first of them; each further one soon after it waits twice as long
+    backoff_s: float  # before one of what did not last, each further one twice as long; what had lasted begins at once
     clock: Callable[[], float] = time.monotonic
     _spent: deque[float] = field(default_factory=deque)
     _first: str = ""
-    _short: int = 0  # restarts in a row that did not last
+    _pause: float = 0.0  # before the latest
 
     def spend(self, reason: str) -> float:
         """One restart, for this reason: how long to wait before it. Raises RunFailed when there is none left."""
@@ -48,9 +48,10 @@ class Budget:
                 f"{reason}; it was started again {len(self._spent)} times within {self.window_s:g} s already "
                 f"(supervise.restarts){end}"
             )
-        self._short = self._short + 1 if self._spent and now - self._spent[-1] < SOON_S else 0
+        lasted = not self._spent or now - self._spent[-1] >= self._pause + LASTING * max(self._pause, self.backoff_s)
+        self._pause = 0.0 if lasted else min(max(2 * self._pause, self.backoff_s), LONGEST_PAUSE_S)
         self._spent.append(now)
-        return min(self.backoff_s * 2**self._short, LONGEST_PAUSE_S)
+        return self._pause
 
 
 class Supervisor:

@@ -21,7 +21,7 @@ from tidemill.run_folder import RunFolder
 GOES_ON = "goes on"  # status 0
 DIES = "dies"  # with the controller; else a pattern of the last line
 KILLED = r"error: trainer died: killed by SIGKILL"
-SILENT = r"error: trainer was silent for 5 s \(its state is 'stopped'\) and was killed"
+STOPPED = r"error: trainer was stopped by a signal for 1.5 s and was killed"
 RAISED = r"a fault on purpose"
 FULL = r"No space left on device"
 DEADLINE_S = 60.0
@@ -45,22 +45,22 @@ CELLS: dict[str, str] = {
     "engine:generate:8:kill": GOES_ON,  # in the last evaluation
     # the trainer has no second: the run ends, and goes on by the same command
     "trainer:train:2:kill": KILLED,
-    "trainer:train:2:stop": SILENT,
+    "trainer:train:2:stop": STOPPED,
     "trainer:train:2:raise": RAISED,
     "trainer:train:2:slow:2": GOES_ON,
     "trainer:apply:2:kill": KILLED,
-    "trainer:apply:2:stop": SILENT,
+    "trainer:apply:2:stop": STOPPED,
     "trainer:apply:2:raise": RAISED,
     "trainer:publish:2:kill": KILLED,
-    "trainer:publish:2:stop": SILENT,
+    "trainer:publish:2:stop": STOPPED,
     "trainer:publish:2:raise": RAISED,
     "trainer:stream:2:kill": KILLED,
-    "trainer:stream:2:stop": SILENT,
+    "trainer:stream:2:stop": STOPPED,
     "trainer:stream:2:raise": RAISED,
     "trainer:snapshot:3:kill": KILLED,
     "trainer:snapshot:3:raise": RAISED,
     "trainer:save:3:kill": KILLED,
-    "trainer:save:3:stop": SILENT,
+    "trainer:save:3:stop": STOPPED,
     "trainer:save:3:raise": RAISED,
     "trainer:save:3:disk-full": FULL,
     "trainer:save:3:slow:2": GOES_ON,

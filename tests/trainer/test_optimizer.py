@@ -51,6 +51,27 @@ def test_scaled_and_clipped_once_then_adamw():
     assert optimizer.done == 3 and all(p.grad is None for p in model.parameters())
 
 
+def test_it_is_torch_s_own_to_the_last_bit():
+    settings = TrainerSettings(lr=0.1, weight_decay=0.3, betas=(0.8, 0.9), max_grad_norm=0)
+    ours, theirs = decoder(), decoder()
+    theirs.load_state_dict(ours.state_dict())
+    parameters = list(theirs.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": 0.3},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer, adam = Optimizer(ours, settings, updates=9), torch.optim.AdamW(groups, betas=(0.8, 0.9), fused=True)
+    for update in range(3):
+        for p, gradient in zip(parameters, filled(ours, update), strict=True):
+            p.grad = gradient
+        for group in adam.param_groups:
+            group["lr"] = optimizer.lr
+        adam.step()
+        optimizer.apply(1.0)
+    for ours_now, theirs_now in zip(ours.parameters(), parameters, strict=True):
+        assert torch.equal(ours_now, theirs_now)
+
+
 def test_clipping_can_be_off():
     model = decoder()
     optimizer = Optimizer(model, TrainerSettings(lr=1e-3, max_grad_norm=0), updates=1)

@@ -85,10 +85,11 @@ class Decoder(nn.Module):
         self.norm = RMSNorm(arch.hidden, arch.norm_eps)
         self.head = None if arch.tied else nn.Linear(arch.hidden, arch.vocab, bias=False)
         self.packed_head = Packed()
-        self.register_buffer("inverse_frequencies", rope_frequencies(arch), persistent=False)
+        frequencies = rope_frequencies(arch).to(self.embed.weight.device)
+        self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """Behind `to`, `cuda`, `bfloat16`, `to_empty`: the frequencies stay float32, else far positions would blur."""
+        """Behind `to`, `cuda`, `bfloat16`: the frequencies stay float32, else far positions would blur."""
         super()._apply(fn, recurse)
         for _, _, packed in self.packed():
             packed.numbers = None
@@ -157,8 +158,8 @@ def gated(gate_up: Tensor) -> Tensor:
 
 
 def rope_frequencies(arch: Architecture) -> Tensor:
-    """[E / 2] float32 inverse frequencies (RoFormer, 2104.09864; llama3 stretching as published with Llama 3.1)."""
-    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64).float() / arch.head_dim
+    """[E / 2] float32 inverse frequencies (RoFormer, 2104.09864; llama3 stretching as with Llama 3.1), on the CPU."""
+    exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device="cpu").float() / arch.head_dim
     frequencies = 1.0 / (arch.rope_theta**exponents) / arch.rope_factor
     if (scaling := arch.rope_llama3) is None:
         return frequencies

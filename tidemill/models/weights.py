@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from tidemill.codec import CodecError, parse_json
 from tidemill.durable import put_in_place
@@ -112,9 +113,24 @@ def load_slices(decoder: Decoder, slices: Iterable[Slice]) -> None:
 
 def empty_decoder(arch: Architecture, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """A decoder whose weights are not initialised, to be filled by `load_slices`."""
-    with torch.device("meta"):
-        decoder = Decoder(arch).to(dtype)
-    return decoder.to_empty(device=torch.device(device))
+    return _shaped(arch).to(dtype)._apply(lambda shape: torch.empty(shape.shape, dtype=shape.dtype, device=device))
+
+
+def _shaped(arch: Architecture) -> Decoder:
+    """A decoder of shapes without memory. Not everything works on the meta device as soon as torch is there: filling with
+    random numbers, and `to_empty`, import a compiler that nothing here uses, which takes as long as importing torch."""
+    with torch.device("meta"), _Unfilled():
+        return Decoder(arch)
+
+
+class _Unfilled(TorchFunctionMode):
+    """Modules begin without being filled with anything."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if getattr(func, "__module__", "") == "torch.nn.init":
+            return kwargs["tensor"] if "tensor" in kwargs else args[0]
+        return func(*args, **kwargs)
 
 
 def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
@@ -169,8 +185,7 @@ def _read(
 
 def _check_size(arch: Architecture, folder: Path) -> None:
     """Before memory is taken for what config.json says: the files must be able to hold it."""
-    with torch.device("meta"):
-        weights = sum(parameter.numel() for parameter in Decoder(arch).parameters())
+    weights = sum(parameter.numel() for parameter in _shaped(arch).parameters())
     files = _weight_files(folder)
     if not all(file.is_file() for file in files):
         return  # which one is missing is said when it is read

@@ -2,7 +2,7 @@
 
     start -> the fork server (`forkserver.py`) forks a child -> it builds, reports on a pipe -> connect -> proxy
     watcher: the process ended -> every pending call fails with PeerDied, naming the signal and the end of the log
-    heartbeats: silent, or without progress in a call -> killed, so that dead is all that a process can be
+    heartbeats: silent, stopped, or without progress in a call -> killed, so that dead is all that a process can be
     stop:    close() -> SIGTERM -> SIGKILL
 
 A child is the leader of its own session, so that Ctrl-C reaches the controller alone. It dies with the fork server, and
@@ -41,6 +41,7 @@ MODULE = "tidemill.remote_worker"
 START_S = 120.0  # a cold import of torch from a network disk takes its time
 _PIPE_S = 1.0  # to read what a process wrote before it ended
 _STACKS_S = 0.5  # to write the stacks of all threads
+_LOOK_S, _LOOKS = 0.25, 6  # between two looks at one that does not answer; as many in a row that find it stopped are enough
 _MOST_REPORT = 1 << 20  # bytes
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -131,8 +132,12 @@ class LocalProcess(Generic[T]):
         moved, since = -1.0, time.monotonic()
         while True:
             asked = time.monotonic()
+            answer = asyncio.ensure_future(self._connection.ping(liveness.silent_s))
             try:
-                self._beat = await self._connection.ping(liveness.silent_s)
+                if await self._stopped_instead(answer):
+                    self.kill(f"was stopped by a signal for {_LOOK_S * _LOOKS:g} s and was killed")
+                    return
+                self._beat = answer.result()
             except PeerTimeout:
                 if time.monotonic() - asked > 1.5 * liveness.silent_s:
                     continue  # it is we who were stopped, or starved: the answer may be lying here
@@ -140,6 +145,8 @@ class LocalProcess(Generic[T]):
                 return
             except (PeerDied, RemoteError, ValueError):
                 return  # it has ended; the watcher says how
+            finally:
+                answer.cancel()
             self._heard = now = time.monotonic()
             if self._beat.progress != moved or not self._beat.busy:
                 moved, since = self._beat.progress, now
@@ -151,6 +158,22 @@ class LocalProcess(Generic[T]):
                 self.kill(f"made no progress for {liveness.stuck_s:g} s in {method}() and was killed")
                 return
             await asyncio.sleep(liveness.every_s)  # bounded: a watch, cancelled by `stop`
+
+    async def _stopped_instead(self, answer: asyncio.Future[Beat]) -> bool:
+        """Wait for a heartbeat's answer, or until the process is seen to be stopped (SIGSTOP) and to do nothing at all.
+
+        It would not go on by itself, so there is nothing to wait for. One that is starved by stopping it time and again runs
+        in between, and one that a debugger holds is in another state. We may have been stopped ourselves, with everything
+        else: a look that comes late says nothing of the time before it.
+        """
+        looks, seen, looked = 0, None, time.monotonic()
+        while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
+            late, looked = time.monotonic() - looked > 2 * _LOOK_S, time.monotonic()
+            before, seen = seen, _stopped_at(self.pid)
+            looks = looks + 1 if seen is not None and seen == before and not late else 0
+            if looks == _LOOKS:
+                return True
+        return False
 
 
 class Local:
@@ -302,6 +325,16 @@ async def _end(process: Child, name: str) -> None:
             await process.wait()
     except TimeoutError:
         raise PeerTimeout(name, "SIGKILL", KILL_S) from None
+
+
+def _stopped_at(pid: int) -> tuple[Any, ...] | None:
+    """How far a stopped process has come: it has not run between two equal ones. None: it is not stopped, or not there."""
+    try:
+        process = psutil.Process(pid)
+        far = process.cpu_times(), process.num_ctx_switches()
+        return far if process.status() == psutil.STATUS_STOPPED else None
+    except (psutil.Error, NotImplementedError):
+        return None
 
 
 def _state(pid: int) -> str:

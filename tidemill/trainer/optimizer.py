@@ -1,4 +1,8 @@
-"""AdamW over the accumulated sums: scale once, clip, step, forget the gradient. And its schedule and its state."""
+"""AdamW over the accumulated sums: scale once, clip, step, forget the gradient. And its schedule and its state.
+
+Its arithmetic is torch's function. torch's class would be as good, but making one imports a compiler that nothing here uses,
+which takes as long as importing torch.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from tidemill.protocols import TrainingDiverged
 from tidemill.trainer.settings import TrainerSettings
@@ -33,15 +38,7 @@ class Optimizer:
             raise ValueError(f"steps={updates}: expected at least 1")
         self.settings, self.updates, self.done = settings, updates, 0
         self.named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        decayed = [p for p in self.named.values() if p.ndim >= 2]
-        plain = [p for p in self.named.values() if p.ndim < 2]
-        self._adam = torch.optim.AdamW(
-            [{"params": decayed, "weight_decay": settings.weight_decay}, {"params": plain, "weight_decay": 0.0}],
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
+        self._moments: dict[str, list[Tensor]] = {}  # by name, in the order of MOMENTS; empty before the first update
 
     @property
     def lr(self) -> float:
@@ -78,22 +75,46 @@ class Optimizer:
         if factor != 1.0:
             for gradient in gradients:
                 gradient.mul_(factor)
-        lr = self.lr
-        for group in self._adam.param_groups:
-            group["lr"] = lr
-        self._adam.step()
+        lr, decay = self.lr, self.settings.weight_decay
+        self._step([name for name, p in self.named.items() if p.ndim >= 2], lr, decay)
+        self._step([name for name, p in self.named.items() if p.ndim < 2], lr, 0.0)
         self.forget()
         self.done += 1
         return {"grad_norm": norm, "lr": lr}
 
+    def _step(self, names: list[str], lr: float, decay: float) -> None:
+        """Of these parameters, whose gradients are there."""
+        named = [self.named[name] for name in names]
+        for name, p in zip(names, named, strict=True):
+            if name not in self._moments:
+                self._moments[name] = [torch.zeros_like(p) for _ in MOMENTS]
+        first, second = ([self._moments[name][i] for name in names] for i in range(2))
+        beta1, beta2 = self.settings.betas
+        adamw(
+            named,
+            [p.grad for p in named if p.grad is not None],
+            first,
+            second,
+            [],
+            [torch.tensor(float(self.done), device=p.device) for p in named],  # it counts the update itself
+            fused=True,
+            amsgrad=False,
+            beta1=beta1,
+            beta2=beta2,
+            lr=lr,
+            weight_decay=decay,
+            eps=self.settings.eps,
+            maximize=False,
+        )
+
     def forget(self) -> None:
-        self._adam.zero_grad(set_to_none=True)
+        for p in self.named.values():
+            p.grad = None
 
     def state(self) -> dict[str, Tensor]:
         """Both moments of every parameter by name; empty before the first update."""
-        return {
-            f"{m}.{name}": self._adam.state[p][m] for name, p in self.named.items() if p in self._adam.state for m in MOMENTS
-        }
+        held = self._moments
+        return {f"{m}.{name}": held[name][i] for name in self.named if name in held for i, m in enumerate(MOMENTS)}
 
     def expected(self, done: int) -> dict[str, Tensor]:
         """Names of `state()` after `done` updates, each with a tensor of its shape and dtype."""
@@ -102,8 +123,9 @@ class Optimizer:
     def restore(self, state: dict[str, Tensor], done: int) -> None:
         """Take over checked `state` after `done` updates; moments are copied to the parameters' device."""
         self.forget()
-        self._adam.state.clear()
         self.done = done
-        for name, p in self.named.items() if done else ():
-            moments = {m: torch.empty_like(p).copy_(state[f"{m}.{name}"]) for m in MOMENTS}
-            self._adam.state[p] = {"step": torch.tensor(float(done), device=p.device), **moments}
+        moments = {name: [torch.empty_like(p) for _ in MOMENTS] for name, p in self.named.items()} if done else {}
+        for name, tensors in moments.items():
+            for m, tensor in zip(MOMENTS, tensors, strict=True):
+                tensor.copy_(state[f"{m}.{name}"])
+        self._moments = moments
