@@ -151,3 +151,36 @@ def test_what_cannot_be_is_never_sampled_and_nonsense_is_seen(kernels: Gpu) -> N
     assert np.isfinite(logprobs).tolist() == [True, False, False] == np.isfinite(model).tolist()
     _, logprobs, model = kernels.sample(logits, np.zeros(3), np.full(3, 0.5))
     assert np.isfinite(logprobs[0]) and np.isfinite(model).tolist() == [True, False, False]
+
+
+@pytest.mark.parametrize("wanted", ["logprobs", "entropies", "both"])
+@pytest.mark.parametrize("vocab", [3, 2048, 4099])
+def test_logprobs_and_their_gradient(kernels: Gpu, vocab: int, wanted: str) -> None:
+    """Against autograd in float64; a third of the rows is of a distribution over some tokens only."""
+    n = 6
+    logits = drawn(n, vocab, seed=vocab) * 4
+    targets = torch.arange(n, device=DEVICE) * 7 % vocab
+    logits[::3, 1:] = -torch.inf
+    targets[::3] = 0
+    heat = torch.linspace(0.5, 2, n, device=DEVICE)
+    exact = logits.double().cpu().requires_grad_()
+    every = torch.log_softmax(exact / heat.double().cpu()[:, None], -1)
+    chosen = every.gather(1, targets.cpu()[:, None]).squeeze(1)
+    entropy = -(every.exp() * every.clamp_min(-1e9)).sum(-1)
+    totals, logprobs, entropies = kernels.summarise(logits, heat, targets, wanted != "logprobs")
+    close(logprobs, chosen, 1e-5)
+    close(totals, torch.logsumexp(logits.double() / heat.double()[:, None], -1), 1e-5)
+    with_logprobs, with_entropies = wanted != "entropies", wanted != "logprobs"
+    weights = drawn(2, n, seed=1)
+    loss = (chosen * weights[0].double().cpu()).sum() * with_logprobs
+    loss = loss + (entropy * weights[1].double().cpu()).sum() * with_entropies
+    loss.backward()
+    if entropies is None:
+        entropies = torch.empty(0, device=DEVICE)
+    else:
+        close(entropies, entropy, 1e-5)
+    found = kernels.differentiate(
+        logits.clone(), heat, targets, totals, entropies,
+        weights[0] if with_logprobs else None, weights[1] if with_entropies else None,
+    )  # fmt: skip
+    close(found, torch.nan_to_num(exact.grad), 1e-5)

@@ -187,5 +187,10 @@ def test_a_gpu_gives_the_same_integers() -> None:
     for dtype in DTYPES:
         whole = Slice.whole("w", tensor_of((300, 1000), dtype, 0))
         assert tensor_sums([whole]) == tensor_sums([Slice.whole("w", whole.tensor.cuda())])
+        rows = 3 * module._RUN // 1000  # some runs of keys in, and not at the beginning of one
+        long = tensor_of((rows + 40, 1000), dtype, 1)
+        parts = [Slice("w", tuple(long.shape), (at, 0), long[at:end]) for at, end in ((0, 1), (1, rows), (rows, rows + 40))]
+        cut = [Slice(p.name, p.shape, p.offset, p.tensor.cuda()) for p in parts]
+        assert tensor_sums(parts) == tensor_sums(cut) == tensor_sums([Slice.whole("w", long)])
         for part in (whole.tensor, whole.tensor[:7, :3], whole.tensor[1:, 1:], whole.tensor[0, :1]):
             assert word_sum(part) == word_sum(part.cuda())

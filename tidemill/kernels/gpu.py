@@ -168,6 +168,61 @@ class Gpu:
         numbers = np.isfinite(logprobs)
         return np.where(numbers, tokens, 0).astype(np.int64), logprobs.astype(np.float32), model.astype(np.float32)
 
+    def summarise(
+        self, logits: Tensor, temperature: Tensor, targets: Tensor, entropy: bool
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """(log sum exp, the targets' logprobs, entropies if wanted), each [n] float32, of the softmax of logits [n, V] over
+        temperature [n], both float32, for targets [n] int64. Logits of -inf are left out."""
+        n, vocab = logits.shape
+        assert logits.is_contiguous() and logits.dtype == temperature.dtype == torch.float32
+        totals, logprobs, entropies = torch.empty((3, n), dtype=torch.float32, device=logits.device)
+        self._source.summarise[(n,)](
+            *(logits, temperature, targets, totals, logprobs, entropies, vocab), BLOCK=2048, ENTROPY=entropy, num_warps=8
+        )
+        return totals, logprobs, entropies if entropy else None
+
+    def differentiate(
+        self,
+        logits: Tensor,
+        temperature: Tensor,
+        targets: Tensor,
+        totals: Tensor,
+        entropies: Tensor,
+        d_logprobs: Tensor | None,
+        d_entropies: Tensor | None,
+    ) -> Tensor:
+        """What a loss changes by with each of the logits [n, V], in their place; given is what it changes by with what
+        `summarise` gave."""
+        n, vocab = logits.shape
+        assert logits.is_contiguous() and logits.dtype == torch.float32
+        self._source.differentiate[(n, -(-vocab // 2048))](
+            *(logits, temperature, targets, totals, entropies),
+            *(logits if d_logprobs is None else d_logprobs, logits if d_entropies is None else d_entropies, vocab),
+            BLOCK=2048,
+            LOGPROBS=d_logprobs is not None,
+            ENTROPY=d_entropies is not None,
+            num_warps=4,
+        )
+        return logits
+
+    def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> Tensor:
+        """As `library.Native.keyed_sum`, without words: a scalar int64 on the device, where `keys` and `factors` lie too."""
+        count, width, run = elements.numel(), elements.element_size(), keys.numel()
+        assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + count - 1) // run
+        block, steps = 1024, 16
+        programs = -(-count // (block * steps))
+        out = torch.empty(programs, dtype=torch.int64, device=elements.device)
+        integers = elements.view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[width])
+        self._source.keyed_sums[(programs,)](
+            *(integers, keys, factors, out, count, first, first // run),
+            MASK=2 ** (8 * width) - 1,
+            RUN=run,
+            BLOCK=block,
+            STEPS=steps,
+            num_warps=4,
+        )
+        return out.sum()
+
 
 @lru_cache(maxsize=1)
 def _found() -> Gpu | str:

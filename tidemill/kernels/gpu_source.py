@@ -214,3 +214,74 @@ def draw(logits, vocab, sharpness, uniform, found, likeliest, out, rows, BLOCKS,
     tl.store(out + row, token.to(tl.float64))
     tl.store(out + rows + row, logprob)
     tl.store(out + 2 * rows + row, model)
+
+
+@triton.jit
+def summarise(logits, temperature, targets, totals, logprobs, entropies, vocab, BLOCK: tl.constexpr, ENTROPY: tl.constexpr):
+    """Of a row's logits, looked at once: log of the sum of exponentials, the target's logprob, and the entropy."""
+    row = tl.program_id(0).to(tl.int64)
+    heat = tl.load(temperature + row)
+    # Each lane keeps its own peak, the sum of exponentials below it, and that of these times their distance to it.
+    peak = tl.full([BLOCK], LOWEST, tl.float32)
+    total, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
+    for begin in range(0, vocab, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        value = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")) / heat
+        higher = tl.maximum(peak, value)
+        part, shrink = tl.exp(value - higher), tl.exp(peak - higher)
+        if ENTROPY:
+            below = tl.where(value == float("-inf"), 0.0, part * (value - higher))
+            weighted = shrink * (weighted + (peak - higher) * total) + below
+        total = total * shrink + part
+        peak = higher
+    top = tl.max(peak)
+    shrink = tl.exp(peak - top)
+    whole = tl.sum(total * shrink)
+    tl.store(totals + row, top + tl.log(whole))
+    target = tl.load(logits + row * vocab + tl.load(targets + row)) / heat
+    tl.store(logprobs + row, target - top - tl.log(whole))
+    if ENTROPY:
+        tl.store(entropies + row, tl.log(whole) - tl.sum(shrink * (weighted + (peak - top) * total)) / whole)
+
+
+@triton.jit
+def differentiate(
+    logits, temperature, targets, totals, entropies, d_logprobs, d_entropies, vocab,
+    BLOCK: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr,
+):  # fmt: skip
+    """A row's logits become what the loss changes by them."""
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    heat = tl.load(temperature + row)
+    value = tl.load(logits + row * vocab + at, mask=at < vocab, other=float("-inf")) / heat
+    logprob = value - tl.load(totals + row)
+    there = value != float("-inf")
+    factor = tl.zeros([BLOCK], tl.float32)
+    own = 0.0
+    if LOGPROBS:
+        own = tl.load(d_logprobs + row)
+        factor += own
+    if ENTROPY:
+        factor += tl.load(d_entropies + row) * tl.where(there, logprob + tl.load(entropies + row), 0.0)
+    change = tl.where(there, -tl.exp(logprob) * factor, 0.0)
+    if LOGPROBS:
+        change += tl.where(at == tl.load(targets + row), own, 0.0)
+    tl.store(logits + row * vocab + at, change / heat, mask=at < vocab)
+
+
+@triton.jit
+def keyed_sums(
+    elements, keys, factors, out, count, first, first_run,
+    MASK: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Sums of elements, as unsigned integers, times their keys: one of each program, for BLOCK * STEPS elements."""
+    begin = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
+    total = tl.zeros([BLOCK], tl.int64)
+    for step in range(0, STEPS):
+        at = begin + step * BLOCK + tl.arange(0, BLOCK)
+        inside = at < count
+        index = first + at
+        value = tl.load(elements + at, mask=inside, other=0).to(tl.int64) & MASK
+        key = tl.load(keys + index % RUN, mask=inside, other=0)
+        total += value * (key * tl.load(factors + index // RUN - first_run, mask=inside, other=0))
+    tl.store(out + tl.program_id(0), tl.sum(total))

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.kernels.gpu import gpu
 from tidemill.kernels.library import native
 from tidemill.models.slices import Coverage, Slice
 
@@ -120,8 +121,13 @@ def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int]:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
     if block.device.type == "cpu" and block.shape[1:] == shape[1:]:
         return _run_sum(block.contiguous(), offset[0] * math.prod(shape[1:]) if shape else 0, words)
+    if block.is_cuda and block.numel() and block.shape[1:] == shape[1:] and (kernels := gpu()) is not None:
+        first = offset[0] * math.prod(shape[1:]) if shape else 0
+        factors = _factors(first // _RUN, (first + block.numel()) // _RUN + 1).to(block.device)
+        total = kernels.keyed_sum(block.contiguous(), first, _key_bits(block.device), factors)
+        return total, word_sum(block) if words else 0
     strides = [math.prod(shape[dim + 1 :]) for dim in range(block.ndim)]
-    keys = _KEY_BITS.to(block.device)
+    keys = _key_bits(block.device)
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     for part, at in _small_blocks(block, offset, _BLOCK):
         total += (_bits(part) * _keys_of(part.shape, at, strides, keys)).sum()
@@ -145,6 +151,11 @@ def _run_sum(block: Tensor, first: int, words: bool) -> tuple[int, int]:
         total += int(wide.sum()) * factor
         at += len(part)
     return total % 2**64, word_sum(block) if words else 0
+
+
+@lru_cache(maxsize=8)
+def _key_bits(device: torch.device) -> Tensor:
+    return _KEY_BITS.to(device)
 
 
 @lru_cache(maxsize=1 << 10)

@@ -16,13 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from tidemill.kernels.gpu import Gpu, gpu
 from tidemill.models.decoder import Decoder
 
 Support = tuple[Tensor, Tensor]
 
 _PLAIN = 1 << 20  # logits up to which the plain path is taken: 4 MiB in float32
 _CHUNK = {"cpu": 1 << 20}  # logits held at a time, about what the caches hold
-_CHUNK_ELSEWHERE = 1 << 26
+_CHUNK_ELSEWHERE = 1 << 28  # a GiB: each chunk reads and writes the gradient of the whole head
 _NEVER = -1e4  # a log of 0 that can be multiplied by 0
 _ROWS = 256  # but at least so many rows: with fewer, reading the head's weights takes longer than multiplying by them
 
@@ -117,17 +118,12 @@ class _Chunked(torch.autograd.Function):
         entropies = hidden.new_empty(hidden.shape[0] if entropy else 0)
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
-            scaled = (hidden[part] @ weight.T).div_(temperature[part, None])
-            if (left_out := _left_out(support, begin, *scaled.shape)) is not None:
-                scaled.masked_fill_(left_out, -torch.inf)
-            total = scaled.logsumexp(-1)
-            totals[part] = total
-            logprobs[part] = scaled.gather(1, targets[part, None]).squeeze(1) - total
-            if entropy:
-                scaled.sub_(total[:, None])  # log p
-                if left_out is not None:
-                    scaled.masked_fill_(left_out, _NEVER)
-                entropies[part] = -torch.linalg.vecdot(scaled.exp(), scaled)
+            logits = hidden[part] @ weight.T
+            left_out = _left_out(support, begin, *logits.shape)
+            found = _summarised(logits, left_out, temperature[part].contiguous(), targets[part], entropy)
+            totals[part], logprobs[part], of_rows = found
+            if of_rows is not None:
+                entropies[part] = of_rows
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(hidden, weight, targets, temperature, totals, entropies)
         ctx.support, ctx.chunk = support, chunk
@@ -143,20 +139,72 @@ class _Chunked(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(begin, begin + ctx.chunk)
-                log_p = (hidden[part] @ weight.T).div_(temperature[part, None]).sub_(totals[part, None])
-                if (left_out := _left_out(ctx.support, begin, *log_p.shape)) is not None:
-                    log_p.masked_fill_(left_out, _NEVER)
-                p = log_p.exp()
-                factor = 0.0 if d_logprobs is None else d_logprobs[part, None]
-                if d_entropies is not None:
-                    d_logits = log_p.add_(entropies[part, None]).mul_(d_entropies[part, None]).add_(factor).mul_(p).neg_()
-                else:
-                    d_logits = p.mul_(factor).neg_()
-                if d_logprobs is not None:
-                    d_logits.scatter_add_(1, targets[part, None], d_logprobs[part, None])
-                d_logits.div_(temperature[part, None])
+                logits = hidden[part] @ weight.T
+                d_logits = _differentiated(
+                    logits,
+                    _left_out(ctx.support, begin, *logits.shape),
+                    temperature[part].contiguous(),
+                    targets[part],
+                    totals[part],
+                    entropies[part],
+                    None if d_logprobs is None else d_logprobs[part].contiguous(),
+                    None if d_entropies is None else d_entropies[part].contiguous(),
+                )
                 if d_hidden is not None:
                     torch.mm(d_logits, weight, out=d_hidden[part])
                 if d_weight is not None:
                     d_weight.addmm_(d_logits.T, hidden[part])
         return d_hidden, d_weight, None, None, None, None, None
+
+
+def _summarised(
+    logits: Tensor, left_out: Tensor | None, temperature: Tensor, targets: Tensor, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(log sum exp, the targets' logprobs, entropies if wanted) [n] of logits [n, V], which are used up."""
+    if left_out is not None:
+        logits.masked_fill_(left_out, -torch.inf)
+    if (kernels := _kernels(logits)) is not None:
+        return kernels.summarise(logits, temperature, targets, entropy)
+    scaled = logits.div_(temperature[:, None])
+    totals = scaled.logsumexp(-1)
+    logprobs = scaled.gather(1, targets[:, None]).squeeze(1) - totals
+    if not entropy:
+        return totals, logprobs, None
+    log_p = scaled.sub_(totals[:, None])
+    if left_out is not None:
+        log_p.masked_fill_(left_out, _NEVER)
+    return totals, logprobs, -torch.linalg.vecdot(log_p.exp(), log_p)
+
+
+def _differentiated(
+    logits: Tensor,
+    left_out: Tensor | None,
+    temperature: Tensor,
+    targets: Tensor,
+    totals: Tensor,
+    entropies: Tensor,
+    d_logprobs: Tensor | None,
+    d_entropies: Tensor | None,
+) -> Tensor:
+    """What the loss changes by with each of the logits [n, V], which are used up."""
+    if (kernels := _kernels(logits)) is not None:
+        if left_out is not None:
+            logits.masked_fill_(left_out, -torch.inf)
+        return kernels.differentiate(logits, temperature, targets, totals, entropies, d_logprobs, d_entropies)
+    log_p = logits.div_(temperature[:, None]).sub_(totals[:, None])
+    if left_out is not None:
+        log_p.masked_fill_(left_out, _NEVER)
+    p = log_p.exp()
+    factor = 0.0 if d_logprobs is None else d_logprobs[:, None]
+    if d_entropies is not None:
+        d_logits = log_p.add_(entropies[:, None]).mul_(d_entropies[:, None]).add_(factor).mul_(p).neg_()
+    else:
+        d_logits = p.mul_(factor).neg_()
+    if d_logprobs is not None:
+        d_logits.scatter_add_(1, targets[:, None], d_logprobs[:, None])
+    return d_logits.div_(temperature[:, None])
+
+
+def _kernels(logits: Tensor) -> Gpu | None:
+    """Those that look at logits once where the operations below look a dozen times, where there are some."""
+    return gpu() if logits.is_cuda and logits.dtype == torch.float32 else None
