@@ -260,3 +260,18 @@ def test_settings_load_without_torch() -> None:
     code = "import sys, tidemill.sync.settings; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) is False
+
+
+@pytest.mark.gpu
+def test_from_a_device_through_memory_that_it_writes_to_itself(tmp_path: Path) -> None:
+    sender, receiver = SharedMemorySender(tmp_path), make_receiver("shared_memory")
+    for step in range(6):  # the first send of each slot makes its memory
+        tensors = {name: tensor.cuda() for name, tensor in weights(step).items()}
+        published = sender.send(Version(step, fingerprint=fingerprint(whole(tensors))), whole(tensors))
+        for item in receiver.receive(published):
+            assert torch.equal(item.tensor, tensors[item.name].cpu()), item.name
+    held = [slot._pinned for slot in sender._slots]
+    assert all(each is not None and each.held for each in held)
+    sender.close()
+    receiver.close()
+    assert not any(each.held for each in held if each is not None)

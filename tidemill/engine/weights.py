@@ -12,6 +12,7 @@ the bytes that were proven.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -59,9 +60,13 @@ class Staging:
 
     def stage(self, published: Published, serving: Weights) -> Weights:
         """Blocking; runs in a thread. Raises PolicyMismatch when the result is not the version that was announced."""
+        if not published.version.fingerprint:
+            raise PolicyMismatch(f"{published.version} was published without a fingerprint, so it cannot be verified")
+        with beside(serving.decoder.embed.weight.device):
+            return self._stage(published, serving)
+
+    def _stage(self, published: Published, serving: Weights) -> Weights:
         version = published.version
-        if not version.fingerprint:
-            raise PolicyMismatch(f"{version} was published without a fingerprint, so it cannot be verified")
         if self._spare is None:
             weight = serving.decoder.embed.weight
             self._spare = empty_decoder(serving.decoder.arch, weight.dtype, weight.device).requires_grad_(False)
@@ -83,10 +88,12 @@ class Staging:
         proven, words = self._proven
         if not serving.version == proven == version:
             raise PolicyMismatch(f"committed was {version}, staged {proven}, and {serving.version} is served")
-        found = words_in_use(serving.decoder)
+        with beside(serving.decoder.embed.weight.device):
+            found = words_in_use(serving.decoder)
+            same_head = torch.equal(serving.head, serving.decoder.head_weight.detach().to(serving.head.dtype))
         if other := next((name for name in words if found.get(name) != words[name]), None):
             raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
-        if not torch.equal(serving.head, serving.decoder.head_weight.detach().to(serving.head.dtype)):
+        if not same_head:
             raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
 
     def retire(self, weights: Weights) -> None:
@@ -95,6 +102,19 @@ class Staging:
 
     def close(self) -> None:
         self._receiver.close()
+
+
+@contextmanager
+def beside(device: torch.device) -> Iterator[None]:
+    """What is asked of a CUDA device in this context does not queue up with the steps that sample there. It is done at the
+    end of it."""
+    if device.type != "cuda":
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    with torch.cuda.stream(stream):
+        yield
+    stream.synchronize()  # bounded: by the copies and sums above
 
 
 def _noting(slices: Iterable[Slice], totals: dict[str, int | None]) -> Iterator[Slice]:

@@ -22,7 +22,6 @@ import struct
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,6 +31,7 @@ from torch import Tensor
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, raw_bytes
+from tidemill.sync.pinning import Pinned
 from tidemill.types import Published, Version
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
@@ -59,9 +59,8 @@ class SharedMemorySender:
         slot.wipe()
         blocks, end = [], _FIRST
         for item in slices:
-            host = replace(item, tensor=item.tensor.detach().cpu().contiguous())
-            block = Block.of(host, start=end)
-            slot.put(end, host.tensor)
+            block = Block.of(item, start=end)
+            slot.put(end, item.tensor.detach().contiguous())
             blocks.append(block)
             end = _aligned(end + block.length)
         manifest = Manifest(version, blocks)
@@ -129,29 +128,39 @@ class _Slot:
         self.fd, self.location = made or _named(folder)
         self._named = made is None
         self._map: mmap.mmap | None = None
+        self._pinned: Pinned | None = None
 
     def wipe(self) -> None:
         os.pwrite(self.fd, bytes(_HEADER.size), 0)
 
     def put(self, start: int, tensor: Tensor) -> None:
-        """Copy a contiguous CPU tensor to byte `start`."""
-        raw = torch.from_numpy(raw_bytes(tensor))
-        end = start + raw.numel()
-        if raw.numel() == 0:
+        """Copy a contiguous tensor to byte `start`."""
+        if tensor.numel() == 0:
             return
+        end = start + tensor.nbytes
         if self._map is not None and end <= len(self._map):
-            torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=raw.numel()).copy_(raw)
+            if tensor.is_cuda and self._pinned is None:
+                self._pinned = Pinned(self._map)
+            into = torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=tensor.nbytes)
+            into.copy_(tensor.view(-1).view(torch.uint8))
         else:  # a write reports a full memory as OSError, a store to the mapping would kill the process
-            _write(self.fd, raw.numpy().data, start)
+            _write(self.fd, memoryview(raw_bytes(tensor.cpu())), start)
 
     def commit(self, manifest: bytes, start: int) -> None:
         _write(self.fd, memoryview(manifest), start)
         if self._map is None or start > len(self._map):
+            self._unpin()
             self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
         digest = hashlib.blake2b(manifest, digest_size=32).digest()
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, secrets.token_bytes(16), start, len(manifest), digest), 0)
 
+    def _unpin(self) -> None:
+        if self._pinned is not None:
+            self._pinned.close()
+            self._pinned = None
+
     def close(self) -> None:
+        self._unpin()
         self._map = None
         os.close(self.fd)
         if self._named:
