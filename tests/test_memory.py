@@ -258,3 +258,14 @@ def test_a_row_beyond_the_budget_counts_whole():
     config = recipe("trainer.micro_batch_tokens=100")
     usual, long = (of(memory.trainer_memory(config, arch, None, longest=n)) for n in (50, 400))
     assert long["activations of at most 400 tokens"] > 3 * usual["activations of at most 100 tokens"]
+
+
+def test_what_a_trainer_on_a_device_keeps_outside_of_it():
+    """Snapshots, and versions on their way, are in the machine's own memory."""
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
+    there, host, engine = memory.processes(recipe("trainer.device=cuda", "engine.device=cpu"), memory.Models(arch))
+    here, also = memory.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory.Models(arch))
+    assert (there.device, host.device, engine.device) == ("cuda", "cpu", "cpu") and also == engine
+    assert {h.what for h in host.held} == {"copy while a checkpoint is written", "two versions on their way to engines"}
+    assert not {h.what for h in host.held} & {h.what for h in there.held}
+    assert {h.what for h in here.held} == {h.what for h in (*there.held, *host.held)}

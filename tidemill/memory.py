@@ -39,6 +39,7 @@ class Held:
     bytes: int
     lever: str = ""  # what a user could change to need less of it
     lazy: bool = False  # taken as it is used, and sized by what is free
+    host: bool = False  # in the machine's own memory, wherever the process computes
 
     @property
     def said(self) -> str:
@@ -80,7 +81,10 @@ def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Proce
     """longest: tokens of the longest row, where that is known: one beyond the budget is a micro-batch by itself."""
     placement, free = config.placement, free_memory(device_of(config.engine.device))
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
-    found = [Process("trainer", 1, device_of(config.trainer.device), held)]
+    device = device_of(config.trainer.device)
+    found = [Process("trainer", 1, device, [h for h in held if device == "cpu" or not h.host])]
+    if device != "cpu":
+        found.append(Process("trainer's host", 1, "cpu", [h for h in held if h.host]))
     device = device_of(config.engine.device)
     found += [Process("engine", placement.engines, device, engine_memory(config.engine, models.policy, free))]
     if models.reference is not None and placement.reference_engines:
@@ -138,11 +142,11 @@ def trainer_memory(
         size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
         held.append(Held("critic, its gradients and moments", 4 * size, "algorithm.critic.model = 'policy'"))
         moves += 3 * size
-    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller))
+    held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True))
     if config.placement.sync.carrier == "shared_memory":
         size = 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
-        held.append(Held("two versions on their way to engines", size, lever))
+        held.append(Held("two versions on their way to engines", size, lever, host=True))
     settings = config.trainer
     tokens = max(longest, min(settings.micro_batch_tokens, most_rows(config) * context_of(config.engine, arch)))
     alive = sum(activations(each, settings, tokens) for each in (arch, critic) if each is not None)
