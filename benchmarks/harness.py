@@ -90,9 +90,8 @@ class System:
         there, _, _ = select.select([self._replies], [], [], within_s)
         line = self._replies.readline() if there else ""
         if not line:
-            end = self._log.read_text(errors="replace")[-3000:]
             what = f"ended with status {self._process.wait(30)}" if there else f"did not answer within {within_s:g} s"
-            raise RuntimeError(f"{self.name} {what}\n{end}")
+            raise RuntimeError(f"{self.name} {what}\n{self._log.read_text(errors='replace')[-3000:]}")
         return json.loads(line)
 
     def __exit__(self, *_: object) -> None:

@@ -1,11 +1,11 @@
 """Decoding on a CUDA device against what its memory can deliver, on Qwen3's own shapes with random bfloat16 weights.
 
-    python benchmarks/cuda.py [--sizes 0.6B 1.7B 8B] [--sequences 256] [--prompt 128] [--tokens 256] [--peer] [--profile]
+    python benchmarks/on_cuda.py [--sizes 0.6B 1.7B 8B] [--sequences 256] [--prompt 128] [--tokens 256] [--peer] [--profile]
 
 The roofline of a decode step: every weight that it multiplies with read once, and every key and value that its rows see, at
 the rate at which this device copies memory (bytes read and written, measured here). A step is the wall time between two
 tokens, everything included: the plan, the kernels, sampling from the whole vocabulary, the record. --peer: Hugging Face
-`generate` on the same weights and batch. Prints a table and writes `results/cuda.json`.
+`generate` on the same weights and batch. Prints a table and writes `results/on_cuda.json`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ import asyncio
 import gc
 import itertools
 import statistics
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -26,6 +28,7 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
+from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import LossSpec, Sample, SamplingParams, Version
@@ -240,6 +243,75 @@ def theirs(size: str, args: argparse.Namespace) -> dict[str, Any]:
     return {"step ms": 1e3 * (run(tokens) - run(1)) / (tokens - 1)}
 
 
+async def updating(size: str, args: argparse.Namespace) -> dict[str, Any]:
+    """New weights from a trainer to an engine in this process, through shared memory, each proven by both."""
+    model = decoder(size, args.prompt + args.tokens, torch.float32)
+    with tempfile.TemporaryDirectory() as folder:
+        settings = TrainerSettings(device="cuda", serving_dtype="bfloat16")
+        trainer = NativeTrainer(model, settings, steps=100, sender=SharedMemorySender(Path(folder)))
+        served = decoder(size, args.prompt + args.tokens)
+        engine_settings = EngineSettings(
+            dtype="bfloat16", device="cuda", max_sequences=64, context=args.prompt + args.tokens
+        )
+        engine = NativeEngine(
+            served, engine_settings, receiver=SharedMemoryReceiver(), version=Version(0), name="cuda", eos_ids=()
+        )
+        sent, staged, size_of, gaps = [], [], 0, list[list[float]]()
+        decoding = asyncio.create_task(_decode_on(engine, args, gaps))
+        for step in range(1, args.repeats + 2):
+            await asyncio.sleep(0.5)
+            with torch.no_grad():
+                model.norm.weight.mul_(1.25)
+            begin = time.perf_counter()
+            published = await trainer.publish(Version(step))
+            sent.append(time.perf_counter() - begin)
+            await asyncio.sleep(0.1)  # what waited for the publishing, in this one process, has its step
+            gaps.append([])  # those during this update
+            begin = time.perf_counter()
+            await engine.update(published)
+            staged.append(time.perf_counter() - begin)
+            gaps.append([])
+            size_of = published.bytes
+        decoding.cancel()
+        await asyncio.wait([decoding])
+        spans = [span for span in (await engine.telemetry()).spans if span.name in ("stage", "commit")]
+        await trainer.close()
+        await engine.close()
+    pauses = [1e3 * (span.end - span.start) for span in spans if span.name == "commit"]
+    return {
+        "GB": size_of / 1e9,
+        "publish s": statistics.median(sent[1:]),
+        "update s": statistics.median(staged[1:]),
+        "stage s": statistics.median([span.end - span.start for span in spans if span.name == "stage"][1:]),
+        "commit ms": statistics.median(pauses[1:]),
+        "decode step ms": statistics.median([gap for part in gaps[0::2] for gap in part]),
+        "longest beside an update ms": statistics.median([max(part) for part in gaps[1::2] if part][1:]),
+    }
+
+
+async def _decode_on(engine: NativeEngine, args: argparse.Namespace, gaps: list[list[float]]) -> None:
+    """Rows that decode for as long as this runs; times between two steps go to the last of `gaps`."""
+    gaps.append([])
+    prompt = np.arange(args.prompt, dtype=np.int32)
+
+    async def row(number: int) -> None:
+        for again in itertools.count():
+            params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=again * 1000 + number)
+            await engine.generate(prompt, params, "policy", f"{number}/{again}")
+
+    rows = [asyncio.create_task(row(number)) for number in range(engine.settings.max_sequences)]
+    try:
+        before, since = engine.progress(), time.perf_counter()
+        while True:
+            await asyncio.sleep(0)
+            if (now := engine.progress()) != before:
+                gaps[-1].append(1e3 * (time.perf_counter() - since))
+                before, since = now, time.perf_counter()
+    finally:
+        for each in rows:
+            each.cancel()
+
+
 def train(args: argparse.Namespace) -> None:
     rows = []
     args.sequences = args.sequences[0]
@@ -255,7 +327,7 @@ def train(args: argparse.Namespace) -> None:
             torch.cuda.empty_cache()
     about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "given": vars(args)}
     print(table(rows))
-    print(f"written to {save('cuda-train', rows, about)}")
+    print(f"written to {save('on_cuda-train', rows, about)}")
 
 
 def main() -> None:
@@ -267,11 +339,17 @@ def main() -> None:
     parser.add_argument("--peer", action="store_true", help="Hugging Face generate beside it")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--train", action="store_true", help="a trainer's step instead")
+    parser.add_argument("--sync", action="store_true", help="an update of the weights instead")
     parser.add_argument("--micro-batch", type=int, default=16384, help="tokens, of a trainer's step")
     parser.add_argument("--repeats", type=int, default=3, help="of a trainer's step")
     args = parser.parse_args()
     if args.train:
         return train(args)
+    if args.sync:
+        rows = [{"model": size} | asyncio.run(updating(size, args)) for size in args.sizes]
+        print(table(rows))
+        print(f"written to {save('on_cuda-sync', rows, {'device': torch.cuda.get_device_name(), 'torch': torch.__version__})}")
+        return None
     rate = copy_rate()
     rows = []
     counts = args.sequences
@@ -295,7 +373,7 @@ def main() -> None:
     about = {"device": torch.cuda.get_device_name(), "copy GB/s": rate / 1e9, "torch": torch.__version__}
     print(about)
     print(table(rows))
-    print(f"written to {save('cuda', rows, about)}")
+    print(f"written to {save('on_cuda', rows, about)}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """A full GRPO step: Tidemill beside TRL's `GRPOTrainer`, on the same weights, prompts and reward, in turns.
 
-    python benchmarks/step.py [--sizes S M] [--dtypes float32 bfloat16] [--repeats 3] [--steps 3]
+    python benchmarks/step.py [--sizes S M] [--dtypes float32 bfloat16] [--repeats 3] [--steps 3] [--device cpu]
 
 16 prompts x 8 samples a step, 64 + 128 tokens, no reply ends early. Tokens are sampled ones, per second of a whole step;
 memory is the peak over all processes of what is theirs (PSS). TRL needs `make peers`. Prints a table and writes
@@ -13,7 +13,7 @@ import argparse
 import json
 import tempfile
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,9 +25,13 @@ from workloads import SIZES
 from tidemill.models.fresh import fresh_model
 
 GROUPS, SAMPLES, PROMPT, TOKENS = 16, 8, 64, 128
-ALPHABET = "".join(chr(0x4E00 + i) for i in range(500))  # as many tokens as the other benchmarks' models know
+CHARACTERS = {"XL": 15_000}  # else 500: as many tokens as the other benchmarks' models know
 TARGET, TARGET_MEMORY = 3.5, 0.6
 SAMPLED_S = 0.5  # between two looks at the memory
+
+
+def alphabet(size: str) -> str:
+    return "".join(chr(0x4E00 + i) for i in range(CHARACTERS.get(size, 500)))
 
 
 class Memory:
@@ -42,8 +46,9 @@ class Memory:
         return self
 
     def _watch(self) -> None:
-        while not self._over.wait(SAMPLED_S):
-            self.peak = max(self.peak, sum(map(_pss, [self._root, *self._root.children(recursive=True)])))
+        with suppress(psutil.NoSuchProcess):  # it has ended: whoever waits for its answer is told
+            while not self._over.wait(SAMPLED_S):
+                self.peak = max(self.peak, sum(map(_pss, [self._root, *self._root.children(recursive=True)])))
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
@@ -59,15 +64,15 @@ def _pss(process: psutil.Process) -> int:
 
 
 def make_model(folder: Path, size: str) -> None:
-    fresh_model(folder, alphabet=ALPHABET, context=512, **SIZES[size])
+    fresh_model(folder, alphabet=alphabet(size), context=512, **SIZES[size])
     for name in ("config.json", "generation_config.json"):  # nothing ends a reply before its length
         path = folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
 
 
-def systems_for(model: Path, dtype: str, args: argparse.Namespace) -> list[System]:
+def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) -> list[System]:
     work = {"model": str(model), "dtype": dtype, "groups": GROUPS, "samples": SAMPLES, "tokens": TOKENS}
-    work |= {"prompt": PROMPT, "alphabet": ALPHABET}
+    work |= {"prompt": PROMPT, "alphabet": alphabet(size), "device": args.device}
     trl = {"threads": args.threads, "accumulate": args.accumulate, "weights": args.trl_weights}
     shared = {"HF_HUB_OFFLINE": "1"}
     ours = {"max_lag": args.max_lag, "engine_threads": args.engine_threads, "trainer_threads": args.trainer_threads}
@@ -82,7 +87,7 @@ def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, An
     peaks: dict[str, int] = {}
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         make_model(Path(place) / "model", size)
-        systems = [s for s in systems_for(Path(place) / "model", dtype, args) if s.name not in args.without]
+        systems = [s for s in systems_for(Path(place) / "model", size, dtype, args) if s.name not in args.without]
         for system in systems:
             stack.enter_context(system)
             about[f"{system.name} {dtype}"] = system.about | {k: v for k, v in system.given.items() if k != "alphabet"}
@@ -115,6 +120,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of TRL")
     parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step, of TRL")
     parser.add_argument("--trl-weights", default="float32", help="dtype in which TRL loads the model")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--engine-threads", type=int, default=1)
     parser.add_argument("--trainer-threads", type=int, default=1)

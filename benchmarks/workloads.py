@@ -14,9 +14,10 @@ from tidemill.models.weights import save_folder
 SIZES: dict[str, Size] = {
     "S": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 768},
     "M": {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
+    "XL": {"layers": 28, "hidden": 1024, "heads": 8, "kv_heads": 4, "intermediate": 3072},  # for a GPU
     "L": {"layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 2816},
 }
-VOCAB = {"S": 512, "M": 512, "L": 8192}
+VOCAB = {"S": 512, "M": 512, "L": 8192, "XL": 15_004}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 

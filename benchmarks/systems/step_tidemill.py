@@ -39,8 +39,9 @@ def answer(steps: int) -> dict:
             steps=FILLING + steps,
             max_lag=wanted["max_lag"],
             rollout={"groups": wanted["groups"], "group_size": wanted["samples"], "max_tokens": wanted["tokens"]},
-            trainer={"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], **wanted.get("trainer", {})},
-            engine={"dtype": wanted["dtype"], "device": "cpu"},
+            trainer={"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], "device": wanted["device"]}
+            | ({"micro_batch_tokens": 8192} if wanted["device"] == "cuda" else {}),
+            engine={"dtype": wanted["dtype"], "device": wanted["device"]},
             placement={"engine_threads": wanted["engine_threads"], "trainer_threads": wanted["trainer_threads"]},
             algorithm={"name": "grpo", "zero_variance": "keep"},
             eval={"every": 0, "tasks": 1, "final_tasks": 1},

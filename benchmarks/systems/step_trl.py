@@ -66,7 +66,7 @@ with tempfile.TemporaryDirectory() as folder:
         learning_rate=1e-5,
         beta=0.0,
         temperature=1.0,
-        use_cpu=True,
+        use_cpu=wanted["device"] == "cpu",
         bf16=wanted["dtype"] == "bfloat16",
         gradient_checkpointing=False,
         generation_kwargs={"min_new_tokens": wanted["tokens"]},
