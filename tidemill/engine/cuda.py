@@ -9,6 +9,7 @@ in serving have graphs of their own, and an update writes into the same memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
@@ -71,9 +72,9 @@ class GpuCache(PagedCache):
         super().__init__(arch, pages, page_size, dtype, device)
         self._kernels = kernels
         self._numbers = torch.empty(0, dtype=torch.int32, device=device)  # of steps that are recorded
-        self._staged = torch.empty(0, dtype=torch.int32, pin_memory=True)
-        self._recorded: WeakKeyDictionary[Decoder, dict[int, tuple[torch.cuda.CUDAGraph, Tensor]]] = WeakKeyDictionary()
-        self._pool = torch.cuda.graph_pool_handle()
+        self._staged = torch.empty(0, dtype=torch.int32)
+        self._recorded: WeakKeyDictionary[Decoder, dict[int, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
+        self._pool: tuple[int, int] | None = None  # of the graphs' memory: they run one after another and share it
 
     def hidden(self, decoder: Decoder, plan: Plan, table: np.ndarray) -> Tensor:
         """The next call may overwrite it. The caller waits for the device before that."""
@@ -107,7 +108,7 @@ class GpuCache(PagedCache):
         if not len(self._numbers):
             size = 1 + counts[-1] * (4 + pages)
             self._numbers = torch.zeros(size, dtype=torch.int32, device=self.device)
-            self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=True)
+            self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
         count = next(c for c in counts if c >= rows)
         numbers = numbers_of(plan, table, self.page_size, count)
         staged = self._staged[: len(numbers)]
@@ -115,20 +116,23 @@ class GpuCache(PagedCache):
         self._numbers[: len(numbers)].copy_(staged, non_blocking=True)
         recorded = self._recorded.setdefault(decoder, {})
         if count not in recorded:
-            recorded[count] = self._record(decoder, count)
-        graph, hidden = recorded[count]
-        graph.replay()
+            inputs = Inputs.of(self._numbers, count, count)
+            attend = self._attend_to(inputs, {})
+            recorded[count] = self._record(lambda: decoder(inputs.tokens, inputs.positions, attend))
+        replay, hidden = recorded[count]
+        replay()
         return hidden[:rows]
 
-    def _record(self, decoder: Decoder, count: int) -> tuple[torch.cuda.CUDAGraph, Tensor]:
-        inputs = Inputs.of(self._numbers, count, count)
-        attend = self._attend_to(inputs, {})
-        decoder(inputs.tokens, inputs.positions, attend)  # whatever is made at a first call is made outside of the record
+    def _record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+        """(what computes it again, where its result lies)"""
+        compute()  # whatever is made at a first call is made outside of the record
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls are held to what may be recorded: another one may be staging weights.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-            hidden = decoder(inputs.tokens, inputs.positions, attend)
-        return graph, hidden
+            hidden = compute()
+        return graph.replay, hidden
 
 
 def paged_cache(arch: Architecture, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
