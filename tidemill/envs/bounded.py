@@ -32,13 +32,23 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
         if not task.done():
             task.cancel()
             await asyncio.wait({task}, timeout=GRACE_S)
-        if not task.done():
+        if task.done():
+            _seen(task)
+        else:
             logger.warning("%s does not end though it was cancelled: it is left behind", work)
             _abandoned.add(task)
-            task.add_done_callback(_abandoned.discard)
+            task.add_done_callback(_seen)
     if not task.done() or task.cancelled():
         raise Overdue(f"no result within {limit_s:g} s")
     return task.result()
+
+
+def _seen(task: asyncio.Task[Any]) -> None:
+    """How it ended is known: whoever waited for it may have been cancelled at the same time, and the event loop would then
+    complain, with a traceback for each of a batch, that nobody looked."""
+    _abandoned.discard(task)
+    if not task.cancelled():
+        task.exception()
 
 
 async def _contained(work: Coroutine[Any, Any, T]) -> T:
