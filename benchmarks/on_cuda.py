@@ -348,7 +348,9 @@ def main() -> None:
     if args.sync:
         rows = [{"model": size} | asyncio.run(updating(size, args)) for size in args.sizes]
         print(table(rows))
-        print(f"written to {save('on_cuda-sync', rows, {'device': torch.cuda.get_device_name(), 'torch': torch.__version__})}")
+        print(
+            f"written to {save('on_cuda-sync', rows, {'device': torch.cuda.get_device_name(), 'torch': torch.__version__})}"
+        )
         return None
     rate = copy_rate()
     rows = []
