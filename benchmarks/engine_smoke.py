@@ -45,9 +45,9 @@ async def measure(args: argparse.Namespace, size: str, dtype: str, threads: int)
     engine = NativeEngine(decoder(size, context=1024), settings, receiver=None, version=Version(0), name="smoke", eos_ids=())
     rng = np.random.default_rng(0)
     speeds = []
-    for repeat in range(args.repeats + 1):  # the first warms up; prompts are new each time
+    for repeat in range(args.repeats + 1 + args.profile):  # the first warms up; prompts are new each time
         prompts = [rng.integers(0, VOCAB[size], args.prompt).astype(np.int32) for _ in range(args.prompts)]
-        if args.profile and repeat == args.repeats:
+        if repeat > args.repeats:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
                 await generate(engine, prompts, args.samples, args.tokens, repeat * 1000)
             print(profile.key_averages().table(sort_by="self_cpu_time_total", row_limit=22, max_name_column_width=40))
