@@ -42,7 +42,7 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def test_the_trial_passes_and_notices(kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert module._right(kernels, torch.device(DEVICE))
-    for name in ("attend", "norm", "gate"):
+    for name in ("attend", "norm", "rotate", "gate"):
         with monkeypatch.context() as patch:
             patch.setattr(Gpu, name, lambda *args, own=getattr(Gpu, name): own(*args) * 1.01)
             assert not module._right(kernels, torch.device(DEVICE)), name

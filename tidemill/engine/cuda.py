@@ -71,6 +71,7 @@ class GpuCache(PagedCache):
     ) -> None:
         super().__init__(arch, pages, page_size, dtype, device)
         self._kernels = kernels
+        self._counts: list[int] = []  # of rows, for which steps are recorded
         self._numbers = torch.empty(0, dtype=torch.int32, device=device)  # of steps that are recorded
         self._staged = torch.empty(0, dtype=torch.int32)
         self._recorded: WeakKeyDictionary[Decoder, dict[int, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
@@ -104,12 +105,13 @@ class GpuCache(PagedCache):
 
     def _replay(self, decoder: Decoder, plan: Plan, table: np.ndarray) -> Tensor:
         slots, pages = table.shape
-        rows, counts = len(plan.singles), row_counts(slots)
-        if not len(self._numbers):
-            size = 1 + counts[-1] * (4 + pages)
+        rows = len(plan.singles)
+        if not self._counts:
+            self._counts = row_counts(slots)
+            size = 1 + self._counts[-1] * (4 + pages)
             self._numbers = torch.zeros(size, dtype=torch.int32, device=self.device)
             self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        count = next(c for c in counts if c >= rows)
+        count = next(c for c in self._counts if c >= rows)
         numbers = numbers_of(plan, table, self.page_size, count)
         staged = self._staged[: len(numbers)]
         staged.numpy()[:] = numbers
@@ -144,7 +146,7 @@ def paged_cache(arch: Architecture, pages: int, page_size: int, dtype: torch.dty
 
 
 def row_counts(most: int) -> list[int]:
-    """Numbers of rows that are recorded: at most an eighth of them fills up, from 64 on."""
+    """Numbers of rows that are recorded: at most a fifth of them fills up, from 64 on."""
     counts, step = [1, 2, 4, 8], 8
     while counts[-1] < most:
         if counts[-1] >= 8 * step:

@@ -112,9 +112,11 @@ def beside(device: torch.device) -> Iterator[None]:
         yield
         return
     stream = torch.cuda.Stream(device)
-    with torch.cuda.stream(stream):
-        yield
-    stream.synchronize()  # bounded: by the copies and sums above
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:  # also of what failed: the next one writes to the same memory
+        stream.synchronize()  # bounded: by the copies and sums above
 
 
 def _noting(slices: Iterable[Slice], totals: dict[str, int | None]) -> Iterator[Slice]:

@@ -24,11 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.kernels.gpu import SWITCH, Gpu, gpu
+from tidemill.kernels.gpu import DTYPES, SWITCH, Gpu, gpu
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "linear.c"))
 HEADER = Path(__file__).with_name("vectors.h")
-DTYPES = (torch.float32, torch.bfloat16)
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
 WORTH_THREADS = 16  # rows

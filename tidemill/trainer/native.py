@@ -72,6 +72,8 @@ class NativeTrainer:
                 )
         self.settings = settings
         self.device = resolve_device(settings.device)
+        if self.device.type == "cuda" and self.device.index is not None:
+            torch.cuda.set_device(self.device)  # kernels are launched on the current one
         self.decoder = decoder.to(self.device)
         if self.device.type == "cuda" and settings.dtype == "bfloat16":
             # The head is computed in float32, which a device multiplies ten times more slowly than TF32. What goes in has

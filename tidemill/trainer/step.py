@@ -136,8 +136,6 @@ def _attention(batch: Batch, windows: Sequence[int | None]) -> Attend:
         return inner
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if q.is_cuda:
-            q, k = q.to(v.dtype), k.to(v.dtype)  # `inner` would do it afterwards, to more of them
         return inner(layer, *(x.index_select(0, spread) for x in (q, k, v))).index_select(0, collect)
 
     return attend
