@@ -60,6 +60,7 @@ class Session:
     placement: Placement
     note: Callable[[str], None]
     stopping: bool = False  # the user asked the run to end after its step
+    _remembered: Curriculum | None = None
 
     def tell(self, kind: str, detail: dict[str, Any]) -> None:
         """An event that the user should see, and the ledger keep."""
@@ -71,6 +72,13 @@ class Session:
         data, environment = self.config.data, self.environment
         weights = environment.weights if isinstance(environment, Several) else None
         return Curriculum(environment.tasks("train"), self.config.seed, data.order, data.retire, weights)
+
+    def remembered(self) -> Curriculum:
+        """The same with all that the ledger holds of their groups. That is read once: whatever is recorded after that, the
+        curriculum is told of at the same moment, and a long run's record takes seconds to read."""
+        if self._remembered is None:
+            self._remembered = remembered(self.curriculum(), self.ledger)
+        return self._remembered
 
     def held_out(self, count: int) -> Sequence[Task]:
         return self.environment.tasks("eval")[:count]
@@ -119,14 +127,14 @@ async def train(session: Session, parts: Parts) -> int:
 
     publisher = PoolPublisher(parts.trainer, pool, unchanged)
     evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed), held_out)
-    algorithm.recall({step.step: step.metrics for step in ledger.steps()})
+    algorithm.recall(ledger.metrics_of)
     if config.deterministic:
         standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
     else:
         reached = _made_up(session, publisher, evaluate)
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
     recorded = Recorded(ledger, roller) if config.deterministic else None
-    curriculum = remembered(session.curriculum(), ledger)
+    curriculum = session.remembered()
     session.monitor.attach(parts.trainer, parts.pools, config.rollout.groups, curriculum.figures)
     controller = Controller(
         _schedule(config, standing),

@@ -11,8 +11,8 @@ from tidemill.types import Task
 
 
 def remembered(curriculum: Curriculum, ledger: SqliteLedger) -> Curriculum:
-    """The curriculum with all that the ledger recorded of its tasks' groups."""
-    for group_id, env, name, rewards in ledger.history():
+    """The curriculum with what the ledger recorded of its tasks' groups, as far as it matters."""
+    for group_id, env, name, rewards in ledger.history(curriculum.matters_from(ledger.next_group_id())):
         if (task := curriculum.task_of(env, name)) is not None:
             curriculum.give(group_id, task)
             if rewards is not None:

@@ -54,7 +54,7 @@ async def take_up(
             )
         await trainer.load(str(folder / "trainer"))
         first = position.step
-    incarnation = max((s.incarnation for s in ledger.steps()), default=0)
+    incarnation = ledger.incarnation()
     if first < begun:
         incarnation += 1  # a replay need not be bit-identical, so its versions are others
         note(f"training {begun - first} recorded steps again (from step {first}); nothing is sampled for them")

@@ -315,7 +315,7 @@ class Span:
     name: str
     start: float
     end: float
-    args: dict[str, Any] = field(default_factory=dict)
+    args: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

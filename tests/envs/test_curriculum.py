@@ -214,6 +214,29 @@ def test_what_was_recorded_is_all_there_is_to_know(rng, order, retire, count):
             np.testing.assert_array_equal(getattr(one.pool, name), getattr(other.pool, name))
 
 
+def test_where_tasks_follow_from_numbers_the_latest_rounds_tell_what_all_would():
+    """Else a run that goes on after months would read all that it did. An order by difficulty is owed all of it."""
+    weights = {"a": 3, "b": 1}
+    all_tasks = [*tasks(5, "a"), *tasks(4, "b")]
+    make = lambda order: Curriculum(all_tasks, 5, order, 0.0, weights)  # noqa: E731
+    whole, latest = make("shuffled"), make("shuffled")
+    since, rng = latest.matters_from(1000), random.Random(0)
+    assert since == 1000 - 16 * (KEPT + 1), "every 16 groups the second has had each of its tasks once, the first earlier"
+    assert latest.matters_from(20) == 0 and make("frontier").matters_from(1000) == 0
+    for group_id in range(1000):
+        task, rewards = whole.choose(group_id), [float(rng.random() < 0.5) for _ in range(4)]
+        assert task is not None
+        for known in (whole, latest) if group_id >= since else (whole,):
+            known.give(group_id, task)
+            known.learn(group_id, task, rewards)
+    for one, other in zip(whole._parts, latest._parts, strict=True):
+        assert not np.isnan(one.pool.rates).any()
+        np.testing.assert_array_equal(one.pool.rates, other.pool.rates)
+    for known in (whole, latest):
+        known._expected.clear()
+    assert whole.figures() == latest.figures() == {"data/seen": 1.0, "data/retired": 0.0}
+
+
 def test_environments_come_in_proportion_and_take_over_from_one_that_is_done():
     weights = {"big": 5, "small": 2, "third": 1}
     found = Curriculum([t for name in weights for t in tasks(4, name)], 0, "frontier", 1.0, weights)

@@ -16,7 +16,7 @@ from ledger_cases import assert_same, group, task, trajectory
 
 from tidemill import codec
 from tidemill.config import ConfigError
-from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger
+from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger, reads
 from tidemill.ledger.schema import SCHEMAS
 from tidemill.protocols import Ledger
 from tidemill.types import GREEDY, Finish, Score, Task, Trajectory, Version
@@ -75,6 +75,31 @@ def test_the_history_is_what_each_group_earned_by_id_the_greedy_attempt_apart(le
     ]
     expected = [[t.reward for t in group(i).trajectories] for i in (0, 2, 3)]
     np.testing.assert_equal([rewards for *_, rewards in found], [*expected, None])
+
+
+def test_a_long_history_is_read_by_pages(ledger: SqliteLedger, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of half a million attempts at once, what reads them would keep 140 MB."""
+    fill(ledger, range(11))
+    whole = list(ledger.history())
+    fetched: list[int] = []
+    rows = ledger._rows
+    monkeypatch.setattr(ledger, "_rows", lambda *given: fetched.append(len(found := rows(*given))) or found)
+    monkeypatch.setattr(reads, "_PAGE", 4)
+    assert list(ledger.history()) == whole and [group_id for group_id, *_ in whole] == list(range(11))
+    assert fetched == [8, 8, 6]
+    assert list(ledger.history(since=5)) == whole[5:]
+
+
+def test_a_step_is_asked_for_its_metrics_alone(ledger: SqliteLedger) -> None:
+    fill(ledger, range(2))
+    assert ledger.incarnation() == 0 and ledger.metrics_of(0) == {}
+    ledger.begin_step(0, 0, [0])
+    assert ledger.metrics_of(0) == {}, "it has not ended"
+    ledger.end_step(0, 0, {"loss": 0.25})
+    assert ledger.metrics_of(0) == {"loss": 0.25} and ledger.metrics_of(1) == {}
+    ledger.replay_step(0, 2)
+    ledger.end_step(0, 2, {"loss": 0.5})
+    assert ledger.metrics_of(0) == {"loss": 0.5} and ledger.incarnation() == 2
 
 
 def test_trajectories_come_back_as_they_were(ledger: SqliteLedger) -> None:

@@ -5,16 +5,23 @@ The reward is found by its file in worker processes, so nothing of other tests i
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import tidemill
+from tidemill import assembly
 from tidemill.config import ConfigError
+from tidemill.envs.curriculum import Curriculum
+from tidemill.giving import remembered
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.orchestration.wire import PeerDied
+from tidemill.trainer.native import NativeTrainer
 
 ALPHABET = "abcdefgh=:0123456789\n"
 
@@ -63,6 +70,28 @@ def test_a_run_in_an_order_by_difficulty_goes_on_and_knows_its_tasks(model, tmp_
     assert len(steps) == 8 and seen == sorted(seen), "it remembers what it gave before"
     with pytest.raises(ConfigError, match="data differ"):
         run(model, tmp_path / "run", 9, data={"order": "shuffled"})
+
+
+def test_after_a_loss_of_its_trainer_a_run_knows_its_tasks_and_has_not_read_its_record_again(model, tmp_path, monkeypatch):
+    """Reading takes seconds and much memory when a run is old: what it remembers must be what it would have read."""
+    known, updates, apply = [], itertools.count(), NativeTrainer.apply
+
+    async def lost_once(self, scale):
+        if next(updates) == 2:
+            raise PeerDied("trainer", "killed by SIGKILL")
+        return await apply(self, scale)
+
+    monkeypatch.setattr(assembly, "remembered", lambda *given: known.append(remembered(*given)) or known[-1])
+    monkeypatch.setattr(NativeTrainer, "apply", lost_once)
+    data = {"order": "frontier", "retire": 1.0}
+    ended = run(model, tmp_path / "run", 6, data=data, seed=3, supervise={"resume": True})
+    (curriculum,) = known
+    with SqliteLedger(tmp_path / "run", mode="read") as ledger:
+        assert ended.complete and ledger.incarnation() == 1 and ledger.counts().trained == 24
+        (own,), (read,) = curriculum._parts, remembered(Curriculum(curriculum._tasks, 3, **data), ledger)._parts
+    for name in ("given", "rates", "retired", "_away", "_latest", "_rounds", "_recent"):
+        np.testing.assert_array_equal(getattr(own.pool, name), getattr(read.pool, name), name)
+    assert own.pool.given.sum() >= 24
 
 
 def test_figures_are_told_for_each_environment(model, tmp_path):

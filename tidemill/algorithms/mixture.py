@@ -40,7 +40,7 @@ class Mixture:
         wanted = {who for part in self._parts.values() for who in part.asks}
         return tuple(who for who in (POLICY, REFERENCE, CRITIC) if who in wanted)
 
-    def recall(self, recorded: Mapping[int, Metrics]) -> None:
+    def recall(self, recorded: Callable[[int], Metrics]) -> None:
         """No step follows from those before it: what would is refused by `check_mixture`."""
 
     def drop_reason(self, group: Group) -> str | None:

@@ -8,7 +8,7 @@ other one is left out of the statistics, of the gradient and of its denominators
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -58,7 +58,8 @@ class Algorithm:
         self._corrections = [correction_by_name(each.name, each.constants) for each in settings.corrections]
         self._advantage = advantage_by_name(settings.advantage, settings.constants_for(settings.advantage))
         self._preference = settings.preference
-        self._entropy_weights: dict[int, float] = {}  # step -> what follows from the steps before it, where a target is set
+        self._entropies: tuple[int, Metrics] = -1, {}  # the latest step, and what the next one's entropy weight follows from
+        self._recorded: Callable[[int], Metrics] = lambda _: {}
         self._reads_turns = settings.advantage in USING_GIVEN or ".py:" in settings.advantage
 
     @property
@@ -68,11 +69,9 @@ class Algorithm:
         wanted = {POLICY: s.recomputes, REFERENCE: s.reference is not None, CRITIC: s.critic is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
 
-    def recall(self, recorded: Mapping[int, Metrics]) -> None:
-        """The metrics of a run's steps so far, by step: what a step takes from those before it goes on where it stood."""
-        for step, metrics in recorded.items():
-            if ENTROPY_WEIGHT in metrics:
-                self._entropy_weights[step + 1] = self.settings.entropy.next(metrics[ENTROPY_WEIGHT], metrics[ENTROPY])
+    def recall(self, recorded: Callable[[int], Metrics]) -> None:
+        """Where a step that an earlier process did has its metrics: what follows from them goes on where it stood."""
+        self._recorded = recorded
 
     def drop_reason(self, group: Group) -> str | None:
         """Why this group is not worth a step, or None: "unscored" (nothing to train on) or "zero-variance"."""
@@ -164,9 +163,13 @@ class Algorithm:
         s = self.settings.entropy
         if s.target is None or not len(behaviour):
             return s.coefficient, {}
-        recorded = {ENTROPY: -float(behaviour.mean()), ENTROPY_WEIGHT: self._entropy_weights.get(step, s.coefficient)}
-        self.recall({step: recorded})
-        return recorded[ENTROPY_WEIGHT] if recorded[ENTROPY] <= s.target else 0.0, recorded
+        latest, before = self._entropies
+        if latest != step - 1:
+            before = self._recorded(step - 1)
+        weight = s.next(before[ENTROPY_WEIGHT], before[ENTROPY]) if ENTROPY_WEIGHT in before else s.coefficient
+        found = {ENTROPY: -float(behaviour.mean()), ENTROPY_WEIGHT: weight}
+        self._entropies = step, found
+        return weight if found[ENTROPY] <= s.target else 0.0, found
 
     def _attempts(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
         for group in groups:

@@ -28,7 +28,7 @@ class Activity:
         self._busy = Span("generate", start, end)
         self._spans.append(self._busy)
 
-    def span(self, name: str, start: float, end: float, **args: object) -> None:
+    def span(self, name: str, start: float, end: float, **args: float) -> None:
         self._spans.append(Span(name, start, end, args))
 
     def take(self) -> list[Span]:

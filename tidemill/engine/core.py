@@ -127,7 +127,7 @@ class NativeEngine:
             faults.reach(self.name, "stage", published.version.step)
             begin = time.monotonic()
             staged = await in_thread(self._staging.stage, published, self._weights)
-            self._activity.span("stage", begin, time.monotonic(), version=str(published.version), bytes=published.bytes)
+            self._activity.span("stage", begin, time.monotonic(), step=published.version.step, bytes=published.bytes)
             await self._commit(staged)
             try:
                 await in_thread(self._staging.prove, self._weights, published.version)
@@ -404,7 +404,7 @@ class NativeEngine:
             self._scheduler.preempt_all(renew=True)
         else:
             self._begin_again(before)
-        self._activity.span("commit", begin, time.monotonic(), version=str(staged.version))
+        self._activity.span("commit", begin, time.monotonic(), step=staged.version.step)
 
     def _begin_again(self, before: Salt) -> None:
         """What is scored, and what began under the weights of `before` and has sampled nothing yet, starts again: all its

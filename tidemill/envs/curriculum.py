@@ -157,6 +157,15 @@ class Curriculum:
         """Whether the task of a group follows from its id alone."""
         return all(part.pool.by_number for part in self._parts)
 
+    def matters_from(self, next_id: int) -> int:
+        """The first of the groups below `next_id` whose record matters to what comes next. Where tasks follow from numbers,
+        what is known of them is a figure, of a task's latest groups: a run of months is not read for that."""
+        if not self.by_number:
+            return 0
+        turns = sum(self._weights)
+        rounds = [-(-part.pool.count * turns // weight) for part, weight in zip(self._parts, self._weights, strict=True)]
+        return max(0, next_id - (KEPT + 1) * max(rounds))
+
     def task_of(self, env: str, name: str) -> Task | None:
         """The task of this identity; None when there is none (any more)."""
         number = self._numbers.get((env, name))

@@ -7,6 +7,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,7 +25,7 @@ from tidemill.ledger.records import (
 )
 from tidemill.ledger.rows import task_row
 from tidemill.ledger.segments import Location, read_record
-from tidemill.types import GREEDY, Group, Task, Trajectory, Version
+from tidemill.types import GREEDY, Group, Metrics, Task, Trajectory, Version
 
 Order = Literal["worst", "best", "recent"]
 _ORDERS = {
@@ -32,6 +33,7 @@ _ORDERS = {
     "best": "reward DESC, group_id DESC, place",
     "recent": "group_id DESC, place",
 }
+_PAGE = 1_000  # groups that are read at once
 _TASK = "tasks.id AS task_id, tasks.env, tasks.prompt, tasks.data"
 
 
@@ -87,17 +89,20 @@ class LedgerReads:
             raise LedgerError(f"group {group_id} was never admitted")
         return _task(row)
 
-    def history(self) -> Iterator[tuple[int, str, str, list[float] | None]]:
-        """Of each admitted group, by id: its own, its task's environment and id, and the rewards of its attempts but
-        the greedy ones, NaN where there is no score; None of a group that has not finished."""
-        rows = self._rows(
-            "SELECT groups.id, env, tasks.id AS task_id, finished_at, reward FROM groups JOIN tasks ON tasks.key = task_key "
-            "LEFT JOIN trajectories ON group_id = groups.id AND sample <> ? ORDER BY groups.id, place",
-            GREEDY,
-        )
-        for (group_id, env, task_id, finished), those in groupby(rows, key=lambda row: tuple(row)[:4]):
-            rewards = [math.nan if row["reward"] is None else row["reward"] for row in those]
-            yield group_id, env, task_id, None if finished is None else rewards
+    def history(self, since: int = 0) -> Iterator[tuple[int, str, str, list[float] | None]]:
+        """Of each admitted group from `since` on, by id: its own, its task's environment and id, and the rewards of its
+        attempts but the greedy ones, NaN where there is no score; None of a group that has not finished."""
+        for first in range(since, self.next_group_id(), _PAGE):  # all at once, a long run's would fill the memory
+            rows = self._rows(
+                "SELECT groups.id, env, tasks.id AS task_id, finished_at, reward FROM groups "
+                "JOIN tasks ON tasks.key = task_key LEFT JOIN trajectories ON group_id = groups.id AND sample <> ? "
+                "WHERE groups.id >= ? AND groups.id < ? ORDER BY groups.id, place",
+                *(GREEDY, first, first + _PAGE),
+            )
+            for group_id, those in groupby(rows, key=itemgetter(0)):
+                (_, env, task_id, finished, _), *_ = rewarded = list(those)
+                rewards = [math.nan if row[4] is None else row[4] for row in rewarded]
+                yield group_id, env, task_id, None if finished is None else rewards
 
     def is_task_of(self, group_id: int, task: Task) -> bool:
         """Whether the group was admitted with exactly this task."""
@@ -120,6 +125,15 @@ class LedgerReads:
         if row is None or row["fate"] is None:
             return None
         return row["fate"] if row["reason"] is None else f"dropped: {row['reason']}"
+
+    def metrics_of(self, step: int) -> Metrics:
+        """Of the incarnation of a step that is in the weights; empty when it has not ended."""
+        row = self._one("SELECT metrics FROM live_steps JOIN steps USING (step, incarnation) WHERE step = ?", step)
+        return Metrics() if row is None or row["metrics"] is None else _parsed(row["metrics"])
+
+    def incarnation(self) -> int:
+        """The latest; 0 before the first step."""
+        return self._one("SELECT coalesce(max(incarnation), 0) FROM steps")[0]
 
     def steps(self, *, since: int = 0, live: bool = True) -> list[StepRecord]:
         """Steps from `since` on, in order; with `live`, only the incarnation of each that is in the weights."""

@@ -51,7 +51,7 @@ class Beside:
         self._spans: list[Span] = []
 
     @contextmanager
-    def span(self, name: str, **args: object) -> Iterator[None]:
+    def span(self, name: str, **args: float) -> Iterator[None]:
         key = next(self._ids)
         self._open[key] = Span(name, self._clock(), 0.0, args)
         try:

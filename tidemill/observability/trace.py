@@ -12,43 +12,95 @@ from __future__ import annotations
 import json
 import math
 import os
-import sys
 import tempfile
 import time
 from array import array
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, SupportsIndex
+
+import numpy as np
 
 from tidemill.types import Span, Telemetry
 
 _FIRST_GAP_S = 0.001
 
 
+_JOINED = ("spans", "busy_s")  # the args of a span that was drawn of several
+
+
 class _Track:
-    """Spans, packed: a run keeps a hundred thousand of them, which as objects would be most of what its controller holds."""
+    """Spans, packed: a run keeps a hundred thousand of them, which as objects would be most of what its controller holds.
+    Nothing here makes an object for each, or what is joined now and then would leave the process as large as it was."""
 
-    def __init__(self, spans: Iterable[Span] = ()) -> None:
-        self._names: list[str] = []
-        self._times = array("d")  # start and end of each
-        self._args: list[str | None] = []  # JSON, for a dict of one number is five times as large; None: empty
-        self.extend(spans)
+    def __init__(self) -> None:
+        self._kinds: list[tuple[str, tuple[str, ...]]] = []  # name, and the names of its args
+        self._numbers: dict[tuple[str, tuple[str, ...]], int] = {}  # of each kind
+        self._kind, self._at = array("L"), array("L")  # of each span; where its args begin in `_values`
+        self._start, self._end, self._values = array("d"), array("d"), array("d")
 
-    def extend(self, spans: Iterable[Span]) -> None:
-        for span in spans:
-            self._args.append(json.dumps(span.args) if span.args else None)
-            self._names.append(sys.intern(span.name))
-            self._times.extend((span.start, span.end))
+    def add(self, name: str, start: float, end: float, args: Mapping[str, float]) -> None:
+        self._kind.append(self._number(name, tuple(args)))
+        self._at.append(len(self._values))
+        self._start.append(start)
+        self._end.append(end)
+        self._values.extend(args.values())
 
     def __len__(self) -> int:
-        return len(self._names)
+        return len(self._kind)
 
     def __iter__(self) -> Iterator[Span]:
-        for i, (name, args) in enumerate(zip(self._names, self._args, strict=True)):
-            yield Span(name, self._times[2 * i], self._times[2 * i + 1], json.loads(args) if args else {})
+        return self._chosen(range(len(self)))
 
-    def keep_latest(self, count: int) -> _Track:
-        return _Track(list(self)[-count:] if count else [])
+    @property
+    def extent(self) -> tuple[float, float]:
+        """The first start and the last end."""
+        return min(self._start, default=math.inf), max(self._end, default=-math.inf)
+
+    def latest(self, count: int) -> _Track:
+        track = _Track()
+        for span in self._chosen(range(len(self) - count, len(self))):
+            track.add(span.name, span.start, span.end, span.args)
+        return track
+
+    def joined(self, gap: float) -> _Track:
+        """Neighbours of one name with at most `gap` seconds between them as one span."""
+        track, latest = _Track(), dict[str, int]()  # name -> where its latest span is in `track`
+        for span in self._chosen(np.argsort(np.frombuffer(self._start), kind="stable")):
+            at = latest.get(span.name)
+            if at is None or span.start - track._end[at] > gap:
+                latest[span.name] = len(track)
+                track.add(span.name, span.start, span.end, span.args)
+            else:
+                track._extend(at, span)
+        return track
+
+    def _extend(self, at: int, span: Span) -> None:
+        """The span at `at` by one that begins later."""
+        into = next(self._chosen([at]))
+        fresh = max(0.0, min(_busy(span), span.end - max(into.end, span.start)))  # of an overlap, only what is new
+        joined = into.args.get("spans", 1) + span.args.get("spans", 1), round(_busy(into) + fresh, 6)
+        self._kind[at] = self._number(span.name, _JOINED)
+        if tuple(into.args) != _JOINED:
+            self._at[at] = len(self._values)
+            self._values.extend(joined)
+        else:
+            self._values[self._at[at] : self._at[at] + len(_JOINED)] = array("d", joined)
+        self._end[at] = max(into.end, span.end)
+
+    def _number(self, name: str, keys: tuple[str, ...]) -> int:
+        kind = name, keys
+        number = self._numbers.setdefault(kind, len(self._kinds))
+        if number == len(self._kinds):
+            self._kinds.append(kind)
+        return number
+
+    def _chosen(self, places: Iterable[SupportsIndex]) -> Iterator[Span]:
+        for i in places:
+            name, keys = self._kinds[self._kind[i]]
+            values = self._values[self._at[i] : self._at[i] + len(keys)]
+            whole = (int(value) if value.is_integer() else value for value in values)
+            yield Span(name, self._start[i], self._end[i], dict(zip(keys, whole, strict=True)))
 
 
 class Trace:
@@ -67,7 +119,11 @@ class Trace:
 
     def add(self, process: str, pid: int, spans: Sequence[Span]) -> None:
         """pid tells a restarted process from the one before it; 0 where there is only ever one."""
-        self._tracks.setdefault((process, pid), _Track()).extend(spans)
+        if not spans:
+            return
+        track = self._tracks.setdefault((process, pid), _Track())
+        for span in spans:
+            track.add(span.name, span.start, span.end, span.args)
         if len(self) > self._limit:
             self._coarsen()
 
@@ -87,7 +143,7 @@ class Trace:
     def write(self, path: str | Path) -> None:
         """Chrome's trace format. The file appears whole or not at all."""
         path = Path(path)
-        origin = min((s.start for track in self._tracks.values() for s in track), default=0.0)
+        origin = min((track.extent[0] for track in self._tracks.values()), default=0.0)
         events = [e for i, (key, track) in enumerate(self._tracks.items(), 1) for e in _track_events(i, key, track, origin)]
         other = {
             "clock": "time.monotonic",
@@ -114,40 +170,23 @@ class Trace:
         """To at most half the limit, so that this happens rarely. Ends with one span for each name of each process."""
         self._coarsened = True
         self._join_all()
-        every = [s for track in self._tracks.values() for s in track]
-        extent = max(s.end for s in every) - min(s.start for s in every)
+        starts, ends = zip(*(track.extent for track in self._tracks.values()), strict=True)
+        extent = max(ends) - min(starts)
         while len(self) > self._limit // 2:
             if self._gap > extent:  # more names than the limit holds: of each process, the latest spans stay
                 most = self._limit // (2 * len(self._tracks))
-                self._tracks = {key: track.keep_latest(most) for key, track in self._tracks.items()}
+                self._tracks = {key: track.latest(min(most, len(track))) for key, track in self._tracks.items()}
                 return
             self._gap *= 2
             self._join_all()
 
     def _join_all(self) -> None:
         for key, track in self._tracks.items():
-            self._tracks[key] = _Track(_join(track, self._gap))
-
-
-def _join(spans: Iterable[Span], gap: float) -> list[Span]:
-    """Neighbours of one name with at most `gap` seconds between them as one span."""
-    joined: list[Span] = []
-    latest: dict[str, int] = {}  # name -> where its latest span is in `joined`
-    for span in sorted(spans, key=lambda s: s.start):
-        at = latest.get(span.name)
-        if at is None or span.start - joined[at].end > gap:
-            latest[span.name] = len(joined)
-            joined.append(span)
-            continue
-        into = joined[at]
-        fresh = max(0.0, min(_busy(span), span.end - max(into.end, span.start)))  # of an overlap, only what is new
-        args = {"spans": into.args.get("spans", 1) + span.args.get("spans", 1), "busy_s": round(_busy(into) + fresh, 6)}
-        joined[at] = Span(span.name, into.start, max(into.end, span.end), args)
-    return joined
+            self._tracks[key] = track.joined(self._gap)
 
 
 def _busy(span: Span) -> float:
-    return float(span.args.get("busy_s", span.end - span.start))
+    return span.args.get("busy_s", span.end - span.start)
 
 
 def _track_events(track: int, key: tuple[str, int], spans: Iterable[Span], origin: float) -> Iterable[dict[str, Any]]:
