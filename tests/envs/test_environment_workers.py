@@ -26,6 +26,7 @@ from tidemill.envs.make import make_environment
 from tidemill.envs.settings import EnvironmentWorkers, GuessSettings, PythonSettings
 from tidemill.envs.workers import WorkerEnvironment, in_workers
 from tidemill.faults import LOG_VARIABLE, VARIABLE
+from tidemill.processes import stopped
 from tidemill.rollout import Episodes
 from tidemill.scoring.pool import WorkerPool
 from tidemill.types import Finish, InfraError, SamplingParams, Score, Task, Trajectory
@@ -234,6 +235,16 @@ async def test_a_worker_that_is_stopped_from_outside_while_it_is_idle():
         os.kill(await pid(env), signal.SIGSTOP)
         attempt = await play(env, task("two_turns"))
         assert len(reasons) == 1 and "it is stopped" in reasons[0]
+        assert_same(attempt, await play(faulty_file.faulty, task("two_turns")))
+
+
+async def test_a_worker_that_is_stopped_is_not_waited_for_as_a_slow_one_is(monkeypatch):
+    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
+    async with workers(limit_s=600) as (env, reasons):
+        worker = await pid(env)
+        os.kill(worker, signal.SIGSTOP)
+        attempt = await asyncio.wait_for(play(env, task("two_turns")), 60)
+        assert len(reasons) == 1 and "was stopped by a signal" in reasons[0] and await pid(env) != worker
         assert_same(attempt, await play(faulty_file.faulty, task("two_turns")))
 
 

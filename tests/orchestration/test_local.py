@@ -17,10 +17,10 @@ import pytest
 from echo_worker import Start
 
 from tidemill.config import ConfigError
-from tidemill.orchestration import local
 from tidemill.orchestration.logs import Log
 from tidemill.orchestration.placement import Liveness, StartFailed
 from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
+from tidemill.processes import stopped
 
 
 def running(pid: int) -> bool:
@@ -222,7 +222,7 @@ PATIENT = Liveness(every_s=0.02, silent_s=600, stuck_s=600)
 
 
 async def test_a_stopped_child_is_not_waited_for_as_a_slow_one_is(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_LOOK_S", 0.02)
+    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
     child = await start(liveness=PATIENT)
     os.kill(child.pid, signal.SIGSTOP)
     assert (await child.wait()).startswith("was stopped by a signal for 0.12 s and was killed")
@@ -233,22 +233,22 @@ async def test_a_stopped_child_is_not_waited_for_as_a_slow_one_is(start: Start, 
 @pytest.mark.parametrize("why", ["it ran in between", "the looks were late"])
 async def test_a_child_that_is_stopped_for_moments_lives(start: Start, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     """Starved by a signal time and again; or stopped with us, by somebody who lets everything go on after a while."""
-    monkeypatch.setattr(local, "_LOOK_S", 0.02)
-    real, looks, enough = local._stopped_at, [0], asyncio.Event()
+    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
+    real, looks, enough = stopped.stopped_at, [0], asyncio.Event()
 
     def look(pid: int) -> object:
         seen = real(pid)
         if seen is not None:  # it has been stopped
             looks[0] += 1
-            if looks[0] == 4 * local._LOOKS:
+            if looks[0] == 4 * stopped.LOOKS:
                 enough.set()
-            if looks[0] % (local._LOOKS - 1) == 0:
+            if looks[0] % (stopped.LOOKS - 1) == 0:
                 if why == "it ran in between":
                     return None
-                time.sleep(3 * local._LOOK_S)  # the next one is late
+                time.sleep(3 * stopped.LOOK_S)  # the next one is late
         return seen
 
-    monkeypatch.setattr(local, "_stopped_at", look)
+    monkeypatch.setattr(stopped, "stopped_at", look)
     child = await start(liveness=PATIENT)
     os.kill(child.pid, signal.SIGSTOP)
     async with asyncio.timeout(20):
@@ -262,22 +262,22 @@ async def test_a_child_that_is_stopped_for_moments_lives(start: Start, monkeypat
 def test_a_stopped_process_that_has_run_is_told_from_one_that_has_not() -> None:
     process = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
-        assert local._stopped_at(process.pid) is None
-        before = stopped(process.pid)
-        assert local._stopped_at(process.pid) == before
+        assert stopped.stopped_at(process.pid) is None
+        before = come_to_a_stop(process.pid)
+        assert stopped.stopped_at(process.pid) == before
         os.kill(process.pid, signal.SIGCONT)
-        assert stopped(process.pid) != before
+        assert come_to_a_stop(process.pid) != before
     finally:
         process.kill()
         process.wait(10)
-    assert local._stopped_at(process.pid) is None
+    assert stopped.stopped_at(process.pid) is None
 
 
-def stopped(pid: int) -> object:
+def come_to_a_stop(pid: int) -> object:
     """What is seen of it, once it has come to a stop."""
     os.kill(pid, signal.SIGSTOP)
     before, end = None, time.monotonic() + 10
-    while ((seen := local._stopped_at(pid)) is None or seen != before) and time.monotonic() < end:
+    while ((seen := stopped.stopped_at(pid)) is None or seen != before) and time.monotonic() < end:
         before = seen
     return seen
 

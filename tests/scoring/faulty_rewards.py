@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,11 @@ def good(completion: str, answer: str) -> float:
 
 def sleeps(completion: str, pids: str = "") -> float:
     time.sleep(600)
+    return 1.0
+
+
+def stops(completion: str) -> float:
+    os.kill(os.getpid(), signal.SIGSTOP)
     return 1.0
 
 

@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from tidemill.config import ConfigError, build
+from tidemill.processes import stopped
 from tidemill.scoring import process
 from tidemill.scoring.pool import WorkerPool
 from tidemill.scoring.settings import ScoringSettings
@@ -244,3 +245,21 @@ def test_settings():
     assert WorkerPool(**build(ScoringSettings, {}).workers_as()).limit_s == 10.0
     with pytest.raises(ConfigError, match="limit_s"):
         build(ScoringSettings, {"limit_s": 0})
+
+
+async def test_a_worker_that_was_stopped_is_not_waited_for_and_its_call_is_done_by_another(pool, monkeypatch):
+    """Nothing was wrong with the call: it is not the function's limit that ends the wait."""
+    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
+    await good(pool)
+    (worker,) = pool._all
+    os.kill(worker, signal.SIGSTOP)
+    assert await pool.call(f"{FAULTY}:good", ["a", "a"], limit_s=600) == Score(1.0)
+    assert gone(worker) and pool.counters()["scoring/deaths"] == 1 and pool.counters()["scoring/timeouts"] == 0
+
+
+async def test_a_function_that_stops_its_worker_is_an_infra_error(pool, monkeypatch):
+    monkeypatch.setattr(stopped, "LOOK_S", 0.02)
+    outcome = await asyncio.wait_for(pool.call(f"{FAULTY}:stops", ["x"], limit_s=600), 60)
+    assert isinstance(outcome, InfraError) and "was stopped by a signal" in outcome.reason
+    assert pool.counters()["scoring/deaths"] == 2, "it was asked of two"
+    await good(pool)

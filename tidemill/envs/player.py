@@ -37,6 +37,7 @@ from tidemill.envs.frames import (
 )
 from tidemill.observability.waits import waiting
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
+from tidemill.processes.stopped import stopped_instead
 from tidemill.protocols import Chat
 
 _TICKS = 20  # looks at the worker within its limit
@@ -150,7 +151,8 @@ class Player:
     async def serve(self) -> str:
         """Hear the worker and watch over it until it can not be used. Returns why; every call has failed by then."""
         why = f"the worker of environment {self._name} was stopped"
-        work = {asyncio.ensure_future(self._hear()), asyncio.ensure_future(self._watch())}
+        hearing = asyncio.ensure_future(self._hear())
+        work = {hearing, *map(asyncio.ensure_future, (self._watch(), self._standing_still(hearing)))}
         try:
             # bounded: by the watch, while there is anything to wait for
             done, _ = await asyncio.wait(work, return_when=asyncio.FIRST_COMPLETED)
@@ -208,6 +210,11 @@ class Player:
                 return f"environment {self._name} did not give control back for {self._limit_s:g} s{await self._where()}"
             if max(self._leaving.values(), default=0) > _TICKS:
                 return f"an episode of environment {self._name} went on for {self._limit_s:g} s after it was cancelled"
+
+    async def _standing_still(self, hearing: asyncio.Future[str]) -> str:
+        if await stopped_instead(self._child.pid, hearing):
+            return f"{self._child.title} was stopped by a signal"
+        return hearing.result()
 
     async def _where(self) -> str:
         try:

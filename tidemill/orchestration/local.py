@@ -35,13 +35,14 @@ from tidemill.orchestration.logs import Log
 from tidemill.orchestration.placement import Liveness, StartFailed, Vitals
 from tidemill.orchestration.rpc import DEADLINE_S, Connection, check_deadlines, connect
 from tidemill.orchestration.wire import Beat, PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
+from tidemill.processes import stopped
+from tidemill.processes.stopped import stopped_instead
 
 T = TypeVar("T")
 MODULE = "tidemill.remote_worker"
 START_S = 120.0  # a cold import of torch from a network disk takes its time
 _PIPE_S = 1.0  # to read what a process wrote before it ended
 _STACKS_S = 0.5  # to write the stacks of all threads
-_LOOK_S, _LOOKS = 0.25, 6  # between two looks at one that does not answer; as many in a row that find it stopped are enough
 _MOST_REPORT = 1 << 20  # bytes
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -134,8 +135,8 @@ class LocalProcess(Generic[T]):
             asked = time.monotonic()
             answer = asyncio.ensure_future(self._connection.ping(liveness.silent_s))
             try:
-                if await self._stopped_instead(answer):
-                    self.kill(f"was stopped by a signal for {_LOOK_S * _LOOKS:g} s and was killed")
+                if await stopped_instead(self.pid, answer):
+                    self.kill(f"was stopped by a signal for {stopped.LOOK_S * stopped.LOOKS:g} s and was killed")
                     return
                 self._beat = answer.result()
             except PeerTimeout:
@@ -158,22 +159,6 @@ class LocalProcess(Generic[T]):
                 self.kill(f"made no progress for {liveness.stuck_s:g} s in {method}() and was killed")
                 return
             await asyncio.sleep(liveness.every_s)  # bounded: a watch, cancelled by `stop`
-
-    async def _stopped_instead(self, answer: asyncio.Future[Beat]) -> bool:
-        """Wait for a heartbeat's answer, or until the process is seen to be stopped (SIGSTOP) and to do nothing at all.
-
-        It would not go on by itself, so there is nothing to wait for. One that is starved by stopping it time and again runs
-        in between, and one that a debugger holds is in another state. We may have been stopped ourselves, with everything
-        else: a look that comes late says nothing of the time before it.
-        """
-        looks, seen, looked = 0, None, time.monotonic()
-        while not (await asyncio.wait({answer}, timeout=_LOOK_S))[0]:
-            late, looked = time.monotonic() - looked > 2 * _LOOK_S, time.monotonic()
-            before, seen = seen, _stopped_at(self.pid)
-            looks = looks + 1 if seen is not None and seen == before and not late else 0
-            if looks == _LOOKS:
-                return True
-        return False
 
 
 class Local:
@@ -325,16 +310,6 @@ async def _end(process: Child, name: str) -> None:
             await process.wait()
     except TimeoutError:
         raise PeerTimeout(name, "SIGKILL", KILL_S) from None
-
-
-def _stopped_at(pid: int) -> tuple[Any, ...] | None:
-    """How far a stopped process has come: it has not run between two equal ones. None: it is not stopped, or not there."""
-    try:
-        process = psutil.Process(pid)
-        far = process.cpu_times(), process.num_ctx_switches()
-        return far if process.status() == psutil.STATUS_STOPPED else None
-    except (psutil.Error, NotImplementedError):
-        return None
 
 
 def _state(pid: int) -> str:

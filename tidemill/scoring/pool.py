@@ -3,7 +3,8 @@
     call -> idle worker (started when first needed) -> Request -> Started (the limit begins) -> Done -> outcome
 
 A call always ends, with an outcome, within its start-up and its limit: a function that sleeps for ever, exits, crashes,
-raises or returns something else than a number is an InfraError (I5), and its worker is replaced. Workers are kept warm
+raises or returns something else than a number is an InfraError (I5), and its worker is replaced. When a worker was stopped
+by a signal, another one is asked, once. Workers are kept warm
 otherwise: what a function imported or cached is there for the next call.
 """
 
@@ -17,7 +18,7 @@ from typing import Any
 
 from tidemill.processes.child import REAP_LIMIT_S
 from tidemill.processes.guarding import Guard
-from tidemill.scoring.frames import Request
+from tidemill.scoring.frames import Done, Request
 from tidemill.scoring.invoke import failed, invoke
 from tidemill.scoring.process import WorkerFailed, WorkerProcess
 from tidemill.types import InfraError, Outcome, Score
@@ -107,17 +108,25 @@ class WorkerPool:
         return outcomes
 
     async def _in_worker(self, request: Request, limit_s: float) -> list[Outcome]:
+        for is_last in (False, True):
+            try:
+                return list((await self._exchange(request, limit_s)).outcomes)
+            except WorkerFailed as failure:
+                self._counters["timeouts"] += failure.kind == "timeout"
+                self._counters["deaths"] += failure.kind in ("died", "stopped")
+                if failure.kind != "stopped" or is_last:  # that is mostly not the call's doing
+                    return failed(request, str(failure))
+        raise AssertionError("the last one returns")
+
+    async def _exchange(self, request: Request, limit_s: float) -> Done:
+        """Have the request done by one worker. Raises WorkerFailed."""
         assert not self._closed, "the pool is closed"
         worker = self._idle.pop() if self._idle else await self._start_worker()
         keep = False
         try:
             done = await worker.exchange(request, limit_s)
             keep = not done.children  # what a call left running goes with its worker
-            return list(done.outcomes)
-        except WorkerFailed as failure:
-            self._counters["timeouts"] += failure.kind == "timeout"
-            self._counters["deaths"] += failure.kind == "died"
-            return failed(request, str(failure))
+            return done
         finally:  # cancelled calls too: nobody would read their reply
             if keep and not self._closed:
                 self._idle.append(worker)

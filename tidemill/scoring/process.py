@@ -7,6 +7,7 @@ from collections.abc import Awaitable
 
 from tidemill import codec
 from tidemill.observability.waits import waiting
+from tidemill.processes import stopped
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 
@@ -14,7 +15,7 @@ TURN_S = 1.0  # for a worker that has all it needs to take up a call, on a busy 
 
 
 class WorkerFailed(Exception):
-    """The worker can not be used again. `kind` is "timeout", "died" or "protocol"."""
+    """The worker can not be used again. `kind` is "timeout", "died", "stopped" or "protocol"."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -49,12 +50,17 @@ class WorkerProcess(Child):
         return codec.decode(await self.receive(MAX_REPLY), Reply)
 
     async def _within(self, work: Awaitable[Reply], limit_s: float, what: str) -> Reply:
+        answer = asyncio.ensure_future(work)
         try:
             async with asyncio.timeout(limit_s):
-                return await work
+                if await stopped.stopped_instead(self.pid, answer):
+                    raise WorkerFailed("stopped", f"{self.title} was stopped by a signal and was killed")
+                return await answer
         except TimeoutError:
             raise WorkerFailed("timeout", f"{what} within {limit_s:g} s and was killed") from None
         except codec.CodecError as error:
             raise WorkerFailed("protocol", f"the scoring worker wrote something else than a reply: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerFailed("died", await self.epitaph()) from None
+        finally:
+            answer.cancel()
