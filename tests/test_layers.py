@@ -50,7 +50,7 @@ L4 |= {
     "replay",
     "reward_check",
 }
-L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience"}
+L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling"}
 
 CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 

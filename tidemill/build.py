@@ -20,6 +20,7 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.orchestration.inline import Inline
 from tidemill.orchestration.local import Local
 from tidemill.orchestration.placement import Built, Handle, Liveness, Placement
+from tidemill.profiling import attach
 from tidemill.protocols import Engine, Trainer
 from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
 from tidemill.supervision import Budget
@@ -49,6 +50,7 @@ class EngineSpec(Config):
     model: Path
     engine: EngineSettings
     carrier: str | None = None  # None: an engine that is never updated
+    profile: Path | None = None  # where `profiling` puts what it recorded
 
 
 class TrainerSpec(Config):
@@ -63,6 +65,7 @@ class TrainerSpec(Config):
     sync: SyncSettings
     folder: Path  # for carriers that need one
     seed: int = 0
+    profile: Path | None = None
 
 
 def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
@@ -88,7 +91,10 @@ def build_engine(spec: EngineSpec) -> Engine:
     if spec.carrier is not None:
         receiver, version = make_receiver(spec.carrier), UNPUBLISHED
     ends = stop_ids(None, decoder.arch, generation_config(spec.model))
-    return NativeEngine(decoder, spec.engine, receiver=receiver, version=version, name=spec.name, eos_ids=ends)
+    engine = NativeEngine(decoder, spec.engine, receiver=receiver, version=version, name=spec.name, eos_ids=ends)
+    if spec.profile is not None:
+        attach(engine, "update", spec.name, spec.profile)
+    return engine
 
 
 def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
@@ -100,7 +106,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
 
     torch.manual_seed(spec.seed)
     decoder = load_folder(spec.model, dtype=torch.float32)
-    return NativeTrainer(
+    trainer = NativeTrainer(
         decoder,
         spec.trainer,
         steps=spec.steps,
@@ -112,6 +118,9 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         offload=one_thread() if offload else inline,
         process=spec.name,
     )
+    if spec.profile is not None:
+        attach(trainer, "publish", spec.name, spec.profile)
+    return trainer
 
 
 def _reference(spec: TrainerSpec) -> Reference | None:

@@ -81,7 +81,8 @@ async def start_parts(
     tell: is told of engines that were lost and that came back (kind of event, details).
     """
     settings, supervise = config.placement, config.supervise
-    specs = {"engine": EngineSpec(model=trainer.model, engine=config.engine, carrier=settings.sync.carrier)}
+    carrier = settings.sync.carrier
+    specs = {"engine": EngineSpec(model=trainer.model, engine=config.engine, carrier=carrier, profile=trainer.profile)}
     counts, deadlines = {"engine": settings.engines}, {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
     if settings.reference_engines and (folder := folder_of(trainer.reference, trainer.model)) is not None:
         specs["reference"] = EngineSpec(model=folder, engine=config.engine)

@@ -123,6 +123,7 @@ class RunConfig(Config):
     steps: int = Field(100, ge=1)
     max_lag: int = Field(1, ge=0)
     seed: int = Field(0, ge=0)
+    profile: bool = False  # which operators engines and trainer ran in two steps: profile.json.gz, see `profiling`
     deterministic: bool = False  # the same weights to the last bit, whatever interrupts the run: float32 on the CPU
     placement: PlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()
@@ -338,7 +339,7 @@ def _as_given(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "rollout": {**rollout, "group_size": ATTEMPTS[given]}}
 
 
-MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "record", "scoring", "supervise"})
+MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "record", "scoring", "supervise"})
 """Keys that may differ when a run goes on. Any other one would change what the recorded part of the run means."""
 
 

@@ -1,7 +1,7 @@
 """`runs/NAME/`: what a run leaves behind, and where.
 
     config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
-    initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/
+    initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, where it was asked for
 
 The folder is private to its owner. It belongs to one recipe: `open` refuses to go on under another one.
 """
@@ -31,6 +31,7 @@ class RunFolder:
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.trace = path / "trace.json"
+        self.profile, self.profiled = path / "profile", path / "profile.json.gz"  # while it is recorded; when it is whole
         self.report = path / "report.json"
         self.interrupted = path / "interrupted.json"
         self.initial = path / "initial"

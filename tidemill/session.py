@@ -36,6 +36,7 @@ from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
 from tidemill.orchestration.placement import Placement
 from tidemill.parts import start_parts
+from tidemill.profiling import LAST, merge
 from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
@@ -219,6 +220,10 @@ async def _run(session: Session) -> Ended:
     report = make_report(session.monitor.totals, session.monitor.trace, session.ledger, start, config, wall_s)
     if config.record.trace:
         session.monitor.trace.write(session.folder.trace)
+    if config.profile:
+        recorded = merge(session.folder.profile, session.monitor.trace, session.folder.profiled)
+        where = f"{session.folder.profiled}, for https://ui.perfetto.dev"
+        session.note(f"profile: {where if recorded else f'nothing: no process saw {LAST} publications'}")
     session.folder.write_report(report, complete=done == config.steps)
     return Ended(done, done == config.steps, report)
 
@@ -252,6 +257,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,
+        profile=folder.profile if config.profile else None,
     )
     async with start_parts(config, spec, session.placement, session.tell) as parts:
         async with parts.watched():

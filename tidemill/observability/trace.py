@@ -140,9 +140,8 @@ class Trace:
     def processes(self) -> list[str]:
         return list(dict.fromkeys(name for name, _ in self._tracks))
 
-    def write(self, path: str | Path) -> None:
-        """Chrome's trace format. The file appears whole or not at all."""
-        path = Path(path)
+    def document(self) -> dict[str, Any]:
+        """In Chrome's trace format."""
         origin = min((track.extent[0] for track in self._tracks.values()), default=0.0)
         events = [e for i, (key, track) in enumerate(self._tracks.items(), 1) for e in _track_events(i, key, track, origin)]
         other = {
@@ -151,7 +150,11 @@ class Trace:
             "origin_unix_s": self._offset + origin,
             "coarsened_s": self.coarse,
         }
-        document = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+        return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
+
+    def write(self, path: str | Path) -> None:
+        """The document as a file, which appears whole or not at all."""
+        path, document = Path(path), self.document()
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".trace-", suffix=".json")
         try:
             with open(descriptor, "w", encoding="utf-8") as file:

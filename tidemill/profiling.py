@@ -1,0 +1,140 @@
+"""`profile = true`: every operator that engines and trainer ran in two steps, beside the run's spans, on one axis of time.
+
+    from publication FIRST to LAST that a process sees: torch's profiler -> profile/NAME-PID.jsonl.gz
+    at the end of the run, with what `Trace` holds: profile.json.gz, for https://ui.perfetto.dev
+
+torch stamps events with the system's clock and spans are stamped with the monotonic one: they agree to about a millisecond.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tidemill.observability.trace import Trace
+
+FIRST, LAST = 2, 4  # of the first steps everything is cold
+_OWN = 1_000_000  # operators have tracks of their own: a process's spans are under a smaller number
+_recording = False  # torch has one profiler a process, which sees all threads: that of the role that began
+
+
+class _Event(msgspec.Struct):
+    """As torch writes it: microseconds since its own base."""
+
+    ph: str
+    name: str = ""
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+    tid: int | str = 0
+    pid: int | str = 0
+
+
+class _Recorded(msgspec.Struct):
+    baseTimeNanoseconds: int
+    traceEvents: list[_Event]
+
+
+def attach(role: Any, method: str, name: str, folder: Path) -> None:
+    """Record what the process of `role` computes from the end of call FIRST of `method` to that of call LAST."""
+    inner, calls = getattr(role, method), 0
+    profiler: Any = None
+
+    async def counted(*given: Any) -> Any:
+        nonlocal calls, profiler
+        result = await inner(*given)
+        calls += 1
+        if calls == FIRST:
+            profiler = _started()
+        elif calls == LAST and profiler is not None:
+            _stopped(profiler, name, folder)
+            profiler = None
+        return result
+
+    setattr(role, method, counted)
+
+
+def _started() -> Any:
+    """A running profiler, or None when this process has one."""
+    global _recording
+    if _recording:
+        return None
+    from torch._C._profiler import _ExperimentalConfig
+    from torch.profiler import profile
+
+    _recording = True
+    profiler = profile(experimental_config=_ExperimentalConfig(profile_all_threads=True))
+    profiler.start()
+    return profiler
+
+
+def _stopped(profiler: Any, name: str, folder: Path) -> None:
+    global _recording
+    profiler.stop()
+    _recording = False
+    folder.mkdir(exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as place:
+        profiler.export_chrome_trace(f"{place}/trace.json")
+        recorded = msgspec.json.decode(Path(place, "trace.json").read_bytes(), type=_Recorded)
+        own = Path(place, "own")
+        with gzip.open(own, "wb", compresslevel=1) as file:
+            file.write(msgspec.json.encode({"base_us": recorded.baseTimeNanoseconds // 1000, "name": name}) + b"\n")
+            for event in recorded.traceEvents:
+                if event.ph == "X" and event.cat != "Trace" and isinstance(event.tid, int):
+                    file.write(msgspec.json.encode(event) + b"\n")
+        os.replace(own, folder / f"{name}-{os.getpid()}.jsonl.gz")
+
+
+def merge(folder: Path, trace: Trace, path: Path) -> bool:
+    """Write what the processes left in `folder`, and the spans of all, to `path`, and remove the folder. False when there is
+    nothing: the run was too short."""
+    parts = sorted(folder.glob("*.jsonl.gz"))
+    if not parts:
+        return False
+    document = trace.document()
+    events, origin_us = document.pop("traceEvents"), round(document["otherData"]["origin_unix_s"] * 1e6)
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        with gzip.open(partial, "wt", compresslevel=4) as file:
+            file.write(json.dumps(document, separators=(",", ":"))[:-1] + ',"traceEvents":[\n')
+            file.write(",\n".join(json.dumps(event, separators=(",", ":")) for event in events))
+            for number, part in enumerate(parts):
+                for event in _shifted(part, _OWN + number, origin_us):
+                    file.write(",\n" + json.dumps(event, separators=(",", ":")))
+            file.write("\n]}\n")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+    shutil.rmtree(folder)
+    return True
+
+
+def _shifted(part: Path, track: int, origin_us: int) -> Iterator[dict[str, Any]]:
+    """Of one process, with times since the trace's origin."""
+    with gzip.open(part, "rb") as lines:
+        head = json.loads(next(lines))
+        pid = part.name.removesuffix(".jsonl.gz").rpartition("-")[2]
+        yield {"ph": "M", "name": "process_name", "pid": track, "args": {"name": f"{head['name']} (pid {pid}): operators"}}
+        yield {"ph": "M", "name": "process_sort_index", "pid": track, "args": {"sort_index": track}}
+        with suppress(EOFError):
+            for line in lines:
+                event = msgspec.json.decode(line, type=_Event)
+                since = round(event.ts + (head["base_us"] - origin_us), 3)
+                yield {
+                    "ph": "X",
+                    "name": event.name,
+                    "cat": event.cat,
+                    "pid": track,
+                    "tid": event.tid,
+                    "ts": since,
+                    "dur": event.dur,
+                }
