@@ -14,7 +14,6 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -125,16 +124,7 @@ def _shifted(part: Path, track: int, origin_us: int) -> Iterator[dict[str, Any]]
         pid = part.name.removesuffix(".jsonl.gz").rpartition("-")[2]
         yield {"ph": "M", "name": "process_name", "pid": track, "args": {"name": f"{head['name']} (pid {pid}): operators"}}
         yield {"ph": "M", "name": "process_sort_index", "pid": track, "args": {"sort_index": track}}
-        with suppress(EOFError):
-            for line in lines:
-                event = msgspec.json.decode(line, type=_Event)
-                since = round(event.ts + (head["base_us"] - origin_us), 3)
-                yield {
-                    "ph": "X",
-                    "name": event.name,
-                    "cat": event.cat,
-                    "pid": track,
-                    "tid": event.tid,
-                    "ts": since,
-                    "dur": event.dur,
-                }
+        for line in lines:
+            event = msgspec.json.decode(line, type=_Event)
+            event.pid, event.ts = track, round(event.ts + (head["base_us"] - origin_us), 3)
+            yield msgspec.to_builtins(event)
