@@ -7,7 +7,7 @@
  * A query's softmax is taken piece by piece: what was summed is scaled again when a greater score comes.
  */
 
-#include "vectors.h"
+#include "tiles.h"
 
 #include <math.h>
 #ifdef __AVX512BF16__
@@ -19,6 +19,7 @@
 #define TOGETHER 32     /* queries whose rows are taken together */
 #define MOST_ROWS 8     /* taken together though they share nothing: one's pages are asked for while another's are read */
 #define AT_A_TIME 16    /* vectors of queries, and of what they see, that are held in registers */
+#define WORTH_TILES 5   /* queries */
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
 #define AHEAD (1 << 14) /* bytes that are asked for before they are read: as many again */
 
@@ -212,6 +213,130 @@ static void attend_all(attention *run, int G, const heads *kv, span seen, span n
     for (; seen.low < seen.end; seen.low = aligned(seen.low) + AT_ONCE) run(G, kv, seen, next, queries, from, scale, known);
 }
 
+/* ---- many queries, in tiles ------------------------------------------------------------------------------------- */
+
+#ifdef TILES
+/* Tiles 0 to 3 become the products of up to 64 tokens' keys with sixteen queries, turned as `as_tiles` does. */
+INLINE void tile_scores(int V, const heads *kv, span seen, int count, const ints *queries, float *scores) {
+    const char *keys[AT_ONCE / WIDTH];
+    for (int i = 0; i * WIDTH < count; i++) keys[i] = place(kv, seen, seen.low + i * WIDTH);
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    UNROLL for (int k = 0; k < V / 2; k++) {
+        _tile_loadd(4, queries + k * 16, 64);
+#define KEYS(t) if (t * WIDTH < count) { _tile_loadd(5, keys[t] + k * 64, kv->stride); _tile_dpbf16ps(t, 5, 4); }
+        KEYS(0) KEYS(1) KEYS(2) KEYS(3)
+    }
+    _tile_stored(0, scores, 64); _tile_stored(1, scores + 256, 64);
+    _tile_stored(2, scores + 512, 64); _tile_stored(3, scores + 768, 64);
+}
+
+/* Two tokens' values, number by number. */
+INLINE void value_pair(const char *first, const char *second, int V, ints *to, int apart) {
+    short low[32], high[32];
+    for (int i = 0; i < 16; i++) low[2 * i] = i, low[2 * i + 1] = 32 + i, high[2 * i] = 16 + i, high[2 * i + 1] = 48 + i;
+    UNROLL for (int v = 0; v < V; v += 2) {
+        const __m512i a = _mm512_loadu_si512(first + v * 32), b = _mm512_loadu_si512(second + v * 32);
+        to[v * apart] = (ints)_mm512_permutex2var_epi16(a, _mm512_loadu_si512(low), b);
+        to[(v + 1) * apart] = (ints)_mm512_permutex2var_epi16(a, _mm512_loadu_si512(high), b);
+    }
+}
+
+/* As `attend` for the sixteen queries from `from` on, over a piece that begins and ends with a run of WIDTH tokens. A lane is a
+ * query until the weights are turned. Each of these is two narrow numbers, so that they are as exact as floats nearly are. */
+INLINE void tile_attend(int V, const heads *kv, span seen, span next, const ints *queries, int from, float scale, state *known) {
+    const int count = seen.end - seen.low < AT_ONCE ? seen.end - seen.low : AT_ONCE;
+    float scores[AT_ONCE][16] __attribute__((aligned(64))), sums[16][V * WIDTH] __attribute__((aligned(64)));
+    float high[16], before[16], total[16] = {0};
+    ints upper[2][16], lower[2][16], values[2][MOST_VECTORS][16];
+    tile_scores(V, kv, seen, count, queries, scores[0]);
+    memcpy(high, known->greatest + from, sizeof high);
+    for (int t = 0; t < count; t++)
+        _Pragma("omp simd") for (int i = 0; i < 16; i++) {
+            scores[t][i] *= scale;
+            high[i] = scores[t][i] > high[i] ? scores[t][i] : high[i];
+        }
+    _Pragma("omp simd") for (int i = 0; i < 16; i++) before[i] = exponential(known->greatest[from + i] - high[i]);
+    for (int t = 0; t < count; t++)
+        _Pragma("omp simd") for (int i = 0; i < 16; i++) {
+            scores[t][i] = exponential(scores[t][i] - high[i]);
+            total[i] += scores[t][i];
+        }
+    for (int i = 0; i < 16; i++) {
+        known->total[from + i] = known->total[from + i] * before[i] + total[i];
+        known->greatest[from + i] = high[i];
+    }
+    const int steps = (count + 31) / 32;
+    for (int s = 0; s < steps; s++) {
+        for (int p = 0; p < 16; p++) {
+            const int t = s * 32 + 2 * p;
+            upper[s][p] = lower[s][p] = (ints){0};
+            for (int v = 0; v < V; v++) values[s][v][p] = (ints){0};
+            if (t >= count) continue;
+            if (!from && p % 8 == 0) ask_ahead(kv, seen, next, seen.low + t, 0), ask_ahead(kv, seen, next, seen.low + t, 1);
+            vec a, b;
+            memcpy(&a, scores[t], sizeof a), memcpy(&b, scores[t + 1], sizeof b);
+            const ints near_a = nearest(a) & (int32_t)0xffff0000, near_b = nearest(b) & (int32_t)0xffff0000;
+            upper[s][p] = (near_a >> 16 & 0xffff) | near_b;
+            lower[s][p] = (nearest(a - (vec)near_a) >> 16 & 0xffff) | (nearest(b - (vec)near_b) & (int32_t)0xffff0000);
+            const char *value = place(kv, seen, seen.low + t) + kv->stride / 2;
+            value_pair(value, value + kv->stride, V, &values[s][0][p], 16);
+        }
+        turn(upper[s]);
+        turn(lower[s]);
+    }
+    for (int v = 0; v < V; v += 4) {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+        for (int s = 0; s < steps; s++) {
+            _tile_loadd(4, upper[s], 64); _tile_loadd(5, lower[s], 64);
+#define VALUES(t) if (v + t < V) { _tile_loadd(6, values[s][v + t], 64); _tile_dpbf16ps(t, 4, 6); _tile_dpbf16ps(t, 5, 6); }
+            VALUES(0) VALUES(1) VALUES(2) VALUES(3)
+        }
+#define SUMS(t) if (v + t < V) { _tile_stored(t, sums[0] + (v + t) * WIDTH, V * WIDTH * sizeof(float)); }
+        SUMS(0) SUMS(1) SUMS(2) SUMS(3)
+    }
+    for (int i = 0; i < 16; i++)
+        UNROLL for (int v = 0; v < V; v++) {
+            vec sum;
+            memcpy(&sum, sums[i] + v * WIDTH, sizeof sum);
+            known->sums[(from + i) * V + v] = known->sums[(from + i) * V + v] * before[i] + sum;
+        }
+}
+
+/* As `attend_all` for all of `asked` queries, rounded up to sixteen, over whole runs of WIDTH tokens. */
+INLINE void tile_all(int V, const heads *kv, span seen, span next, const char *queries, int asked, float scale, state *known) {
+    shape tiles = {.palette = 1};
+    for (int t = 0; t < 7; t++) tiles.bytes[t] = 64, tiles.rows[t] = 16;
+    _tile_loadconfig(&tiles);
+    ints turned[TOGETHER / 16][MOST_VECTORS / 2][16];
+    for (int from = 0; from < asked; from += 16)
+        UNROLL for (int k = 0; k < V / 2; k++) {
+            for (int i = 0; i < 16; i++) memcpy(&turned[from / 16][k][i], queries + (from + i) * V * 32 + k * 64, 64);
+            turn(turned[from / 16][k]);
+        }
+    for (; seen.low < seen.end; seen.low += AT_ONCE)
+        for (int from = 0; from < asked; from += 16)
+            tile_attend(V, kv, seen, next, turned[from / 16][0], from, scale, known);
+    _tile_release();
+}
+
+static int attend_in_tiles(int size, const heads *kv, span seen, span next, const char *queries, int asked, float scale,
+                           state *known) {
+    switch (size) {
+    case 32: tile_all(2, kv, seen, next, queries, asked, scale, known); return 1;
+    case 64: tile_all(4, kv, seen, next, queries, asked, scale, known); return 1;
+    case 128: tile_all(8, kv, seen, next, queries, asked, scale, known); return 1;
+    default: return 0;
+    }
+}
+#else
+static int attend_in_tiles(int size, const heads *kv, span seen, span next, const char *queries, int asked, float scale,
+                           state *known) {
+    return 0;
+}
+#endif
+
+/* ---- rows ------------------------------------------------------------------------------------------------------- */
+
 /* Rows that are taken together: order[first], .., order[last - 1], which all see the tokens before `shared` in the same pages. */
 typedef struct {
     int first, last, shared;
@@ -258,6 +383,7 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
     if (!run || G > MOST_QUERIES || page_size % WIDTH) return 1;
     const int share = n * kv_heads / threads;
     const int most = between(1, share / 2, TOGETHER / G), few = between(1, share / 8, most < MOST_ROWS ? most : MOST_ROWS);
+    const int tiles = narrow && tidemill_tiles();
     family found[n];
     const int count = families(table, table_stride, slots, lows, ends, order, n, page_size, most, few, found);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
@@ -276,11 +402,20 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
             own[i] = (span){table + slots[r] * table_stride, lows[r] > rows.shared ? lows[r] : rows.shared, ends[r]};
         }
         own[members] = (span){table, 0, 0};
-        for (int i = 0; i < members * G; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
-        memset(known.sums, 0, (size_t)members * G * size * sizeof(float));
+        const int asked = aligned(members * G + WIDTH - 1); /* rounded up, for tiles */
+        memset(queries + members * each, 0, (size_t)(asked - members * G) * size * width);
+        for (int i = 0; i < asked; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
+        memset(known.sums, 0, (size_t)asked * size * sizeof(float));
         if (rows.shared) {
             const span both = {own[0].table, (int)lows[row[0]], rows.shared};
-            attend_all(run, members * G, &mine, both, own[0], queries, 0, scale, &known);
+            span rest = both;
+            if (both.low % WIDTH) {
+                span begin = both;
+                rest.low = begin.end = aligned(both.low) + WIDTH;
+                attend_all(run, members * G, &mine, begin, rest, queries, 0, scale, &known);
+            }
+            if (!tiles || members * G < WORTH_TILES || !attend_in_tiles(size, &mine, rest, own[0], queries, members * G, scale, &known))
+                attend_all(run, members * G, &mine, rest, own[0], queries, 0, scale, &known);
         }
         for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own[i + 1], queries, i * G, scale, &known);
         for (int i = 0; i < members; i++) {

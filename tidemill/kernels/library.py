@@ -27,7 +27,7 @@ from torch import Tensor
 from tidemill.kernels.gpu import DTYPES, SWITCH, Gpu, gpu
 
 SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "attention.c", "linear.c"))
-HEADER = Path(__file__).with_name("vectors.h")
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
 WORTH_THREADS = 16  # rows
@@ -304,7 +304,7 @@ def _variants() -> list[tuple[str, ...]]:
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     version = _output([compiler, "--version"])
-    sources = (source.read_text() for source in (HEADER, *SOURCES))
+    sources = (source.read_text() for source in (*HEADERS, *SOURCES))
     parts = (*sources, version, *flags, platform.machine(), _features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
@@ -338,7 +338,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as place:
         made, linked = [Path(place) / f"{source.stem}.o" for source in SOURCES], Path(place) / "kernels.so"
         for source, to in zip(SOURCES, made, strict=True):
-            _output([compiler, *flags, "-I", str(HEADER.parent), "-c", str(source), "-o", str(to)])
+            _output([compiler, *flags, "-I", str(HEADERS[0].parent), "-c", str(source), "-o", str(to)])
         _output([compiler, "-shared", *map(str, made), "-o", str(linked), "-lm"])
         os.chmod(linked, 0o700)
         os.replace(linked, path)

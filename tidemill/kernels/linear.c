@@ -7,12 +7,10 @@
  * An output is one sum over the inputs in their order, so its bits depend neither on the other rows nor on their number.
  */
 
-#include "vectors.h"
+#include "tiles.h"
 
 #include <stdlib.h>
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
-#define TILES
-#include <immintrin.h>
+#ifdef TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -90,12 +88,6 @@ static void float_linear(const float *x, int64_t stride, const float *packed, co
 /* ---- bfloat16 --------------------------------------------------------------------------------------------------- */
 
 #ifdef TILES
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} __attribute__((packed)) shape;
-
 /* Tiles 0 to 3 hold sums (two of rows by two of outputs), 4 and 5 rows of x, 6 and 7 weights. */
 INLINE void tiles_for(int rows) {
     shape tiles = {.palette = 1};
@@ -175,31 +167,24 @@ static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packe
 
 /* ---- both ------------------------------------------------------------------------------------------------------- */
 
-/* Whether there is code for weights of this kind, and the system lets us run it. Called once before all else. */
-int tidemill_linear_is_fast(int narrow) {
+int tidemill_tiles(void) {
+    static int allowed = -1;
 #ifdef TILES
-    if (narrow) return syscall(SYS_arch_prctl, 0x1023 /* request a permission */, 18 /* for tile data */) == 0;
+    if (allowed < 0) allowed = syscall(SYS_arch_prctl, 0x1023 /* request a permission */, 18 /* for tile data */) == 0;
 #endif
+    return allowed > 0;
+}
+
+/* Whether there is code for weights of this kind. */
+int tidemill_linear_is_fast(int narrow) {
+    if (narrow) return tidemill_tiles();
 #ifdef __AVX512F__
-    if (!narrow) return 1;
+    return 1;
 #endif
     return 0;
 }
 
 /* Both layouts are made of squares of 16 outputs by 16 units of four bytes, one float or two bfloat16 numbers, turned. */
-
-#define EXCHANGE(n) INLINE void exchange##n(ints *a, ints *b) { const ints x = *a, y = *b; *a = EVEN##n(x, y); *b = ODD##n(x, y); }
-EXCHANGE(1)
-EXCHANGE(2)
-EXCHANGE(4)
-EXCHANGE(8)
-
-INLINE void turn(ints *square) {
-    UNROLL for (int i = 0; i < 16; i += 2) exchange1(&square[i], &square[i + 1]);
-    UNROLL for (int i = 0; i < 16; i++) if (!(i & 2)) exchange2(&square[i], &square[i + 2]);
-    UNROLL for (int i = 0; i < 16; i++) if (!(i & 4)) exchange4(&square[i], &square[i + 4]);
-    UNROLL for (int i = 0; i < 8; i++) exchange8(&square[i], &square[i + 8]);
-}
 
 /* `bytes` from one output's weights to the next one's. */
 INLINE void pack(int32_t *packed, const char *weight, int64_t bytes, int outputs, int units, int narrow) {
