@@ -99,7 +99,9 @@ INLINE void tiles_for(int rows) {
     _tile_loadconfig(&tiles);
 }
 
-INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, const int both) {
+/* Meanwhile `lines` of 64 bytes a step are asked for, from `ahead` on. */
+INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, const char *ahead, int lines,
+                      const int both) {
     const int64_t bytes = stride * 2;
     _tile_zero(0);
     _tile_zero(1);
@@ -108,6 +110,7 @@ INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, 
         _tile_zero(3);
     }
     for (int k = 0; k < inputs; k += STEP, block += 2 * HALF) {
+        for (int i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         _tile_loadd(6, block, 64);
         _tile_loadd(7, block + HALF, 64);
         _tile_loadd(4, x + k, bytes);
@@ -149,15 +152,17 @@ INLINE void tile_store(const uint16_t *bias, void *out, int wide, int rows, int 
 static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out, int wide,
                         int n, int outputs, int inputs, int first, int last) {
     const int64_t size = wide ? 4 : 2;
+    const int sets = (n + 31) / 32, share = sets > 2 ? (32 + sets - 1) / sets : 0; /* with few rows it is sooner read than asked */
     int shaped = 0;
     for (int b = first; b < last; b++) {
         const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
         const uint16_t *block = packed + (int64_t)b * inputs * BLOCK;
-        for (int r = 0; r < n; r += 32) {
-            const int rows = n - r < 32 ? n - r : 32;
+        const char *ahead = (const char *)(block + (int64_t)inputs * BLOCK); /* of the next, each set of rows asks for its share */
+        for (int r = 0; r < n; r += 32, ahead += (int64_t)inputs / STEP * share * 64) {
+            const int rows = n - r < 32 ? n - r : 32, lines = b + 1 < last ? share : 0;
             if (rows != shaped) tiles_for(shaped = rows);
-            if (rows > 16) tile_sums(x + r * stride, stride, block, inputs, 1);
-            else tile_sums(x + r * stride, stride, block, inputs, 0);
+            if (rows > 16) tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 1);
+            else tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 0);
             tile_store(bias ? bias + begin : 0, (char *)out + ((int64_t)r * outputs + begin) * size, wide, rows, count, outputs);
         }
     }
