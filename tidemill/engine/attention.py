@@ -111,11 +111,12 @@ class PagedCache:
     ) -> Attend:
         singles, threads = len(plan.singles), torch.get_num_threads()
         lows = {w: np.maximum(plan.lengths - w, 0) if w else np.zeros_like(plan.lengths) for w in set(self.windows)}
+        order = siblings_together(table[plan.singles, 0])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             window, pages = self.windows[layer], self.kv[layer]
             compiled.write(pages, k, v, plan.writes)
-            decoded = compiled.attend(pages, q[:singles], table, plan.singles, lows[window], plan.lengths, threads)
+            decoded = compiled.attend(pages, q[:singles], table, plan.singles, lows[window], plan.lengths, order, threads)
             if not plan.chunks:
                 return decoded
             out = torch.empty(q.shape, dtype=q.dtype)
@@ -231,6 +232,12 @@ def _native(arch: Architecture, page_size: int, dtype: torch.dtype, device: torc
     """The compiled kernels, where they are for this."""
     fits = Native.attends(dtype, arch.heads, arch.kv_heads, arch.head_dim, page_size)
     return native() if fits and device.type == "cpu" else None
+
+
+def siblings_together(pages: np.ndarray) -> np.ndarray:
+    """[n] an order of rows in which those with the same first page [n] stand side by side, else as they were."""
+    _, first, inverse = np.unique(pages, return_index=True, return_inverse=True)
+    return np.argsort(first[inverse], kind="stable")
 
 
 def _first_page(lengths: np.ndarray, window: int | None, page_size: int) -> np.ndarray:

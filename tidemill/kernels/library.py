@@ -26,8 +26,8 @@ from torch import Tensor
 
 from tidemill.kernels.gpu import DTYPES, SWITCH, Gpu, gpu
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "linear.c"))
-HEADER = Path(__file__).with_name("vectors.h")
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "attention.c", "linear.c"))
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
 WORTH_THREADS = 16  # rows
@@ -39,7 +39,7 @@ _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tidemill_attend": (
         _Int,
-        [_Pointer, _Int, _Pointer, _Long, _Pointer, _Pointer, _Long, _Pointer, _Pointer, _Pointer]
+        [_Pointer, _Int, _Pointer, _Long, _Pointer, _Pointer, _Long, _Pointer, _Pointer, _Pointer, _Pointer]
         + [_Int] * 5
         + [ctypes.c_float, _Int],
     ),
@@ -87,13 +87,15 @@ class Native:
         slots: np.ndarray,
         lows: np.ndarray,
         ends: np.ndarray,
+        order: np.ndarray,
         threads: int,
     ) -> Tensor:
         """Softmax attention of one query a row, scaled by 1/sqrt(E) -> [n, H, E] as q.
 
         pages [P, K, page_size, 2E]: a layer's, a token's key and value side by side. q [n, H, E], its last two dimensions
         dense. table [S, C] int32: the pages of each slot. slots [n] int64: each row's. It sees its tokens [lows, ends)
-        (int64), at least one.
+        (int64), at least one. order [n] int64: all rows, those that begin with the same pages side by side, so that these
+        pages are read once; any order gives the same result but for rounding.
         """
         n, heads, size = q.shape
         out = torch.empty((n, heads, size), dtype=q.dtype)
@@ -101,7 +103,8 @@ class Native:
         failed = self._library.tidemill_attend(
             *(pages.data_ptr(), int(pages.dtype == torch.bfloat16)),
             *(q.data_ptr(), q.stride(0), out.data_ptr()),
-            *(table.ctypes.data, table.strides[0] // 4, slots.ctypes.data, lows.ctypes.data, ends.ctypes.data),
+            *(table.ctypes.data, table.strides[0] // 4, slots.ctypes.data),
+            *(lows.ctypes.data, ends.ctypes.data, order.ctypes.data),
             *(n, heads, pages.shape[1], size, pages.shape[2], size**-0.5, threads),
         )
         assert not failed, "see `attends`"
@@ -301,7 +304,7 @@ def _variants() -> list[tuple[str, ...]]:
 
 def _digest(compiler: str, flags: tuple[str, ...]) -> str:
     version = _output([compiler, "--version"])
-    sources = (source.read_text() for source in (HEADER, *SOURCES))
+    sources = (source.read_text() for source in (*HEADERS, *SOURCES))
     parts = (*sources, version, *flags, platform.machine(), _features())
     return hashlib.blake2b("\0".join(parts).encode(), digest_size=12).hexdigest()
 
@@ -335,7 +338,7 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as place:
         made, linked = [Path(place) / f"{source.stem}.o" for source in SOURCES], Path(place) / "kernels.so"
         for source, to in zip(SOURCES, made, strict=True):
-            _output([compiler, *flags, "-I", str(HEADER.parent), "-c", str(source), "-o", str(to)])
+            _output([compiler, *flags, "-I", str(HEADERS[0].parent), "-c", str(source), "-o", str(to)])
         _output([compiler, "-shared", *map(str, made), "-o", str(linked), "-lm"])
         os.chmod(linked, 0o700)
         os.replace(linked, path)
@@ -366,13 +369,16 @@ def _try(library: Native) -> None:
     paged, queries = torch.from_numpy(pages), torch.from_numpy(q)
     library.write(paged, queries[:1, :2], queries[:1, 2:], np.array([17]))
     right = np.array_equal(pages[1, :, 1], np.concatenate((q[0, :2], q[0, 2:]), axis=-1))
-    slots, lows, ends = np.array([0, 1]), np.array([0, 3]), np.array([20, 9])
-    seen = library.attend(paged, queries, np.array([[1, 2], [2, 0]], np.int32), slots, lows, ends, threads=1).numpy()
-    for row, order in enumerate([[1, 2], [2, 0]]):
-        kv = np.concatenate([pages[page] for page in order], axis=1)[:, lows[row] : ends[row]].repeat(2, axis=0)
-        weights = np.exp((q[row][:, None] * kv[..., :32]).sum(-1) * 32**-0.5)
-        expected = (weights[..., None] * kv[..., 32:]).sum(1) / weights.sum(1, keepdims=True)
-        right &= np.allclose(seen[row], expected, atol=1e-5)
+    table, lows, ends = np.array([[1, 2], [1, 0], [2, 0]], np.int32), np.array([0, 0, 3]), np.array([20, 31, 9])
+    slots, asked = np.arange(3), queries.repeat(2, 1, 1)[:3]
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        operands = paged.to(dtype), asked.to(dtype)
+        seen = library.attend(*operands, table, slots, lows, ends, slots, threads=1).float().numpy()
+        for row, order in enumerate(table):
+            kv = np.concatenate([pages[page] for page in order], axis=1)[:, lows[row] : ends[row]].repeat(2, axis=0)
+            weights = np.exp((q[row % 2][:, None] * kv[..., :32]).sum(-1) * 32**-0.5)
+            expected = (weights[..., None] * kv[..., 32:]).sum(1) / weights.sum(1, keepdims=True)
+            right &= np.allclose(seen[row], expected, atol=error)
     elements, keys, factors = torch.arange(40, dtype=torch.int16), torch.arange(32), torch.tensor([3, 5])
     keyed = int((elements * (keys * factors[:, None]).view(-1)[20:60]).sum())
     words = int(elements.view(torch.int32).sum())

@@ -7,12 +7,10 @@
  * An output is one sum over the inputs in their order, so its bits depend neither on the other rows nor on their number.
  */
 
-#include "vectors.h"
+#include "tiles.h"
 
 #include <stdlib.h>
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__linux__)
-#define TILES
-#include <immintrin.h>
+#ifdef TILES
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
@@ -90,12 +88,6 @@ static void float_linear(const float *x, int64_t stride, const float *packed, co
 /* ---- bfloat16 --------------------------------------------------------------------------------------------------- */
 
 #ifdef TILES
-typedef struct {
-    uint8_t palette, start, reserved[14];
-    uint16_t bytes[16];
-    uint8_t rows[16];
-} __attribute__((packed)) shape;
-
 /* Tiles 0 to 3 hold sums (two of rows by two of outputs), 4 and 5 rows of x, 6 and 7 weights. */
 INLINE void tiles_for(int rows) {
     shape tiles = {.palette = 1};
@@ -107,7 +99,9 @@ INLINE void tiles_for(int rows) {
     _tile_loadconfig(&tiles);
 }
 
-INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, const int both) {
+/* Meanwhile `lines` of 64 bytes a step are asked for, from `ahead` on. */
+INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, const char *ahead, int lines,
+                      const int both) {
     const int64_t bytes = stride * 2;
     _tile_zero(0);
     _tile_zero(1);
@@ -116,6 +110,7 @@ INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, 
         _tile_zero(3);
     }
     for (int k = 0; k < inputs; k += STEP, block += 2 * HALF) {
+        for (int i = 0; i < lines; i++, ahead += 64) __builtin_prefetch(ahead, 0, 2);
         _tile_loadd(6, block, 64);
         _tile_loadd(7, block + HALF, 64);
         _tile_loadd(4, x + k, bytes);
@@ -157,15 +152,17 @@ INLINE void tile_store(const uint16_t *bias, void *out, int wide, int rows, int 
 static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out, int wide,
                         int n, int outputs, int inputs, int first, int last) {
     const int64_t size = wide ? 4 : 2;
+    const int sets = (n + 31) / 32, share = sets > 2 ? (32 + sets - 1) / sets : 0; /* with few rows it is sooner read than asked */
     int shaped = 0;
     for (int b = first; b < last; b++) {
         const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
         const uint16_t *block = packed + (int64_t)b * inputs * BLOCK;
-        for (int r = 0; r < n; r += 32) {
-            const int rows = n - r < 32 ? n - r : 32;
+        const char *ahead = (const char *)(block + (int64_t)inputs * BLOCK); /* of the next, each set of rows asks for its share */
+        for (int r = 0; r < n; r += 32, ahead += (int64_t)inputs / STEP * share * 64) {
+            const int rows = n - r < 32 ? n - r : 32, lines = b + 1 < last ? share : 0;
             if (rows != shaped) tiles_for(shaped = rows);
-            if (rows > 16) tile_sums(x + r * stride, stride, block, inputs, 1);
-            else tile_sums(x + r * stride, stride, block, inputs, 0);
+            if (rows > 16) tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 1);
+            else tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 0);
             tile_store(bias ? bias + begin : 0, (char *)out + ((int64_t)r * outputs + begin) * size, wide, rows, count, outputs);
         }
     }
@@ -175,31 +172,24 @@ static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packe
 
 /* ---- both ------------------------------------------------------------------------------------------------------- */
 
-/* Whether there is code for weights of this kind, and the system lets us run it. Called once before all else. */
-int tidemill_linear_is_fast(int narrow) {
+int tidemill_tiles(void) {
+    static int allowed = -1;
 #ifdef TILES
-    if (narrow) return syscall(SYS_arch_prctl, 0x1023 /* request a permission */, 18 /* for tile data */) == 0;
+    if (allowed < 0) allowed = syscall(SYS_arch_prctl, 0x1023 /* request a permission */, 18 /* for tile data */) == 0;
 #endif
+    return allowed > 0;
+}
+
+/* Whether there is code for weights of this kind. */
+int tidemill_linear_is_fast(int narrow) {
+    if (narrow) return tidemill_tiles();
 #ifdef __AVX512F__
-    if (!narrow) return 1;
+    return 1;
 #endif
     return 0;
 }
 
 /* Both layouts are made of squares of 16 outputs by 16 units of four bytes, one float or two bfloat16 numbers, turned. */
-
-#define EXCHANGE(n) INLINE void exchange##n(ints *a, ints *b) { const ints x = *a, y = *b; *a = EVEN##n(x, y); *b = ODD##n(x, y); }
-EXCHANGE(1)
-EXCHANGE(2)
-EXCHANGE(4)
-EXCHANGE(8)
-
-INLINE void turn(ints *square) {
-    UNROLL for (int i = 0; i < 16; i += 2) exchange1(&square[i], &square[i + 1]);
-    UNROLL for (int i = 0; i < 16; i++) if (!(i & 2)) exchange2(&square[i], &square[i + 2]);
-    UNROLL for (int i = 0; i < 16; i++) if (!(i & 4)) exchange4(&square[i], &square[i + 4]);
-    UNROLL for (int i = 0; i < 8; i++) exchange8(&square[i], &square[i + 8]);
-}
 
 /* `bytes` from one output's weights to the next one's. */
 INLINE void pack(int32_t *packed, const char *weight, int64_t bytes, int outputs, int units, int narrow) {

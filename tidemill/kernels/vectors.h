@@ -25,6 +25,10 @@ typedef uint16_t shorts __attribute__((vector_size(32)));
 #define EVEN8(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
 #define ODD8(a, b) __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
 
+/* Of two vectors by turns one lane each: the first eight lanes of both, and the last. */
+#define FIRST(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
+#define LAST(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+
 /* ---- numbers ---------------------------------------------------------------------------------------------------- */
 
 INLINE vec load(const void *from, int narrow) {
@@ -97,4 +101,21 @@ INLINE void round_off(float *x, int n, int narrow) {
         store(&bits, 0, x[i], 1);
         x[i] = number(&bits, 0, 1);
     }
+}
+
+/* e^x for x <= 0, to two units in the last place: 2^n times a polynomial in what is left (Cephes, expf). */
+INLINE float exponential(float x) {
+    x = x < -87.0f ? -87.0f : x;
+    float n = __builtin_rintf(x * 1.44269504088896341f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits = ((int32_t)n + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return p * power;
 }

@@ -1,0 +1,442 @@
+/* Attention of decoding rows over pages, and the writing of pages.
+ *
+ * A layer's pages: [pages, kv_heads, page_size, 2 * size], a token's key and value side by side. Reading them is what takes
+ * time, so rows that begin with the same pages are taken together: these pages are read once, for all of their queries, then
+ * each row's own. Memory is asked for early: a run of one page and one head is too short for the processor to see it coming.
+ *
+ * A query's softmax is taken piece by piece: what was summed is scaled again when a greater score comes.
+ */
+
+#include "tiles.h"
+
+#include <math.h>
+#ifdef __AVX512BF16__
+#include <immintrin.h>
+#endif
+
+#define MOST_QUERIES 16 /* that share a key/value head */
+#define MOST_VECTORS 8  /* of a head: 128 numbers */
+#define TOGETHER 32     /* queries whose rows are taken together */
+#define MOST_ROWS 8     /* taken together though they share nothing: one's pages are asked for while another's are read */
+#define AT_A_TIME 16    /* vectors of queries, and of what they see, that are held in registers */
+#define WORTH_TILES 5   /* queries */
+#define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
+#define AHEAD (1 << 14) /* bytes that are asked for before they are read: as many again */
+
+/* One key/value head of a layer's pages. */
+typedef struct {
+    const char *pages;
+    int64_t page_bytes, stride; /* from page to page, from token to token */
+    int page_size, ahead; /* tokens in a page, and that are asked for before they are read */
+} heads;
+
+/* Tokens [low, end) of the sequence whose pages are in `table`. */
+typedef struct {
+    const int32_t *table;
+    int low, end;
+} span;
+
+/* What is known of some queries: the greatest score, the sum of the weights, and of the values, V vectors of a query. */
+typedef struct {
+    float greatest[TOGETHER], total[TOGETHER];
+    vec sums[TOGETHER * MOST_VECTORS];
+} state;
+
+INLINE int between(int least, int x, int most) { return x < least ? least : x > most ? most : x; }
+INLINE int aligned(int token) { return token / WIDTH * WIDTH; }
+
+INLINE const char *place(const heads *kv, span seen, int token) {
+    return kv->pages + seen.table[token / kv->page_size] * kv->page_bytes + token % kv->page_size * kv->stride;
+}
+
+/* Asks for half of sixteen tokens, which will be read some time after `token`: of `seen` or, behind its end, of `next`. */
+INLINE void ask_ahead(const heads *kv, span seen, span next, int token, int half) {
+    token += kv->ahead;
+    if (token >= seen.end) {
+        token += aligned(next.low) - aligned(seen.end + WIDTH - 1);
+        seen = next;
+    }
+    if (token >= seen.end) return;
+    const int64_t bytes = WIDTH / 2 * kv->stride;
+    const char *from = place(kv, seen, token) + half * bytes;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+}
+
+/* Sixteen sums over lanes at once: each step adds the halves of two vectors and leaves one. */
+INLINE vec join1(vec a, vec b) { return EVEN1(a, b) + ODD1(a, b); }
+INLINE vec join2(vec a, vec b) { return EVEN2(a, b) + ODD2(a, b); }
+INLINE vec join4(vec a, vec b) { return EVEN4(a, b) + ODD4(a, b); }
+INLINE vec join8(vec a, vec b) { return EVEN8(a, b) + ODD8(a, b); }
+
+/* The products of a query with four tokens' keys, added up in each fourth of the lanes. Where the processor multiplies
+ * bfloat16 itself, a query is V / 2 vectors of them, else V vectors of floats: `as_query` makes either. */
+INLINE vec four_scores(const char *key, int64_t stride, const vec *q, int V, int narrow) {
+    vec sums[4];
+#ifdef __AVX512BF16__
+    if (narrow && V % 2 == 0) {
+        UNROLL for (int i = 0; i < 4; i++) {
+            __m512 sum = _mm512_setzero_ps();
+            UNROLL for (int v = 0; v < V / 2; v++)
+                sum = _mm512_dpbf16_ps(sum, (__m512bh)q[v], (__m512bh)_mm512_loadu_si512(key + i * stride + v * sizeof(vec)));
+            sums[i] = (vec)sum;
+        }
+        return join2(join1(sums[0], sums[1]), join1(sums[2], sums[3]));
+    }
+#endif
+    UNROLL for (int i = 0; i < 4; i++) {
+        sums[i] = q[0] * load(key + i * stride, narrow);
+        UNROLL for (int v = 1; v < V; v++) sums[i] += q[v] * load(key + i * stride + v * WIDTH * (narrow ? 2 : 4), narrow);
+    }
+    return join2(join1(sums[0], sums[1]), join1(sums[2], sums[3]));
+}
+
+/* Scores of lanes outside [low, end) become the least there is. */
+INLINE vec only(vec scores, int low, int end) {
+    const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, seen = (lane >= low) & (lane < end);
+    return (vec)(((ints)scores & seen) | (0xff800000 & ~seen));
+}
+
+INLINE void as_query(const char *from, int V, int narrow, vec *q) {
+#ifdef __AVX512BF16__
+    if (narrow && V % 2 == 0) {
+        memcpy(q, from, V * sizeof(vec) / 2);
+        return;
+    }
+#endif
+    UNROLL for (int v = 0; v < V; v++) q[v] = load(from + v * WIDTH * (narrow ? 2 : 4), narrow);
+}
+
+/* Vector v of a token's value. An even number of narrow vectors is taken apart into numbers at even and at odd places, which is
+ * quicker: `in_order` undoes it. */
+INLINE vec value_part(const char *value, int v, int V, int narrow) {
+    if (!narrow || V % 2) return load(value + v * WIDTH * (narrow ? 2 : 4), narrow);
+    ints bits;
+    memcpy(&bits, value + v / 2 * sizeof bits, sizeof bits);
+    return (vec)(v % 2 ? bits & (int32_t)0xffff0000 : bits << 16);
+}
+
+INLINE void in_order(vec *sums, int V, int narrow) {
+    if (narrow && V % 2 == 0)
+        UNROLL for (int v = 0; v < V; v += 2) {
+            const vec even = sums[v], odd = sums[v + 1];
+            sums[v] = FIRST(even, odd);
+            sums[v + 1] = LAST(even, odd);
+        }
+}
+
+/* Queries [from, from + G) of V vectors each see the first tokens of `seen`, AT_ONCE counted from where its first run of WIDTH
+ * begins. */
+INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span seen, span next, const char *queries, int from,
+                   float scale, state *known) {
+    const int width = narrow ? 2 : 4, first = aligned(seen.low), skip = seen.low - first;
+    const int count = seen.end - first < AT_ONCE ? seen.end - first : AT_ONCE;
+    const int whole = aligned(count + WIDTH - 1);
+    float scores[4][AT_ONCE] __attribute__((aligned(64)));
+    vec q[AT_A_TIME], sums[AT_A_TIME];
+    UNROLL for (int g = 0; g < G; g++) as_query(queries + (from + g) * V * WIDTH * width, V, narrow, q + g * V);
+    for (int at = 0; at < count; at += WIDTH) { /* a page holds a multiple of these */
+        const char *key = place(kv, seen, first + at);
+        if (asks) ask_ahead(kv, seen, next, first + at, 0);
+        for (int g = 0; g < G; g++) {
+            vec a = four_scores(key, kv->stride, q + g * V, V, narrow);
+            vec b = four_scores(key + 4 * kv->stride, kv->stride, q + g * V, V, narrow);
+            vec c = four_scores(key + 8 * kv->stride, kv->stride, q + g * V, V, narrow);
+            vec d = four_scores(key + 12 * kv->stride, kv->stride, q + g * V, V, narrow);
+            vec sixteen = join8(join4(a, b), join4(c, d)) * scale;
+            if (at < skip || at + WIDTH > count) sixteen = only(sixteen, skip - at, count - at);
+            memcpy(&scores[g][at], &sixteen, sizeof sixteen);
+        }
+    }
+    for (int g = 0; g < G; g++) {
+        float high = known->greatest[from + g], sum = 0;
+        _Pragma("omp simd reduction(max : high)") for (int t = 0; t < whole; t++)
+            high = scores[g][t] > high ? scores[g][t] : high;
+        _Pragma("omp simd reduction(+ : sum)") for (int t = 0; t < whole; t++) {
+            scores[g][t] = exponential(scores[g][t] - high);
+            sum += scores[g][t];
+        }
+        const float before = exponential(known->greatest[from + g] - high);
+        known->total[from + g] = known->total[from + g] * before + sum;
+        known->greatest[from + g] = high;
+        for (int v = 0; v < V; v++) known->sums[(from + g) * V + v] *= before;
+    }
+    UNROLL for (int i = 0; i < G * V; i++) sums[i] = (vec){0};
+    for (int at = skip; at < count;) {
+        const int left = WIDTH - at % WIDTH, stop = at + left < count ? at + left : count;
+        const char *value = place(kv, seen, first + at) + kv->stride / 2;
+        if (asks) ask_ahead(kv, seen, next, aligned(first + at), 1);
+        for (; at < stop; at++, value += kv->stride)
+            UNROLL for (int v = 0; v < V; v++) {
+                const vec part = value_part(value, v, V, narrow);
+                UNROLL for (int g = 0; g < G; g++) sums[g * V + v] += scores[g][at] * part;
+            }
+    }
+    UNROLL for (int g = 0; g < G; g++) in_order(sums + g * V, V, narrow);
+    UNROLL for (int i = 0; i < G * V; i++) known->sums[from * V + i] += sums[i];
+}
+
+typedef void attention(int, const heads *, span, span, const char *, int, float, state *);
+
+/* Queries [from, from + G), as many at a time as registers hold sums for. Only the first ones ask for what comes next. */
+#define ATTENTION(NAME, V, NARROW)                                                                                          \
+    static void NAME(int G, const heads *kv, span seen, span next, const char *queries, int from, float scale,              \
+                     state *known) {                                                                                        \
+        int asks = 1;                                                                                                       \
+        for (; V <= 4 && G >= 4; G -= 4, from += 4, asks = 0)                                                               \
+            attend(V, 4, NARROW, asks, kv, seen, next, queries, from, scale, known);                                        \
+        for (; G >= 2; G -= 2, from += 2, asks = 0)                                                                         \
+            attend(V, 2, NARROW, asks, kv, seen, next, queries, from, scale, known);                                        \
+        if (G) attend(V, 1, NARROW, asks, kv, seen, next, queries, from, scale, known);                                     \
+    }
+ATTENTION(wide_16, 1, 0)
+ATTENTION(wide_32, 2, 0)
+ATTENTION(wide_64, 4, 0)
+ATTENTION(wide_128, 8, 0)
+ATTENTION(narrow_16, 1, 1)
+ATTENTION(narrow_32, 2, 1)
+ATTENTION(narrow_64, 4, 1)
+ATTENTION(narrow_128, 8, 1)
+
+static attention *attention_for(int size, int narrow) {
+    switch (size) {
+    case 16: return narrow ? narrow_16 : wide_16;
+    case 32: return narrow ? narrow_32 : wide_32;
+    case 64: return narrow ? narrow_64 : wide_64;
+    case 128: return narrow ? narrow_128 : wide_128;
+    default: return 0;
+    }
+}
+
+/* Queries [from, from + G) see all of `seen`, piece by piece; `next` is what will be read then. */
+static void attend_all(attention *run, int G, const heads *kv, span seen, span next, const char *queries, int from, float scale,
+                       state *known) {
+    for (; seen.low < seen.end; seen.low = aligned(seen.low) + AT_ONCE) run(G, kv, seen, next, queries, from, scale, known);
+}
+
+/* ---- many queries, in tiles ------------------------------------------------------------------------------------- */
+
+#ifdef TILES
+/* Tiles 0 to 3 become the products of up to 64 tokens' keys with sixteen queries, turned as `as_tiles` does. */
+INLINE void tile_scores(int V, const heads *kv, span seen, int count, const ints *queries, float *scores) {
+    const char *keys[AT_ONCE / WIDTH];
+    for (int i = 0; i * WIDTH < count; i++) keys[i] = place(kv, seen, seen.low + i * WIDTH);
+    _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+    UNROLL for (int k = 0; k < V / 2; k++) {
+        _tile_loadd(4, queries + k * 16, 64);
+#define KEYS(t) if (t * WIDTH < count) { _tile_loadd(5, keys[t] + k * 64, kv->stride); _tile_dpbf16ps(t, 5, 4); }
+        KEYS(0) KEYS(1) KEYS(2) KEYS(3)
+    }
+    _tile_stored(0, scores, 64); _tile_stored(1, scores + 256, 64);
+    _tile_stored(2, scores + 512, 64); _tile_stored(3, scores + 768, 64);
+}
+
+/* Two tokens' values, number by number. */
+INLINE void value_pair(const char *first, const char *second, int V, ints *to, int apart) {
+    short low[32], high[32];
+    for (int i = 0; i < 16; i++) low[2 * i] = i, low[2 * i + 1] = 32 + i, high[2 * i] = 16 + i, high[2 * i + 1] = 48 + i;
+    UNROLL for (int v = 0; v < V; v += 2) {
+        const __m512i a = _mm512_loadu_si512(first + v * 32), b = _mm512_loadu_si512(second + v * 32);
+        to[v * apart] = (ints)_mm512_permutex2var_epi16(a, _mm512_loadu_si512(low), b);
+        to[(v + 1) * apart] = (ints)_mm512_permutex2var_epi16(a, _mm512_loadu_si512(high), b);
+    }
+}
+
+/* As `attend` for the sixteen queries from `from` on, over a piece that begins and ends with a run of WIDTH tokens. A lane is a
+ * query until the weights are turned. Each of these is two narrow numbers, so that they are as exact as floats nearly are. */
+INLINE void tile_attend(int V, const heads *kv, span seen, span next, const ints *queries, int from, float scale, state *known) {
+    const int count = seen.end - seen.low < AT_ONCE ? seen.end - seen.low : AT_ONCE;
+    float scores[AT_ONCE][16] __attribute__((aligned(64))), sums[16][V * WIDTH] __attribute__((aligned(64)));
+    float high[16], before[16], total[16] = {0};
+    ints upper[2][16], lower[2][16], values[2][MOST_VECTORS][16];
+    tile_scores(V, kv, seen, count, queries, scores[0]);
+    memcpy(high, known->greatest + from, sizeof high);
+    for (int t = 0; t < count; t++)
+        _Pragma("omp simd") for (int i = 0; i < 16; i++) {
+            scores[t][i] *= scale;
+            high[i] = scores[t][i] > high[i] ? scores[t][i] : high[i];
+        }
+    _Pragma("omp simd") for (int i = 0; i < 16; i++) before[i] = exponential(known->greatest[from + i] - high[i]);
+    for (int t = 0; t < count; t++)
+        _Pragma("omp simd") for (int i = 0; i < 16; i++) {
+            scores[t][i] = exponential(scores[t][i] - high[i]);
+            total[i] += scores[t][i];
+        }
+    for (int i = 0; i < 16; i++) {
+        known->total[from + i] = known->total[from + i] * before[i] + total[i];
+        known->greatest[from + i] = high[i];
+    }
+    const int steps = (count + 31) / 32;
+    for (int s = 0; s < steps; s++) {
+        for (int p = 0; p < 16; p++) {
+            const int t = s * 32 + 2 * p;
+            upper[s][p] = lower[s][p] = (ints){0};
+            for (int v = 0; v < V; v++) values[s][v][p] = (ints){0};
+            if (t >= count) continue;
+            if (!from && p % 8 == 0) ask_ahead(kv, seen, next, seen.low + t, 0), ask_ahead(kv, seen, next, seen.low + t, 1);
+            vec a, b;
+            memcpy(&a, scores[t], sizeof a), memcpy(&b, scores[t + 1], sizeof b);
+            const ints near_a = nearest(a) & (int32_t)0xffff0000, near_b = nearest(b) & (int32_t)0xffff0000;
+            upper[s][p] = (near_a >> 16 & 0xffff) | near_b;
+            lower[s][p] = (nearest(a - (vec)near_a) >> 16 & 0xffff) | (nearest(b - (vec)near_b) & (int32_t)0xffff0000);
+            const char *value = place(kv, seen, seen.low + t) + kv->stride / 2;
+            value_pair(value, value + kv->stride, V, &values[s][0][p], 16);
+        }
+        turn(upper[s]);
+        turn(lower[s]);
+    }
+    for (int v = 0; v < V; v += 4) {
+        _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
+        for (int s = 0; s < steps; s++) {
+            _tile_loadd(4, upper[s], 64); _tile_loadd(5, lower[s], 64);
+#define VALUES(t) if (v + t < V) { _tile_loadd(6, values[s][v + t], 64); _tile_dpbf16ps(t, 4, 6); _tile_dpbf16ps(t, 5, 6); }
+            VALUES(0) VALUES(1) VALUES(2) VALUES(3)
+        }
+#define SUMS(t) if (v + t < V) { _tile_stored(t, sums[0] + (v + t) * WIDTH, V * WIDTH * sizeof(float)); }
+        SUMS(0) SUMS(1) SUMS(2) SUMS(3)
+    }
+    for (int i = 0; i < 16; i++)
+        UNROLL for (int v = 0; v < V; v++) {
+            vec sum;
+            memcpy(&sum, sums[i] + v * WIDTH, sizeof sum);
+            known->sums[(from + i) * V + v] = known->sums[(from + i) * V + v] * before[i] + sum;
+        }
+}
+
+/* As `attend_all` for all of `asked` queries, rounded up to sixteen, over whole runs of WIDTH tokens. */
+INLINE void tile_all(int V, const heads *kv, span seen, span next, const char *queries, int asked, float scale, state *known) {
+    shape tiles = {.palette = 1};
+    for (int t = 0; t < 7; t++) tiles.bytes[t] = 64, tiles.rows[t] = 16;
+    _tile_loadconfig(&tiles);
+    ints turned[TOGETHER / 16][MOST_VECTORS / 2][16];
+    for (int from = 0; from < asked; from += 16)
+        UNROLL for (int k = 0; k < V / 2; k++) {
+            for (int i = 0; i < 16; i++) memcpy(&turned[from / 16][k][i], queries + (from + i) * V * 32 + k * 64, 64);
+            turn(turned[from / 16][k]);
+        }
+    for (; seen.low < seen.end; seen.low += AT_ONCE)
+        for (int from = 0; from < asked; from += 16)
+            tile_attend(V, kv, seen, next, turned[from / 16][0], from, scale, known);
+    _tile_release();
+}
+
+static int attend_in_tiles(int size, const heads *kv, span seen, span next, const char *queries, int asked, float scale,
+                           state *known) {
+    switch (size) {
+    case 32: tile_all(2, kv, seen, next, queries, asked, scale, known); return 1;
+    case 64: tile_all(4, kv, seen, next, queries, asked, scale, known); return 1;
+    case 128: tile_all(8, kv, seen, next, queries, asked, scale, known); return 1;
+    default: return 0;
+    }
+}
+#else
+static int attend_in_tiles(int size, const heads *kv, span seen, span next, const char *queries, int asked, float scale,
+                           state *known) {
+    return 0;
+}
+#endif
+
+/* ---- rows ------------------------------------------------------------------------------------------------------- */
+
+/* Rows that are taken together: order[first], .., order[last - 1], which all see the tokens before `shared` in the same pages. */
+typedef struct {
+    int first, last, shared;
+} family;
+
+/* Tokens that two sequences have in the same pages, from `low` on. */
+static int common(const int32_t *a, const int32_t *b, int low, int end, int page_size) {
+    int page = low / page_size;
+    while ((page + 1) * page_size <= end && a[page] == b[page]) page++;
+    return page * page_size > low ? page * page_size : low;
+}
+
+/* Families of rows that stand side by side, as long as each has as much in common with the one before it: where one has more
+ * with the next, it begins a family with that. Rows with nothing in common are taken `few` at a time. */
+static int families(const int32_t *table, int64_t table_stride, const int64_t *slots, const int64_t *lows, const int64_t *ends,
+                    const int64_t *order, int n, int page_size, int most, int few, family *found) {
+    int with_last[n + 1], count = 0; /* tokens in common with the row before, 0 for none */
+    with_last[0] = with_last[n] = 0;
+    for (int i = 1; i < n; i++) {
+        const int64_t a = order[i - 1], b = order[i], low = lows[a], end = ends[a] < ends[b] ? ends[a] : ends[b];
+        const int32_t *pages = table + slots[a] * table_stride, *others = table + slots[b] * table_stride;
+        const int same = low == lows[b] ? common(pages, others, (int)low, (int)end, page_size) : 0;
+        with_last[i] = same > low ? same : 0;
+    }
+    for (int first = 0; first < n;) {
+        const int shared = first + 1 < n ? with_last[first + 1] : 0, limit = shared ? most : few;
+        int last = first + 1;
+        while (last < n && last - first < limit && with_last[last] == shared) last++;
+        if (last < n && with_last[last] > shared && last - first > 1) last--;
+        found[count++] = (family){first, last, last - first > 1 ? shared : 0};
+        first = last;
+    }
+    return count;
+}
+
+/* q [n, heads, size] with `q_stride` numbers from row to row, out [n, heads, size] dense. Row r is sequence slots[r], which
+ * sees tokens [lows[r], ends[r]). In `order` [n], rows that begin with the same pages stand side by side. 0, or 1 when these
+ * sizes are not provided for. */
+int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride, void *out, const int32_t *table,
+                    int64_t table_stride, const int64_t *slots, const int64_t *lows, const int64_t *ends, const int64_t *order,
+                    int n, int q_heads, int kv_heads, int size, int page_size, float scale, int threads) {
+    const int G = q_heads / kv_heads, width = narrow ? 2 : 4, each = G * size * width, stride = 2 * size * width;
+    attention *run = attention_for(size, narrow);
+    if (!run || G > MOST_QUERIES || page_size % WIDTH) return 1;
+    const int share = n * kv_heads / threads;
+    const int most = between(1, share / 2, TOGETHER / G), few = between(1, share / 8, most < MOST_ROWS ? most : MOST_ROWS);
+    const int tiles = narrow && tidemill_tiles();
+    family found[n];
+    const int count = families(table, table_stride, slots, lows, ends, order, n, page_size, most, few, found);
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
+    for (int item = 0; item < count * kv_heads; item++) {
+        const int head = item % kv_heads;
+        const family rows = found[item / kv_heads];
+        const int64_t head_bytes = (int64_t)page_size * stride, *row = order + rows.first;
+        const heads mine = {(const char *)kv + head * head_bytes, kv_heads * head_bytes, stride, page_size, aligned(AHEAD / stride)};
+        const int members = rows.last - rows.first;
+        char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
+        span own[TOGETHER + 1];
+        state known;
+        for (int i = 0; i < members; i++) {
+            const int64_t r = row[i], from = r * q_stride + (int64_t)head * G * size;
+            memcpy(queries + i * each, (const char *)q + from * width, each);
+            own[i] = (span){table + slots[r] * table_stride, lows[r] > rows.shared ? lows[r] : rows.shared, ends[r]};
+        }
+        own[members] = (span){table, 0, 0};
+        const int asked = aligned(members * G + WIDTH - 1); /* rounded up, for tiles */
+        memset(queries + members * each, 0, (size_t)(asked - members * G) * size * width);
+        for (int i = 0; i < asked; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
+        memset(known.sums, 0, (size_t)asked * size * sizeof(float));
+        if (rows.shared) {
+            const span both = {own[0].table, (int)lows[row[0]], rows.shared};
+            span rest = both;
+            if (both.low % WIDTH) {
+                span begin = both;
+                rest.low = begin.end = aligned(both.low) + WIDTH;
+                attend_all(run, members * G, &mine, begin, rest, queries, 0, scale, &known);
+            }
+            if (!tiles || members * G < WORTH_TILES || !attend_in_tiles(size, &mine, rest, own[0], queries, members * G, scale, &known))
+                attend_all(run, members * G, &mine, rest, own[0], queries, 0, scale, &known);
+        }
+        for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own[i + 1], queries, i * G, scale, &known);
+        for (int i = 0; i < members; i++) {
+            float *sums = (float *)known.sums + i * G * size;
+            for (int g = 0; g < G; g++)
+                for (int e = 0; e < size; e++) sums[g * size + e] /= known.total[i * G + g];
+            put(sums, G * size, narrow, out, (row[i] * q_heads + head * G) * size);
+        }
+    }
+    return 0;
+}
+
+/* Keys and values [n, kv_heads, size] of `width` bytes a number go to places `writes` (page * page_size + offset). */
+void tidemill_write(void *kv, int width, const void *k, int64_t k_stride, const void *v, int64_t v_stride,
+                    const int64_t *writes, int n, int kv_heads, int size, int page_size) {
+    const int64_t bytes = (int64_t)size * width;
+    for (int row = 0; row < n; row++)
+        for (int head = 0; head < kv_heads; head++) {
+            const int64_t page = writes[row] / page_size, offset = writes[row] % page_size;
+            char *to = (char *)kv + ((page * kv_heads + head) * page_size + offset) * 2 * bytes;
+            memcpy(to, (const char *)k + (row * k_stride + head * size) * width, bytes);
+            memcpy(to + bytes, (const char *)v + (row * v_stride + head * size) * width, bytes);
+        }
+}

@@ -1,0 +1,33 @@
+/* Matrix products of bfloat16 in a processor's tiles: sixteen rows of 64 bytes each, where it has them. */
+
+#pragma once
+
+#include "vectors.h"
+
+#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__linux__)
+#define TILES
+#include <immintrin.h>
+
+typedef struct {
+    uint8_t palette, start, reserved[14];
+    uint16_t bytes[16];
+    uint8_t rows[16];
+} __attribute__((packed)) shape;
+#endif
+
+/* Whether there are tiles, and the system lets us use them; the first call asks it. */
+int tidemill_tiles(void);
+
+/* Squares of 16 by 16 units of four bytes, turned. */
+#define EXCHANGE(n) INLINE void exchange##n(ints *a, ints *b) { const ints x = *a, y = *b; *a = EVEN##n(x, y); *b = ODD##n(x, y); }
+EXCHANGE(1)
+EXCHANGE(2)
+EXCHANGE(4)
+EXCHANGE(8)
+
+INLINE void turn(ints *square) {
+    UNROLL for (int i = 0; i < 16; i += 2) exchange1(&square[i], &square[i + 1]);
+    UNROLL for (int i = 0; i < 16; i++) if (!(i & 2)) exchange2(&square[i], &square[i + 2]);
+    UNROLL for (int i = 0; i < 16; i++) if (!(i & 4)) exchange4(&square[i], &square[i + 4]);
+    UNROLL for (int i = 0; i < 8; i++) exchange8(&square[i], &square[i + 8]);
+}
