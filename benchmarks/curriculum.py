@@ -1,4 +1,4 @@
-"""How many samples each order of tasks needs where three tasks in four are out of reach.
+"""How many samples each order of tasks, retirement and replay need where three tasks in four are out of reach.
 
     python benchmarks/curriculum.py [--seeds 0 1 2 3 4] [--steps 60] [--only NAME ...]
 
@@ -38,6 +38,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "frontier, retire": {"order": "frontier", "retire": 0.9},
     "easy_first, retire": {"order": "easy_first", "retire": 0.9},
     "mixed": {"order": "mixed"},
+    "shuffled, replay a quarter": {"replay": {"share": 0.25}},
+    "shuffled, replay as many": {"replay": {"share": 1.0}},
 }
 
 

@@ -60,6 +60,15 @@ async def test_rows_with_a_named_reward(tmp_path):
     assert {t.id for t in again.tasks("eval")} >= {t.id for t in held_out}
 
 
+def test_a_row_that_comes_again_counts_again(tmp_path):
+    row = {"prompt": "a", "completion": "b", "label": True}
+    data = write(tmp_path / "labels.jsonl", [row, {**row, "label": False}, row, row])
+    held_out = write(tmp_path / "eval.jsonl", [{**row, "prompt": "c"}])
+    tasks = make({"kind": "rows", "data": data, "eval_data": held_out, "reward": ""}).tasks("train")
+    assert [task.data["label"] for task in tasks] == [True, False, True, True]
+    assert len({task.id for task in tasks}) == 4
+
+
 async def test_rows_of_two_files_with_their_own_columns_and_messages(tmp_path):
     def row(i):
         return {"question": [{"role": "user", "content": f"say {i}"}], "solution": f"{i}"}

@@ -114,6 +114,7 @@ def kto(
     """Desirable w_d (1 - sigmoid(beta (h - z))); undesirable w_u (1 - sigmoid(beta (z - h))); h = log(pi / pi_ref).
 
     Source: KTO, 2402.01306; `logprobs`, `reference` [n] are sums over tokens, z is `kto_baseline`, a constant.
+    Its rule for the weights: w_d n_d / (w_u n_u) from 1 to 4/3, n_d and n_u how many are desirable and not.
     When: answers judged good or bad one by one, without pairs.
     Cost: a reference: one forward pass, and one of each model on mismatched pairs for z.
     """

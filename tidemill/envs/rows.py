@@ -12,7 +12,7 @@ from tidemill.config import ConfigError
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import RewardJudge, Scorer
 from tidemill.envs.settings import NO_REWARD, PythonSettings, RowsSettings
-from tidemill.envs.tasks import columns_of, split_by_hash, task_of, unique
+from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.types import Outcome, Task, Trajectory, Unscorable
 
@@ -78,7 +78,7 @@ def _read(settings: RowsSettings | PythonSettings, data: str) -> list[Task]:
         tasks.append(task_of(row, where, prompt_column=prompt, template=template))
     if not tasks:
         raise ConfigError(f"{data!r} is empty: expected at least one row")
-    return unique(tasks)
+    return told_apart(tasks)
 
 
 def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:

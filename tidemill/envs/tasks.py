@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from tidemill import codec
@@ -78,6 +80,15 @@ def _deeper(value: Any, levels: int) -> bool:
 def unique(tasks: Sequence[Task]) -> list[Task]:
     """Without rows that say the same as an earlier one (they have the same id)."""
     return list({task.id: task for task in tasks}.values())
+
+
+def told_apart(tasks: Sequence[Task]) -> list[Task]:
+    """Each with an id of its own: a row that says the same as earlier ones counts as well, and is numbered."""
+    found, seen = [], Counter[str]()
+    for task in tasks:
+        seen[task.id] += 1
+        found.append(task if seen[task.id] == 1 else replace(task, id=f"{task.id}-{seen[task.id]}"))
+    return found
 
 
 def columns_of(tasks: Sequence[Task]) -> set[str]:
