@@ -52,6 +52,7 @@ Wanted = Callable[..., bool]  # of what tells a row apart
 ENV = f"{HERE / 'systems' / 'first_letter.py'}:first_letter"
 JUDGE = f"{HERE / 'systems' / 'first_letter.py'}:judge"
 YOUNG = 20  # steps of supervised training: a policy that says good replies and bad ones of every kind, for pairs to learn of
+TAUGHT = 60  # ... that says nothing but one letter or the other, for a reward model to tell these apart
 PREFERENCES: dict[str, dict[str, Any]] = {  # with their papers' constants, at LR / 10
     "dpo": {},  # beta 0.1
     "ipo": {},  # tau (here beta) 0.1: a margin of 5 nats a token
@@ -177,7 +178,7 @@ def given(place: Path, steps: int, seeds: int, wanted: Wanted) -> Iterator[Row]:
         own = functools.partial(train, seed=seed, max_lag=4)
         if "sft" in found:
             found["sft"].append(own(place / f"sft-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=steps))
-        before, began, env = preferred(place, seed, steps)
+        _, began, env = preferred(place, seed, steps, YOUNG)
         of_labels = {**env, "data": str(labels(Path(env["data"])))}
         for name, constants in [item for item in PREFERENCES.items() if item[0] in found]:
             learnt = {"env": of_labels, "groups": 32} if name == "kto" else {"env": env}
@@ -186,6 +187,7 @@ def given(place: Path, steps: int, seeds: int, wanted: Wanted) -> Iterator[Row]:
             found[name].append(run)
         if not {OF_PAIRS, JUDGED} & found.keys():
             continue
+        before, began, env = preferred(place, seed, steps, TAUGHT)
         unjudged = {**env, "reward": ""}
         judge = own(place / f"rm-{seed}", {"name": OF_PAIRS}, model=began, steps=steps, env=unjudged, lr=0.3 * LR)
         judged = {**env, "reward": "model", "reward_options": {"folder": str(place / f"rm-{seed}" / "final")}}
@@ -198,15 +200,15 @@ def given(place: Path, steps: int, seeds: int, wanted: Wanted) -> Iterator[Row]:
     yield from (told(name, runs) for name, runs in found.items())
 
 
-def preferred(place: Path, seed: int, steps: int) -> tuple[float, Path, dict[str, Any]]:
-    """A model of `YOUNG` steps of supervised training on either letter: its held-out reward, its folder, and an environment
+def preferred(place: Path, seed: int, steps: int, taught: int) -> tuple[float, Path, dict[str, Any]]:
+    """A model of `taught` steps of supervised training on either letter: its held-out reward, its folder, and an environment
     of what a verifier preferred among its attempts."""
-    own, rows = functools.partial(train, seed=seed, max_lag=4), place / f"pairs-{seed}.jsonl"
+    own, rows = functools.partial(train, seed=seed, max_lag=4), place / f"pairs-{taught}-{seed}.jsonl"
     env = {"kind": "rows", "data": str(either(place)), "eval_data": str(held_out(place)), "reward": JUDGE}
-    learnt = own(place / f"taught-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=YOUNG, env=env)
-    began = place / f"taught-{seed}" / "final"
-    own(place / f"judged-{seed}", {"name": "grpo"}, model=began, steps=steps // 4, lr=LR / 100)
-    pairs(place / f"judged-{seed}", rows, as_json=True)
+    learnt = own(place / f"taught-{taught}-{seed}", {"name": "sft"}, model=model_of(place, seed), steps=taught, env=env)
+    began = place / f"taught-{taught}-{seed}" / "final"
+    own(place / f"judged-{taught}-{seed}", {"name": "grpo"}, model=began, steps=steps // 4, lr=LR / 100)
+    pairs(place / f"judged-{taught}-{seed}", rows, as_json=True)
     return learnt["after"], began, {**env, "data": str(rows)}
 
 
