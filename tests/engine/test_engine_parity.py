@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from engine_cases import (
     with_pages,
 )
 
+from tidemill.engine.attention import siblings_together
 from tidemill.kernels.library import native
 from tidemill.types import Finish, SamplingParams
 
@@ -90,6 +92,31 @@ async def test_compiled_attention_equals_a_full_forward(family, path, monkeypatc
         )
     stats = await under_test.stats()
     assert (stats.preemptions > 0) == (path == "preempted")
+    await under_test.close()
+
+
+def test_rows_with_the_same_first_page_are_taken_together():
+    assert siblings_together(np.array([5, 2, 5, 9, 2, 5])).tolist() == [0, 2, 5, 1, 4, 3]
+    assert siblings_together(np.zeros(0, np.int32)).tolist() == []
+
+
+@pytest.mark.skipif(native() is None, reason="no C compiler")
+async def test_the_engine_tells_the_kernel_who_shares(monkeypatch):
+    """Prompts that come in turns, so that neighbours in the plan share nothing."""
+    under_test = engine(replace(BASE, head_dim=16), page_size=16, max_sequences=12)
+    kernels = native()
+    assert kernels is not None and under_test._cache is not None and under_test._cache._native is kernels
+    given, attend = [], kernels.attend
+
+    def watch(pages, q, table, slots, lows, ends, order, threads):
+        given.append(table[slots[order], 0].tolist())
+        return attend(pages, q, table, slots, lows, ends, order, threads)
+
+    monkeypatch.setattr(kernels, "attend", watch)
+    texts = prompts(3, 20, 30) * 4
+    await run(under_test, texts, [SamplingParams(max_tokens=5, seed=i) for i in range(12)])
+    assert all(len(list(groupby(first))) == len(set(first)) for first in given)
+    assert any(len(first) == 12 and len(set(first)) == 3 for first in given)
     await under_test.close()
 
 

@@ -2,10 +2,10 @@
 
 Layout: [layers, pages, K, page_size, 2E], a token's key and value side by side. One `index_select` of pages by block table
 then yields [rows * K, T, 2E], whose halves are the operands of two batched matrix products without another copy.
-A compiled kernel reads the pages of decoding rows where they lie (`kernels`; on a CUDA device through `cuda`). Where there
-is none these rows, which come sorted by length, are gathered a block at a time: a block is padded to its longest row only
-and small enough to be still in the processor's cache when it is read. Decode attention is computed in float32 whatever the
-pages hold.
+A compiled kernel reads the pages of decoding rows where they lie (`kernels`; on a CUDA device through `cuda`); on the CPU
+those that several rows begin with are read once for all of them. Without one these rows, which come sorted by length, are
+gathered a block at a time: a block is padded to its longest row only and small enough to be still in the processor's cache
+when it is read. Decode attention is computed in float32 whatever the pages hold.
 
 Every layer writes the step's keys and values before it reads any, so rows may share pages that this very step fills.
 """

@@ -20,6 +20,7 @@
 #define MOST_ROWS 8     /* taken together though they share nothing: one's pages are asked for while another's are read */
 #define AT_A_TIME 16    /* vectors of queries, and of what they see, that are held in registers */
 #define WORTH_TILES 5   /* queries */
+#define FORE 4          /* rows whose places are asked for before they are written to */
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
 #define AHEAD (1 << 14) /* bytes that are asked for before they are read: as many again */
 
@@ -372,6 +373,19 @@ static int families(const int32_t *table, int64_t table_stride, const int64_t *s
     return count;
 }
 
+/* As `attend_all`, for all queries of a family; `tile_size` is a head's size where there are tiles, which take whole runs. */
+static void attend_shared(attention *run, int tile_size, int asked, const heads *kv, span seen, span next, const char *queries,
+                          float scale, state *known) {
+    if (asked >= WORTH_TILES && tile_size) {
+        span begin = seen;
+        begin.end = seen.low % WIDTH ? aligned(seen.low) + WIDTH : seen.low;
+        seen.low = begin.end;
+        attend_all(run, asked, kv, begin, seen, queries, 0, scale, known);
+        if (attend_in_tiles(tile_size, kv, seen, next, queries, asked, scale, known)) return;
+    }
+    attend_all(run, asked, kv, seen, next, queries, 0, scale, known);
+}
+
 /* q [n, heads, size] with `q_stride` numbers from row to row, out [n, heads, size] dense. Row r is sequence slots[r], which
  * sees tokens [lows[r], ends[r]). In `order` [n], rows that begin with the same pages stand side by side. 0, or 1 when these
  * sizes are not provided for. */
@@ -383,15 +397,15 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
     if (!run || G > MOST_QUERIES || page_size % WIDTH) return 1;
     const int share = n * kv_heads / threads;
     const int most = between(1, share / 2, TOGETHER / G), few = between(1, share / 8, most < MOST_ROWS ? most : MOST_ROWS);
-    const int tiles = narrow && tidemill_tiles();
-    family found[n];
+    const int tiles = narrow && tidemill_tiles(), ahead = aligned(AHEAD / stride);
+    family found[n + 1];
     const int count = families(table, table_stride, slots, lows, ends, order, n, page_size, most, few, found);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int item = 0; item < count * kv_heads; item++) {
         const int head = item % kv_heads;
         const family rows = found[item / kv_heads];
         const int64_t head_bytes = (int64_t)page_size * stride, *row = order + rows.first;
-        const heads mine = {(const char *)kv + head * head_bytes, kv_heads * head_bytes, stride, page_size, aligned(AHEAD / stride)};
+        const heads mine = {(const char *)kv + head * head_bytes, kv_heads * head_bytes, stride, page_size, ahead};
         const int members = rows.last - rows.first;
         char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
         span own[TOGETHER + 1];
@@ -407,15 +421,8 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
         for (int i = 0; i < asked; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
         memset(known.sums, 0, (size_t)asked * size * sizeof(float));
         if (rows.shared) {
-            const span both = {own[0].table, (int)lows[row[0]], rows.shared};
-            span rest = both;
-            if (both.low % WIDTH) {
-                span begin = both;
-                rest.low = begin.end = aligned(both.low) + WIDTH;
-                attend_all(run, members * G, &mine, begin, rest, queries, 0, scale, &known);
-            }
-            if (!tiles || members * G < WORTH_TILES || !attend_in_tiles(size, &mine, rest, own[0], queries, members * G, scale, &known))
-                attend_all(run, members * G, &mine, rest, own[0], queries, 0, scale, &known);
+            const span all = {own[0].table, (int)lows[row[0]], rows.shared};
+            attend_shared(run, tiles ? size : 0, members * G, &mine, all, own[0], queries, scale, &known);
         }
         for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own[i + 1], queries, i * G, scale, &known);
         for (int i = 0; i < members; i++) {
@@ -428,15 +435,24 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
     return 0;
 }
 
-/* Keys and values [n, kv_heads, size] of `width` bytes a number go to places `writes` (page * page_size + offset). */
+/* Keys and values [n, kv_heads, size] of `width` bytes a number go to places `writes` (page * page_size + offset), each of which
+ * is asked for some rows before. */
 void tidemill_write(void *kv, int width, const void *k, int64_t k_stride, const void *v, int64_t v_stride,
                     const int64_t *writes, int n, int kv_heads, int size, int page_size) {
-    const int64_t bytes = (int64_t)size * width;
-    for (int row = 0; row < n; row++)
-        for (int head = 0; head < kv_heads; head++) {
-            const int64_t page = writes[row] / page_size, offset = writes[row] % page_size;
-            char *to = (char *)kv + ((page * kv_heads + head) * page_size + offset) * 2 * bytes;
+    const int64_t bytes = (int64_t)size * width, head_bytes = page_size * 2 * bytes;
+    for (int row = -FORE; row < n; row++) {
+        if (row + FORE < n) {
+            const int64_t page = writes[row + FORE] / page_size, offset = writes[row + FORE] % page_size;
+            const char *to = (char *)kv + page * kv_heads * head_bytes + offset * 2 * bytes;
+            for (int head = 0; head < kv_heads; head++)
+                for (int64_t i = 0; i < 2 * bytes; i += 64) __builtin_prefetch(to + head * head_bytes + i, 1);
+        }
+        if (row < 0) continue;
+        const int64_t page = writes[row] / page_size, offset = writes[row] % page_size;
+        char *to = (char *)kv + page * kv_heads * head_bytes + offset * 2 * bytes;
+        for (int head = 0; head < kv_heads; head++, to += head_bytes) {
             memcpy(to, (const char *)k + (row * k_stride + head * size) * width, bytes);
             memcpy(to + bytes, (const char *)v + (row * v_stride + head * size) * width, bytes);
         }
+    }
 }

@@ -369,8 +369,8 @@ def _try(library: Native) -> None:
     paged, queries = torch.from_numpy(pages), torch.from_numpy(q)
     library.write(paged, queries[:1, :2], queries[:1, 2:], np.array([17]))
     right = np.array_equal(pages[1, :, 1], np.concatenate((q[0, :2], q[0, 2:]), axis=-1))
-    table, lows, ends = np.array([[1, 2], [1, 0], [2, 0]], np.int32), np.array([0, 0, 3]), np.array([20, 31, 9])
-    slots, asked = np.arange(3), queries.repeat(2, 1, 1)[:3]
+    table = np.array([[1, 2], [1, 0], [1, 1], [2, 0]], np.int32)
+    slots, lows, ends, asked = np.arange(4), np.array([0, 0, 0, 3]), np.array([20, 31, 17, 9]), queries.repeat(2, 1, 1)
     for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
         operands = paged.to(dtype), asked.to(dtype)
         seen = library.attend(*operands, table, slots, lows, ends, slots, threads=1).float().numpy()
