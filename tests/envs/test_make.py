@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tidemill.config import Config, ConfigError, build, dump
-from tidemill.envs.environment import environment
+from tidemill.envs.environment import environment, splits_of
 from tidemill.envs.make import make_environment, reward_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.settings import EnvSettings
@@ -67,6 +67,8 @@ def test_a_row_that_comes_again_counts_again(tmp_path):
     tasks = make({"kind": "rows", "data": data, "eval_data": held_out, "reward": ""}).tasks("train")
     assert [task.data["label"] for task in tasks] == [True, False, True, True]
     assert len({task.id for task in tasks}) == 4
+    given = splits_of(lambda split: [row, row] if split == "train" else [{**row, "prompt": "c"}], "given in code")
+    assert len({task.id for task in given["train"]}) == 2
 
 
 async def test_rows_of_two_files_with_their_own_columns_and_messages(tmp_path):

@@ -19,7 +19,7 @@ from typing import Any, overload
 from tidemill.config import ConfigError
 from tidemill.envs.chat import ContextFull
 from tidemill.envs.judge import Judge
-from tidemill.envs.tasks import Splits, check_splits, split_by_hash, task_of, unique
+from tidemill.envs.tasks import Splits, check_splits, split_by_hash, task_of, told_apart
 from tidemill.protocols import Chat, Checkable, Gold
 from tidemill.rewards.gold import Teller, told_by
 from tidemill.rewards.outcome import outcome_of
@@ -145,4 +145,4 @@ def _tasks(rows: Any, what: str, name: str) -> list[Task]:
         if not isinstance(row, Task | Mapping):
             raise ConfigError(f"environment {name!r}: {what} {number} is a {type(row).__name__}: expected a Task or a row")
         found.append(row if isinstance(row, Task) else task_of(row, f"environment {name!r}: {what} {number}"))
-    return unique(found)
+    return told_apart(found)

@@ -77,11 +77,6 @@ def _deeper(value: Any, levels: int) -> bool:
     return levels < 0 or any(_deeper(each, levels - 1) for each in inner)
 
 
-def unique(tasks: Sequence[Task]) -> list[Task]:
-    """Without rows that say the same as an earlier one (they have the same id)."""
-    return list({task.id: task for task in tasks}.values())
-
-
 def told_apart(tasks: Sequence[Task]) -> list[Task]:
     """Each with an id of its own: a row that says the same as earlier ones counts as well, and is numbered."""
     found, seen = [], Counter[str]()
