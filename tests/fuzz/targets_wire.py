@@ -199,6 +199,7 @@ class Speaking(WorkerProcess):
     """A worker whose every word is given."""
 
     def __init__(self, words: bytes) -> None:
+        self.pid, self.title = 0, "the scoring worker"  # no process: it is never found to be stopped
         self._stdout = asyncio.StreamReader()
         self._stdout.feed_data(words)
         self._stdout.feed_eof()
