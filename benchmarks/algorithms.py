@@ -193,7 +193,8 @@ def given(place: Path, steps: int, seeds: int, wanted: Wanted) -> Iterator[Row]:
         judged = {**env, "reward": "model", "reward_options": {"folder": str(place / f"rm-{seed}" / "final")}}
         scoring = {"workers": 1, "limit_s": 60, "accept": ["garbage"]}
         policy = place / f"policy-{seed}"
-        last = own(policy, {"name": "grpo"}, model=began, steps=steps, env=judged, lr=LR / 3, scoring=scoring)
+        held = {"name": "grpo", "reference": {"kl": 1.0}}  # or it learns to please so small a judge
+        last = own(policy, held, model=began, steps=steps, env=judged, lr=LR / 3, scoring=scoring)
         known = own(place / f"told-{seed}", {"name": "sft"}, model=policy / "final", steps=1)["before"]
         for name, run in ((OF_PAIRS, judge), (JUDGED, {**last, "before": before, "after": known})):
             found.setdefault(name, []).append(run)
