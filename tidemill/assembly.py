@@ -74,8 +74,8 @@ class Session:
         return Curriculum(environment.tasks("train"), self.config.seed, data.order, data.retire, weights)
 
     def remembered(self) -> Curriculum:
-        """The same with all that the ledger holds of their groups. That is read once: whatever is recorded after that, the
-        curriculum is told of at the same moment, and a long run's record takes seconds to read."""
+        """The same with what the ledger holds of their groups, as far as it matters. That is read once: whatever is recorded
+        after that, the curriculum is told of at the same moment, and a long run's record takes seconds to read."""
         if self._remembered is None:
             self._remembered = remembered(self.curriculum(), self.ledger)
         return self._remembered

@@ -44,8 +44,9 @@ class _Recorded(msgspec.Struct):
 
 
 def attach(role: Any, method: str, name: str, folder: Path) -> None:
-    """Record what the process of `role` computes from the end of call FIRST of `method` to that of call LAST."""
-    inner, calls = getattr(role, method), 0
+    """Record what the process of `role` computes from the end of call FIRST of `method` to that of call LAST. Of a role that
+    is closed before, nothing is kept."""
+    inner, close, calls = getattr(role, method), role.close, 0
     profiler: Any = None
 
     async def counted(*given: Any) -> Any:
@@ -55,11 +56,20 @@ def attach(role: Any, method: str, name: str, folder: Path) -> None:
         if calls == FIRST:
             profiler = _started()
         elif calls == LAST and profiler is not None:
-            _stopped(profiler, name, folder)
+            _stop(profiler)
+            _write(profiler, name, folder)
             profiler = None
         return result
 
+    async def closed() -> None:
+        nonlocal profiler
+        if profiler is not None:
+            _stop(profiler)
+            profiler = None
+        await close()
+
     setattr(role, method, counted)
+    role.close = closed
 
 
 def _started() -> Any:
@@ -76,10 +86,13 @@ def _started() -> Any:
     return profiler
 
 
-def _stopped(profiler: Any, name: str, folder: Path) -> None:
+def _stop(profiler: Any) -> None:
     global _recording
     profiler.stop()
     _recording = False
+
+
+def _write(profiler: Any, name: str, folder: Path) -> None:
     folder.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as place:
         profiler.export_chrome_trace(f"{place}/trace.json")

@@ -65,3 +65,4 @@ def test_both_in_one_process_are_recorded_once(tmp_path):
 def test_a_run_that_was_too_short_leaves_none(tmp_path):
     run(tmp_path, 1, placement={"kind": "inline", "environment": {"workers": 0}})
     assert not (tmp_path / "run" / "profile.json.gz").exists()
+    assert not profiling._recording, "a profiler that nobody stops would go on in whatever this process does next"
