@@ -48,6 +48,16 @@ def test_the_trial_passes_and_notices(kernels: Gpu, monkeypatch: pytest.MonkeyPa
             assert not module._right(kernels, torch.device(DEVICE)), name
 
 
+def test_a_trainer_that_computes_in_bfloat16_may_be_the_first_to_ask(kernels: Gpu) -> None:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            assert module._right(kernels, torch.device(DEVICE))
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rows, size", [(1, 1), (3, 17), (40, 1000)])
 def test_norm(kernels: Gpu, dtype: torch.dtype, rows: int, size: int) -> None:

@@ -37,6 +37,11 @@ def test_where_there_is_a_compiler_there_are_kernels() -> None:
     assert os.environ.get(SWITCH) == "off" or (native() is not None and why_not() == "")
 
 
+def test_a_trainer_that_computes_in_bfloat16_may_be_the_first_to_ask(kernels: Native) -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        library._try(kernels)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_writing_touches_its_places_and_no_other(kernels: Native, dtype) -> None:
     pages = torch.randn(5, 2, 16, 64).to(dtype)

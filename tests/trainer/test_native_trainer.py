@@ -369,7 +369,16 @@ async def test_a_supervised_warm_up_has_an_optimizer_of_its_own():
     assert t.decoder is model and t.updates == 0
 
 
+@pytest.fixture
+def as_before():
+    """The precision of products belongs to the whole process, and a trainer on a device sets it."""
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
+
+
 @pytest.mark.gpu
+@pytest.mark.usefixtures("as_before")
 async def test_train_save_and_resume_on_cuda(tmp_path):
     cuda = SETTINGS.model_copy(update={"device": "cuda", "dtype": "bfloat16"})
     t = trainer(cuda)

@@ -250,8 +250,9 @@ def why_not_gpu() -> str:
 
 
 @torch.inference_mode()
+@torch.autocast("cuda", enabled=False)  # whoever asks first may be computing in another dtype
 def _right(kernels: Gpu, device: torch.device) -> bool:
-    """Whether a small trial comes out as PyTorch says."""
+    """Whether a small trial comes out as PyTorch says, in float64 where it would multiply in TF32."""
     heads = torch.linspace(-2, 2, 3 * 8 * 32, device=device).view(3, 8, 32)
     pages = torch.zeros((4, 2, 16, 64), device=device)
     table, width = torch.tensor([1, 2, 3, 1, 2, 3], dtype=torch.int32, device=device), torch.tensor([2], device=device)
@@ -260,14 +261,14 @@ def _right(kernels: Gpu, device: torch.device) -> bool:
         kernels.write(pages, k, v, torch.tensor([16 + at, 32 + at, 48 + at], dtype=torch.int32, device=device))
     lengths = torch.tensor([2, 3, 1], dtype=torch.int32, device=device)
     seen = kernels.attend(pages, heads[:, :4], table, width.int(), lengths, None)
-    kv = pages[table.view(3, 2)[:, 0].long()]  # rows 0, 1, 2 begin in pages 1, 3 and 2
+    kv = pages[table.view(3, 2)[:, 0].long()].double()  # rows 0, 1, 2 begin in pages 1, 3 and 2
     expected = [
         F.scaled_dot_product_attention(
-            heads[i, :4].unsqueeze(1), kv[i, :, :n, :32], kv[i, :, :n, 32:], enable_gqa=True
+            heads[i, :4].double().unsqueeze(1), kv[i, :, :n, :32], kv[i, :, :n, 32:], enable_gqa=True
         ).squeeze(1)
         for i, n in enumerate(lengths.tolist())
     ]
-    ok = torch.allclose(seen, torch.stack(expected), atol=1e-5)
+    ok = torch.allclose(seen.double(), torch.stack(expected), atol=1e-5)
     weight = torch.linspace(0.5, 1.5, 32, device=device)
     ok &= torch.allclose(kernels.norm(heads, weight, 1e-6), F.rms_norm(heads, (32,), weight, 1e-6), atol=1e-5)
     cos, sin = torch.cos(heads[:, :1, :16]).contiguous(), torch.sin(heads[:, :1, :16]).contiguous()
