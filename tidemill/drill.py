@@ -16,11 +16,12 @@ from __future__ import annotations
 import os
 import random
 import signal
+import statistics
 import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ STOP_S = 120.0  # to end after its step when asked to
 TICK_S, LOOK_S = 0.25, 2.0  # between two looks at the run, and at the sizes of its processes
 ROUGH_S = 300.0  # of faults, between two calm whiles
 GROWN_S = 120.0  # the age from which on a process should not grow any more
+WINDOW_S = 30.0  # of looks, whose median a size is: what a process holds comes and goes with its work
 
 Schedule = tuple[tuple[str, str, float], ...]
 FAULTS: Schedule = (  # what, whom, how often beside the others
@@ -74,15 +76,39 @@ class Fault:
     recovered_s: float | None = None  # until the next step ended; None: not before the next fault
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
+class Size:
+    resident_mb: float
+    files: int  # open descriptors
+
+
+@dataclass(frozen=True, slots=True)
 class Life:
-    """A process of the run, for as long as it was seen. Sizes are resident megabytes and open descriptors."""
+    """A process of the run, for as long as it was seen."""
 
     name: str
-    seconds: float = 0.0  # how long it was there
-    early: tuple[float, int] | None = None  # at the age of GROWN_S; None: it did not get there
-    late: tuple[float, int] = (0.0, 0)  # the last time but one that it was seen: the last time, it may be ending
-    latest: tuple[float, int] | None = None
+    seconds: float
+    early: Size | None  # of WINDOW_S from the age of GROWN_S on; None: it had no other such window before its end
+    late: Size  # of the last WINDOW_S
+
+    @property
+    def grown(self) -> float | None:
+        """Resident memory at its end over that at GROWN_S, minus one."""
+        return None if self.early is None else self.late.resident_mb / self.early.resident_mb - 1
+
+    @classmethod
+    def of(cls, name: str, looks: Sequence[tuple[float, Size]]) -> Life:
+        """looks: its age and its size at each, at least one; at the last one it may have been ending."""
+        seconds = looks[-1][0]
+        looks = looks[:-1] or looks
+        early = [size for age, size in looks if GROWN_S <= age < GROWN_S + WINDOW_S]
+        late = [size for age, size in looks if age > seconds - WINDOW_S]
+        judged = early and seconds >= GROWN_S + 2 * WINDOW_S
+        return cls(name, seconds, _median(early) if judged else None, _median(late or [looks[-1][1]]))
+
+
+def _median(sizes: list[Size]) -> Size:
+    return Size(statistics.median(s.resident_mb for s in sizes), int(statistics.median_high([s.files for s in sizes])))
 
 
 @dataclass(slots=True)
@@ -139,7 +165,7 @@ class Drill:
         self._config, self._command, self._note = config, command, note
         self._seconds, self._calm_s, self._every_s = seconds, calm_s, every_s
         self._rng, self._spare = random.Random(seed), spare
-        self._lives: dict[tuple[int, float], tuple[float, Life]] = {}  # by process id and start -> (first seen, life)
+        self._looks: dict[tuple[int, float], tuple[str, float, list[tuple[float, Size]]]] = {}  # by process id and start
         self._looked = 0.0
         self._folder = config.run_dir
         self._log = self._folder.with_name(self._folder.name + ".faults")
@@ -181,7 +207,7 @@ class Drill:
                 self._suffer(begin, min(time.monotonic() + ROUGH_S, end))
         self.outcome.calm_s, self.outcome.calm_rate, self.outcome.rate = calm.seconds, calm.rate, rough.rate
         self._look()
-        self.outcome.lives = [life for _, life in self._lives.values()]
+        self.outcome.lives = [Life.of(name, looks) for name, _, looks in self._looks.values()]
 
     def _suffer(self, begin: float, until: float) -> None:
         """Faults until then; ends when the last one is over, which is a part of it."""
@@ -289,11 +315,9 @@ class Drill:
         self._looked = now = time.monotonic()
         for name, process in self._parts().items():
             with suppress(psutil.NoSuchProcess):
-                size = process.memory_info().rss / 1e6, process.num_fds()
-                first, life = self._lives.setdefault((process.pid, process.create_time()), (now, Life(name)))
-                life.seconds, life.late, life.latest = now - first, life.latest or size, size
-                if life.early is None and life.seconds >= GROWN_S:
-                    life.early = size
+                size = Size(process.memory_info().rss / 1e6, process.num_fds())
+                _, first, looks = self._looks.setdefault((process.pid, process.create_time()), (name, now, []))
+                looks.append((now - first, size))
 
     def _stop(self) -> None:
         """Ask it to end after its step, as Ctrl-C does."""

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.drill import FAULTS, GROWN_S, Drill, Life, Outcome, command_for, reached
+from tidemill.drill import FAULTS, GROWN_S, WINDOW_S, Drill, Life, Outcome, command_for, reached
 from tidemill.recipe import load_recipe
 
 ENDLESS = 1_000_000  # steps: a drill of so many minutes is stopped, it does not come to its end
@@ -82,13 +82,21 @@ def _by_role(lives: Sequence[Life]) -> dict[str, list[Life]]:
 
 
 def _lived(lives: Sequence[Life]) -> str:
-    """How many processes a role had, and how the one that lived longest grew."""
+    """How many processes a role had, how the one that lived longest grew, and which grew or shrank the most."""
     oldest = max(lives, key=lambda life: life.seconds)
     there_were = "1 process" if len(lives) == 1 else f"{len(lives)} processes"
-    (late_mb, late_files), minutes = oldest.late, oldest.seconds / 60
+    old = [life for life in lives if life.grown is not None]
     if oldest.early is None:
-        return f"{there_were}, none older than {GROWN_S / 60:g} min; {late_mb:.0f} MB resident, {late_files} open files"
-    mb, files = oldest.early
-    grown, since = 100 * (late_mb / mb - 1), f"since its {GROWN_S / 60:g} min"
-    memory = f"{mb:.0f} -> {late_mb:.0f} MB resident ({grown:+.1f} % {since})"
-    return f"{there_were}; the oldest, {minutes:.1f} min: {memory}, {files} -> {late_files} open files"
+        size = f"{oldest.late.resident_mb:.0f} MB resident, {oldest.late.files} open files"
+        return f"{there_were}, none older than {(GROWN_S + 2 * WINDOW_S) / 60:g} min; {size}"
+    early, late = oldest.early, oldest.late
+    memory = f"{early.resident_mb:.0f} -> {late.resident_mb:.0f} MB resident ({_percent(oldest)})"
+    said = f"{there_were}; the oldest, {oldest.seconds / 60:.1f} min: {memory}, {early.files} -> {late.files} open files"
+    if len(old) > 1:
+        low, high = (by(old, key=lambda life: life.grown or 0.0) for by in (min, max))
+        said += f"; {len(old)} that old: {_percent(low)} to {_percent(high)}"
+    return f"{said} since their {GROWN_S / 60:g} min"
+
+
+def _percent(life: Life) -> str:
+    return f"{100 * (life.grown or 0.0):+.1f} %"
