@@ -11,7 +11,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from tidemill.algorithms.rows import supervised
+import numpy as np
+
 from tidemill.config import ConfigError
 from tidemill.envs.order import task_order
 from tidemill.envs.template import Tokenizer, as_messages, conversation
@@ -19,11 +20,12 @@ from tidemill.evaluation import Evaluator
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Trainer
 from tidemill.recipe import WarmupSettings
-from tidemill.types import Array, Task, Version
+from tidemill.types import Array, LossSpec, Sample, Task, Version
 
 FIRST_LOOK_S = 5.0  # evaluations begin here and come at every further share of the budget:
 LOOKS = 48  # accuracy goes from a tenth to two thirds within seconds
 LOOK_TASKS = 128
+SUPERVISED = "supervised"  # its loss
 
 Row = tuple[Array, Array]  # tokens [T] int32, loss mask [T] bool
 
@@ -63,6 +65,27 @@ async def warm_up(
                 break
         await asyncio.sleep(0)
     return WarmedUp(time.monotonic() - begin, step, accuracy)
+
+
+def supervised(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, LossSpec], float]:
+    """Samples, losses and scale of a cross-entropy step on `(tokens [T] int32, loss_mask [T] bool)`: a mean over tokens.
+
+    Nothing was sampled, so `mask` is all False; only `weights` say what is trained.
+    """
+    samples, trained = [], 0
+    for tokens, loss_mask in rows:
+        tokens, loss_mask = np.asarray(tokens, np.int32), np.asarray(loss_mask, bool)
+        if tokens.shape != loss_mask.shape or tokens.ndim != 1:
+            raise ValueError(f"tokens {tokens.shape} and loss_mask {loss_mask.shape}: expected one flag a token")
+        if loss_mask[:1].any():
+            raise ValueError("loss_mask[0] is set: nothing predicts a row's first token; put a prompt or BOS before it")
+        nothing = np.zeros(tokens.shape, np.float32)
+        unknown = np.full(tokens.shape, -1, np.int32)
+        weights = loss_mask.astype(np.float32)
+        none_sampled = np.zeros(tokens.shape, bool)
+        samples.append(Sample(tokens, none_sampled, nothing, unknown, nothing, weights, loss=SUPERVISED))
+        trained += int(loss_mask.sum())
+    return samples, {SUPERVISED: LossSpec("cross_entropy")}, 1.0 / trained if trained else 0.0
 
 
 async def _look(publisher: PoolPublisher, evaluator: Evaluator, tasks: Sequence[Task], step: int) -> float:

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.algorithms.rows import ByAttempt
 from tidemill.loading import bound
 from tidemill.types import Array
 
@@ -22,7 +23,7 @@ CORRECT = 1.0  # a reward from here on is a solved task, where only solved and n
 
 
 @dataclass(frozen=True, slots=True)
-class Scores:
+class Scores(ByAttempt):
     """What the advantages of a step are made of: n attempts, all of them scored, with M sampled tokens, row after row."""
 
     rewards: Array  # [n] float64
@@ -35,10 +36,6 @@ class Scores:
     values: Array | None = None  # [M] a critic's value before each token
     bootstrap: Array | None = None  # [n] the value after the last token; 0 where the episode ended
     episodes: Array | None = None  # [n] int64: attempts of one number are the seats of one episode
-
-    def spread(self, values: Array) -> Array:
-        """[M] of one value [n] for each attempt."""
-        return np.repeat(values, self.lengths)
 
     def at_tokens(self) -> Array:
         """[M] `given`, and the reward at the last token of each attempt."""
@@ -256,7 +253,7 @@ def process(x: Scores, *, gamma: float = 1.0) -> Array:
     Cost: a scorer of steps.
     """
     to_go = _discounted(x.at_tokens(), x.lengths, gamma)
-    total = to_go[np.cumsum(x.lengths) - x.lengths]
+    total = to_go[x.starts]
     mean = total - _centred(total, x.cohorts)  # the totals themselves where they are all equal
     return np.where(x.spread(_size(x.cohorts) > 1), to_go - x.spread(mean), 0.0)
 
@@ -326,12 +323,8 @@ ADVANTAGES: dict[str, Callable[..., Array]] = {f.__name__: f for f in (*_AMONG, 
 COMPARING = frozenset(f.__name__ for f in _AMONG)  # they compare siblings: a cohort of one trains nothing
 ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # they compare the seats of an episode: one seat trains nothing
 USING_GIVEN = frozenset({"reinforce_pp", "remax", "gae", "process", "turn_level"})  # the others take no notice of `given`
-NEEDS = {
-    "remax": "greedy",
-    "gae": "values",
-    "turn_level": "turns",
-    "leave_one_out_seats": "episodes",
-}  # what of Scores must not be None
+# what of Scores must not be None
+NEEDS = {"remax": "greedy", "gae": "values", "turn_level": "turns", "leave_one_out_seats": "episodes"}
 
 
 def advantage_by_name(name: str, constants: Mapping[str, Any]) -> Advantage:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tidemill.algorithms.rows import ByAttempt
 from tidemill.loading import bound
 from tidemill.types import Array, Metrics
 
@@ -21,7 +22,7 @@ LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows
 
 
 @dataclass(frozen=True, slots=True)
-class Ratios:
+class Ratios(ByAttempt):
     """M sampled tokens of n attempts, row after row, at the start of a step."""
 
     old: Array | None  # [M] float64 log p_hat; None where it was not recomputed
@@ -35,18 +36,6 @@ class Ratios:
         if self.old is None:
             raise ValueError("a correction reads p_hat, which this run does not compute: set old_logprobs = 'recompute'")
         return self.old - self.behaviour
-
-    def per_row(self, values: Array) -> Array:
-        """[n] sums over the tokens of each attempt."""
-        return np.add.reduceat(values, self.starts) if len(self.lengths) else np.zeros(0)
-
-    def spread(self, values: Array) -> Array:
-        """[M] of one value [n] for each attempt."""
-        return np.repeat(values, self.lengths)
-
-    @property
-    def starts(self) -> Array:
-        return np.cumsum(self.lengths) - self.lengths
 
 
 Correction = Callable[[Ratios], Array]
@@ -156,7 +145,7 @@ def age(x: Ratios, *, half_life: float = 4.0) -> Array:
     Cost: nothing.
     """
     _positive(half_life=half_life)
-    oldest = np.maximum.reduceat(x.lags, x.starts) if len(x.lengths) else np.zeros(0)
+    oldest = np.maximum.reduceat(x.lags, x.starts)
     return x.spread(0.5 ** (oldest / half_life))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from tidemill.algorithms.advantages import Scores
 from tidemill.algorithms.preferences import Unpaired, kto_baseline
-from tidemill.algorithms.rows import POLICY, REFERENCE, Logprobs
+from tidemill.algorithms.rows import POLICY, REFERENCE, Logprobs, Measured
 from tidemill.types import Array, Metrics, Sample
 
 GOOD = 0.5  # a score above it
@@ -29,30 +29,25 @@ def mismatched(rows: Sequence[Sample]) -> list[Sample]:
     return found
 
 
-def apart(rows: Sequence[Sample], logprobs: Logprobs, count: int) -> list[tuple[Sequence[Sample], Logprobs]]:
+def apart(rows: Sequence[Sample], logprobs: Logprobs, count: int) -> list[Measured]:
     """The first `count` rows with their logprobs, and the mismatched ones after them with theirs."""
     parts = slice(count), slice(count, None)
     return [(rows[part], {who: values[part] for who, values in logprobs.items()}) for part in parts]
 
 
 def labelled(
-    preference: Callable[..., Unpaired],
-    scores: Scores,
-    policy: Array,
-    reference: Array | None,
-    others: Sequence[Sample],
-    theirs: Logprobs,
+    preference: Callable[..., Unpaired], scores: Scores, policy: Array, reference: Array | None, beside: Measured
 ) -> tuple[Array, Metrics]:
-    """Advantages [M] under one of `UNPAIRED`, and what is told. policy, reference: logprobs [M]; others: mismatched rows."""
+    """Advantages [M] under one of `UNPAIRED`, and what is told. policy, reference: logprobs [M]; beside: mismatched rows."""
     assert reference is not None
-    starts, good = np.cumsum(scores.lengths) - scores.lengths, scores.rewards > GOOD
+    (others, theirs), good = beside, scores.rewards > GOOD
     pi, ref = (
         np.array([v[row.predicted].sum() for row, v in zip(others, theirs[w], strict=True)]) for w in (POLICY, REFERENCE)
     )
     z = kto_baseline(pi, ref)
-    found = preference(np.add.reduceat(policy, starts), np.add.reduceat(reference, starts), good, z)
+    found = preference(scores.per_row(policy), scores.per_row(reference), good, z)
     told: Metrics = {"preference_loss": float(found.loss.mean()), "kto_baseline": z}
     told["preference_accuracy"] = float((found.margin > 0).mean())
     if good.any() and not good.all():
         told["margin"] = float(found.reward[good].mean() - found.reward[~good].mean())
-    return np.repeat(found.advantages, scores.lengths), told
+    return scores.spread(found.advantages), told

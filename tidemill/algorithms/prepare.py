@@ -8,7 +8,7 @@ other one is left out of the statistics, of the gradient and of its denominators
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -27,12 +27,13 @@ from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
-from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs, by_row, ended, filled, flat, row_of
+from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs, Measured, by_row, ended, filled, flat, row_of
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
 ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
 OF_SAMPLING = ("unscored", "zero_variance_groups", "reward", "reward_std", "truncated")  # metrics that given replies lack
+Attempts = Sequence[tuple[Group, Trajectory]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +103,8 @@ class Algorithm:
         lags = flat(rows, [step - row.versions for row in rows]).astype(np.int64)
         ratios = Ratios(known.old, known.behaviour, advantages, scores.lengths, lags)
         factors, corrected = correct(ratios, self._corrections)
-        trained = scores.lengths * counted * ~np.array([self._is_masked(t) for _, t in attempts], bool)
+        masked = [s.overlong.treat == "mask" and t.finish in TRUNCATED for _, t in attempts]
+        trained = scores.lengths * counted * ~np.array(masked, bool)
         prompts = np.array([g.id for g, _ in attempts], np.int64)
         weights, parts = np.zeros(len(rows)), list[tuple[slice, float]]()
         for part in _minibatches(prompts, s.updates.minibatches):
@@ -125,25 +127,24 @@ class Algorithm:
         return Prepared(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
 
     def _with_known(self, scores: Scores, known: _Known) -> Scores:
-        """Rewards less the KL that is in them, and the critic's values."""
+        """Rewards less the KL that is in them, and the critic's values. The KL stands at its tokens for an advantage that
+        reads it there; else its sum is taken off each attempt's reward."""
         s = self.settings
         if s.kl_in_reward and known.against is not None:
-            scores = _penalised(scores, -s.kl_in_reward * known.against, s.advantage in USING_GIVEN)
+            penalty = -s.kl_in_reward * known.against
+            if s.advantage in USING_GIVEN:
+                scores = replace(scores, given=penalty if scores.given is None else scores.given + penalty)
+            else:
+                scores = replace(scores, rewards=scores.rewards + scores.per_row(penalty))
         return scores if known.values is None else replace(scores, values=known.values)
 
-    def _credited(
-        self,
-        scores: Scores,
-        attempts: Sequence[tuple[Group, Trajectory]],
-        known: _Known,
-        beside: tuple[Sequence[Sample], Logprobs],
-    ) -> tuple[Array, Array, Metrics]:
+    def _credited(self, scores: Scores, attempts: Attempts, known: _Known, beside: Measured) -> tuple[Array, Array, Metrics]:
         """Advantages [M]; which attempts [n] count for the reduction; figures. beside: of mismatched rows, see `apart`."""
         s, against = self.settings, known.against
         every = np.ones(len(attempts), bool)
         if self._preference in UNPAIRED:
             preference = partial(UNPAIRED[self._preference], **s.constants_for(self._preference))
-            advantages, found = labelled(preference, scores, known.policy, known.reference, *beside)
+            advantages, found = labelled(preference, scores, known.policy, known.reference, beside)
             counted = every
         elif self._preference:
             siblings = np.array([t.sample for _, t in attempts], np.int64)
@@ -180,33 +181,24 @@ class Algorithm:
                 if _trains(trajectory) and not cut:
                     yield group, trajectory
 
-    def _is_masked(self, trajectory: Trajectory) -> bool:
-        return self.settings.overlong.treat == "mask" and trajectory.finish in TRUNCATED
-
-    def _scores(self, attempts: Sequence[tuple[Group, Trajectory]]) -> Scores:
-        numbers: dict[tuple[int, int], int] = {}
-        cohorts = [numbers.setdefault((g.id, t.seat), len(numbers)) for g, t in attempts]  # seats are not alike
-        played: dict[tuple[int, int], int] = {}
-        episodes = [played.setdefault((g.id, t.sample), len(played)) for g, t in attempts]
-        if self.settings.advantage in ACROSS_SEATS:
-            _expect_seats(self.settings.advantage, [g for g, _ in attempts])
-        lengths = np.array([1 if self.settings.scores else t.learnt.sum() for _, t in attempts], np.int64)
-        rewards = np.array([t.reward for _, t in attempts], np.float64)
-        if (cache := self.settings.overlong.cache) is not None:
-            replies = np.array([_longest_reply(t.mask) for _, t in attempts], np.int64)
+    def _scores(self, attempts: Attempts) -> Scores:
+        s, trajectories = self.settings, [t for _, t in attempts]
+        if s.advantage in ACROSS_SEATS:
+            _expect_seats(s.advantage, [g for g, _ in attempts])
+        rewards = np.array([t.reward for t in trajectories], np.float64)
+        if (cache := s.overlong.cache) is not None:
+            replies = np.array([_longest_reply(t.mask) for t in trajectories], np.int64)
             rewards = rewards + overlong(replies, self._longest, cache)
-        trajectories = [t for _, t in attempts]
         given, turns = _by_turn(trajectories) if self._reads_turns else (None, None)
-        greedy = [_baselines(g).get(t.seat, np.nan) for g, t in attempts] if self.settings.wants_greedy else None
         return Scores(
             rewards,
-            np.array(cohorts, np.int64),
-            lengths,
-            _parts(trajectories),
+            cohorts=_numbered((g.id, t.seat) for g, t in attempts),  # seats are not alike
+            lengths=np.array([1 if s.scores else t.learnt.sum() for t in trajectories], np.int64),
+            parts=_parts(trajectories),
+            greedy=np.array([_baselines(g).get(t.seat, np.nan) for g, t in attempts]) if s.wants_greedy else None,
             given=given,
             turns=turns,
-            greedy=None if greedy is None else np.array(greedy),
-            episodes=np.array(episodes, np.int64),
+            episodes=_numbered((g.id, t.sample) for g, t in attempts),
         )
 
     def _told_apart(self, scores: Scores) -> Array:
@@ -226,21 +218,19 @@ class Algorithm:
         what the pair's loss has: the mean over pairs is to come out of one over their attempts.
         siblings: the attempts' numbers [n], so that of equals it is always the same one."""
         chosen, rejected = pairs_of(scores.rewards, scores.cohorts, siblings)
-        starts = np.cumsum(scores.lengths) - scores.lengths
-        sums = np.add.reduceat(policy, starts)
-        known = None if reference is None else np.add.reduceat(reference, starts)
-        pairs = Pairs(
-            *(sums[chosen], sums[rejected], scores.lengths[chosen], scores.lengths[rejected]),
-            *((None, None) if known is None else (known[chosen], known[rejected])),
-        )
+        sums, lengths = scores.per_row(policy), scores.lengths
+        pairs = Pairs(sums[chosen], sums[rejected], lengths[chosen], lengths[rejected])
+        if reference is not None:
+            known = scores.per_row(reference)
+            pairs = replace(pairs, chosen_reference=known[chosen], rejected_reference=known[rejected])
         found = (PREFERENCES | OF_SCORES)[self._preference](pairs, **self.settings.constants_for(self._preference))
-        of_attempt = np.zeros(len(scores.lengths))
+        of_attempt = np.zeros(len(lengths))
         of_attempt[chosen], of_attempt[rejected] = 2 * found.chosen, 2 * found.rejected
         metrics: Metrics = {"pairs": float(len(chosen))}
         if len(chosen):
             metrics |= {"preference_loss": float(found.loss.mean()), "margin": float(found.margin.mean())}
             metrics["preference_accuracy"] = float((found.margin > 0).mean())
-        return np.repeat(of_attempt, scores.lengths), np.isin(np.arange(len(of_attempt)), (chosen, rejected)), metrics
+        return scores.spread(of_attempt), np.isin(np.arange(len(of_attempt)), (chosen, rejected)), metrics
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,6 +277,12 @@ def _baselines(group: Group) -> dict[int, float]:
     return {t.seat: t.reward for t in group.trajectories if t.sample == GREEDY and isinstance(t.outcome, Score)}
 
 
+def _numbered(keys: Iterable[tuple[int, int]]) -> Array:
+    """[n] int64: equal keys have one number, counted from 0 as they come."""
+    numbers = dict[tuple[int, int], int]()
+    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
+
+
 def _longest_reply(mask: Array) -> int:
     """Tokens of the longest stretch that was sampled: a turn of the user or a tool stands between two replies."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
@@ -299,14 +295,6 @@ def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
     firsts = [int(part[0]) for part in np.array_split(starts, min(count, len(starts)))] if len(starts) else [0]
     for first, last in zip(firsts, [*firsts[1:], len(prompts)], strict=True):
         yield slice(first, last)
-
-
-def _penalised(scores: Scores, given: Array, at_tokens: bool) -> Scores:
-    """Rewards with a penalty at tokens [M]: as it is for those who read it, else its sum off each attempt's reward."""
-    if at_tokens:
-        return replace(scores, given=given if scores.given is None else scores.given + given)
-    starts = np.cumsum(scores.lengths) - scores.lengths
-    return replace(scores, rewards=scores.rewards + np.add.reduceat(given, starts)) if len(starts) else scores
 
 
 def _parts(attempts: Sequence[Trajectory]) -> dict[str, Array]:
@@ -343,7 +331,7 @@ def _of_values(values: Array, target: Array) -> Metrics:
     return {"value/mean": float(values.mean()), "value/explained_variance": explained}
 
 
-def _metrics(groups: Sequence[Group], attempts: Sequence[tuple[Group, Trajectory]], flat: int) -> Metrics:
+def _metrics(groups: Sequence[Group], attempts: Attempts, flat: int) -> Metrics:
     tried = sum(len(g.trajectories) for g in groups)
     rewards = np.array([t.reward for _, t in attempts] or [0.0])
     lengths = np.array([t.learnt.sum() for _, t in attempts] or [0])

@@ -32,58 +32,52 @@ CROSS_ENTROPY = "cross_entropy"  # the loss of given answers; it knows no advant
 SCORE = "score"  # that of a reward model
 ATTEMPTS = {"answers": 1, "pairs": 2, "labels": 1}  # that a task gives, by `AlgorithmSettings.given`
 
+
+def _of(advantage: str, loss: str, reduction: str, **others: Any) -> dict[str, Any]:
+    """The functions that every preset names, and what else it sets."""
+    return {"advantage": advantage, "loss": loss, "reduction": reduction, **others}
+
+
 _RECOMPUTE = {"old_logprobs": "recompute"}
-_FROM_PAIRS = {"given": "pairs", "advantage": "none", "loss": "reinforce", "reduction": "attempt", **_RECOMPUTE}
+_FROM_PAIRS = _of("none", "reinforce", "attempt", given="pairs", **_RECOMPUTE)
 _INITIAL = {"reference": {"model": "initial"}}
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "grpo": {"advantage": "grpo", "loss": "ppo_clip", "reduction": "sequence"},
-    "dr_grpo": {"advantage": "dr_grpo", "loss": "ppo_clip", "reduction": "fixed"},
-    "dapo": {
-        **{"advantage": "grpo", "loss": "ppo_clip", "reduction": "token", "zero_variance": "drop"},
-        "constants": {"clip_high": 0.28},
-    },
-    "rloo": {"advantage": "rloo", "loss": "ppo_clip", "reduction": "token"},
-    "reinforce_pp": {"advantage": "reinforce_pp", "loss": "ppo_clip", "reduction": "token"},
-    "reinforce_pp_baseline": {"advantage": "reinforce_pp_baseline", "loss": "ppo_clip", "reduction": "token"},
-    "ppo": {"advantage": "gae", "loss": "ppo_clip", "reduction": "token", "critic": {"model": "initial"}},
-    "remax": {"advantage": "remax", "loss": "ppo_clip", "reduction": "token"},
-    "maxrl": {"advantage": "maxrl", "loss": "aipo", "reduction": "sequence"},
-    "opo": {"advantage": "opo", "loss": "aipo", "reduction": "token"},
-    "gdpo": {"advantage": "gdpo", "loss": "ppo_clip", "reduction": "sequence"},
-    "pass_at_k": {"advantage": "pass_at_k", "loss": "ppo_clip", "reduction": "token", "constants": {"clip_high": 0.28}},
-    "aipo": {"advantage": "dr_grpo", "loss": "aipo", "reduction": "token"},
+    "grpo": _of("grpo", "ppo_clip", "sequence"),
+    "dr_grpo": _of("dr_grpo", "ppo_clip", "fixed"),
+    "dapo": _of("grpo", "ppo_clip", "token", zero_variance="drop", constants={"clip_high": 0.28}),
+    "rloo": _of("rloo", "ppo_clip", "token"),
+    "reinforce_pp": _of("reinforce_pp", "ppo_clip", "token"),
+    "reinforce_pp_baseline": _of("reinforce_pp_baseline", "ppo_clip", "token"),
+    "ppo": _of("gae", "ppo_clip", "token", critic={"model": "initial"}),
+    "remax": _of("remax", "ppo_clip", "token"),
+    "maxrl": _of("maxrl", "aipo", "sequence"),
+    "opo": _of("opo", "aipo", "token"),
+    "gdpo": _of("gdpo", "ppo_clip", "sequence"),
+    "pass_at_k": _of("pass_at_k", "ppo_clip", "token", constants={"clip_high": 0.28}),
+    "aipo": _of("dr_grpo", "aipo", "token"),
     "decoupled_ppo": {
-        **{"advantage": "grpo", "loss": "ppo_clip", "reduction": "token", **_RECOMPUTE},
+        **_of("grpo", "ppo_clip", "token", **_RECOMPUTE),
         "corrections": [{"name": "icepop", "constants": {"low": 0.0, "high": 5.0}}],
     },
-    "a3po": {"advantage": "grpo", "loss": "a3po", "reduction": "token"},
-    "gspo": {"advantage": "grpo", "loss": "gspo", "reduction": "sequence"},
-    "cispo": {"advantage": "grpo", "loss": "cispo", "reduction": "token"},
-    "sapo": {"advantage": "grpo", "loss": "sapo", "reduction": "sequence"},
-    "dppo": {"advantage": "grpo", "loss": "dppo_tv", "reduction": "token"},
-    "gmpo": {"advantage": "grpo", "loss": "gmpo", "reduction": "sequence"},
-    "m2po": {
-        **{"advantage": "grpo", "loss": "importance", "reduction": "token", **_RECOMPUTE},
-        "corrections": [{"name": "m2po"}],
-    },
-    "topr": {"advantage": "dr_grpo", "loss": "topr", "reduction": "attempt"},
-    "glm5": {"advantage": "grpo", "loss": "rollout_mask", "reduction": "token"},
-    "scalerl": {"advantage": "grpo_batch", "loss": "aipo", "reduction": "prompt", "zero_variance": "drop"},
-    "online_dpo": {
-        **{"advantage": "none", "preference": "dpo", "loss": "reinforce", "reduction": "attempt"},
-        **{"reference": {"model": "initial"}, **_RECOMPUTE, "zero_variance": "drop"},
-    },
-    "opd": {"advantage": "none", "loss": "importance", "reduction": "token", "reference": {"distil": 1.0}, **_RECOMPUTE},
-    "sft": {"given": "answers", "advantage": "none", "loss": CROSS_ENTROPY, "reduction": "token"},
+    "a3po": _of("grpo", "a3po", "token"),
+    "gspo": _of("grpo", "gspo", "sequence"),
+    "cispo": _of("grpo", "cispo", "token"),
+    "sapo": _of("grpo", "sapo", "sequence"),
+    "dppo": _of("grpo", "dppo_tv", "token"),
+    "gmpo": _of("grpo", "gmpo", "sequence"),
+    "m2po": _of("grpo", "importance", "token", **_RECOMPUTE, corrections=[{"name": "m2po"}]),
+    "topr": _of("dr_grpo", "topr", "attempt"),
+    "glm5": _of("grpo", "rollout_mask", "token"),
+    "scalerl": _of("grpo_batch", "aipo", "prompt", zero_variance="drop"),
+    "online_dpo": _of("none", "reinforce", "attempt", preference="dpo", **_INITIAL, **_RECOMPUTE, zero_variance="drop"),
+    "opd": _of("none", "importance", "token", reference={"distil": 1.0}, **_RECOMPUTE),
+    "sft": _of("none", CROSS_ENTROPY, "token", given="answers"),
     "dpo": {**_FROM_PAIRS, "preference": "dpo", **_INITIAL},
     "ipo": {**_FROM_PAIRS, "preference": "ipo", **_INITIAL},
     "orpo": {**_FROM_PAIRS, "preference": "orpo"},
     "simpo": {**_FROM_PAIRS, "preference": "simpo"},
-    "reward_model": {
-        **{"given": "pairs", "advantage": "none", "preference": "bradley_terry", "loss": SCORE, "reduction": "attempt"},
-        "critic": {"model": "policy"},
-    },
+    "reward_model": _of("none", SCORE, "attempt", given="pairs", preference="bradley_terry", critic={"model": "policy"}),
     "kto": {**_FROM_PAIRS, "given": "labels", "preference": "kto", **_INITIAL},
 }
 

@@ -12,11 +12,34 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidemill.types import Array, Group, LossSpec, Sample, Trajectory
+from tidemill.types import Array, Group, Sample, Trajectory
 
-POLICY, REFERENCE, CRITIC, SUPERVISED = "policy", "reference", "critic", "supervised"
+POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 Logprobs = Mapping[str, Sequence[Array]]
 """Whose ("policy", "reference") -> [T] of each row; of the "critic" its values"""
+
+Measured = tuple[Sequence[Sample], Logprobs]
+"""Rows, and the logprobs of them"""
+
+
+class ByAttempt:
+    """M tokens of n attempts, row after row: numbers of attempts become those of tokens, and the other way round."""
+
+    __slots__ = ()
+    lengths: Array  # [n] int64, >= 1
+
+    @property
+    def starts(self) -> Array:
+        """[n] the first token of each attempt."""
+        return np.cumsum(self.lengths) - self.lengths
+
+    def spread(self, values: Array) -> Array:
+        """[M] of one value [n] for each attempt."""
+        return np.repeat(values, self.lengths)
+
+    def per_row(self, values: Array) -> Array:
+        """[n] sums over the tokens of each attempt."""
+        return np.add.reduceat(values, self.starts)
 
 
 def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
@@ -76,24 +99,3 @@ def filled(
         weight = np.where(row.predicted, np.float32(weights[i]), np.float32(0))
         others = {name: values[i] for name, values in known.items() if values is not None}
         yield replace(row, advantages=own, weights=weight, **others)
-
-
-def supervised(rows: Sequence[tuple[Array, Array]]) -> tuple[list[Sample], dict[str, LossSpec], float]:
-    """Samples, losses and scale of a cross-entropy step on `(tokens [T] int32, loss_mask [T] bool)`: a mean over tokens.
-
-    Nothing was sampled, so `mask` is all False; only `weights` say what is trained.
-    """
-    samples, trained = [], 0
-    for tokens, loss_mask in rows:
-        tokens, loss_mask = np.asarray(tokens, np.int32), np.asarray(loss_mask, bool)
-        if tokens.shape != loss_mask.shape or tokens.ndim != 1:
-            raise ValueError(f"tokens {tokens.shape} and loss_mask {loss_mask.shape}: expected one flag a token")
-        if loss_mask[:1].any():
-            raise ValueError("loss_mask[0] is set: nothing predicts a row's first token; put a prompt or BOS before it")
-        nothing = np.zeros(tokens.shape, np.float32)
-        unknown = np.full(tokens.shape, -1, np.int32)
-        weights = loss_mask.astype(np.float32)
-        none_sampled = np.zeros(tokens.shape, bool)
-        samples.append(Sample(tokens, none_sampled, nothing, unknown, nothing, weights, loss=SUPERVISED))
-        trained += int(loss_mask.sum())
-    return samples, {SUPERVISED: LossSpec("cross_entropy")}, 1.0 / trained if trained else 0.0

@@ -142,9 +142,7 @@ class AlgorithmSettings(Config):
     loss: str  # of `losses`, or FILE.py:function
     reduction: Literal["token", "sequence", "prompt", "attempt", "fixed"]
     given: Literal["", "answers", "pairs", "labels"] = ""  # what is learnt: what was sampled, or what each task holds
-    constants: Constants = Field(
-        default_factory=dict
-    )  # of the loss and of the advantage; may be given beside the other keys
+    constants: Constants = Field(default_factory=dict)  # of the loss and the advantage; may be given beside the other keys
     preference: str = ""  # of `preferences`: the best and the worst attempt at a task are a pair, in place of an advantage
     corrections: tuple[CorrectionSettings, ...] = ()
     old_logprobs: Literal["behaviour", "recompute"] = "behaviour"  # p_hat: the engine's logprobs, or the trainer's own
@@ -289,27 +287,17 @@ def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
     if not isinstance(constants, dict):
         return given
     names = kind.model_fields
-    near = {key: difflib.get_close_matches(key, names, n=1, cutoff=0.75) for key in given if key not in names}
     for key, value in given.items():
-        if key in names:
-            known[key] = value
-        elif (
-            isinstance(value, int | float | dict)
-            and not isinstance(value, bool)
-            and (key in EVERY_CONSTANT or not near[key])
-        ):
+        is_constant = key not in names and isinstance(value, int | float | dict) and not isinstance(value, bool)
+        if is_constant and (key in EVERY_CONSTANT or not difflib.get_close_matches(key, names, n=1, cutoff=0.75)):
             constants = {**constants, key: value}
         else:
-            known[key] = value  # refused, with what it was perhaps meant to be
+            known[key] = value  # a setting; or refused, with what it was perhaps meant to be
     return known | {"constants": constants}
 
 
-EVERY_CONSTANT = {name for constants in LOSS_CONSTANTS.values() for name in constants} | {
-    name
-    for table in (ADVANTAGES, EVERY_PREFERENCE, CORRECTIONS)
-    for function in table.values()
-    for name in constants_of(function)
-}
+_FUNCTIONS = [*ADVANTAGES.values(), *EVERY_PREFERENCE.values(), *CORRECTIONS.values()]
+EVERY_CONSTANT = {name for own in (*LOSS_CONSTANTS.values(), *map(constants_of, _FUNCTIONS)) for name in own}
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:

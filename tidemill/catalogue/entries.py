@@ -64,7 +64,7 @@ def entries() -> list[Entry]:
         *_described("loss", [LOSSES[name] for name in LOSS_CONSTANTS]),
         *_described("term", terms),
         *_described("correction", CORRECTIONS.values()),
-        *(parsed("reduction", name, text) for name, text in REDUCTIONS.items()),
+        *_described("reduction", REDUCTIONS.values()),
         *_described("preference", [*PREFERENCES.values(), *UNPAIRED.values(), *OF_SCORES.values()]),
         *_described("reward", [advantages.overlong, advantages.distilled, advantages.returns, adaptive_entropy]),
     ]
