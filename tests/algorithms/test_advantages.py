@@ -464,15 +464,6 @@ def test_distilled():
     np.testing.assert_allclose(advantages.distilled([-1.0, -3.0], np.array([-2.0, -0.5]), 0.5), [0.5, -1.25], rtol=1e-12)
 
 
-def test_estimated_pass_at_k_is_the_share_of_subsets_with_a_solved_one():
-    for n, c, k in [(5, 2, 3), (6, 0, 2), (6, 6, 1), (4, 1, 4), (7, 3, 2)]:
-        subsets = list(itertools.combinations([1] * c + [0] * (n - c), k))
-        assert advantages.estimate_pass_at_k(n, c, k) == pytest.approx(sum(map(any, subsets)) / len(subsets), rel=1e-12)
-    for wrong in [(3, 1, 4), (3, 4, 1), (3, 1, 0), (3, -1, 1)]:
-        with pytest.raises(ValueError, match="expected 1 <= k <= n"):
-            advantages.estimate_pass_at_k(*wrong)
-
-
 def test_by_name(tmp_path):
     x = batch()
     np.testing.assert_array_equal(advantage_by_name("grpo", {"eps": 0.5})(x), advantages.grpo(x, eps=0.5))

@@ -47,8 +47,8 @@ def test_presets_are_values_and_overrides_win():
     assert parse({"name": "dapo", "clip_high": None}) == parse("dapo")  # none: the preset's value
     assert parse("grpo").loss_spec().params == {"clip_low": 0.2, "clip_high": 0.2, "dual_clip": 0.0}
     assert parse("aipo").loss_spec().params == {"cap": 5.0}
-    assert parse({"name": "grpo", "eps": 1e-4}).constants_for("grpo") == {"eps": 1e-4}
-    assert parse({"name": "gdpo", "weights": {"format": 0.5}}).constants_for("gdpo")["weights"] == {"format": 0.5}
+    assert parse({"name": "grpo", "eps": 1e-4}).constants_for("advantage") == {"eps": 1e-4}
+    assert parse({"name": "gdpo", "weights": {"format": 0.5}}).constants_for("advantage")["weights"] == {"format": 0.5}
 
 
 def test_corrections_are_names_or_tables():
@@ -69,7 +69,13 @@ def test_a_users_functions_get_what_was_given():
     assert parse({"name": "grpo", "loss": "mine.py:f"}).loss_spec().params == {}
     assert parse({"name": "grpo", "loss": "mine.py:f", "strength": 2}).loss_spec().params == {"strength": 2.0}
     mine = parse({"name": "grpo", "advantage": "mine.py:f", "strength": 2})
-    assert mine.constants_for("mine.py:f") == {"strength": 2.0} and "strength" not in mine.loss_spec().params
+    assert mine.constants_for("advantage") == {"strength": 2.0} and "strength" not in mine.loss_spec().params
+
+
+def test_a_loss_and_an_advantage_of_one_name_take_their_own_constants():
+    settings = parse({"name": "reinforce_pp", "advantage": "reinforce", "loss": "reinforce", "baseline": 0.5})
+    assert settings.constants_for("advantage") == {"baseline": 0.5} and settings.loss_spec().params == {}
+    Algorithm(settings, max_tokens=9)
 
 
 def test_the_loss_gets_what_is_added_to_it():
@@ -129,7 +135,7 @@ def test_what_cannot_be_meant_is_refused(value, message):
 def test_a_critic_is_a_word_or_a_table_and_its_loss_a_term():
     assert parse({"name": "ppo", "critic": "policy"}).critic.model == "policy"
     settings = parse({"name": "ppo", "critic": {"clip": 0.2, "weight": 0.1, "lr": 1e-5}, "lam": 0.95})
-    assert settings.critic.model == "initial" and settings.constants_for("gae")["lam"] == 0.95
+    assert settings.critic.model == "initial" and settings.constants_for("advantage")["lam"] == 0.95
     assert [(e.name, e.params, e.weight) for e in settings.loss_spec().also] == [("value", {"clip": 0.2}, 0.1)]
     assert parse({"name": "grpo", "advantage": "gae", "critic": "initial"}).critic is not None
     parse("ppo").check(4, 1)

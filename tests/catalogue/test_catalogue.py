@@ -30,7 +30,7 @@ from tidemill.types import LossSpec
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 TOOLS = {  # public functions that are no part of an algorithm
     *("advantage_by_name", "correction_by_name", "loss_by_name", "evaluate", "ratio", "correct", "pairs_of"),
-    *("estimate_pass_at_k", "kto_baseline"),
+    "kto_baseline",
 }
 GOOD = "A formula.\n\nSource: a paper,\n    2402.03300.\nWhen: often. Or\nnot.\nCost: nothing."
 

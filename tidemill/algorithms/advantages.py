@@ -310,13 +310,6 @@ def overlong(lengths: Array, limit: float, cache: float) -> Array:
     return np.clip((limit - cache - np.asarray(lengths, np.float64)) / cache, -1.0, 0.0)
 
 
-def estimate_pass_at_k(n: int, c: int, k: int) -> float:
-    """1 - C(n-c, k) / C(n, k): unbiased, from n attempts of which c are solved. Codex, 2107.03374."""
-    if not (1 <= k <= n and 0 <= c <= n):
-        raise ValueError(f"pass@{k} of {c} in {n}: expected 1 <= k <= n and 0 <= c <= n")
-    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
 _ALONE = (none, reinforce, reinforce_pp, remax, gae, leave_one_out_seats)
 _AMONG = (grpo, grpo_batch, dr_grpo, rloo, reinforce_pp_baseline, maxrl, opo, gdpo, pass_at_k, pkpo, process, turn_level)
 ADVANTAGES: dict[str, Callable[..., Array]] = {f.__name__: f for f in (*_AMONG, *_ALONE)}

@@ -57,7 +57,7 @@ class Algorithm:
         """max_tokens: the longest completion that may be sampled."""
         self.settings, self._longest = settings.with_longest(max_tokens), max_tokens
         self._corrections = [correction_by_name(each.name, each.constants) for each in settings.corrections]
-        self._advantage = advantage_by_name(settings.advantage, settings.constants_for(settings.advantage))
+        self._advantage = advantage_by_name(settings.advantage, settings.constants_for("advantage"))
         self._preference = settings.preference
         self._entropies: tuple[int, Metrics] = -1, {}  # the latest step, and what the next one's entropy weight follows from
         self._recorded: Callable[[int], Metrics] = lambda _: {}
@@ -143,7 +143,7 @@ class Algorithm:
         s, against = self.settings, known.against
         every = np.ones(len(attempts), bool)
         if self._preference in UNPAIRED:
-            preference = partial(UNPAIRED[self._preference], **s.constants_for(self._preference))
+            preference = partial(UNPAIRED[self._preference], **s.constants_for("preference"))
             advantages, found = labelled(preference, scores, known.policy, known.reference, beside)
             counted = every
         elif self._preference:
@@ -223,7 +223,7 @@ class Algorithm:
         if reference is not None:
             known = scores.per_row(reference)
             pairs = replace(pairs, chosen_reference=known[chosen], rejected_reference=known[rejected])
-        found = (PREFERENCES | OF_SCORES)[self._preference](pairs, **self.settings.constants_for(self._preference))
+        found = (PREFERENCES | OF_SCORES)[self._preference](pairs, **self.settings.constants_for("preference"))
         of_attempt = np.zeros(len(lengths))
         of_attempt[chosen], of_attempt[rejected] = 2 * found.chosen, 2 * found.rejected
         metrics: Metrics = {"pairs": float(len(chosen))}

@@ -23,6 +23,7 @@ from tidemill.config import Config
 from tidemill.loading import constants_of
 from tidemill.types import LossSpec
 
+Part = Literal["loss", "advantage", "preference"]
 T = TypeVar("T")
 
 
@@ -235,14 +236,17 @@ class AlgorithmSettings(Config):
             also.append(LossSpec("value", {"clip": critic.clip}, weight=critic.weight))
         if weight := self.entropy.coefficient if entropy is None else entropy:
             also.append(LossSpec("entropy", weight=weight))
-        numbers = {name: float(value) for name, value in self.constants_for(self.loss).items()}
+        numbers = {name: float(value) for name, value in self.constants_for("loss").items()}
         return LossSpec(self.loss, numbers, also=tuple(also))
 
-    def constants_for(self, function: str) -> Constants:
-        """Of the loss, the advantage or the preference. A user's own function gets what no other one takes."""
-        takes = {self.loss: LOSS_CONSTANTS.get(self.loss), self.advantage: _taken(ADVANTAGES, self.advantage)}
-        takes[self.preference] = _taken(EVERY_PREFERENCE, self.preference)
-        if (own := takes.get(function)) is not None:
+    def constants_for(self, part: Part) -> Constants:
+        """What that part takes of the constants; a user's own function gets what neither of the others takes."""
+        takes: dict[Part, Constants | None] = {
+            "loss": LOSS_CONSTANTS.get(self.loss),
+            "advantage": _taken(ADVANTAGES, self.advantage),
+            "preference": _taken(EVERY_PREFERENCE, self.preference),
+        }
+        if (own := takes[part]) is not None:
             return {name: value for name, value in self.constants.items() if name in own}
         others = {name for names in takes.values() if names is not None for name in names}
         return {name: value for name, value in self.constants.items() if name not in others}

@@ -32,9 +32,9 @@ def parts_of(settings: AlgorithmSettings, max_tokens: int) -> list[Part]:
         at = "at each token" if settings.advantage in USING_GIVEN else "summed over each attempt"
         formula = f"-log(p_hat / pi_ref), {at}: a reward"
         found.append(Part("reward", "KL", formula, "as in REINFORCE++, 2501.03262", weight=settings.kl_in_reward))
-    kind, name = ("preference", settings.preference) if settings.preference else ("advantage", settings.advantage)
     if settings.given != "answers":  # their loss knows no advantage
-        found.append(_part(kind, kind, name, settings.constants_for(name)))
+        kind = "preference" if settings.preference else "advantage"
+        found.append(_part(kind, kind, settings.preference or settings.advantage, settings.constants_for(kind)))
     if (reference := settings.reference) is not None and reference.distil:
         found.append(_part("advantage", "reward", "distilled", {}, reference.distil))
     found += [_part("correction", "correction", each.name, each.constants) for each in settings.corrections]
