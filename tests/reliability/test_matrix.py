@@ -16,6 +16,7 @@ import pytest
 from runs import Run
 
 from tidemill.commands.why import standing
+from tidemill.ledger.database import has_ledger
 from tidemill.run_folder import RunFolder
 
 GOES_ON = "goes on"  # status 0
@@ -195,7 +196,7 @@ def test_a_stop_that_was_asked_for_outlives_the_trainer(tmp_path):
 
 
 def steps_ended(run: Run) -> int:
-    if not (run.folder / "ledger.sqlite").exists():
+    if not has_ledger(run.folder):  # the file is there before its tables are
         return 0
     with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
         return db.execute("SELECT count(*) FROM steps WHERE ended_at IS NOT NULL").fetchone()[0]
