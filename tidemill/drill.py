@@ -34,20 +34,19 @@ from tidemill.faults import LOG_VARIABLE, VARIABLE
 from tidemill.health import STATUS
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.orchestration.local import MODULE
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
 
-ROLES = {  # by module; engines and the trainer by status.json
-    "tidemill.scoring.worker": "reward",
-    "tidemill.envs.worker": "environment",
-    "tidemill.remote_worker": "forkserver",
-}
+WORKERS = {"tidemill.scoring.worker": "reward", "tidemill.envs.worker": "environment"}  # by module
+FORKSERVER, STARTING = "forkserver", "starting"  # STARTING: forked, and not yet named in status.json
 STARVED_S, FROZEN_S, DUTY_S, RUN_SHARE = 5.0, 3.0, 0.2, 0.1
 STOP_S = 120.0  # to end after its step when asked to
 TICK_S, LOOK_S = 0.25, 2.0  # between two looks at the run, and at the sizes of its processes
 ROUGH_S = 300.0  # of faults, between two calm whiles
 GROWN_S = 120.0  # the age from which on a process should not grow any more
 WINDOW_S = 30.0  # of looks, whose median a size is: what a process holds comes and goes with its work
+JUDGED_S = GROWN_S + WINDOW_S  # the age from which on it is told how a process grew, in windows of half that length at least
 
 Schedule = tuple[tuple[str, str, float], ...]
 FAULTS: Schedule = (  # what, whom, how often beside the others
@@ -83,28 +82,42 @@ class Size:
 
 
 @dataclass(frozen=True, slots=True)
+class Look:
+    name: str  # what it was called at that time: a role is forked before it has told its name
+    age: float
+    size: Size
+
+
+@dataclass(frozen=True, slots=True)
 class Life:
     """A process of the run, for as long as it was seen."""
 
     name: str
     seconds: float
-    early: Size | None  # of WINDOW_S from the age of GROWN_S on; None: it had no other such window before its end
-    late: Size  # of the last WINDOW_S
+    early: Size | None  # from the age of GROWN_S on; None: it did not live to that of JUDGED_S
+    late: Size  # at its end
 
     @property
     def grown(self) -> float | None:
         """Resident memory at its end over that at GROWN_S, minus one."""
         return None if self.early is None else self.late.resident_mb / self.early.resident_mb - 1
 
+    @property
+    def opened(self) -> int | None:
+        """Open files at its end beyond those at GROWN_S."""
+        return None if self.early is None else self.late.files - self.early.files
+
     @classmethod
-    def of(cls, name: str, looks: Sequence[tuple[float, Size]]) -> Life:
-        """looks: its age and its size at each, at least one; at the last one it may have been ending."""
-        seconds = looks[-1][0]
+    def of(cls, looks: Sequence[Look]) -> Life:
+        """looks: at least one; at the last one it may have been ending."""
+        name = next((look.name for look in reversed(looks) if not look.name.startswith(STARTING)), looks[-1].name)
+        seconds = looks[-1].age
         looks = looks[:-1] or looks
-        early = [size for age, size in looks if GROWN_S <= age < GROWN_S + WINDOW_S]
-        late = [size for age, size in looks if age > seconds - WINDOW_S]
-        judged = early and seconds >= GROWN_S + 2 * WINDOW_S
-        return cls(name, seconds, _median(early) if judged else None, _median(late or [looks[-1][1]]))
+        window = min(WINDOW_S, (seconds - GROWN_S) / 2) if seconds >= JUDGED_S else WINDOW_S
+        early = [look.size for look in looks if GROWN_S <= look.age < GROWN_S + window]
+        late = [look.size for look in looks if look.age >= seconds - window]
+        judged = early and seconds >= JUDGED_S
+        return cls(name, seconds, _median(early) if judged else None, _median(late or [looks[-1].size]))
 
 
 def _median(sizes: list[Size]) -> Size:
@@ -165,7 +178,7 @@ class Drill:
         self._config, self._command, self._note = config, command, note
         self._seconds, self._calm_s, self._every_s = seconds, calm_s, every_s
         self._rng, self._spare = random.Random(seed), spare
-        self._looks: dict[tuple[int, float], tuple[str, float, list[tuple[float, Size]]]] = {}  # by process id and start
+        self._looks: dict[tuple[int, float], list[Look]] = {}  # by process id and start
         self._looked = 0.0
         self._folder = config.run_dir
         self._log = self._folder.with_name(self._folder.name + ".faults")
@@ -207,7 +220,7 @@ class Drill:
                 self._suffer(begin, min(time.monotonic() + ROUGH_S, end))
         self.outcome.calm_s, self.outcome.calm_rate, self.outcome.rate = calm.seconds, calm.rate, rough.rate
         self._look()
-        self.outcome.lives = [Life.of(name, looks) for name, _, looks in self._looks.values()]
+        self.outcome.lives = [Life.of(looks) for looks in self._looks.values()]
 
     def _suffer(self, begin: float, until: float) -> None:
         """Faults until then; ends when the last one is over, which is a part of it."""
@@ -305,19 +318,17 @@ class Drill:
             parts["controller"] = controller
             for child in controller.children(recursive=True):
                 with suppress(psutil.NoSuchProcess):
-                    module = next((m for m in child.cmdline() if m in ROLES), "")
-                    if name := named.get(child.pid) or (f"{ROLES[module]}-{child.pid}" if module else ""):
+                    if name := named.get(child.pid) or unnamed(child, controller.pid):
                         parts[name] = child
         return parts
 
     def _look(self) -> None:
         """How large its processes are."""
-        self._looked = now = time.monotonic()
+        self._looked = time.monotonic()
         for name, process in self._parts().items():
             with suppress(psutil.NoSuchProcess):
-                size = Size(process.memory_info().rss / 1e6, process.num_fds())
-                _, first, looks = self._looks.setdefault((process.pid, process.create_time()), (name, now, []))
-                looks.append((now - first, size))
+                began, size = process.create_time(), Size(process.memory_info().rss / 1e6, process.num_fds())
+                self._looks.setdefault((process.pid, began), []).append(Look(name, time.time() - began, size))
 
     def _stop(self) -> None:
         """Ask it to end after its step, as Ctrl-C does."""
@@ -341,6 +352,17 @@ class Drill:
     def _all(self) -> list[psutil.Process]:
         """Every process of this drill, orphans too: they have its variable."""
         return [p for p in psutil.process_iter() if p.pid != os.getpid() and _marked(p, str(self._log))]
+
+
+def unnamed(process: psutil.Process, controller: int) -> str:
+    """What a process of the run is called that status.json does not name. "": it is no part of the run."""
+    words = process.cmdline()
+    if role := next((WORKERS[word] for word in words if word in WORKERS), ""):
+        return f"{role}-{process.pid}"
+    if MODULE not in words:
+        return ""
+    forked = process.ppid() != controller  # and has the command line of the fork server
+    return f"{STARTING if forked else FORKSERVER}-{process.pid}"
 
 
 def _marked(process: psutil.Process, log: str) -> bool:

@@ -20,6 +20,8 @@ from tempfile import TemporaryDirectory
 import pytest
 from runs import Run
 
+from tidemill.ledger.database import has_ledger
+
 STEPS, EVERY = 24, 3  # EVERY: steps between checkpoints, as in the recipe
 LONG, LEARNT = 140, 0.5  # steps, and an accuracy: 0 at first, and 0.8 to 1 after so many steps that nothing disturbs
 KILLS = int(os.environ.get("TIDEMILL_TEST_KILLS", "10"))  # of each run
@@ -58,7 +60,7 @@ def places(run: Run, rng: random.Random, begun: int, next_id: int) -> list[str]:
 
 def standing(run: Run) -> tuple[int, int]:
     """Steps begun, and the next admission id."""
-    if not (run.folder / "ledger.sqlite").exists():
+    if not has_ledger(run.folder):  # the file is there before its tables are
         return 0, 0
     with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
         return db.execute(

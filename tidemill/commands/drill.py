@@ -11,7 +11,7 @@ from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.config import ConfigError
-from tidemill.drill import FAULTS, GROWN_S, WINDOW_S, Drill, Life, Outcome, command_for, reached
+from tidemill.drill import FAULTS, GROWN_S, JUDGED_S, Drill, Life, Outcome, command_for, reached
 from tidemill.recipe import load_recipe
 
 ENDLESS = 1_000_000  # steps: a drill of so many minutes is stopped, it does not come to its end
@@ -82,21 +82,28 @@ def _by_role(lives: Sequence[Life]) -> dict[str, list[Life]]:
 
 
 def _lived(lives: Sequence[Life]) -> str:
-    """How many processes a role had, how the one that lived longest grew, and which grew or shrank the most."""
+    """How many processes a role had, how the one that lived longest grew, and which of all grew or shrank the most."""
     oldest = max(lives, key=lambda life: life.seconds)
     there_were = "1 process" if len(lives) == 1 else f"{len(lives)} processes"
-    old = [life for life in lives if life.grown is not None]
     if oldest.early is None:
         size = f"{oldest.late.resident_mb:.0f} MB resident, {oldest.late.files} open files"
-        return f"{there_were}, none older than {(GROWN_S + 2 * WINDOW_S) / 60:g} min; {size}"
+        return f"{there_were}, none older than {JUDGED_S / 60:g} min; {size}"
     early, late = oldest.early, oldest.late
-    memory = f"{early.resident_mb:.0f} -> {late.resident_mb:.0f} MB resident ({_percent(oldest)})"
-    said = f"{there_were}; the oldest, {oldest.seconds / 60:.1f} min: {memory}, {early.files} -> {late.files} open files"
-    if len(old) > 1:
-        low, high = (by(old, key=lambda life: life.grown or 0.0) for by in (min, max))
-        said += f"; {len(old)} that old: {_percent(low)} to {_percent(high)}"
-    return f"{said} since their {GROWN_S / 60:g} min"
+    grown, opened = ([g for life in lives if (g := of(life)) is not None] for of in (_grown, _opened))
+    memory = f"{early.resident_mb:.0f} -> {late.resident_mb:.0f} MB resident, {early.files} -> {late.files} open files"
+    every = f"{len(grown)} older than {JUDGED_S / 60:g} min: {_range(grown, '.1f')} %, {_range(opened, 'd')} open files"
+    return f"{there_were}; the oldest, {oldest.seconds / 60:.1f} min: {memory}; {every} since their {GROWN_S / 60:g} min"
 
 
-def _percent(life: Life) -> str:
-    return f"{100 * (life.grown or 0.0):+.1f} %"
+def _grown(life: Life) -> float | None:
+    return None if life.grown is None else 100 * life.grown
+
+
+def _opened(life: Life) -> int | None:
+    return life.opened
+
+
+def _range(values: Sequence[float], form: str) -> str:
+    """Lowest to highest, or the one value that all are."""
+    low, high = (format(bound, f"+{form}") for bound in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
