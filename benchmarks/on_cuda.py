@@ -262,10 +262,11 @@ async def updating(size: str, args: argparse.Namespace) -> dict[str, Any]:
             await asyncio.sleep(0.5)
             with torch.no_grad():
                 model.norm.weight.mul_(1.25)
+            gaps.append([])  # those while the trainer, in this one process, publishes
             begin = time.perf_counter()
             published = await trainer.publish(Version(step))
             sent.append(time.perf_counter() - begin)
-            await asyncio.sleep(0.1)  # what waited for the publishing, in this one process, has its step
+            await asyncio.sleep(0.1)  # what waited for that has its step
             gaps.append([])  # those during this update
             begin = time.perf_counter()
             await engine.update(published)
@@ -284,19 +285,21 @@ async def updating(size: str, args: argparse.Namespace) -> dict[str, Any]:
         "update s": statistics.median(staged[1:]),
         "stage s": statistics.median([span.end - span.start for span in spans if span.name == "stage"][1:]),
         "commit ms": statistics.median(pauses[1:]),
-        "decode step ms": statistics.median([gap for part in gaps[0::2] for gap in part]),
-        "longest beside an update ms": statistics.median([max(part) for part in gaps[1::2] if part][1:]),
+        "decode step ms": statistics.median([gap for part in gaps[0::3] for gap in part]),
+        "longest beside an update ms": statistics.median([max(part) for part in gaps[2::3] if part][1:]),
+        "longest of others ms": statistics.median([max(part) for part in gaps[0::3] if part][1:]),
     }
 
 
 async def _decode_on(engine: NativeEngine, args: argparse.Namespace, gaps: list[list[float]]) -> None:
-    """Rows that decode for as long as this runs; times between two steps go to the last of `gaps`."""
+    """Rows that decode while this runs, and do not end together; times between two steps go to the last of `gaps`."""
     gaps.append([])
     prompt = np.arange(args.prompt, dtype=np.int32)
 
     async def row(number: int) -> None:
         for again in itertools.count():
-            params = SamplingParams(max_tokens=args.tokens, ignore_eos=True, seed=again * 1000 + number)
+            tokens = args.tokens if again else 1 + args.tokens * number // engine.settings.max_sequences
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=again * 1000 + number)
             await engine.generate(prompt, params, "policy", f"{number}/{again}")
 
     rows = [asyncio.create_task(row(number)) for number in range(engine.settings.max_sequences)]
