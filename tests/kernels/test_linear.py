@@ -30,6 +30,7 @@ SHAPES = [  # rows, outputs, inputs
     (33, 30, 64),
     (70, 16, 768),
     (300, 96, 2048),
+    (30, 96, 1024),  # its rows are so far apart that they are copied
     (5, 7, 2816),
 ]
 
@@ -41,8 +42,9 @@ def test_products(
     kernels: Native, dtype: torch.dtype, n: int, outputs: int, inputs: int, biased: bool, threads: int
 ) -> None:
     torch.manual_seed(n)
+    apart = inputs if inputs == 1024 else inputs + 2
     inputs -= 3 if dtype == torch.float32 else 0
-    x = torch.randn(n, inputs + 5).to(dtype)[:, :inputs]
+    x = torch.randn(n, apart).to(dtype)[:, :inputs]
     weight, bias = torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype) if biased else None
     before = torch.get_num_threads()
     torch.set_num_threads(threads)

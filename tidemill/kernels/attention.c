@@ -10,9 +10,6 @@
 #include "tiles.h"
 
 #include <math.h>
-#ifdef __AVX512BF16__
-#include <immintrin.h>
-#endif
 
 #define MOST_QUERIES 16 /* that share a key/value head */
 #define MOST_VECTORS 8  /* of a head: 128 numbers */
@@ -73,7 +70,7 @@ INLINE vec join8(vec a, vec b) { return EVEN8(a, b) + ODD8(a, b); }
  * bfloat16 itself, a query is V / 2 vectors of them, else V vectors of floats: `as_query` makes either. */
 INLINE vec four_scores(const char *key, int64_t stride, const vec *q, int V, int narrow) {
     vec sums[4];
-#ifdef __AVX512BF16__
+#ifdef PAIRS
     if (narrow && V % 2 == 0) {
         UNROLL for (int i = 0; i < 4; i++) {
             __m512 sum = _mm512_setzero_ps();
@@ -98,7 +95,7 @@ INLINE vec only(vec scores, int low, int end) {
 }
 
 INLINE void as_query(const char *from, int V, int narrow, vec *q) {
-#ifdef __AVX512BF16__
+#ifdef PAIRS
     if (narrow && V % 2 == 0) {
         memcpy(q, from, V * sizeof(vec) / 2);
         return;

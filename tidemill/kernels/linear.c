@@ -16,14 +16,16 @@
 #endif
 
 #define BLOCK 32
-#define ROWS 12   /* that share what is loaded of a float block */
+#define ROWS 12  /* that share what is loaded of a block */
 #define STEP 32  /* inputs of a tile */
 #define HALF 512 /* bfloat16 numbers of a tile */
 #define NEAR (1 << 19) /* numbers of x that are gone over block by block: they stay in a second-level cache */
-#define MOST_ROWS 256  /* at a time, of floats */
+#define MOST_ROWS 256  /* at a time, but in tiles */
+#define CROWDED 2048   /* bytes from row to row, of which a first-level cache holds few rows: such are copied, LINE apart */
+#define LINE 64
 #define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
 
-/* ---- float ------------------------------------------------------------------------------------------------------ */
+/* ---- in vectors ------------------------------------------------------------------------------------------------- */
 
 /* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them. */
 INLINE void float_rows(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept, const int rows) {
@@ -45,26 +47,53 @@ INLINE void float_rows(const float *x, int64_t stride, const float *block, int i
     UNROLL for (int r = 0; r < rows; r++) memcpy(kept + r * BLOCK, sums[r], sizeof sums[r]);
 }
 
-static void float_stretch(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept, int n) {
-    for (int r = 0; r < n; r += ROWS) {
-        const float *rows = x + r * stride;
-        float *sums = kept + (int64_t)r * BLOCK;
-        switch (n - r) {
-        case 1: float_rows(rows, stride, block, inputs, begins, sums, 1); break;
-        case 2: float_rows(rows, stride, block, inputs, begins, sums, 2); break;
-        case 3: float_rows(rows, stride, block, inputs, begins, sums, 3); break;
-        case 4: float_rows(rows, stride, block, inputs, begins, sums, 4); break;
-        case 5: float_rows(rows, stride, block, inputs, begins, sums, 5); break;
-        case 6: float_rows(rows, stride, block, inputs, begins, sums, 6); break;
-        case 7: float_rows(rows, stride, block, inputs, begins, sums, 7); break;
-        case 8: float_rows(rows, stride, block, inputs, begins, sums, 8); break;
-        case 9: float_rows(rows, stride, block, inputs, begins, sums, 9); break;
-        case 10: float_rows(rows, stride, block, inputs, begins, sums, 10); break;
-        case 11: float_rows(rows, stride, block, inputs, begins, sums, 11); break;
-        default: float_rows(rows, stride, block, inputs, begins, sums, ROWS);
+#ifdef PAIRS
+/* The same of bfloat16, two inputs at a time. */
+INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
+                      const int rows) {
+    __m512 sums[ROWS][2];
+    UNROLL for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++)
+            sums[r][half] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(kept + r * BLOCK + half * 16);
+    for (int k = 0; k < inputs; k += STEP, block += 2 * HALF)
+        for (int pair = 0; pair < STEP / 2; pair++) {
+            const __m512bh low = (__m512bh)_mm512_loadu_si512(block + pair * 32);
+            const __m512bh high = (__m512bh)_mm512_loadu_si512(block + HALF + pair * 32);
+            UNROLL for (int r = 0; r < rows; r++) {
+                int32_t both;
+                memcpy(&both, x + r * stride + k + 2 * pair, sizeof both);
+                const __m512bh factor = (__m512bh)_mm512_set1_epi32(both);
+                sums[r][0] = _mm512_dpbf16_ps(sums[r][0], low, factor);
+                sums[r][1] = _mm512_dpbf16_ps(sums[r][1], high, factor);
+            }
         }
-    }
+    UNROLL for (int r = 0; r < rows; r++)
+        for (int half = 0; half < 2; half++) _mm512_storeu_ps(kept + r * BLOCK + half * 16, sums[r][half]);
 }
+#endif
+
+#define STRETCHES(NAME, NUMBER, ROWS_OF)                                                                                    \
+    static void NAME(const NUMBER *x, int64_t stride, const NUMBER *block, int inputs, int begins, float *kept, int n) {    \
+        for (int r = 0; r < n; r += ROWS) {                                                                                 \
+            const NUMBER *rows = x + r * stride;                                                                            \
+            float *sums = kept + (int64_t)r * BLOCK;                                                                        \
+            switch (n - r) {                                                                                                \
+            case 1: ROWS_OF(rows, stride, block, inputs, begins, sums, 1); break;                                           \
+            case 2: ROWS_OF(rows, stride, block, inputs, begins, sums, 2); break;                                           \
+            case 3: ROWS_OF(rows, stride, block, inputs, begins, sums, 3); break;                                           \
+            case 4: ROWS_OF(rows, stride, block, inputs, begins, sums, 4); break;                                           \
+            case 5: ROWS_OF(rows, stride, block, inputs, begins, sums, 5); break;                                           \
+            case 6: ROWS_OF(rows, stride, block, inputs, begins, sums, 6); break;                                           \
+            case 7: ROWS_OF(rows, stride, block, inputs, begins, sums, 7); break;                                           \
+            case 8: ROWS_OF(rows, stride, block, inputs, begins, sums, 8); break;                                           \
+            case 9: ROWS_OF(rows, stride, block, inputs, begins, sums, 9); break;                                           \
+            case 10: ROWS_OF(rows, stride, block, inputs, begins, sums, 10); break;                                         \
+            case 11: ROWS_OF(rows, stride, block, inputs, begins, sums, 11); break;                                         \
+            default: ROWS_OF(rows, stride, block, inputs, begins, sums, ROWS);                                              \
+            }                                                                                                               \
+        }                                                                                                                   \
+    }
+STRETCHES(float_stretch, float, float_rows)
 
 static void float_linear(const float *x, int64_t stride, const float *packed, const float *bias, float *out, int n,
                          int outputs, int inputs, int first, int last) {
@@ -85,7 +114,43 @@ static void float_linear(const float *x, int64_t stride, const float *packed, co
     }
 }
 
-/* ---- bfloat16 --------------------------------------------------------------------------------------------------- */
+#ifdef PAIRS
+STRETCHES(pair_stretch, uint16_t, pair_rows)
+
+/* Sums [rows, BLOCK] to `out` [rows, outputs of all], with the bias, as floats or rounded: of a block with so many outputs. */
+INLINE void put_sums(const float *sums, const uint16_t *bias, void *out, int wide, int rows, int outputs, int64_t to) {
+    for (int half = 0; half < 2 && half * 16 < outputs; half++) {
+        const __mmask16 some = outputs - half * 16 < 16 ? (1u << (outputs - half * 16)) - 1 : 0xffff;
+        __m512 add = _mm512_setzero_ps();
+        if (bias) {
+            const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, bias + half * 16));
+            add = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+        }
+        for (int r = 0; r < rows; r++) {
+            __m512 row = _mm512_load_ps(sums + r * BLOCK + half * 16);
+            if (bias) row = _mm512_add_ps(row, add);
+            if (wide) _mm512_mask_storeu_ps((float *)out + r * to + half * 16, some, row);
+            else _mm256_mask_storeu_epi16((uint16_t *)out + r * to + half * 16, some, (__m256i)_mm512_cvtneps_pbh(row));
+        }
+    }
+}
+
+static void pair_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out, int wide,
+                        int n, int outputs, int inputs, int first, int last) {
+    float kept[MOST_ROWS * BLOCK] __attribute__((aligned(64)));
+    for (int b = first; b < last; b++) {
+        const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
+        const uint16_t *block = packed + (int64_t)b * inputs * BLOCK;
+        for (int k = 0; k < inputs; k += 2 * STRETCH) {
+            const int some = inputs - k < 2 * STRETCH ? inputs - k : 2 * STRETCH;
+            pair_stretch(x + k, stride, block + (int64_t)k * BLOCK, some, k == 0, kept, n);
+        }
+        put_sums(kept, bias ? bias + begin : 0, (char *)out + (int64_t)begin * (wide ? 4 : 2), wide, n, count, outputs);
+    }
+}
+#endif
+
+/* ---- bfloat16 in tiles ------------------------------------------------------------------------------------------ */
 
 #ifdef TILES
 /* Tiles 0 to 3 hold sums (two of rows by two of outputs), 4 and 5 rows of x, 6 and 7 weights. */
@@ -133,20 +198,7 @@ INLINE void tile_store(const uint16_t *bias, void *out, int wide, int rows, int 
         _tile_stored(2, sums[16], sizeof sums[0]);
         _tile_stored(3, sums[16] + 16, sizeof sums[0]);
     }
-    for (int half = 0; half < 2 && half * 16 < outputs; half++) {
-        const __mmask16 some = outputs - half * 16 < 16 ? (1u << (outputs - half * 16)) - 1 : 0xffff;
-        __m512 add = _mm512_setzero_ps();
-        if (bias) {
-            const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, bias + half * 16));
-            add = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-        }
-        for (int r = 0; r < rows; r++) {
-            __m512 row = _mm512_load_ps(sums[r] + half * 16);
-            if (bias) row = _mm512_add_ps(row, add);
-            if (wide) _mm512_mask_storeu_ps((float *)out + r * to + half * 16, some, row);
-            else _mm256_mask_storeu_epi16((uint16_t *)out + r * to + half * 16, some, (__m256i)_mm512_cvtneps_pbh(row));
-        }
-    }
+    put_sums(sums[0], bias, out, wide, rows, outputs, to);
 }
 
 static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out, int wide,
@@ -182,7 +234,10 @@ int tidemill_tiles(void) {
 
 /* Whether there is code for weights of this kind. */
 int tidemill_linear_is_fast(int narrow) {
-    if (narrow) return tidemill_tiles();
+#ifdef PAIRS
+    if (narrow) return 1;
+#endif
+    if (narrow) return 0;
 #ifdef __AVX512F__
     return 1;
 #endif
@@ -220,21 +275,30 @@ void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs
 void tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int narrow, int wide, int n,
                      int outputs, int inputs, int threads) {
     const int blocks = (outputs + BLOCK - 1) / BLOCK, size = narrow ? 2 : 4, to = narrow && !wide ? 2 : 4;
-    const int fit = NEAR / inputs / 32 * 32, some = fit < 32 ? 32 : fit, most = narrow || some < MOST_ROWS ? some : MOST_ROWS;
+    const int tiles = narrow && tidemill_tiles(), fit = NEAR / inputs / 32 * 32, some = fit < 32 ? 32 : fit;
+    const int most = tiles || some < MOST_ROWS ? some : MOST_ROWS;
+    const int64_t apart = (int64_t)inputs * size + LINE;
+    const int copied = !tiles && n > 1 && stride * size % CROWDED == 0;
     if (threads > blocks) threads = blocks;
 #pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
     for (int part = 0; part < threads; part++) {
         const int first = (int64_t)blocks * part / threads, last = (int64_t)blocks * (part + 1) / threads;
+        char *copy = copied && last - first > 1 ? malloc((n < most ? n : most) * apart) : 0; /* without one it is slower */
         for (int r = 0; r < n; r += most) {
             const int rows = n - r < most ? n - r : most;
             const char *from = (const char *)x + r * stride * size;
             char *into = (char *)out + (int64_t)r * outputs * to;
-            if (!narrow)
-                float_linear((const float *)from, stride, packed, bias, (float *)into, rows, outputs, inputs, first, last);
+            for (int i = 0; copy && i < rows; i++) memcpy(copy + i * apart, from + i * stride * size, (size_t)inputs * size);
+            const void *near = copy ? copy : from;
+            const int64_t step = copy ? apart / size : stride;
+            if (!narrow) float_linear(near, step, packed, bias, (float *)into, rows, outputs, inputs, first, last);
 #ifdef TILES
-            else
-                tile_linear((const uint16_t *)from, stride, packed, bias, into, wide, rows, outputs, inputs, first, last);
+            else if (tiles) tile_linear(near, step, packed, bias, into, wide, rows, outputs, inputs, first, last);
+#endif
+#ifdef PAIRS
+            else pair_linear(near, step, packed, bias, into, wide, rows, outputs, inputs, first, last);
 #endif
         }
+        free(copy);
     }
 }

@@ -1,12 +1,16 @@
-/* Matrix products of bfloat16 in a processor's tiles: sixteen rows of 64 bytes each, where it has them. */
+/* Products of bfloat16, where a processor has them: of pairs in vectors, and of matrices in tiles, sixteen rows of 64 bytes each. */
 
 #pragma once
 
 #include "vectors.h"
 
-#if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__AVX512F__) && defined(__AVX512BW__) && defined(__linux__)
-#define TILES
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#define PAIRS
 #include <immintrin.h>
+#endif
+
+#if defined(PAIRS) && defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
+#define TILES
 
 typedef struct {
     uint8_t palette, start, reserved[14];
