@@ -46,7 +46,7 @@ TICK_S, LOOK_S = 0.25, 2.0  # between two looks at the run, and at the sizes of 
 ROUGH_S = 300.0  # of faults, between two calm whiles
 GROWN_S = 120.0  # the age from which on a process should not grow any more
 WINDOW_S = 30.0  # of looks, whose median a size is: what a process holds comes and goes with its work
-JUDGED_S = GROWN_S + WINDOW_S  # the age from which on it is told how a process grew, in windows of half that length at least
+JUDGED_S = GROWN_S + WINDOW_S  # the age from which on it is told how a process grew: two such windows, halved, fit
 
 Schedule = tuple[tuple[str, str, float], ...]
 FAULTS: Schedule = (  # what, whom, how often beside the others
@@ -98,14 +98,11 @@ class Life:
     late: Size  # at its end
 
     @property
-    def grown(self) -> float | None:
-        """Resident memory at its end over that at GROWN_S, minus one."""
-        return None if self.early is None else self.late.resident_mb / self.early.resident_mb - 1
-
-    @property
-    def opened(self) -> int | None:
-        """Open files at its end beyond those at GROWN_S."""
-        return None if self.early is None else self.late.files - self.early.files
+    def growth(self) -> tuple[float, int] | None:
+        """From GROWN_S to its end: resident memory, in percent, and open files."""
+        if self.early is None:
+            return None
+        return 100 * (self.late.resident_mb / self.early.resident_mb - 1), self.late.files - self.early.files
 
     @classmethod
     def of(cls, looks: Sequence[Look]) -> Life:

@@ -37,19 +37,20 @@ def test_a_drill_of_a_minute(tmp_path):
 
 
 def test_growth_is_between_the_medians_of_two_windows():
-    def looks(minutes: float, name: str = "trainer") -> list[Look]:
+    def looks(minutes: float) -> list[Look]:
         ages = [2.0 * i for i in range(int(30 * minutes) + 1)]
-        return [Look(name, age, Size(100 + age / 60 + 50 * (i % 3 == 0), 10 + (age > 200))) for i, age in enumerate(ages)]
+        sizes = [Size(100 + age / 60 + 50 * (i % 3 == 0), 10 + (age > 200)) for i, age in enumerate(ages)]
+        return [Look("trainer", age, size) for age, size in zip(ages, sizes, strict=True)]
 
     grown = Life.of([*looks(10), Look("trainer", 601.0, Size(3.0, 0))])  # it was ending when it was seen last
     assert grown.early is not None and grown.early.resident_mb == pytest.approx(102.25, abs=0.2) and grown.early.files == 10
     assert grown.late.resident_mb == pytest.approx(109.75, abs=0.2) and grown.late.files == 11
-    assert grown.grown == pytest.approx(7.5 / 102.25, abs=0.003) and grown.opened == 1
+    assert grown.growth == (pytest.approx(100 * 7.5 / 102.25, abs=0.3), 1)
     short = Life.of(looks(2.6))  # its windows are shorter, and have nothing in common
     assert short.early is not None and short.early.resident_mb == pytest.approx(102.15, abs=0.2)
     assert short.late.resident_mb == pytest.approx(102.45, abs=0.2)
     young = Life.of(looks(2.4))
-    assert young.early is None and young.grown is None and young.opened is None
+    assert young.early is None and young.growth is None
     assert young.late.resident_mb == pytest.approx(102.15, abs=0.2)
     assert Life.of([Look("engine-0", 0.0, Size(5.0, 3))]).late == Size(5.0, 3)
 

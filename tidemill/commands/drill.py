@@ -89,18 +89,10 @@ def _lived(lives: Sequence[Life]) -> str:
         size = f"{oldest.late.resident_mb:.0f} MB resident, {oldest.late.files} open files"
         return f"{there_were}, none older than {JUDGED_S / 60:g} min; {size}"
     early, late = oldest.early, oldest.late
-    grown, opened = ([g for life in lives if (g := of(life)) is not None] for of in (_grown, _opened))
+    grown, opened = zip(*(growth for life in lives if (growth := life.growth) is not None), strict=True)
     memory = f"{early.resident_mb:.0f} -> {late.resident_mb:.0f} MB resident, {early.files} -> {late.files} open files"
     every = f"{len(grown)} older than {JUDGED_S / 60:g} min: {_range(grown, '.1f')} %, {_range(opened, 'd')} open files"
     return f"{there_were}; the oldest, {oldest.seconds / 60:.1f} min: {memory}; {every} since their {GROWN_S / 60:g} min"
-
-
-def _grown(life: Life) -> float | None:
-    return None if life.grown is None else 100 * life.grown
-
-
-def _opened(life: Life) -> int | None:
-    return life.opened
 
 
 def _range(values: Sequence[float], form: str) -> str:
