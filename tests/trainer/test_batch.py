@@ -25,17 +25,13 @@ def test_every_row_is_packed_once_within_the_budget(shapes, budget):
     for rows in batches:
         packed = pack(rows, CPU)
         assert len(packed.tokens) <= budget or len(rows) == 1
-        spread = np.arange(len(packed.tokens)) if packed.spread is None else packed.spread.numpy()
-        tokens, positions = packed.tokens.numpy(), packed.positions.numpy()
-        offset = 0
-        for row in rows:
-            own = spread[offset : offset + row.length]
+        tokens, positions, families = packed.tokens.numpy(), packed.positions.numpy(), packed.families
+        for i, row in enumerate(rows):
+            own = families.of_sequence(i)
             np.testing.assert_array_equal(tokens[own], row.sample.tokens[: row.length])
             np.testing.assert_array_equal(positions[own], np.arange(row.length))
-            offset += row.length
-        assert offset == len(spread)
-        if packed.collect is not None:
-            np.testing.assert_array_equal(spread[packed.collect.numpy()], np.arange(len(tokens)))
+        assert len(families.places) == sum(row.length for row in rows) and families.tokens == len(tokens)
+        np.testing.assert_array_equal(np.unique(families.places), np.arange(len(tokens)))
 
 
 @given(shapes=shapes, budget=st.integers(1, 80))
@@ -66,7 +62,8 @@ def test_groups_share_what_their_prompts_begin_with_and_equal_answers_are_run_on
 def test_what_saves_too_little_is_not_shared():
     samples = samples_of([(0, 60), (0, 60)])
     assert (samples[0].tokens[:4] == samples[1].tokens[:4]).all()
-    assert pack(split(rows_of(samples), 500)[0], CPU).spread is None
+    packed = pack(split(rows_of(samples), 500)[0], CPU)
+    assert len(packed.tokens) == sum(row.length for row in packed.rows) == len(packed.families.places)
 
 
 def test_rows_are_cut_after_the_last_predicted_token():

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from tidemill.kernels.gpu import DTYPES, SWITCH, Gpu, gpu
+from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "attention.c", "linear.c"))
+SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "attention.c", "linear.c", "sequences.c"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
@@ -51,6 +52,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     ),
     "tidemill_gate": (None, [_Pointer, _Int, _Pointer, _Int, _Int, _Int]),
     "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
+    "tidemill_sequences": (_Int, [_Pointer, _Pointer, _Int]),
     "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer]),
     "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
     "tidemill_linear_is_fast": (_Int, [_Int]),
@@ -215,6 +217,45 @@ class Native:
             *(x.dtype == torch.bfloat16, wide, n, outputs, k, threads),
         )
         return out
+
+    @staticmethod
+    def trains(dtype: torch.dtype, size: int) -> bool:
+        """Whether `see` and `see_back` are for heads of this size."""
+        return dtype in DTYPES and size % 16 == 0 and size <= MOST_NUMBERS
+
+    def see(self, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None) -> tuple[Tensor, Tensor]:
+        """Attention of every sequence in itself, causal, within the window, scaled by 1/sqrt(E), in float32.
+
+        q [N, H, E], k and v [N, K, E] -> ([N, H, E] in the dtype of v, [N, H] float32: the logarithm of each total weight).
+        """
+        out, totals = torch.empty(q.shape, dtype=v.dtype), torch.empty(q.shape[:2])
+        self._sequences(families, window, totals, {"q": q, "k": k, "v": v, "out": out})
+        return out, totals
+
+    def see_back(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        totals: Tensor,
+        d_out: Tensor,
+        families: Families,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """d q, d k and d v of what `see` gave. The same bits for any number of threads."""
+        d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        given = {"q": q, "k": k, "v": v, "out": out, "d_out": d_out.to(out.dtype)}
+        self._sequences(families, window, totals, given | {"d_q": d_q, "d_k": d_k, "d_v": d_v})
+        return d_q, d_k, d_v
+
+    def _sequences(self, families: Families, window: int | None, totals: Tensor, operands: dict[str, Tensor]) -> None:
+        q, k = operands["q"], operands["k"]
+        operands = {name: x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for name, x in operands.items()}
+        threads = torch.get_num_threads() if len(families.places) * q[0].numel() >= WORTH_THREADS_PRODUCTS else 1
+        given = tensors(totals, q.shape[2], operands)
+        if self._library.tidemill_sequences(ctypes.byref(layout(families, q, k, window)), ctypes.byref(given), threads):
+            raise MemoryError("there is no memory for the keys and values of the longest sequence")
 
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor, words: bool = False) -> tuple[int, int]:
         """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
@@ -393,5 +434,20 @@ def _try(library: Native) -> None:
             expected = products.sum(-1) + x.float()[:1, :33]
             seen = library.linear(x, packed, 33, x[0, :33].contiguous(), wide=True)
             right &= torch.allclose(seen, expected, atol=1e-2)
+    of, (q, k, v) = Families.of([5, 4], [0, 2]), queries.repeat(4, 1, 1)[:7].split([2, 1, 1], dim=1)
+    out, totals = library.see(q, k, v, of, None)
+    d_q, d_k, d_v = library.see_back(q, k, v, out, totals, out, of, None)
+    blind = [[i > t or (t > 4 and i in (2, 3, 4)) for i in range(7)] for t in range(7)]
+    scores = (q[:, None] * k).sum(-1) * 32**-0.5  # [query, key, head]
+    weights = scores.exp().masked_fill(torch.tensor(blind)[:, :, None], 0)  # a softmax of PyTorch's may start threads
+    total = weights.sum(1)
+    weights = weights / total[:, None]
+    expected = (weights[..., None] * v).sum(1)
+    d_weights = (expected[:, None] * v).sum(-1)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(1, keepdim=True)) * 32**-0.5
+    right &= torch.allclose(out, expected, atol=1e-5) and torch.allclose(totals, total.log(), atol=1e-5)
+    right &= torch.allclose(d_q, (d_scores[..., None] * k).sum(1), atol=1e-5)
+    right &= torch.allclose(d_k, (d_scores[..., None] * q[:, None]).sum((0, 2))[:, None], atol=1e-5)
+    right &= torch.allclose(d_v, (weights[..., None] * expected[:, None]).sum((0, 2))[:, None], atol=1e-5)
     if not right:
         raise Unavailable("the compiled kernels compute something else than they should")

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.losses import LossInput
+from tidemill.kernels.sequences import Families
 from tidemill.types import Array, Sample
 
 _WORTH = 0.1  # the share of a row that must be common, else spreading and collecting cost more than it saves
@@ -44,8 +45,7 @@ class Batch:
     rows: list[Row]  # [B]
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64
-    spread: Tensor | None  # [F] int64: the packed token of each row's each position, row after row; None: F = N, in order
-    collect: Tensor | None  # [N] int64: one of the F places of each packed token
+    families: Families  # which tokens are whose
     predictors: Tensor  # [M] int64: the packed token whose hidden state predicts the target
     targets: Tensor  # [M] int64
     temperature: Tensor  # [M] float64
@@ -100,7 +100,7 @@ def _common(a: Row, b: Row) -> int:
 
 def pack(rows: list[Row], device: torch.device) -> Batch:
     """The micro-batch of these rows, in the order of `split`."""
-    places, count = _places(rows)  # of each row, [length] the packed index of its positions
+    families = Families.of([row.length for row in rows], [row.shared for row in rows])
     pieces = [(row.sample.tokens[row.shared : row.length], np.arange(row.shared, row.length)) for row in rows]
     counts = [len(row.where) for row in rows]
 
@@ -120,15 +120,12 @@ def pack(rows: list[Row], device: torch.device) -> Batch:
             inputs[name] = gather(partial(_known, field=field))
     if any(row.sample.lags is not None for row in rows):
         inputs["lag"] = gather(_lags).long()
-    spread = np.concatenate(places)
-    shared = len(spread) > count
     return Batch(
         rows=rows,
         tokens=send(np.concatenate([tokens for tokens, _ in pieces]).astype(np.int64)),
         positions=send(np.concatenate([positions for _, positions in pieces])),
-        spread=send(spread) if shared else None,
-        collect=send(np.unique(spread, return_index=True)[1]) if shared else None,
-        predictors=send(np.concatenate([place[row.where - 1] for row, place in zip(rows, places, strict=True)])),
+        families=families,
+        predictors=send(np.concatenate([families.of_sequence(i)[row.where - 1] for i, row in enumerate(rows)])),
         targets=gather(lambda s: s.tokens).long(),
         temperature=send(np.repeat(np.array([row.sample.temperature for row in rows]), counts)),
         weights=gather(lambda s: s.weights),
@@ -137,17 +134,6 @@ def pack(rows: list[Row], device: torch.device) -> Batch:
         sequence=send(np.repeat(np.arange(len(rows)), counts)),
         losses=_by_loss([row.sample.loss for row in rows], counts, send),
     )
-
-
-def _places(rows: list[Row]) -> tuple[list[Array], int]:
-    """Where each row's positions lie in the packed tokens, and N. What is shared lies where the row before has it."""
-    places: list[Array] = []
-    count = 0
-    for row in rows:
-        own = np.arange(count, count + row.length - row.shared)
-        places.append(np.concatenate((places[-1][: row.shared], own)) if row.shared else own)
-        count += len(own)
-    return places, count
 
 
 def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor]) -> dict[str, Tensor | None]:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, loss_by_name
 from tidemill.models.attention import packed_attention
-from tidemill.models.decoder import Attend, Decoder
+from tidemill.models.decoder import Decoder
 from tidemill.models.logprobs import token_logprobs
 from tidemill.models.value import ValueModel
 from tidemill.trainer.batch import Batch, pack, rows_of, split
@@ -37,7 +37,7 @@ class Compute:
 
     def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
         """[M, D] what the batch's predicted tokens are predicted from."""
-        attend = _attention(batch, decoder.arch.windows)
+        attend = packed_attention(batch.families, decoder.arch.windows, batch.tokens.device)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             checkpointing = self.checkpointing and torch.is_grad_enabled()
             hidden = decoder(batch.tokens, batch.positions, attend, checkpointing=checkpointing)
@@ -126,19 +126,6 @@ def forward_backward(
                 total.backward()
             _scatter(logprobs, batch, live.detach())
     return TrainResult(sums.floats(), logprobs)
-
-
-def _attention(batch: Batch, windows: Sequence[int | None]) -> Attend:
-    """Attention over whole rows: shared tokens are spread to every row that has them, and collected from one."""
-    inner = packed_attention([row.length for row in batch.rows], windows, batch.tokens.device)
-    spread, collect = batch.spread, batch.collect
-    if spread is None or collect is None:
-        return inner
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return inner(layer, *(x.index_select(0, spread) for x in (q, k, v))).index_select(0, collect)
-
-    return attend
 
 
 def _losses(

@@ -1,0 +1,136 @@
+"""Attention inside packed sequences, compiled: what PyTorch's is in float64, forwards and back, for sequences that share."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tidemill.kernels.library import Native, native
+from tidemill.kernels.sequences import MOST_NUMBERS, Families
+from tidemill.models.attention import packed_attention
+
+pytestmark = pytest.mark.skipif(native() is None, reason="no C compiler")
+
+
+@st.composite
+def families(draw: st.DrawFn) -> Families:
+    """Up to seven sequences, some longer than what is seen at a time; equal ones, and ones that continue another."""
+    lengths = draw(st.lists(st.one_of(st.integers(1, 60), st.integers(240, 300), st.just(530)), min_size=1, max_size=7))
+    shared = [0]
+    for before, length in itertools.pairwise(lengths):
+        shared.append(draw(st.integers(0, min(before, length))))
+    return Families.of(lengths, shared)
+
+
+def operands(count: int, heads: tuple[int, int], size: int, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """q, k, v and what flows back."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randn(count, h, size, generator=generator) for h in (heads[0], heads[1], heads[1], heads[0]))  # type: ignore
+
+
+def both_ways(attend, q: Tensor, k: Tensor, v: Tensor, d_out: Tensor) -> list[Tensor]:
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attend(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
+
+
+def expected(of: Families, window: int | None, given: tuple[Tensor, ...]) -> list[Tensor]:
+    exact = packed_attention(of, [window])
+    return both_ways(lambda q, k, v: exact(0, q, k, v), *(x.double() for x in given))
+
+
+def compiled(of: Families, window: int | None, given: tuple[Tensor, ...]) -> list[Tensor]:
+    attend = packed_attention(of, [window])
+    return both_ways(lambda q, k, v: attend(0, q, k, v), *given)
+
+
+def worst(found: list[Tensor], exact: list[Tensor]) -> float:
+    return max(float((a.double() - b).abs().max() / (1 + b.abs().max())) for a, b in zip(found, exact, strict=True))
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    families(),
+    st.sampled_from([(4, 2), (2, 2), (3, 1)]),
+    st.sampled_from([16, 32, 48, 64, 128]),
+    st.sampled_from([None, 1, 3, 30, 256, 400]),
+    st.integers(0, 99),
+)
+def test_it_is_attention_and_its_gradient(
+    of: Families, heads: tuple[int, int], size: int, window: int | None, seed: int
+) -> None:
+    given = operands(of.tokens, heads, size, seed)
+    assert worst(compiled(of, window, given), expected(of, window, given)) < 1e-5
+
+
+@pytest.mark.parametrize("narrow", ["all", "values"])  # under autocast the rotary embedding may leave q and k in float32
+def test_bfloat16_is_rounded_where_it_comes_out(narrow: str) -> None:
+    of = Families.of([70, 50, 80], [0, 30, 0])
+    q, k, v, d_out = (x.bfloat16() for x in operands(of.tokens, (4, 2), 32, 0))
+    given = (q, k, v, d_out) if narrow == "all" else (q.float(), k.float(), v, d_out)
+    found, exact = compiled(of, None, given), expected(of, None, given)
+    assert [x.dtype for x in found] == [v.dtype, *(x.dtype for x in given[:3])]
+    assert 1e-5 < worst(found, exact) < 4e-3
+
+
+def test_the_same_bits_for_any_number_of_threads() -> None:
+    of = Families.of([90] * 9, [0, 40, 40, 0, 40, 40, 0, 40, 40])
+    given, threads = operands(of.tokens, (4, 2), 32, 1), torch.get_num_threads()
+    found = []
+    try:
+        for count in (1, 2, 3):
+            torch.set_num_threads(count)
+            found.append(compiled(of, None, given))
+    finally:
+        torch.set_num_threads(threads)
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+def test_operands_may_be_parts_of_larger_ones() -> None:
+    of = Families.of([20, 9])
+    q, k, v, d_out = operands(of.tokens, (4, 2), 32, 2)
+    heads = torch.cat((q, k, v), dim=1)
+    apart = compiled(of, None, (q, k, v, d_out))
+    parts = (heads[:, :4], heads[:, 4:6], heads[:, 6:], d_out.transpose(1, 2).contiguous().transpose(1, 2))
+    assert all(torch.equal(a, b) for a, b in zip(apart, compiled(of, None, parts), strict=True))
+
+
+def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+    of = Families.of([20, 9])
+    given = operands(of.tokens, (2, 2), 16, 3)
+    given[1][3] = torch.nan
+    out, *gradients = compiled(of, None, given)
+    assert out[3:20].isnan().all() and not out[:3].isnan().any() and not out[20:].isnan().any()
+    assert all(bool(g[:20].isnan().any()) and not g[20:].isnan().any() for g in gradients)
+
+
+def test_scores_may_be_far_apart() -> None:
+    of = Families.of([300])
+    q, k, v, d_out = operands(of.tokens, (1, 1), 16, 4)
+    given = (30 * q, 30 * k, v, d_out)
+    assert worst(compiled(of, None, given)[:1], expected(of, None, given)[:1]) < 1e-3
+
+
+def test_what_it_is_made_for(kernels: Native, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trains(dtype: torch.dtype, size: int) -> bool:
+        of = Families.of([3, 2])
+        with monkeypatch.context() as patched:
+            patched.setattr(kernels, "see", lambda *given: (given[0] * 0 + 7, None))
+            return bool(
+                (packed_attention(of, [None])(0, *(torch.zeros(5, 2, size, dtype=dtype) for _ in range(3))) == 7).all()
+            )
+
+    assert trains(torch.float32, 16) and trains(torch.bfloat16, MOST_NUMBERS)
+    assert not any((trains(torch.float64, 16), trains(torch.float32, 8), trains(torch.float32, MOST_NUMBERS + 16)))
+
+
+def test_families_are_told_by_what_they_share() -> None:
+    of = Families.of([5, 4, 3, 6], [0, 2, 0, 3])
+    assert of.families.tolist() == [0, 2, 4] and of.tokens == 5 + 2 + 3 + 3
+    assert of.of_sequence(1).tolist() == [0, 1, 5, 6] and of.of_sequence(3).tolist() == [7, 8, 9, 10, 11, 12]
