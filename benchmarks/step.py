@@ -123,7 +123,7 @@ def main() -> None:
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--engine-threads", type=int, default=1)
-    parser.add_argument("--trainer-threads", type=int, default=1)
+    parser.add_argument("--trainer-threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
     about: dict[str, Any] = {}
