@@ -19,6 +19,7 @@ async def in_thread(work: Callable[..., T], *given: Any, stop: threading.Event |
     try:
         return await asyncio.shield(working)  # bounded: by the caller's deadline, or by the disk
     except asyncio.CancelledError:
+        working.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to nobody: it was to give up
         if stop is not None:
             stop.set()
         await asyncio.wait({working})  # bounded: it reads or writes this machine's memory or files
