@@ -47,7 +47,7 @@ class Place:
 
     def __init__(self, path: Path) -> None:
         self.folder, self.notes = path / "checkpoints", list[str]()
-        self.folder.mkdir()
+        self.folder.mkdir(parents=True)
         self.ledger, self.trainer = SqliteLedger(path, durability="process"), Bytes()
 
     def checkpoints(self, keep: int = 10, keep_every: int = 0, replays: int = 0) -> Checkpoints:
@@ -441,3 +441,41 @@ def test_no_manifest_of_many_crashes_the_reader(sealed):
     counted = fuzz(sealed, 30_000)
     print(counted)
     assert sum(counted.values()) > 25_000
+
+
+@pytest.mark.parametrize("what", ["the oldest", "what was cut off"])
+async def test_a_removal_that_is_cut_off_anywhere_is_ended_by_the_next_run(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = 0
+
+    def counted(real):
+        def removes(*given, **named):
+            nonlocal left
+            if left == 0:
+                raise KeyboardInterrupt  # nothing that is caught on the way
+            left -= 1
+            return real(*given, **named)
+
+        return removes
+
+    for number in range(20):
+        place = Place(tmp_path / str(number))
+        await place.save(1, 2)
+        if what == "what was cut off":
+            os.rename(place.folder / "step-000001", place.folder / "step-000001.partial")
+        left = number
+        with monkeypatch.context() as patched:
+            for name in ("unlink", "rmdir", "remove"):
+                patched.setattr(os, name, counted(getattr(os, name)))
+            with contextlib.suppress(KeyboardInterrupt):
+                these = place.checkpoints(keep=1)
+                these._retire() if what == "the oldest" else these._clean()
+        over = left > 0
+        await place.checkpoints(keep=1).newest()
+        assert not list(place.folder.glob("*.partial")) and not [note for note in place.notes if "left alone" in note], (
+            number
+        )
+        if over:
+            break
+    assert number > 5 and over

@@ -13,7 +13,6 @@ What has no marker (`tidemill.checkpoint`) is not ours and is never touched. A d
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -22,7 +21,7 @@ from typing import Any, TypeVar
 from tidemill import faults
 from tidemill.checkpoint_manifest import MANIFEST, Position, name_of, read_manifest, seal, step_of, strangers, verify
 from tidemill.controller import ROLE
-from tidemill.durable import flush
+from tidemill.durable import flush, remove_marked
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.protocols import CheckpointError, Trainer
 from tidemill.threads import in_thread
@@ -150,15 +149,15 @@ class Checkpoints:
         else:
             doomed = folder.with_name(folder.name + _PARTIAL)
             os.rename(folder, doomed)  # cut off by a kill, it is no damaged checkpoint
-            shutil.rmtree(doomed)
+            remove_marked(doomed, MARKER)
 
     def _clean(self) -> None:
         """Remove what a kill cut off. Nothing reads it."""
         for partial in sorted(self.folder.glob(f"step-*{_PARTIAL}")):
             if partial.is_dir() and not partial.is_symlink() and (partial / MARKER).is_file():
-                shutil.rmtree(partial)
+                remove_marked(partial, MARKER)
             elif partial.is_dir() and not partial.is_symlink() and not any(partial.iterdir()):
-                partial.rmdir()  # killed before it was marked
+                partial.rmdir()  # killed before it was marked, or when all else was removed
             else:
                 self._tell_once(f"{partial} is left alone: it holds no {MARKER}, so it is not ours")
 

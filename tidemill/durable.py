@@ -38,6 +38,17 @@ def write_json(path: Path, value: Mapping[str, Any], lasting: bool = True) -> No
         flush(path.parent)
 
 
+def remove_marked(folder: Path, marker: str) -> None:
+    """The file `marker` in it last: what a kill leaves of the folder is known for ours."""
+    for each in folder.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        elif each.name != marker:
+            each.unlink()
+    (folder / marker).unlink()
+    folder.rmdir()
+
+
 def put_in_place(partial: Path, folder: Path) -> None:
     """Flush the folder `partial` and rename it to `folder`, which it replaces.
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 import secrets
-import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tidemill.durable import flush
+from tidemill.durable import flush, remove_marked
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
@@ -147,7 +146,7 @@ def _is_ours(path: Path) -> bool:
 
 def _remove(path: Path) -> None:
     if _is_ours(path):
-        shutil.rmtree(path)
+        remove_marked(path, _MARKER)
 
 
 def _read_manifest(folder: Path) -> Manifest:
