@@ -87,11 +87,12 @@ class Gpu:
             num_warps=2,
         )
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The root-mean-square norm of each row of x [..., D], in float32; bfloat16 is rounded before the weight too."""
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        """The root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`; a bfloat16 row is rounded
+        before the weight [D] too."""
         size = x.shape[-1]
         rows = x.reshape(-1, size)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
         if len(rows):
             warps = 4 if size <= 4096 else 8
             self._source.norm[(len(rows),)](
@@ -108,9 +109,9 @@ class Gpu:
         sin: Tensor,
         queries: int,
         keys: int,
-    ) -> Tensor:
-        """[n, queries + keys, E]: the first heads of `heads` [n, ..., E], normed by the weights [E] of queries and of keys,
-        and turned by their positions' cos and sin [n, 1, E / 2]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, keys and others of `heads` [n, queries + keys + others, E]: the first two normed by the weights [E]
+        of queries and of keys, and turned by their positions' cos and sin [n, 1, E / 2]."""
         n, _, size = heads.shape
         out = torch.empty((n, queries + keys, size), dtype=heads.dtype, device=heads.device)
         assert heads.stride()[1:] == (size, 1) and cos.is_contiguous() and sin.is_contiguous()
@@ -125,7 +126,8 @@ class Gpu:
                 NORMED=norms is not None,
                 num_warps=4,
             )
-        return out
+        q, k = out.split([queries, keys], dim=1)
+        return q, k, heads[:, queries + keys :]
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
@@ -274,7 +276,8 @@ def _right(kernels: Gpu, device: torch.device) -> bool:
     cos, sin = torch.cos(heads[:, :1, :16]).contiguous(), torch.sin(heads[:, :1, :16]).contiguous()
     a, b = F.rms_norm(heads[:, :6], (32,), weight, 1e-6).chunk(2, dim=-1)
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    ok &= torch.allclose(kernels.rotate(heads, (weight, weight), 1e-6, cos, sin, 4, 2), turned, atol=1e-5)
+    q, k, _ = kernels.rotate(heads, (weight, weight), 1e-6, cos, sin, 4, 2)
+    ok &= torch.allclose(torch.cat((q, k), dim=1), turned, atol=1e-5)
     gate, up = heads[:, :2].flatten(1).chunk(2, dim=-1)
     ok &= torch.allclose(kernels.gate(heads[:, :2].flatten(1).contiguous()), F.silu(gate) * up, atol=1e-5)
     logits = heads.reshape(3, -1).contiguous()

@@ -19,7 +19,7 @@ def norm(x, x_row, weight, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
     inside = at < SIZE
     value = tl.load(x + row * x_row + at, mask=inside, other=0.0).to(tl.float32)
     scale = tl.rsqrt(tl.sum(value * value) / SIZE + eps)
-    normed = (value * scale).to(out.dtype.element_ty).to(tl.float32)
+    normed = (value * scale).to(x.dtype.element_ty).to(tl.float32)
     scaled = normed * tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + row * SIZE + at, scaled.to(out.dtype.element_ty), mask=inside)
 

@@ -27,16 +27,19 @@ from torch import Tensor
 from tidemill.kernels.gpu import DTYPES, SWITCH, Gpu, gpu
 from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
 
-SOURCES = tuple(Path(__file__).with_name(name) for name in ("cpu.c", "attention.c", "linear.c", "sequences.c"))
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("cpu", "layers", "attention", "sequences", "linear"))
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
 WORTH_THREADS = 16  # rows
 WORTH_THREADS_PRODUCTS = 1 << 22
+SHARES = 64  # of rows whose sums are added in order: as many threads at most
 BLOCK, STEP = 32, 32  # outputs that rows are filled up to; inputs that must divide, of bfloat16: see linear.c
 LIMIT_S = 120.0  # of one compilation, which takes a few seconds
 
 _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_NORM = (_Pointer, _Long, _Int, _Pointer, _Int, ctypes.c_float)
+_ROTATE = (_Pointer, _Long, _Int, _Pointer, _Pointer, _Int, ctypes.c_float, _Pointer, _Pointer, _Int)
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tidemill_attend": (
         _Int,
@@ -45,12 +48,12 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
         + [ctypes.c_float, _Int],
     ),
     "tidemill_write": (None, [_Pointer, _Int, _Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
-    "tidemill_norm": (None, [_Pointer, _Long, _Int, _Pointer, ctypes.c_float, _Pointer, _Int, _Int, _Int]),
-    "tidemill_rotate": (
-        None,
-        [_Pointer, _Long, _Int, _Pointer, _Pointer, ctypes.c_float, _Pointer, _Pointer, _Pointer] + [_Int] * 5,
-    ),
+    "tidemill_norm": (None, [*_NORM, _Pointer] + [_Int] * 4),
+    "tidemill_norm_back": (None, [*_NORM, _Pointer, _Int, _Pointer, _Pointer] + [_Int] * 4),
+    "tidemill_rotate": (None, [*_ROTATE, _Pointer] + [_Int] * 5),
+    "tidemill_rotate_back": (None, [*_ROTATE, *(_Pointer, _Long) * 3, _Pointer, _Pointer] + [_Int] * 7),
     "tidemill_gate": (None, [_Pointer, _Int, _Pointer, _Int, _Int, _Int]),
+    "tidemill_gate_back": (None, [_Pointer, _Int, _Pointer, _Pointer, _Int, _Int, _Int]),
     "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
     "tidemill_sequences": (_Int, [_Pointer, _Pointer, _Int]),
     "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer]),
@@ -121,17 +124,28 @@ class Native:
             *(writes.ctypes.data, n, heads, size, pages.shape[2]),
         )
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """The root-mean-square norm of each row of x [..., D], in float32; bfloat16 is rounded before the weight too."""
-        size = x.shape[-1]
-        rows = x.reshape(-1, size)
-        out = torch.empty(x.shape, dtype=x.dtype)
-        assert rows.stride(1) == 1 and weight.dtype == x.dtype
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        """The root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`; a bfloat16 row is rounded
+        before the weight [D] too."""
+        out = torch.empty(x.shape, dtype=dtype or x.dtype)
+        rows, arguments = _norm(x, weight, eps)
         self._library.tidemill_norm(
-            *(rows.data_ptr(), rows.stride(0), x.dtype == torch.bfloat16, weight.data_ptr(), eps),
-            *(out.data_ptr(), len(rows), size, _threads(len(rows))),
+            *(*arguments, out.data_ptr(), out.dtype == torch.bfloat16),
+            *(*rows.shape, _threads(len(rows))),
         )
         return out
+
+    def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with x and, in float32, with weight; given is d, with what `norm` gave."""
+        dx = torch.empty(x.shape, dtype=x.dtype)
+        rows, arguments = _norm(x, weight, eps)
+        sums = torch.empty((_shares(len(rows)), rows.shape[1]))
+        assert d.is_contiguous()
+        self._library.tidemill_norm_back(
+            *(*arguments, d.data_ptr(), d.dtype == torch.bfloat16, dx.data_ptr()),
+            *(sums.data_ptr(), len(sums), *rows.shape, _threads(len(rows))),
+        )
+        return dx, sums[0].clone()
 
     def rotate(
         self,
@@ -142,19 +156,42 @@ class Native:
         sin: Tensor,
         queries: int,
         keys: int,
-    ) -> Tensor:
-        """[n, queries + keys, E]: the first heads of `heads` [n, ..., E], normed by the weights [E] of queries and of keys,
-        and turned by their positions' cos and sin [n, 1, E / 2]."""
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, keys and others of `heads` [n, queries + keys + others, E]: the first two normed by the weights [E]
+        of queries and of keys, and turned by their positions' cos and sin [n, 1, E / 2]. These are float32 where the heads
+        or the angles are."""
         n, _, size = heads.shape
-        out = torch.empty((n, queries + keys, size), dtype=heads.dtype)
-        weights = [None, None] if norms is None else [weight.data_ptr() for weight in norms]
-        assert heads.stride()[1:] == (size, 1) and cos.is_contiguous() and sin.is_contiguous() and cos.dtype == heads.dtype
+        out = torch.empty((n, queries + keys, size), dtype=torch.promote_types(heads.dtype, cos.dtype))
         self._library.tidemill_rotate(
-            *(heads.data_ptr(), heads.stride(0), heads.dtype == torch.bfloat16, *weights, eps),
-            *(cos.data_ptr(), sin.data_ptr()),
-            *(out.data_ptr(), n, queries + keys, queries, size, _threads(n)),
+            *(*_rotate(heads, norms, eps, cos, sin), out.data_ptr()),
+            *(n, queries + keys, queries, size, _threads(n)),
         )
-        return out
+        q, k = out.split([queries, keys], dim=1)
+        return q, k, heads[:, queries + keys :]
+
+    def rotate_back(
+        self,
+        heads: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        d: tuple[Tensor, Tensor, Tensor],
+    ) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with heads and, in float32, with the norms' weights [2, E]; given is d, with what `rotate`
+        gave."""
+        n, every, size = heads.shape
+        queries, keys, others = (part.shape[1] for part in d)
+        d_heads, sums = torch.empty((n, every, size), dtype=heads.dtype), torch.empty((_shares(n), 2, size))
+        assert all(part.stride()[1:] == (size, 1) for part in d) and queries + keys + others == every
+        assert d[0].dtype == d[1].dtype == torch.promote_types(heads.dtype, cos.dtype) and d[2].dtype == heads.dtype
+        self._library.tidemill_rotate_back(
+            *_rotate(heads, norms, eps, cos, sin),
+            *(number for part in d for number in (part.data_ptr(), part.stride(0))),
+            *(d_heads.data_ptr(), sums.data_ptr(), len(sums)),
+            *(n, queries + keys, queries, others, size, _threads(n)),
+        )
+        return d_heads, sums[0].clone()
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
@@ -163,6 +200,16 @@ class Native:
         assert gate_up.is_contiguous()
         self._library.tidemill_gate(
             *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, out.data_ptr(), n, size, _threads(n))
+        )
+        return out
+
+    def gate_back(self, gate_up: Tensor, d: Tensor) -> Tensor:
+        """What a loss changes by with gate_up; given is d, with what `gate` gave."""
+        n, size = d.shape
+        out = torch.empty(gate_up.shape, dtype=gate_up.dtype)
+        assert gate_up.is_contiguous() and d.is_contiguous() and d.dtype == gate_up.dtype and gate_up.shape == (n, 2 * size)
+        self._library.tidemill_gate_back(
+            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, d.data_ptr(), out.data_ptr(), n, size, _threads(n))
         )
         return out
 
@@ -281,6 +328,33 @@ def _threads(rows: int) -> int:
     return torch.get_num_threads() if rows >= WORTH_THREADS else 1
 
 
+def _shares(rows: int) -> int:
+    return max(1, min(rows, SHARES))
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[int | float, ...]]:
+    """x as rows, and the arguments that say what is normed by what."""
+    rows = x.reshape(-1, x.shape[-1])
+    assert rows.stride(1) == 1 and weight.is_contiguous() and weight.numel() == rows.shape[1]
+    narrow, narrow_weight = x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16
+    return rows, (rows.data_ptr(), rows.stride(0), narrow, weight.data_ptr(), narrow_weight, eps)
+
+
+def _rotate(
+    heads: Tensor, norms: tuple[Tensor, Tensor] | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[int | float | None, ...]:
+    """The arguments that say what is normed by what, and turned."""
+    weights, narrow_weights = (None, None), False
+    if norms is not None:
+        weights, narrow_weights = (norms[0].data_ptr(), norms[1].data_ptr()), norms[0].dtype == torch.bfloat16
+        assert norms[0].dtype == norms[1].dtype and all(norm.is_contiguous() for norm in norms)
+    assert heads.stride()[1:] == (heads.shape[2], 1) and cos.is_contiguous() and sin.is_contiguous()
+    assert cos.dtype == sin.dtype and cos.numel() == sin.numel() == len(heads) * (heads.shape[2] // 2)
+    narrow, narrow_angles = heads.dtype == torch.bfloat16, cos.dtype == torch.bfloat16
+    given = heads.data_ptr(), heads.stride(0), narrow, *weights, narrow_weights, eps
+    return *given, cos.data_ptr(), sin.data_ptr(), narrow_angles
+
+
 @lru_cache(maxsize=1)
 def _found() -> Native | Unavailable:
     if os.environ.get(SWITCH, "") == "off":
@@ -299,13 +373,19 @@ def native() -> Native | None:
     return found if isinstance(found, Native) else None
 
 
-def without_gradient(*tensors: Tensor) -> Native | Gpu | None:
-    """The kernels that can compute on these: on one device, of one dtype that they know, and no gradient is wanted."""
+def knowing(*tensors: Tensor) -> Native | Gpu | None:
+    """The kernels that know the dtypes of these, which lie on one device; that of the first for all, but on a CPU."""
     first = tensors[0]
-    fits = first.dtype in DTYPES and all(t.dtype == first.dtype and t.device == first.device for t in tensors)
-    if not fits or torch.is_grad_enabled():
+    if any(t.dtype not in DTYPES or t.device != first.device for t in tensors):
         return None
-    return native() if first.device.type == "cpu" else gpu() if first.device.type == "cuda" else None
+    if first.device.type == "cuda":
+        return gpu() if all(t.dtype == first.dtype for t in tensors) else None
+    return native() if first.device.type == "cpu" else None
+
+
+def without_gradient(*tensors: Tensor) -> Native | Gpu | None:
+    """The kernels that can compute on these, where no gradient is wanted. Where one may be: `trained.layer_kernels`."""
+    return None if torch.is_grad_enabled() else knowing(*tensors)
 
 
 def why_not() -> str:

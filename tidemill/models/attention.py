@@ -12,16 +12,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from tidemill.kernels.library import Native, native
 from tidemill.kernels.sequences import Families
+from tidemill.kernels.trained import attention_for
 from tidemill.models.decoder import Attend
 
 _RATIO, _SLACK = 0.85, 8  # a bucket holds lengths >= RATIO * its longest - SLACK: few buckets when sequences are tiny
@@ -46,34 +44,11 @@ def packed_attention(
         return _padded_attention(families, windows, device)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if (kernels := _kernels_for(q, k, v)) is not None:
-            return _Compiled.apply(q, k, v, kernels, families, windows[layer])
+        if (see := attention_for(q, k, v)) is not None:
+            return see(q, k, v, families, windows[layer])
         return padded()(layer, q, k, v)
 
     return attend
-
-
-def _kernels_for(*operands: Tensor) -> Native | None:
-    """The compiled attention, where it is made for these."""
-    known = all(x.device.type == "cpu" and Native.trains(x.dtype, x.shape[2]) for x in operands)
-    return native() if known else None
-
-
-class _Compiled(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, kernels: Native, families: Families, window: int | None
-    ) -> Tensor:
-        out, totals = kernels.see(q, k, v, families, window)
-        ctx.save_for_backward(q, k, v, out, totals)
-        ctx.given = kernels, families, window
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        kernels, families, window = ctx.given
-        return *kernels.see_back(*ctx.saved_tensors, grads[0], families, window), None, None, None
 
 
 def _padded_attention(families: Families, windows: Sequence[int | None], device: torch.device | str) -> Attend:

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from tidemill.kernels.library import without_gradient
+from tidemill.kernels.trained import layer_kernels
 from tidemill.models.architecture import Architecture
 from tidemill.models.linear import Linear, Packed
 
@@ -27,14 +27,16 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    """multiplied: nothing reads it but products, so that it may come out in the dtype to which autocast would narrow it."""
+
+    def __init__(self, size: int, eps: float, *, multiplied: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.eps, self.multiplied = eps, multiplied
 
     def forward(self, x: Tensor) -> Tensor:
-        if (compiled := without_gradient(x, self.weight)) is not None:
-            return compiled.norm(x, self.weight, self.eps)
+        if (compiled := layer_kernels(x, self.weight)) is not None:
+            return compiled.norm(x, self.weight, self.eps, _product_dtype(x) if self.multiplied else x.dtype)
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = F.rms_norm(x.float(), self.weight.shape, None, self.eps)  # statistics in float32 whatever the activations are
@@ -46,33 +48,33 @@ class Layer(nn.Module):
         super().__init__()
         self.index, self.heads, self.kv_heads, self.head_dim = index, arch.heads, arch.kv_heads, arch.head_dim
         q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-        self.input_norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.input_norm = RMSNorm(arch.hidden, arch.norm_eps, multiplied=True)
         self.qkv = Linear(arch.hidden, q + 2 * kv, bias=arch.qkv_bias)
         self.q_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.k_norm = RMSNorm(arch.head_dim, arch.norm_eps) if arch.qk_norm else None
         self.o = Linear(q, arch.hidden, bias=arch.o_bias)
-        self.post_norm = RMSNorm(arch.hidden, arch.norm_eps)
+        self.post_norm = RMSNorm(arch.hidden, arch.norm_eps, multiplied=True)
         self.gate_up = Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
         self.down = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # x [N, D]
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
-        q, k = self._rotated(heads, cos, sin).split([self.heads, self.kv_heads], dim=1)
-        x = self.o.onto(x, attend(self.index, q, k, heads[:, self.heads + self.kv_heads :]).flatten(1))
+        x = self.o.onto(x, attend(self.index, *self._rotated(heads, cos, sin)).flatten(1))
         return self.down.onto(x, gated(self.gate_up(self.post_norm(x))))
 
-    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        """Queries and keys [N, H + K, E] of `heads` [N, H + 2K, E], normed and at their positions."""
+    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [N, H, E], keys and values [N, K, E] of `heads` [N, H + 2K, E]; the first two normed and turned."""
         norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
-        if (compiled := without_gradient(heads, cos, *(weights or ()))) is not None:
+        if (compiled := layer_kernels(heads, cos, *(weights or ()))) is not None:
             eps = 0.0 if norms is None else norms[0].eps
             return compiled.rotate(heads, weights, eps, cos, sin, self.heads, self.kv_heads)
-        qk = heads[:, : self.heads + self.kv_heads]
+        qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if norms is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=1)
             qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
-        return rotate(qk, cos, sin)
+        q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
+        return q, k, v
 
 
 class Decoder(nn.Module):
@@ -149,9 +151,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
+def _product_dtype(x: Tensor) -> torch.dtype:
+    """In which a product reads x."""
+    narrows = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if narrows else x.dtype
+
+
 def gated(gate_up: Tensor) -> Tensor:
     """silu(gate) * up of both side by side [N, 2 I] (SwiGLU, 2002.05202)."""
-    if (compiled := without_gradient(gate_up)) is not None:
+    if (compiled := layer_kernels(gate_up)) is not None:
         return compiled.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
     return F.silu(gate) * up

@@ -1,0 +1,149 @@
+"""Compiled kernels with gradients, for a trainer on a CPU: attention in packed sequences, norms, rotations and gates.
+
+A backward pass computes again what it needs of the forward pass, from what that read: of an activation nothing else is kept.
+Sums over rows, the gradients of weights, do not depend on the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tidemill.kernels.gpu import Gpu
+from tidemill.kernels.library import Native, knowing, native
+from tidemill.kernels.sequences import Families
+
+
+class Trained:
+    """The same methods as those of `Native`, on any strides."""
+
+    def __init__(self, compiled: Native) -> None:
+        self._compiled = compiled
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return _Norm.apply(x if x.stride(-1) == 1 else x.contiguous(), weight, eps, dtype, self._compiled)
+
+    def rotate(
+        self,
+        heads: Tensor,
+        norms: tuple[Tensor, Tensor] | None,
+        eps: float,
+        cos: Tensor,
+        sin: Tensor,
+        queries: int,
+        keys: int,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weights = (None, None) if norms is None else norms
+        return _Rotate.apply(
+            _dense(heads), *weights, cos.contiguous(), sin.contiguous(), eps, (queries, keys), self._compiled
+        )
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return _Gate.apply(gate_up.contiguous(), self._compiled)
+
+
+def layer_kernels(*tensors: Tensor) -> Native | Gpu | Trained | None:
+    """The kernels that can compute a layer's norms, rotations and gates on these; PyTorch's operations where it is None."""
+    found = knowing(*tensors)
+    if not torch.is_grad_enabled():
+        return found
+    return Trained(found) if isinstance(found, Native) else None
+
+
+def _dense(heads: Tensor) -> Tensor:
+    """[n, heads, E], of which at most the rows lie apart."""
+    return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()
+
+
+def attention_for(
+    q: Tensor, k: Tensor, v: Tensor
+) -> Callable[[Tensor, Tensor, Tensor, Families, int | None], Tensor] | None:
+    """(q, k, v, families, window) -> what `Native.see` gives first, with a gradient; None where it is not made for these."""
+    known = all(x.device.type == "cpu" and Native.trains(x.dtype, x.shape[2]) for x in (q, k, v))
+    compiled = native() if known else None
+    return None if compiled is None else partial(_Attention.apply, compiled)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, compiled: Native, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None
+    ) -> Tensor:
+        out, totals = compiled.see(q, k, v, families, window)
+        ctx.save_for_backward(q, k, v, out, totals)
+        ctx.given = compiled, families, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        compiled, families, window = ctx.given
+        return None, *compiled.see_back(*ctx.saved_tensors, grads[0], families, window), None, None
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None, compiled: Native) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps, ctx.compiled = eps, compiled
+        return compiled.norm(x, weight, eps, dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, weight = ctx.saved_tensors
+        d_x, d_weight = ctx.compiled.norm_back(x, weight, ctx.eps, grads[0].contiguous())
+        return d_x, d_weight.to(weight.dtype), None, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """The values go through it, a view, so that the gradient of all heads is written once."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        heads: Tensor,
+        of_queries: Tensor | None,
+        of_keys: Tensor | None,
+        cos: Tensor,
+        sin: Tensor,
+        eps: float,
+        counts: tuple[int, int],
+        compiled: Native,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        ctx.save_for_backward(heads, of_queries, of_keys, cos, sin)
+        ctx.eps, ctx.compiled = eps, compiled
+        return compiled.rotate(heads, _both(of_queries, of_keys), eps, cos, sin, *counts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        heads, of_queries, of_keys, cos, sin = ctx.saved_tensors
+        d_q, d_k, d_v = map(_dense, grads)
+        norms = _both(of_queries, of_keys)
+        d_heads, sums = ctx.compiled.rotate_back(heads, norms, ctx.eps, cos, sin, (d_q, d_k, d_v))
+        d_weights = (None, None) if norms is None else sums.to(norms[0].dtype).unbind()
+        return d_heads, *d_weights, None, None, None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, compiled: Native) -> Tensor:
+        ctx.save_for_backward(gate_up)
+        ctx.compiled = compiled
+        return compiled.gate(gate_up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (gate_up,) = ctx.saved_tensors
+        return ctx.compiled.gate_back(gate_up, grads[0].contiguous()), None
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor] | None:
+    return None if first is None or second is None else (first, second)
