@@ -18,7 +18,7 @@ from tidemill.config import ConfigError
 from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
 from tidemill.given import ROWS as HELD_OUT_ROWS
-from tidemill.kernels.library import BLOCK, STEP
+from tidemill.kernels.library import BLOCK, STEP, Native, native
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture
 from tidemill.models.linear import MIXES
@@ -170,13 +170,20 @@ def step_rows(config: RunConfig) -> int:
 def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> int:
     """Bytes alive at the end of the forward pass of a micro-batch, at most; the head's chunk of logits included.
 
-    A layer keeps, for each token: its input, both norms' outputs and what the attention adds (4 D, with the sum), the
-    projections q|k|v and their rotated, padded and normed copies, what attention gives, and gate|up, silu and their product.
+    A layer keeps, for each token: its input and, with what the attention adds, its middle, both norms' outputs, the
+    projections q|k|v, q and k rotated, what attention gives, gate|up and their product; where these are not compiled,
+    rotated, padded and normed copies and silu besides.
     """
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
+    on_cpu, narrows = device_of(settings.device) == "cpu", settings.dtype == "bfloat16"
+    if on_cpu and native() is not None and Native.trains(torch.float32, arch.head_dim):
+        narrow = 2 * (arch.hidden + q + kv) + 3 * arch.intermediate  # what comes out of products, or goes into them
+        layer, share = 2 * arch.hidden + q + kv + arch.heads + narrow * (0.5 if narrows else 1), 1.0
+    else:
+        layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
+        share = AUTOCAST if narrows else 1.0
+    copies = 2 * parameters(arch) if narrows else 0
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
-    share, copies = (AUTOCAST, 2 * parameters(arch)) if settings.dtype == "bfloat16" else (1.0, 0)
     logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
 
