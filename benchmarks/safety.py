@@ -5,8 +5,8 @@
 The run is the demo's, in its processes. In each of them the functions below add the CPU time of their thread to their
 component, nested calls once. The parts are counted from their process's start on, the whole from the first step on, so what
 is shown errs to the high side. Heartbeats have no function of their own: one is measured against a real child, on both
-sides, and reckoned for the processes and the rate of the demo. The checkpoint's stall is the time for which the trainer
-copies its state, from the run's own spans.
+sides, and reckoned for the processes and the rate of the demo. The checkpoint's stall is the time for which training waits
+for the copy of its state, from the run's own spans: until it is begun, and before the next update, until it is whole.
 """
 
 from __future__ import annotations
@@ -121,6 +121,20 @@ async def beat_cost(folder: Path, model: Path, beats: int = 300) -> float:
         await placement.close()
 
 
+def checkpointing(spans: list[dict[str, Any]]) -> tuple[list[float], float]:
+    """Seconds for which each checkpoint held up training, and those of a step."""
+    stalls, step_s, steps, before = list[float](), 0.0, 0, ""
+    for span in sorted((e for e in spans if e.get("name") in ("snapshot", "train", "apply")), key=lambda e: e["ts"]):
+        name, seconds = span["name"], span["dur"] / 1e6
+        if name != "snapshot":
+            step_s, steps, before = step_s + seconds, steps + (name == "apply"), name
+        elif before == "apply":  # begun after an update
+            stalls.append(seconds)
+        else:  # awaited before the next one
+            stalls[-1] += seconds
+    return stalls, step_s / steps
+
+
 def main(steps: int, out: Path | None) -> int:
     import torch
 
@@ -158,19 +172,17 @@ def main(steps: int, out: Path | None) -> int:
             for component, seconds in json.loads(file.read_text()).items():
                 account.seconds[component] += seconds
     total = max(totals.values()) - min(totals.values())
-    names = ("snapshot", "train", "apply")
-    spent = {name: [e["dur"] / 1e6 for e in spans if e.get("name") == name] for name in names}
-    step_s = (sum(spent["train"]) + sum(spent["apply"])) / max(len(spent["apply"]), 1)
+    stalls, step_s = checkpointing(spans)
     beats = max(e["ts"] + e["dur"] for e in spans if "dur" in e) / 1e6 / config.supervise.heartbeat_s
     account.seconds["heartbeats"] = beat * beats * (1 + config.placement.engines)
     rows = {name: seconds / total for name, seconds in sorted(account.seconds.items())}
-    share, stall = sum(rows.values()), max(spent["snapshot"]) / step_s
+    share, stall = sum(rows.values()), max(stalls) / step_s
     print(f"{steps} steps, {total:.1f} s of CPU time; one heartbeat {1e6 * beat:.0f} us; torch {torch.__version__}")
     for name, part in rows.items():
         print(f"  {name:14} {account.seconds[name]:8.3f} s   {100 * part:6.2f} %")
     print(f"  {'together':14} {share * total:8.3f} s   {100 * share:6.2f} %   target <= {100 * TARGET:g} %")
-    copying, times = 1e3 * max(spent["snapshot"]), len(spent["snapshot"])
-    print(f"  checkpoint: copying takes {copying:.1f} ms (largest of {times}), a step {1e3 * step_s:.0f} ms:")
+    waited = f"{1e3 * max(stalls):.1f} ms (largest of {len(stalls)})"
+    print(f"  checkpoint: training waits {waited} for the copy, a step takes {1e3 * step_s:.0f} ms:")
     print(f"  {'stall':14} {'':8}     {100 * stall:6.2f} %   target <= {100 * TARGET_STALL:g} %")
     if out is not None:
         figures = {"total_cpu_s": total, "shares": rows, "together": share, "stall": stall, "beat_s": beat, "steps": steps}

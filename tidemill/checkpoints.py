@@ -1,6 +1,6 @@
 """`checkpoints/step-000123/`: moments of a run from which it can go on.
 
-    begin: the trainer copies its state -> training goes on; beside it:
+    begin: the trainer copies its state, beside the next step's gradient -> training goes on; beside it:
     step-000123.partial/tidemill.checkpoint -> trainer/ -> manifest.json -> all of it flushed -> renamed to step-000123
 
 A checkpoint is {weights, optimizer, schedule, trainer's random states} in trainer/, and in the manifest {step, incarnation,

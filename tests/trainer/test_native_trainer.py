@@ -213,6 +213,75 @@ async def test_what_is_written_is_the_moment_of_the_snapshot_whatever_is_trained
     assert equal(weights(resumed), weights(other))
 
 
+async def held_up(t, monkeypatch):
+    """Take a snapshot of `t` whose copy begins when the event that this returns is set."""
+    go_on, real = threading.Event(), checkpoint.Snapshot.copy
+
+    def slow(snapshot):
+        assert go_on.wait(20)
+        real(snapshot)
+
+    monkeypatch.setattr(checkpoint.Snapshot, "copy", slow)
+    await t.snapshot()
+    return go_on
+
+
+@pytest.mark.parametrize("change", ["apply", "load"])
+async def test_what_changes_a_trainer_waits_for_the_copy_of_it_and_a_gradient_does_not(tmp_path, monkeypatch, change):
+    straight, t = trainer(), trainer()
+    for each in (straight, t):
+        await one_step(each, 0)
+    await save(trainer(model=decoder(seed=9)), tmp_path / "other")
+    torch.manual_seed(11)
+    await save(straight, tmp_path / "straight")
+    torch.manual_seed(11)
+    go_on = await held_up(t, monkeypatch)
+    await t.forward_backward(batch(1), LOSSES)
+    before = weights(t)
+    changing = asyncio.ensure_future(t.apply(1 / 50) if change == "apply" else t.load(str(tmp_path / "other")))
+    writing = asyncio.ensure_future(t.save(str(tmp_path / "late")))
+    await asyncio.wait({changing, writing}, timeout=0.05)
+    assert not changing.done() and not writing.done() and equal(weights(t), before)
+    go_on.set()
+    await asyncio.gather(changing, writing)
+    assert not equal(weights(t), before)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "late" / file).read_bytes() == (tmp_path / "straight" / file).read_bytes()
+    waits = [span.name for span in (await t.telemetry()).spans if span.name == "snapshot"]
+    assert len(waits) == 1 + (change == "apply")  # what training waited for is accounted for
+
+
+async def test_a_wait_for_the_copy_that_is_given_up_leaves_it_to_others(tmp_path, monkeypatch):
+    t = trainer()
+    await one_step(t, 0)
+    go_on = await held_up(t, monkeypatch)
+    given_up = asyncio.ensure_future(t.apply(1.0))
+    await asyncio.wait({given_up}, timeout=0.01)
+    given_up.cancel()
+    await asyncio.wait({given_up})
+    go_on.set()
+    await t.save(str(tmp_path / "c"))
+    await one_step(t, 1)
+    assert given_up.cancelled() and t.updates == 2
+
+
+async def test_a_copy_that_fails_stops_the_next_update_and_is_never_written(tmp_path, monkeypatch):
+    t = trainer()
+    await one_step(t, 0)
+
+    def fails(snapshot):
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(checkpoint.Snapshot, "copy", fails)
+    await t.snapshot()
+    await t.forward_backward(batch(1), LOSSES)
+    with pytest.raises(MemoryError, match="no room"):
+        await t.apply(1 / 50)
+    with pytest.raises(MemoryError, match="no room"):
+        await t.save(str(tmp_path / "c"))
+    assert t.updates == 1 and not (tmp_path / "c").exists()
+
+
 async def test_a_snapshot_shares_no_memory_and_is_given_back():
     t = trainer()
     await one_step(t, 0)

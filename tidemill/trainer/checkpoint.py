@@ -4,9 +4,9 @@
     optimizer.safetensors                   both moments by parameter name; the random states; what else is `Kept`
     trainer.json                            format, updates done
 
-`Snapshot` is a copy in host memory: once it is taken, training goes on, and what is written does not change any more. Its
-folder is one part of a checkpoint, whose manifest and rename make it whole (`tidemill/checkpoints.py`). Loading checks
-everything before it touches the trainer; what follows is then, on CPU, bit for bit what would have followed.
+`Snapshot` is a copy in host memory: training goes on while it is made, up to the next update, and what is written does not
+change any more. Its folder is one part of a checkpoint, whose manifest and rename make it whole (`tidemill/checkpoints.py`).
+Loading checks everything before it touches the trainer; what follows is then, on CPU, bit for bit what would have followed.
 """
 
 from __future__ import annotations
@@ -50,35 +50,52 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a trainer is at one moment. Nothing of it is shared with the trainer."""
+    """All that a trainer is at one moment, in memory that is not the trainer's; it is that as soon as `copy` was called."""
 
     arch: Architecture
     dtype: torch.dtype
     weights: dict[str, Tensor]  # by Hugging Face name
     optimizer: dict[str, Tensor]  # both moments by parameter name; the random states; of `Kept` what they hold
     updates: int
+    left: list[tuple[Tensor, Tensor]]  # each place in that memory, and the trainer's tensor that is to be copied there
 
     @classmethod
     def take(
         cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = (), room: Snapshot | None = None
     ) -> Snapshot:
-        """Weights, both moments, random states and what else is kept, copied. As fast as memory is; from a GPU, into pinned
-        memory.
+        """Of weights, both moments, random states and what else is kept. All but the random states may be read until `copy`
+        has returned, and not be changed.
 
         room: one that nobody needs any more, whose memory is used: new memory takes longer than the copy."""
-        weights = _copied(dict(hf_views(decoder)), room.weights if room else {})
         state = [optimizer.state(), *(each.state() for each in kept)]
-        moments = _copied(_together(state), room.optimizer if room else {})
-        if decoder.embed.weight.is_cuda:
-            torch.cuda.synchronize(decoder.embed.weight.device)  # bounded: by the copies above
-        return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments | _random(), optimizer.done)
+        return cls._of(decoder, _together(state), _random(), optimizer.done, room)
 
     @classmethod
     def room(cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> Snapshot:
         """The memory that `take` will need, touched: what does not fit is known before anything is trained."""
-        weights = _copied(dict(hf_views(decoder)), {})
-        moments = _copied(_together([optimizer.expected(1), *(each.expected(1) for each in kept)]), {})
-        return cls(decoder.arch, decoder.embed.weight.dtype, weights, moments, 0)
+        expected = [optimizer.expected(1), *(each.expected(1) for each in kept)]
+        found = cls._of(decoder, _together(expected), {}, 0, None)
+        found.copy()
+        return found
+
+    @classmethod
+    def _of(
+        cls, decoder: Decoder, state: dict[str, Tensor], random: dict[str, Tensor], updates: int, room: Snapshot | None
+    ) -> Snapshot:
+        own = dict(hf_views(decoder))
+        weights, kept = _places(own, room.weights if room else {}), _places(state, room.optimizer if room else {})
+        left = [*zip(weights.values(), own.values(), strict=True), *zip(kept.values(), state.values(), strict=True)]
+        return cls(decoder.arch, decoder.embed.weight.dtype, weights, kept | random, updates, left)
+
+    def copy(self) -> None:
+        """As fast as memory is, from a GPU into pinned memory. Other threads go on meanwhile: it is one call of torch's."""
+        if self.left:
+            places, tensors = zip(*self.left, strict=True)
+            with torch.no_grad():
+                torch._foreach_copy_(list(places), list(tensors), non_blocking=True)
+            for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+                torch.cuda.synchronize(device)  # bounded: by the copies above
+        self.left.clear()
 
     def write(self, folder: Path, source: Path | None, wrote: Callable[[Path], None]) -> None:
         """Make `folder`. source: whose tokenizer goes with it. wrote: is told of each big file. Raises CheckpointError."""
@@ -98,14 +115,15 @@ def _together(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
     return {name: tensor for state in states for name, tensor in state.items()}
 
 
-def _copied(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _places(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """For each of the tensors one of its form in host memory: that of `room`, where it fits."""
+
     def place(name: str, like: Tensor) -> Tensor:
         there = room.get(name)
         fits = there is not None and (there.shape, there.dtype) == (like.shape, like.dtype)
         return there if fits else torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
-    with torch.no_grad():
-        return {name: place(name, tensor).copy_(tensor, non_blocking=True) for name, tensor in tensors.items()}
+    return {name: place(name, tensor) for name, tensor in tensors.items()}
 
 
 def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> None:

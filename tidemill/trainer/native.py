@@ -94,6 +94,7 @@ class NativeTrainer:
         self._offload, self._recorder = offload, Recorder(process)
         self._snapshot: Snapshot | None = None
         self._room: Snapshot | None = Snapshot.room(self.decoder, self._optimizer, self._kept)  # for the next one
+        self._copying: asyncio.Future[None] | None = None  # of the snapshot, beside what reads the weights
         self._announced: Announced | None = None  # what was published last; None before, and after `load`
         self._applied: Metrics = {}  # what the optimizer said of its latest update
 
@@ -148,6 +149,9 @@ class NativeTrainer:
             self._recorder.count("updates", 1)
             return self._applied
 
+        if self._copying is not None:
+            with self._recorder.span("snapshot"):
+                await self._copied()
         return await self._offload(run)
 
     async def publish(self, version: Version) -> Published:
@@ -187,18 +191,31 @@ class NativeTrainer:
                 faults.reach(self._recorder.process, "stream", version.step)
 
     async def snapshot(self) -> None:
-        def run() -> None:
+        """What the trainer is now is copied while the next gradient is computed; the update after it waits for the copy."""
+
+        def run() -> Snapshot:
             faults.reach(self._recorder.process, "snapshot", self.updates)
             room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: its save never came
             with self._recorder.span("snapshot"):
-                self._snapshot = Snapshot.take(self.decoder, self._optimizer, self._kept, room)
+                return Snapshot.take(self.decoder, self._optimizer, self._kept, room)
 
-        await self._offload(run)
+        await self._copied()
+        self._snapshot = await self._offload(run)
+        self._copying = asyncio.ensure_future(asyncio.to_thread(self._snapshot.copy))
+
+    async def _copied(self) -> None:
+        """Until the latest snapshot is what it is of: before that, nothing of it may change, nor be written."""
+        if (copying := self._copying) is not None:
+            await asyncio.wait({copying})  # bounded: by the copy, which is as fast as memory is
+            copying.result()
+            if self._copying is copying:  # else somebody who waited as well has taken the next one
+                self._copying = None
 
     async def save(self, folder: str) -> None:
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
             raise CheckpointError(f"{folder}: there is no snapshot to write; save() comes after snapshot(), once")
+        await self._copied()
 
         def wrote(file: Path) -> None:
             self._recorder.count("saved_files", 1)
@@ -220,6 +237,7 @@ class NativeTrainer:
                 load_checkpoint(Path(folder), self.decoder, self._optimizer, self._kept)
             self._announced = None
 
+        await self._copied()
         await self._offload(run)
 
     async def export(self, folder: str) -> None:
@@ -242,6 +260,8 @@ class NativeTrainer:
 
     async def close(self) -> None:
         """Give back the carrier, and the memory of gradients and snapshot."""
+        if self._copying is not None:
+            await asyncio.wait({self._copying})  # bounded: as in `_copied`
         self._optimizer.forget()
         if self._critic is not None:
             self._critic.forget()
