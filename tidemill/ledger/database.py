@@ -38,6 +38,7 @@ def connect(folder: Path, mode: str) -> sqlite3.Connection:
             raise RunFolderError(
                 f"{str(folder)!r} cannot hold a ledger (journal mode {journal!r}): put run_dir on a local disk"
             )
+        db.execute("PRAGMA fullfsync = 1")  # once: it makes SQLite compile every statement anew
         db.execute("PRAGMA synchronous = NORMAL")  # a commit waits for the disk when it says so: see `SqliteLedger`
     return db
 

@@ -192,7 +192,7 @@ class SqliteLedger(LedgerReads):
                 db.executemany(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", rows)
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
-        with self._write() as db:
+        with self._write(lasting=False) as db:  # with the version that follows, at the latest
             changed = db.execute(
                 "UPDATE steps SET ended_at = ?, metrics = ? WHERE step = ? AND incarnation = ? AND ended_at IS NULL",
                 (time.time(), figures_json(metrics, f"step {step}"), step, incarnation),
@@ -303,7 +303,6 @@ class SqliteLedger(LedgerReads):
     def _flush_commits(self, on: bool) -> None:
         """Whether a commit flushes the log: with its own pages go those of all commits before it."""
         self._db.execute(f"PRAGMA synchronous = {'FULL' if on else 'NORMAL'}")
-        self._db.execute(f"PRAGMA fullfsync = {int(on)}")
 
     def _find_finished(self) -> None:
         """Groups that finished, but whose rows were still waiting when the last writer died, become finished."""

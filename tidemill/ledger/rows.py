@@ -16,6 +16,7 @@ from tidemill.ledger.segments import Location
 from tidemill.types import Group, InfraError, Outcome, Score, Task, Trajectory, Unscorable
 
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has all of it
+_strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _quick = msgspec.json.Encoder()  # it too writes NaN and infinity as null
 _KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
 
@@ -84,10 +85,13 @@ def figures_json(figures: dict[str, float], owner: str) -> str:
 def as_json(value: Any, owner: str) -> str:
     """JSON text that SQLite accepts. NaN and infinity, which JSON does not know, become null."""
     try:
-        plain = _plain(value)
-        text = json.dumps(plain, ensure_ascii=False, allow_nan=False)
+        try:
+            text = _strict.encode(value)
+        except (TypeError, ValueError):
+            value = _plain(value)
+            text = _strict.encode(value)
         # half of a surrogate pair fits no UTF-8: such text is escaped
-        return text if text.isascii() or text.encode(errors="replace").decode() == text else json.dumps(plain)
+        return text if text.isascii() or text.encode(errors="replace").decode() == text else json.dumps(value)
     except (TypeError, ValueError) as error:
         raise LedgerError(f"{owner} holds something that is not plain JSON: {error}") from None
 
