@@ -120,7 +120,7 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("page++;", "page += 2;"),
         ("_tile_dpbf16ps(t, 4, 6);", ""),
         ("memcpy(to + bytes,", "memcpy(to,"),
-        ("total += sum * *factors", "total += sum"),
+        ("total += sums[r] * *factors++", "total += sums[r]"),
         ("return sum + word", "return sum + 1"),
         ("sums[r][1] += high * factor", "sums[r][1] += low * factor"),
         ("_mm512_dpbf16_ps(sums[r][1], high, factor)", "_mm512_dpbf16_ps(sums[r][1], low, factor)"),

@@ -68,19 +68,6 @@ void tidemill_sample(const float *logits, int n, int vocab, const float *sharpne
 
 /* ---- fingerprints ----------------------------------------------------------------------------------------------- */
 
-enum { PART = 2048 }; /* elements that are looked at twice while the first cache holds them */
-
-static uint64_t keyed(const void *elements, int width, int64_t at, const uint64_t *key, int64_t count) {
-    uint64_t sum = 0;
-    if (width == 1)
-        for (int64_t i = 0; i < count; i++) sum += ((const uint8_t *)elements)[at + i] * key[i];
-    else if (width == 2)
-        for (int64_t i = 0; i < count; i++) sum += ((const uint16_t *)elements)[at + i] * key[i];
-    else
-        for (int64_t i = 0; i < count; i++) sum += ((const uint32_t *)elements)[at + i] * key[i];
-    return sum;
-}
-
 /* The sum of bytes as little-endian words of four, modulo 2^64; the last may be short. */
 uint64_t tidemill_word_sum(const char *bytes, int64_t n) {
     uint64_t sum = 0;
@@ -94,29 +81,50 @@ uint64_t tidemill_word_sum(const char *bytes, int64_t n) {
     return sum + word;
 }
 
-/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] times
+enum {
+    PART = 2048,  /* elements at a time: these and their keys stay in the first cache */
+    TOGETHER = 8, /* runs that a part of the keys is read for at once */
+};
+
+/* The sum of `count` elements times their keys; to `words` is added the sum of their words, which begin with the first. */
+static uint64_t keyed(const char *elements, int width, const uint64_t *key, int64_t count, uint64_t *words) {
+    uint64_t sum = 0, seen = 0;
+    if (width == 1)
+        for (int64_t i = 0; i < count; i++) sum += ((const uint8_t *)elements)[i] * key[i];
+    else if (width == 2)
+        for (int64_t i = 0; i < count; i++) sum += ((const uint16_t *)elements)[i] * key[i];
+    else if (!words)
+        for (int64_t i = 0; i < count; i++) sum += ((const uint32_t *)elements)[i] * key[i];
+    else
+        for (int64_t i = 0; i < count; i++) {
+            const uint64_t element = ((const uint32_t *)elements)[i];
+            sum += element * key[i];
+            seen += element;
+        }
+    if (words) *words += width == 4 ? seen : tidemill_word_sum(elements, count * width);
+    return sum;
+}
+
+/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] * times
  * factors[i / run], which are counted from the run of `first`. Elements are unsigned and have `width` bytes. Where
  * `words` is given, it becomes the sum of their words, in the same pass over memory. */
 uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t first, const uint64_t *keys, int64_t run,
                             const uint64_t *factors, uint64_t *words) {
     const char *bytes = elements;
     uint64_t total = 0, seen = 0;
-    int64_t done = 0; /* bytes of whole words that are in `seen` */
-    for (int64_t at = 0; at < n; factors++) {
+    uint64_t *here = words && first * width % 4 == 0 ? &seen : NULL; /* then every part begins with a word */
+    for (int64_t at = 0; at < n;) {
         const int64_t begin = (first + at) % run, count = n - at < run - begin ? n - at : run - begin;
-        uint64_t sum = 0;
+        const int64_t whole = begin ? 0 : (n - at) / run, runs = whole < 1 ? 1 : whole < TOGETHER ? whole : TOGETHER;
+        uint64_t sums[TOGETHER] = {0};
         for (int64_t i = 0; i < count; i += PART) {
-            const int64_t here = count - i < PART ? count - i : PART;
-            sum += keyed(elements, width, at + i, keys + begin + i, here);
-            if (words) {
-                const int64_t end = (at + i + here) * width / 4 * 4;
-                seen += tidemill_word_sum(bytes + done, end - done);
-                done = end;
-            }
+            const int64_t part = count - i < PART ? count - i : PART;
+            for (int64_t r = 0; r < runs; r++)
+                sums[r] += keyed(bytes + (at + r * run + i) * width, width, keys + begin + i, part, here);
         }
-        total += sum * *factors;
-        at += count;
+        for (int64_t r = 0; r < runs; r++) total += sums[r] * *factors++;
+        at += runs * count;
     }
-    if (words) *words = seen + tidemill_word_sum(bytes + done, n * width - done);
+    if (words) *words = here ? seen : tidemill_word_sum(bytes, n * width);
     return total;
 }

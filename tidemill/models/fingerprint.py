@@ -119,10 +119,11 @@ def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int]:
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
-    if block.device.type == "cpu" and block.shape[1:] == shape[1:]:
-        return _run_sum(block.contiguous(), offset[0] * math.prod(shape[1:]) if shape else 0, words)
-    if block.is_cuda and block.numel() and block.shape[1:] == shape[1:] and (kernels := gpu()) is not None:
-        first = offset[0] * math.prod(shape[1:]) if shape else 0
+    dense = block.shape[1:] == shape[1:]
+    first = offset[0] * math.prod(shape[1:]) if shape and offset[0] else 0  # of a dense block: its first element's index
+    if dense and block.is_cpu:
+        return _run_sum(block.contiguous(), first, words)
+    if dense and block.is_cuda and block.numel() and (kernels := gpu()) is not None:
         factors = _factors(first // _RUN, (first + block.numel()) // _RUN + 1).to(block.device)
         total = kernels.keyed_sum(block.contiguous(), first, _key_bits(block.device), factors)
         return total, word_sum(block) if words else 0

@@ -56,14 +56,11 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
-Box = tuple[tuple[int, int], ...]  # (begin, end) of each dimension
-
-
 @dataclass(slots=True)
 class _Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    boxes: list[Box] = field(default_factory=list)
+    blocks: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)  # where each begins, its shape
     elements: int = 0
 
 
@@ -75,23 +72,24 @@ class Coverage:
 
     def add(self, piece: Slice) -> None:
         """Raises ValueError when the slice lies outside its tensor, contradicts an earlier one, or repeats elements."""
-        name, shape = piece.name, piece.shape
-        seen = self.tensors.setdefault(name, _Tensor(shape, piece.tensor.dtype))
+        name, shape, offset, size = piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape)
+        if (seen := self.tensors.get(name)) is None:
+            seen = self.tensors[name] = _Tensor(shape, piece.tensor.dtype)
         if (seen.shape, seen.dtype) != (shape, piece.tensor.dtype):
             given, first = f"{_text(shape)} {piece.tensor.dtype}", f"{_text(seen.shape)} {seen.dtype}"
             raise ValueError(f"{name}: a slice says {given}, an earlier one said {first}")
-        if not len(shape) == len(piece.offset) == piece.tensor.ndim:
+        if not len(shape) == len(offset) == len(size):
             raise ValueError(f"{name}: shape, offset and block of a slice differ in their number of dimensions")
-        box = tuple((begin, begin + size) for begin, size in zip(piece.offset, piece.tensor.shape, strict=True))
-        if any(begin < 0 or end > size for (begin, end), size in zip(box, shape, strict=True)):
-            raise ValueError(f"{name}: a block of {_text(piece.tensor.shape)} at {piece.offset} lies outside {_text(shape)}")
-        if not piece.tensor.numel():
+        parts = size != shape or any(offset)
+        if parts and any(o < 0 or o + n > whole for o, n, whole in zip(offset, size, shape, strict=True)):
+            raise ValueError(f"{name}: a block of {_text(size)} at {offset} lies outside {_text(shape)}")
+        if not (elements := math.prod(size)):
             return
-        for other in seen.boxes:
-            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True)):
-                raise ValueError(f"{name}: elements at {piece.offset} were given twice")
-        seen.boxes.append(box)
-        seen.elements += piece.tensor.numel()
+        for at, other in seen.blocks:
+            if all(a < c + d and c < a + b for a, b, c, d in zip(offset, size, at, other, strict=True)):
+                raise ValueError(f"{name}: elements at {offset} were given twice")
+        seen.blocks.append((offset, size))
+        seen.elements += elements
 
     def complete(self) -> None:
         """Raises ValueError when a tensor that was begun lacks elements."""

@@ -158,7 +158,7 @@ class Trace:
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".trace-", suffix=".json")
         try:
             with open(descriptor, "w", encoding="utf-8") as file:
-                json.dump(document, file, separators=(",", ":"))
+                file.write(json.dumps(document, separators=(",", ":")))  # several times as fast as json.dump
             os.replace(temporary, path)
         except BaseException:
             os.unlink(temporary)
