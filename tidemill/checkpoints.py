@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from tidemill import faults
 from tidemill.checkpoint_manifest import MANIFEST, Position, name_of, read_manifest, seal, step_of, strangers, verify
 from tidemill.controller import ROLE
-from tidemill.durable import flush, remove_marked
+from tidemill.durable import flush, remove_left, remove_marked
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.protocols import CheckpointError, Trainer
 from tidemill.threads import in_thread
@@ -154,11 +154,7 @@ class Checkpoints:
     def _clean(self) -> None:
         """Remove what a kill cut off. Nothing reads it."""
         for partial in sorted(self.folder.glob(f"step-*{_PARTIAL}")):
-            if partial.is_dir() and not partial.is_symlink() and (partial / MARKER).is_file():
-                remove_marked(partial, MARKER)
-            elif partial.is_dir() and not partial.is_symlink() and not any(partial.iterdir()):
-                partial.rmdir()  # killed before it was marked, or when all else was removed
-            else:
+            if not remove_left(partial, MARKER):
                 self._tell_once(f"{partial} is left alone: it holds no {MARKER}, so it is not ours")
 
     def _ours(self) -> list[Path]:

@@ -49,6 +49,20 @@ def remove_marked(folder: Path, marker: str) -> None:
     folder.rmdir()
 
 
+def remove_left(folder: Path, marker: str) -> bool:
+    """What a kill cut off, if it is ours: it holds `marker`, or nothing, before it was marked or when all else was removed.
+    False: it is not, and is left alone."""
+    if folder.is_symlink() or not folder.is_dir():
+        return False
+    if (folder / marker).is_file():
+        remove_marked(folder, marker)
+    elif any(folder.iterdir()):
+        return False
+    else:
+        folder.rmdir()
+    return True
+
+
 def put_in_place(partial: Path, folder: Path) -> None:
     """Flush the folder `partial` and rename it to `folder`, which it replaces.
 

@@ -18,7 +18,8 @@ from tidemill.config import ConfigError
 from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
 from tidemill.given import ROWS as HELD_OUT_ROWS
-from tidemill.kernels.library import BLOCK, STEP, Native, native
+from tidemill.kernels.library import native
+from tidemill.kernels.native import BLOCK, STEP, Native
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture
 from tidemill.models.linear import MIXES

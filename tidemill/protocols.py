@@ -107,8 +107,8 @@ class Trainer(Protocol):
         ...
 
     async def snapshot(self) -> None:
-        """Copy all that a resume needs of the trainer: weights, optimizer, schedule, RNG. The next step may run at once: what
-        would change of it waits for the copy."""
+        """Copy all that a resume needs of the trainer: weights, optimizer, schedule, RNG. The next step may run at once;
+        what would change any of it waits for the copy."""
         ...
 
     async def save(self, folder: str) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.kernels.library import Native, native
+from tidemill.kernels.library import native
+from tidemill.kernels.native import Native
 
 
 @pytest.fixture

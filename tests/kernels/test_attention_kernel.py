@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tidemill.kernels.library import Native
+from tidemill.kernels.native import Native
 
 SHAPES = [  # heads, kv_heads, size, page_size
     (4, 2, 16, 16),

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tidemill.kernels import gpu as module
 from tidemill.kernels.gpu import Gpu
+from tidemill.kernels.rotation import Rotation
 from tidemill.models.decoder import rotate
 
 pytestmark = pytest.mark.gpu
@@ -75,7 +76,7 @@ def test_rotate(kernels: Gpu, dtype: torch.dtype, with_norms: bool, n: int, quer
     angles = drawn(n, 1, size // 2, seed=3) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = (drawn(size, seed=1, dtype=dtype), drawn(size, seed=2, dtype=dtype)) if with_norms else None
-    found = torch.cat(kernels.rotate(heads, norms, 1e-5, cos, sin, queries, keys)[:2], dim=1)
+    found = torch.cat(kernels.rotate(heads, Rotation(cos, sin, queries, keys, norms, 1e-5))[:2], dim=1)
     q, k = heads[:, :queries], heads[:, queries : queries + keys]
     if norms is not None:
         q, k = normed(q, norms[0], 1e-5).to(dtype), normed(k, norms[1], 1e-5).to(dtype)

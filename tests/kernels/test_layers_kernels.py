@@ -7,7 +7,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.library import Native, native, without_gradient
+from tidemill.kernels.library import native, without_gradient
+from tidemill.kernels.native import Native
+from tidemill.kernels.rotation import Rotation
 from tidemill.models.decoder import rotate
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -38,7 +40,7 @@ def test_rotate(kernels: Native, dtype, with_norms, n, queries, keys, size) -> N
     angles = torch.rand(n, 1, size // 2) * 6
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     norms = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if with_norms else None
-    *found, others = kernels.rotate(heads, norms, 1e-5, cos, sin, queries, keys)
+    *found, others = kernels.rotate(heads, Rotation(cos, sin, queries, keys, norms, 1e-5))
     assert torch.equal(others, heads[:, queries + keys :])
     q, k = heads[:, :queries], heads[:, queries : queries + keys]
     if norms is not None:

@@ -13,10 +13,14 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels import library
-from tidemill.kernels.library import COMPILERS, SWITCH, Native, Unavailable, native, why_not
+from tidemill.kernels import building, library
+from tidemill.kernels.building import COMPILERS, Unavailable
+from tidemill.kernels.gpu import SWITCH
+from tidemill.kernels.library import native, why_not
+from tidemill.kernels.native import Native
+from tidemill.kernels.trial import expect_right
 
-SOURCES = library.SOURCES
+SOURCES = building.SOURCES
 COMPILER = next((name for name in COMPILERS if shutil.which(name)), None)
 NATIVE = ("-march=native",) if platform.machine() == "x86_64" else ()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
@@ -26,7 +30,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache of compiled files, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(library, "_variants", lambda: [("-O1", *NATIVE)])  # quick to compile
+    monkeypatch.setattr(building, "variants", lambda: [("-O1", *NATIVE)])  # quick to compile
     library._found.cache_clear()
     yield tmp_path / "tidemill"
     library._found.cache_clear()
@@ -39,7 +43,7 @@ def test_where_there_is_a_compiler_there_are_kernels() -> None:
 
 def test_a_trainer_that_computes_in_bfloat16_may_be_the_first_to_ask(kernels: Native) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        library._try(kernels)
+        expect_right(kernels)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -87,7 +91,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: py
 def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "cpu.c"
     broken.write_text("this is no C;")
-    monkeypatch.setattr(library, "SOURCES", (broken, *SOURCES[1:]))
+    monkeypatch.setattr(building, "SOURCES", (broken, *SOURCES[1:]))
     assert native() is None and "error" in why_not()
     assert not list(cache.glob("*")), "something was left"
 
@@ -98,7 +102,7 @@ def test_it_is_compiled_once_and_privately(cache: Path, monkeypatch: pytest.Monk
     (made,) = cache.iterdir()
     assert made.stat().st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
     library._found.cache_clear()
-    monkeypatch.setattr(library, "_compile", None)
+    monkeypatch.setattr(building, "_compile", None)
     assert native() is not None
 
 
@@ -121,6 +125,14 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("_tile_dpbf16ps(t, 4, 6);", ""),
         ("memcpy(to + bytes,", "memcpy(to,"),
         ("total += sums[r] * *factors++", "total += sums[r]"),
+        ("        at += runs * count;", "        at += count;"),
+        ("x[i] *= weight[i];", "x[i] *= 1;"),
+        ("turned[i] = wide[i] * c[i] - ", "turned[i] = wide[i] * c[i] + "),
+        ("back[i] = d[i] * c[i] + ", "back[i] = d[i] * c[i] - "),
+        ("along *= scale * scale / (float)size;", "along *= scale / (float)size;"),
+        ("sums[i] += d[i] * x[i] * scale;", "sums[i] += d[i] * x[i];"),
+        ("* sigmoid(gates[i], &lacks) * ups[i]", "* ups[i]"),
+        ("(1.0f + gate * lacks)", "(1.0f + gate)"),
         ("return sum + word", "return sum + 1"),
         ("sums[r][1] += high * factor", "sums[r][1] += low * factor"),
         ("_mm512_dpbf16_ps(sums[r][1], high, factor)", "_mm512_dpbf16_ps(sums[r][1], low, factor)"),
@@ -140,7 +152,7 @@ def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, mon
     changed = tmp_path / source.name
     assert source.read_text().count(right) == 1
     changed.write_text(source.read_text().replace(right, wrong))
-    monkeypatch.setattr(library, "SOURCES", tuple(changed if each == source else each for each in SOURCES))
+    monkeypatch.setattr(building, "SOURCES", tuple(changed if each == source else each for each in SOURCES))
     assert native() is None and "something else" in why_not()
 
 
@@ -159,4 +171,4 @@ def test_loading_starts_no_thread() -> None:
 
 def test_it_says_what_is_wrong_in_one_line() -> None:
     with pytest.raises(Unavailable, match="failed: no such option"):
-        library._output([sys.executable, "-c", "import sys; sys.exit('no such option')"])
+        building._output([sys.executable, "-c", "import sys; sys.exit('no such option')"])

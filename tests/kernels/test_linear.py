@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.library import Native
+from tidemill.kernels.native import Native
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import word_sum
 from tidemill.models.fresh import Size, architecture

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.kernels.library import Native, native
+from tidemill.kernels.library import native
+from tidemill.kernels.native import Native
 from tidemill.kernels.sequences import MOST_NUMBERS, Families
 from tidemill.models.attention import packed_attention
 

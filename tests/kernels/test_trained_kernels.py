@@ -9,7 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.kernels.library import Native, native
+from tidemill.kernels.library import native
+from tidemill.kernels.native import Native
+from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.trained import Trained, layer_kernels
 from tidemill.models.decoder import rotate
 
@@ -81,7 +83,7 @@ def test_rotate(trained: Trained, n, queries, keys, size, with_norms, read, weig
     heads = drawn(n, queries + 2 * keys, size, dtype=read, scale=2)
     weights = [drawn(size, seed=i, dtype=NARROW).to(weighed) for i in (1, 2)] if with_norms else []
     given = learnt(heads, *weights)
-    found = trained.rotate(given[0], (given[1], given[2]) if weights else None, 1e-5, cos, sin, queries, keys)
+    found = trained.rotate(given[0], Rotation(cos, sin, queries, keys, (given[1], given[2]) if weights else None, 1e-5))
     assert [part.dtype for part in found] == [torch.promote_types(read, turned)] * 2 + [read]
     wide = exact(heads, *weights)
     q, k, v = wide[0].split([queries, keys, keys], dim=1)
@@ -98,7 +100,7 @@ def test_what_is_narrow_is_rounded_where_a_narrow_model_rounds(trained: Trained)
     """Under autocast weights and angles are wide: a narrow row is rounded, weights are, and what comes of both."""
     x, weight = drawn(50, 3, 64, dtype=NARROW), drawn(64, seed=1)
     right = F.rms_norm(x.float(), (64,), None, 1e-5).to(NARROW) * weight.to(NARROW)
-    q, k, _ = trained.rotate(x, (weight, weight), 1e-5, torch.ones(50, 1, 32), torch.zeros(50, 1, 32), 1, 1)
+    q, k, _ = trained.rotate(x, Rotation(torch.ones(50, 1, 32), torch.zeros(50, 1, 32), 1, 1, (weight, weight), 1e-5))
     for found, expected in ((trained.norm(x, weight, 1e-5), right), (q, right[:, :1].float()), (k, right[:, 1:2].float())):
         assert found.dtype == expected.dtype
         assert (found == expected).double().mean() > 0.99  # a scale's last place may turn a rounding
@@ -140,7 +142,7 @@ def test_any_strides(trained: Trained, dtype) -> None:
     def all_of(x: Tensor, heads: Tensor, gate_up: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
         x, heads, gate_up = learnt(x, heads, gate_up)
         normed = trained.norm(x, torch.ones(30, dtype=dtype), 1e-5)
-        turned = trained.rotate(heads, weights, 1e-5, cos, sin, 3, 2)
+        turned = trained.rotate(heads, Rotation(cos, sin, 3, 2, weights, 1e-5))
         outputs = [normed, *turned, trained.gate(gate_up)]
         grads = [apart(*out.shape, seed=9) for out in outputs]
         if x.is_contiguous():
@@ -163,7 +165,7 @@ def test_the_same_bits_with_any_number_of_threads(trained: Trained, threads: Non
 
     def every() -> list[Tensor]:
         given = learnt(x, weight, heads, *weights, gate_up)
-        turned = trained.rotate(given[2], (given[3], given[4]), 1e-5, angles.cos(), angles.sin(), 4, 2)
+        turned = trained.rotate(given[2], Rotation(angles.cos(), angles.sin(), 4, 2, (given[3], given[4]), 1e-5))
         outputs = [trained.norm(given[0], given[1], 1e-5), *turned, trained.gate(given[5])]
         return [*outputs, *gradients(outputs, given)]
 
@@ -179,10 +181,10 @@ def test_what_has_no_use_for_a_gradient(trained: Trained) -> None:
     (heads,) = learnt(drawn(5, 4, 16))
     cos, sin = drawn(5, 1, 8, seed=1), drawn(5, 1, 8, seed=2)
     weights = drawn(16, seed=3), drawn(16, seed=4)
-    v = trained.rotate(heads, weights, 1e-5, cos, sin, 2, 1)[2]
+    v = trained.rotate(heads, Rotation(cos, sin, 2, 1, weights, 1e-5))[2]
     (found,) = torch.autograd.grad(v.sum(), heads)
     assert torch.equal(found, (torch.arange(4) == 3).float()[:, None].expand(5, 4, 16))
-    q = trained.rotate(heads, weights, 1e-5, cos, sin, 2, 1)[0]
+    q = trained.rotate(heads, Rotation(cos, sin, 2, 1, weights, 1e-5))[0]
     (found,) = torch.autograd.grad(q.sum(), heads)
     assert found[:, :2].all() and not found[:, 2:].any()
     x, weight = learnt(torch.empty(0, 8), torch.ones(8))

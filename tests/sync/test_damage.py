@@ -250,8 +250,26 @@ def test_what_a_killed_sender_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / ".sending-dead").mkdir()
     (tmp_path / ".sending-dead" / ".tidemill-weights").touch()
     (tmp_path / ".sending-user").mkdir()
+    (tmp_path / ".sending-user" / "notes").touch()
     CheckpointSender(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == [".sending-user"]
+
+
+def test_a_version_whose_removal_was_cut_off_is_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sender = CheckpointSender(tmp_path)
+    sender.send(version(0), slices())
+
+    def cut(_: Path) -> None:
+        raise OSError("cut off")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rmdir", cut)
+        with pytest.raises(OSError, match="cut off"):
+            sender.close()
+    (left,) = tmp_path.iterdir()
+    assert not list(left.iterdir()), "all else was removed"
+    CheckpointSender(tmp_path).send(version(0), slices())
+    assert [p.name for p in tmp_path.iterdir()] == ["v000000.0"]
 
 
 def test_one_folder_one_policy(tmp_path: Path) -> None:

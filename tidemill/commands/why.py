@@ -10,6 +10,7 @@ import psutil
 from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows, visible
+from tidemill.config import ConfigError
 from tidemill.health import EVERY_S, FAILURE, STATUS
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.lock import holder
@@ -35,8 +36,7 @@ def standing(folder: RunFolder) -> dict[str, Any]:
 
     status: the last that the process wrote whose state it is; None when it came to none.
     """
-    status = read_json(folder.path / STATUS) if (folder.path / STATUS).is_file() else None
-    failure = read_json(folder.path / FAILURE) if (folder.path / FAILURE).is_file() else None
+    status, failure = _if_there(folder.path / STATUS), _if_there(folder.path / FAILURE)
     pid = holder(folder.path)
     if pid is not None:
         late = status is None or status["pid"] != pid or time.time() - status["at"] > LATE_S
@@ -51,6 +51,16 @@ def standing(folder: RunFolder) -> dict[str, Any]:
         counts = ledger.counts().figures()
         events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind not in ROUTINE][-5:]
     return {"state": state, "pid": pid, "status": status, "failure": failure, "groups": counts, "events": events}
+
+
+def _if_there(file: Path) -> dict[str, Any] | None:
+    """A run that goes on may remove it at any moment."""
+    try:
+        return read_json(file)
+    except ConfigError:
+        if file.is_file():
+            raise
+        return None
 
 
 def _stopped(pid: int) -> bool:

@@ -23,7 +23,8 @@ from torch import Tensor
 
 from tidemill.engine.blocks import NULL_PAGE
 from tidemill.engine.scheduler import Chunk, Plan
-from tidemill.kernels.library import Native, native
+from tidemill.kernels.library import native
+from tidemill.kernels.native import Native
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
 

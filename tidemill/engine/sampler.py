@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.library import Native
+from tidemill.kernels.native import Native
 
 BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
 CANDIDATES = 256  # a truncated row is first looked for among this many likeliest tokens

@@ -18,6 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.kernels.rotation import Rotation
+
 SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 64  # keys that a program looks at together
@@ -100,34 +102,26 @@ class Gpu:
             )
         return out
 
-    def rotate(
-        self,
-        heads: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        queries: int,
-        keys: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and others of `heads` [n, queries + keys + others, E]: the first two normed by the weights [E]
-        of queries and of keys, and turned by their positions' cos and sin [n, 1, E / 2]."""
+    def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, keys and others of `heads` [n, queries + keys + others, E], the first two normed and turned."""
         n, _, size = heads.shape
-        out = torch.empty((n, queries + keys, size), dtype=heads.dtype, device=heads.device)
-        assert heads.stride()[1:] == (size, 1) and cos.is_contiguous() and sin.is_contiguous()
+        turned = how.queries + how.keys
+        out = torch.empty((n, turned, size), dtype=heads.dtype, device=heads.device)
+        assert heads.stride()[1:] == (size, 1) and how.cos.is_contiguous() and how.sin.is_contiguous()
         if n:
-            self._source.rotate[(n, -(-(queries + keys) // TOGETHER))](
-                *(heads, heads.stride(0), *((heads, heads) if norms is None else norms), eps, cos, sin, out),
-                QUERIES=queries,
-                HEADS=queries + keys,
+            norms = (heads, heads) if how.norms is None else how.norms
+            self._source.rotate[(n, -(-turned // TOGETHER))](
+                *(heads, heads.stride(0), *norms, how.eps, how.cos, how.sin, out),
+                QUERIES=how.queries,
+                HEADS=turned,
                 HALF=size // 2,
                 WIDTH=_power(size // 2),
                 TOGETHER=TOGETHER,
-                NORMED=norms is not None,
+                NORMED=how.norms is not None,
                 num_warps=4,
             )
-        q, k = out.split([queries, keys], dim=1)
-        return q, k, heads[:, queries + keys :]
+        q, k = out.split([how.queries, how.keys], dim=1)
+        return q, k, heads[:, turned:]
 
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
@@ -276,7 +270,7 @@ def _right(kernels: Gpu, device: torch.device) -> bool:
     cos, sin = torch.cos(heads[:, :1, :16]).contiguous(), torch.sin(heads[:, :1, :16]).contiguous()
     a, b = F.rms_norm(heads[:, :6], (32,), weight, 1e-6).chunk(2, dim=-1)
     turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    q, k, _ = kernels.rotate(heads, (weight, weight), 1e-6, cos, sin, 4, 2)
+    q, k, _ = kernels.rotate(heads, Rotation(cos, sin, 4, 2, (weight, weight), 1e-6))
     ok &= torch.allclose(torch.cat((q, k), dim=1), turned, atol=1e-5)
     gate, up = heads[:, :2].flatten(1).chunk(2, dim=-1)
     ok &= torch.allclose(kernels.gate(heads[:, :2].flatten(1).contiguous()), F.silu(gate) * up, atol=1e-5)

@@ -7,6 +7,7 @@ Sums over rows, the gradients of weights, do not depend on the number of threads
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.library import Native, knowing, native
+from tidemill.kernels.library import knowing, native
+from tidemill.kernels.native import Native
+from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import Families
 
 
@@ -28,20 +31,10 @@ class Trained:
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         return _Norm.apply(x if x.stride(-1) == 1 else x.contiguous(), weight, eps, dtype, self._compiled)
 
-    def rotate(
-        self,
-        heads: Tensor,
-        norms: tuple[Tensor, Tensor] | None,
-        eps: float,
-        cos: Tensor,
-        sin: Tensor,
-        queries: int,
-        keys: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        weights = (None, None) if norms is None else norms
-        return _Rotate.apply(
-            _dense(heads), *weights, cos.contiguous(), sin.contiguous(), eps, (queries, keys), self._compiled
-        )
+    def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        of_queries, of_keys = (None, None) if how.norms is None else how.norms
+        how = replace(how, cos=how.cos.contiguous(), sin=how.sin.contiguous())
+        return _Rotate.apply(_dense(heads), of_queries, of_keys, how, self._compiled)
 
     def gate(self, gate_up: Tensor) -> Tensor:
         return _Gate.apply(gate_up.contiguous(), self._compiled)
@@ -106,29 +99,21 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        heads: Tensor,
-        of_queries: Tensor | None,
-        of_keys: Tensor | None,
-        cos: Tensor,
-        sin: Tensor,
-        eps: float,
-        counts: tuple[int, int],
-        compiled: Native,
+        ctx: Any, heads: Tensor, of_queries: Tensor | None, of_keys: Tensor | None, how: Rotation, compiled: Native
     ) -> tuple[Tensor, Tensor, Tensor]:
-        ctx.save_for_backward(heads, of_queries, of_keys, cos, sin)
-        ctx.eps, ctx.compiled = eps, compiled
-        return compiled.rotate(heads, _both(of_queries, of_keys), eps, cos, sin, *counts)
+        """of_queries, of_keys: those of `how`, for their gradients."""
+        ctx.save_for_backward(heads)
+        ctx.how, ctx.compiled = how, compiled
+        return compiled.rotate(heads, how)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        heads, of_queries, of_keys, cos, sin = ctx.saved_tensors
+        (heads,), how = ctx.saved_tensors, ctx.how
         d_q, d_k, d_v = map(_dense, grads)
-        norms = _both(of_queries, of_keys)
-        d_heads, sums = ctx.compiled.rotate_back(heads, norms, ctx.eps, cos, sin, (d_q, d_k, d_v))
-        d_weights = (None, None) if norms is None else sums.to(norms[0].dtype).unbind()
-        return d_heads, *d_weights, None, None, None, None, None
+        d_heads, sums = ctx.compiled.rotate_back(heads, how, (d_q, d_k, d_v))
+        d_weights = (None, None) if how.norms is None else sums.to(how.norms[0].dtype).unbind()
+        return d_heads, *d_weights, None, None
 
 
 class _Gate(torch.autograd.Function):
@@ -143,7 +128,3 @@ class _Gate(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         (gate_up,) = ctx.saved_tensors
         return ctx.compiled.gate_back(gate_up, grads[0].contiguous()), None
-
-
-def _both(first: Tensor | None, second: Tensor | None) -> tuple[Tensor, Tensor] | None:
-    return None if first is None or second is None else (first, second)

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
+from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.trained import layer_kernels
 from tidemill.models.architecture import Architecture
 from tidemill.models.linear import Linear, Packed
@@ -68,7 +69,7 @@ class Layer(nn.Module):
         weights = None if norms is None else (norms[0].weight, norms[1].weight)
         if (compiled := layer_kernels(heads, cos, *(weights or ()))) is not None:
             eps = 0.0 if norms is None else norms[0].eps
-            return compiled.rotate(heads, weights, eps, cos, sin, self.heads, self.kv_heads)
+            return compiled.rotate(heads, Rotation(cos, sin, self.heads, self.kv_heads, weights, eps))
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
         if norms is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=1)

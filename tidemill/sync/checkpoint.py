@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tidemill.durable import flush, remove_marked
+from tidemill.durable import flush, remove_left
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
@@ -40,7 +40,7 @@ class CheckpointSender:
         self._policy: str | None = None
         folder.mkdir(parents=True, exist_ok=True)
         for left in folder.glob(f"{_UNFINISHED}*"):  # of a sender that was killed
-            _remove(left)
+            remove_left(left, _MARKER)
 
     def send(self, version: Version, slices: Iterable[Slice]) -> Published:
         """Raises ValueError when the slices do not make whole tensors; then nothing has become visible."""
@@ -48,7 +48,7 @@ class CheckpointSender:
             raise ValueError(f"{self._folder} holds {self._policy!r}: send {version.policy!r} to a folder of its own")
         self._policy = version.policy
         target = self._folder / f"v{version.step:06d}.{version.incarnation}"
-        unfinished = self._folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
+        unfinished = _unused(self._folder)
         unfinished.mkdir()
         (unfinished / _MARKER).touch()
         try:
@@ -59,7 +59,7 @@ class CheckpointSender:
                 flush(path)
             _publish(unfinished, target)
         finally:
-            _remove(unfinished)
+            remove_left(unfinished, _MARKER)
         self._retain(target)
         return Published(manifest.version, "checkpoint", str(target), sum(b.length for b in manifest.blocks))
 
@@ -131,10 +131,9 @@ def _publish(unfinished: Path, target: Path) -> None:
     if target.exists():
         if not _is_ours(target):
             raise FileExistsError(f"{target} exists and is not a version of ours: choose another folder for weights")
-        aside = unfinished.with_name(f"{_UNFINISHED}{secrets.token_hex(8)}")
-        target.rename(aside)
+        aside = target.rename(_unused(target.parent))
         unfinished.rename(target)
-        _remove(aside)
+        remove_left(aside, _MARKER)
     else:
         unfinished.rename(target)
     flush(target.parent)
@@ -144,9 +143,14 @@ def _is_ours(path: Path) -> bool:
     return not path.is_symlink() and (path / _MARKER).is_file()
 
 
-def _remove(path: Path) -> None:
-    if _is_ours(path):
-        remove_marked(path, _MARKER)
+def _remove(version: Path) -> None:
+    """One of ours. Cut off by a kill, it is no version."""
+    remove_left(version.rename(_unused(version.parent)), _MARKER)
+
+
+def _unused(folder: Path) -> Path:
+    """In it, for what is no version: what is left there by a kill is removed by the next sender."""
+    return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 
 def _read_manifest(folder: Path) -> Manifest:

@@ -22,7 +22,7 @@ from tidemill.algorithms.losses import LossInput
 from tidemill.kernels.sequences import Families
 from tidemill.types import Array, Sample
 
-_WORTH = 0.1  # the share of a row that must be common, else spreading and collecting cost more than it saves
+_WORTH = 0.1  # the share of a row that must be common: below, a family of rows costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,315 @@
+"""The compiled functions, on tensors and arrays."""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.kernels.gpu import DTYPES
+from tidemill.kernels.rotation import Rotation
+from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
+
+WORTH_THREADS = 16  # rows
+WORTH_THREADS_PRODUCTS = 1 << 22
+SHARES = 64  # of rows whose sums are added in order: as many threads at most
+BLOCK, STEP = 32, 32  # outputs that rows are filled up to; inputs that must divide, of bfloat16: see linear.c
+
+_Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+_NORM = (_Pointer, _Long, _Int, _Pointer, _Int, ctypes.c_float)
+_ROTATE = (_Pointer, _Long, _Int, _Pointer, _Pointer, _Int, ctypes.c_float, _Pointer, _Pointer, _Int)
+_SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
+    "tidemill_attend": (
+        _Int,
+        [_Pointer, _Int, _Pointer, _Long, _Pointer, _Pointer, _Long, _Pointer, _Pointer, _Pointer, _Pointer]
+        + [_Int] * 5
+        + [ctypes.c_float, _Int],
+    ),
+    "tidemill_write": (None, [_Pointer, _Int, _Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
+    "tidemill_norm": (None, [*_NORM, _Pointer] + [_Int] * 4),
+    "tidemill_norm_back": (None, [*_NORM, _Pointer, _Int, _Pointer, _Pointer] + [_Int] * 4),
+    "tidemill_rotate": (None, [*_ROTATE, _Pointer] + [_Int] * 5),
+    "tidemill_rotate_back": (None, [*_ROTATE, *(_Pointer, _Long) * 3, _Pointer, _Pointer] + [_Int] * 7),
+    "tidemill_gate": (None, [_Pointer, _Int, _Pointer, _Int, _Int, _Int]),
+    "tidemill_gate_back": (None, [_Pointer, _Int, _Pointer, _Pointer, _Int, _Int, _Int]),
+    "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
+    "tidemill_sequences": (_Int, [_Pointer, _Pointer, _Int]),
+    "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer]),
+    "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
+    "tidemill_linear_is_fast": (_Int, [_Int]),
+    "tidemill_pack": (None, [_Pointer, _Pointer, _Long] + [_Int] * 3),
+    "tidemill_linear": (None, [_Pointer, _Long, _Pointer, _Pointer, _Pointer] + [_Int] * 6),
+}
+
+
+class Native:
+    """The library's functions, on tensors and arrays. Pointers are taken here and nowhere else."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        self._library = library
+        for name, (result, arguments) in _SIGNATURES.items():
+            function = getattr(library, name)
+            function.restype, function.argtypes = result, arguments
+        self._packs = {dtype: bool(library.tidemill_linear_is_fast(dtype == torch.bfloat16)) for dtype in DTYPES}
+
+    @staticmethod
+    def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
+        """Whether `attend` and `write` are for this shape."""
+        sizes = size in (16, 32, 64, 128) and page_size % 16 == 0 and heads // kv_heads <= 16
+        return sizes and dtype in DTYPES
+
+    def attend(
+        self,
+        pages: Tensor,
+        q: Tensor,
+        table: np.ndarray,
+        slots: np.ndarray,
+        lows: np.ndarray,
+        ends: np.ndarray,
+        order: np.ndarray,
+        threads: int,
+    ) -> Tensor:
+        """Softmax attention of one query a row, scaled by 1/sqrt(E) -> [n, H, E] as q.
+
+        pages [P, K, page_size, 2E]: a layer's, a token's key and value side by side. q [n, H, E], its last two dimensions
+        dense. table [S, C] int32: the pages of each slot. slots [n] int64: each row's. It sees its tokens [lows, ends)
+        (int64), at least one. order [n] int64: all rows, those that begin with the same pages side by side, so that these
+        pages are read once; any order gives the same result but for rounding.
+        """
+        n, heads, size = q.shape
+        out = torch.empty((n, heads, size), dtype=q.dtype)
+        assert q.stride()[1:] == (size, 1) and pages.is_contiguous() and table.strides[1] == 4
+        failed = self._library.tidemill_attend(
+            *(pages.data_ptr(), int(pages.dtype == torch.bfloat16)),
+            *(q.data_ptr(), q.stride(0), out.data_ptr()),
+            *(table.ctypes.data, table.strides[0] // 4, slots.ctypes.data),
+            *(lows.ctypes.data, ends.ctypes.data, order.ctypes.data),
+            *(n, heads, pages.shape[1], size, pages.shape[2], size**-0.5, threads),
+        )
+        assert not failed, "see `attends`"
+        return out
+
+    def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: np.ndarray) -> None:
+        """k, v [n, K, E] to `writes` [n] int64: page * page_size + offset."""
+        n, heads, size = k.shape
+        assert k.stride()[1:] == v.stride()[1:] == (size, 1) and pages.is_contiguous()
+        self._library.tidemill_write(
+            *(pages.data_ptr(), pages.element_size(), k.data_ptr(), k.stride(0), v.data_ptr(), v.stride(0)),
+            *(writes.ctypes.data, n, heads, size, pages.shape[2]),
+        )
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        """The root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`; a bfloat16 row is rounded
+        before the weight [D] too."""
+        out = torch.empty(x.shape, dtype=dtype or x.dtype)
+        rows, arguments = _norm(x, weight, eps)
+        self._library.tidemill_norm(
+            *(*arguments, out.data_ptr(), out.dtype == torch.bfloat16),
+            *(*rows.shape, _threads(len(rows))),
+        )
+        return out
+
+    def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with x and, in float32, with weight; given is d, with what `norm` gave."""
+        dx = torch.empty(x.shape, dtype=x.dtype)
+        rows, arguments = _norm(x, weight, eps)
+        sums = torch.empty((_shares(len(rows)), rows.shape[1]))
+        assert d.is_contiguous()
+        self._library.tidemill_norm_back(
+            *(*arguments, d.data_ptr(), d.dtype == torch.bfloat16, dx.data_ptr()),
+            *(sums.data_ptr(), len(sums), *rows.shape, _threads(len(rows))),
+        )
+        return dx, sums[0].clone()
+
+    def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
+        """The queries, keys and others of `heads` [n, queries + keys + others, E], the first two normed and turned: float32
+        where the heads or the angles are."""
+        n, _, size = heads.shape
+        turned = how.queries + how.keys
+        out = torch.empty((n, turned, size), dtype=torch.promote_types(heads.dtype, how.cos.dtype))
+        self._library.tidemill_rotate(
+            *(*_rotate(heads, how), out.data_ptr()),
+            *(n, turned, how.queries, size, _threads(n)),
+        )
+        q, k = out.split([how.queries, how.keys], dim=1)
+        return q, k, heads[:, turned:]
+
+    def rotate_back(self, heads: Tensor, how: Rotation, d: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with heads and, in float32, with the norms' weights [2, E]; given is d, with what `rotate`
+        gave."""
+        n, every, size = heads.shape
+        turned, others = how.queries + how.keys, d[2].shape[1]
+        d_heads, sums = torch.empty((n, every, size), dtype=heads.dtype), torch.empty((_shares(n), 2, size))
+        assert all(part.stride()[1:] == (size, 1) for part in d) and turned + others == every
+        assert d[0].shape[1:] == (how.queries, size) and d[1].shape[1:] == (how.keys, size)
+        assert d[0].dtype == d[1].dtype == torch.promote_types(heads.dtype, how.cos.dtype) and d[2].dtype == heads.dtype
+        self._library.tidemill_rotate_back(
+            *_rotate(heads, how),
+            *(number for part in d for number in (part.data_ptr(), part.stride(0))),
+            *(d_heads.data_ptr(), sums.data_ptr(), len(sums)),
+            *(n, turned, how.queries, others, size, _threads(n)),
+        )
+        return d_heads, sums[0].clone()
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
+        n, size = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((n, size), dtype=gate_up.dtype)
+        assert gate_up.is_contiguous()
+        self._library.tidemill_gate(
+            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, out.data_ptr(), n, size, _threads(n))
+        )
+        return out
+
+    def gate_back(self, gate_up: Tensor, d: Tensor) -> Tensor:
+        """What a loss changes by with gate_up; given is d, with what `gate` gave."""
+        n, size = d.shape
+        out = torch.empty(gate_up.shape, dtype=gate_up.dtype)
+        assert gate_up.is_contiguous() and d.is_contiguous() and d.dtype == gate_up.dtype and gate_up.shape == (n, 2 * size)
+        self._library.tidemill_gate_back(
+            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, d.data_ptr(), out.data_ptr(), n, size, _threads(n))
+        )
+        return out
+
+    def sample(
+        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(tokens [n] int64, logprobs [n] float32, the unmodified model's logprobs [n] float32) of logits [n, V] float32.
+
+        temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
+        probability exceeds it. Logits that are not finite numbers come out as logprobs that are not.
+        """
+        n, vocab = logits.shape
+        tokens, logprobs, model = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(n, np.float32)
+        greedy = temperature == 0
+        sharpness = np.where(greedy, 0, 1 / np.where(greedy, 1, temperature)).astype(np.float32)
+        uniform = np.ascontiguousarray(uniform, np.float64)
+        assert logits.is_contiguous() and logits.dtype == torch.float32
+        self._library.tidemill_sample(
+            *(logits.data_ptr(), n, vocab, sharpness.ctypes.data, uniform.ctypes.data),
+            *(tokens.ctypes.data, logprobs.ctypes.data, model.ctypes.data, _threads(n)),
+        )
+        return tokens, logprobs, model
+
+    def packs(self, weight: Tensor) -> bool:
+        """Whether `linear` is made for weights [N, K] like this one, on this processor."""
+        narrow = weight.dtype == torch.bfloat16
+        return (
+            self._packs.get(weight.dtype, False) and weight.device.type == "cpu" and not (narrow and weight.shape[1] % STEP)
+        )
+
+    def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
+        """A weight [N, K] in the order in which `linear` reads it, flat; `into` is an earlier one of the same shape."""
+        n, k = weight.shape
+        packed = torch.empty(-(-n // BLOCK) * BLOCK * k, dtype=weight.dtype) if into is None else into
+        assert self.packs(weight) and weight.stride(1) == 1 and packed.is_contiguous() and packed.dtype == weight.dtype
+        assert packed.numel() == -(-n // BLOCK) * BLOCK * k
+        self._library.tidemill_pack(
+            *(packed.data_ptr(), weight.data_ptr(), weight.stride(0), n, k, weight.dtype == torch.bfloat16)
+        )
+        return packed
+
+    def linear(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None, wide: bool = False) -> Tensor:
+        """x [n, K] times a packed weight's transpose, plus a bias [N]: [n, N] as x, or float32 when `wide`. Summed up in
+        float32, each row on its own."""
+        n, k = x.shape
+        out = torch.empty((n, outputs), dtype=torch.float32 if wide else x.dtype)
+        assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // BLOCK) * BLOCK * k
+        assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs)
+        threads = torch.get_num_threads() if n * outputs * k >= WORTH_THREADS_PRODUCTS else 1
+        self._library.tidemill_linear(
+            *(x.data_ptr(), x.stride(0), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
+            *(x.dtype == torch.bfloat16, wide, n, outputs, k, threads),
+        )
+        return out
+
+    @staticmethod
+    def trains(dtype: torch.dtype, size: int) -> bool:
+        """Whether `see` and `see_back` are for heads of this size."""
+        return dtype in DTYPES and size % 16 == 0 and size <= MOST_NUMBERS
+
+    def see(self, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None) -> tuple[Tensor, Tensor]:
+        """Attention of every sequence in itself, causal, within the window, scaled by 1/sqrt(E), in float32.
+
+        q [N, H, E], k and v [N, K, E] -> ([N, H, E] in the dtype of v, [N, H] float32: the logarithm of each total weight).
+        """
+        out, totals = torch.empty(q.shape, dtype=v.dtype), torch.empty(q.shape[:2])
+        self._sequences(families, window, totals, {"q": q, "k": k, "v": v, "out": out})
+        return out, totals
+
+    def see_back(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        totals: Tensor,
+        d_out: Tensor,
+        families: Families,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """d q, d k and d v of what `see` gave. The same bits for any number of threads."""
+        d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
+        given = {"q": q, "k": k, "v": v, "out": out, "d_out": d_out.to(out.dtype)}
+        self._sequences(families, window, totals, given | {"d_q": d_q, "d_k": d_k, "d_v": d_v})
+        return d_q, d_k, d_v
+
+    def _sequences(self, families: Families, window: int | None, totals: Tensor, operands: dict[str, Tensor]) -> None:
+        q, k = operands["q"], operands["k"]
+        operands = {name: x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for name, x in operands.items()}
+        threads = torch.get_num_threads() if len(families.places) * q[0].numel() >= WORTH_THREADS_PRODUCTS else 1
+        given = tensors(totals, q.shape[2], operands)
+        if self._library.tidemill_sequences(ctypes.byref(layout(families, q, k, window)), ctypes.byref(given), threads):
+            raise MemoryError("there is no memory for the keys and values of the longest sequence")
+
+    def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor, words: bool = False) -> tuple[int, int]:
+        """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
+        element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's], both int64.
+        words: and their `word_sum`, in the same pass; else 0."""
+        width, n, run = elements.element_size(), elements.numel(), keys.numel()
+        assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + n - 1) // run
+        found = ctypes.c_uint64()
+        total = self._library.tidemill_keyed_sum(
+            *(elements.data_ptr(), width, n, first, keys.data_ptr(), run, factors.data_ptr()),
+            ctypes.addressof(found) if words else None,
+        )
+        return total, found.value
+
+    def word_sum(self, tensor: Tensor) -> int:
+        """Of a dense tensor's bytes as little-endian words of four, modulo 2^64; the last may be short."""
+        assert tensor.is_contiguous()
+        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes)
+
+
+def _threads(rows: int) -> int:
+    """For work that is small: waking a thread takes as long as some rows do."""
+    return torch.get_num_threads() if rows >= WORTH_THREADS else 1
+
+
+def _shares(rows: int) -> int:
+    return max(1, min(rows, SHARES))
+
+
+def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[int | float, ...]]:
+    """x as rows, and the arguments that say what is normed by what."""
+    rows = x.reshape(-1, x.shape[-1])
+    assert rows.stride(1) == 1 and weight.is_contiguous() and weight.numel() == rows.shape[1]
+    narrow, narrow_weight = x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16
+    return rows, (rows.data_ptr(), rows.stride(0), narrow, weight.data_ptr(), narrow_weight, eps)
+
+
+def _rotate(heads: Tensor, how: Rotation) -> tuple[int | float | None, ...]:
+    """The arguments that say what is normed by what, and turned."""
+    cos, sin = how.cos, how.sin
+    weights, narrow_weights = (None, None), False
+    if how.norms is not None:
+        of_queries, of_keys = how.norms
+        weights, narrow_weights = (of_queries.data_ptr(), of_keys.data_ptr()), of_queries.dtype == torch.bfloat16
+        assert of_queries.dtype == of_keys.dtype and of_queries.is_contiguous() and of_keys.is_contiguous()
+    assert heads.stride()[1:] == (heads.shape[2], 1) and cos.is_contiguous() and sin.is_contiguous()
+    assert cos.dtype == sin.dtype and cos.numel() == sin.numel() == len(heads) * (heads.shape[2] // 2)
+    narrow, narrow_angles = heads.dtype == torch.bfloat16, cos.dtype == torch.bfloat16
+    given = heads.data_ptr(), heads.stride(0), narrow, *weights, narrow_weights, how.eps
+    return *given, cos.data_ptr(), sin.data_ptr(), narrow_angles

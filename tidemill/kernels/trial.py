@@ -1,0 +1,143 @@
+"""Whether compiled kernels compute what they should: a small problem for each, against PyTorch's and NumPy's operations."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tidemill.kernels.building import Unavailable
+from tidemill.kernels.gpu import DTYPES
+from tidemill.kernels.native import Native
+from tidemill.kernels.rotation import Rotation
+from tidemill.kernels.sequences import Families
+
+EPS = 1e-6
+
+
+def expect_right(library: Native) -> None:
+    """Raises Unavailable when the library's answers are wrong. It starts no thread: this process may be forked from."""
+    if not all(right(library) for right in (_pages, _sums, _products, _sequences, _norms, _rotations, _gates)):
+        raise Unavailable("the compiled kernels compute something else than they should")
+
+
+def _pages(library: Native) -> bool:
+    pages = np.sin(np.linspace(-1, 1, 3 * 2 * 16 * 64, dtype=np.float32)).reshape(3, 2, 16, 64)
+    paged, queries = torch.from_numpy(pages), _numbers(2, 4, 32)
+    library.write(paged, queries[:1, :2], queries[:1, 2:], np.array([17]))
+    right = torch.equal(paged[1, :, 1], torch.cat((queries[0, :2], queries[0, 2:]), dim=-1))
+    table = np.array([[1, 2], [1, 0], [1, 1], [2, 0]], np.int32)
+    slots, lows, ends, asked = np.arange(4), np.array([0, 0, 0, 3]), np.array([20, 31, 17, 9]), queries.repeat(2, 1, 1)
+    for dtype, error in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):
+        operands = paged.to(dtype), asked.to(dtype)
+        seen = library.attend(*operands, table, slots, lows, ends, slots, threads=1).float().numpy()
+        for row, order in enumerate(table):
+            kv = np.concatenate([pages[page] for page in order], axis=1)[:, lows[row] : ends[row]].repeat(2, axis=0)
+            weights = np.exp((asked[row].numpy()[:, None] * kv[..., :32]).sum(-1) * 32**-0.5)
+            expected = (weights[..., None] * kv[..., 32:]).sum(1) / weights.sum(1, keepdims=True)
+            right &= np.allclose(seen[row], expected, atol=error)
+    return right
+
+
+def _sums(library: Native) -> bool:
+    elements, keys, factors = torch.arange(40, dtype=torch.int16), torch.arange(32), torch.tensor([3, 5])
+    keyed = int((elements * (keys * factors[:, None]).view(-1)[20:60]).sum())
+    words = int(elements.view(torch.int32).sum())
+    found = library.keyed_sum(elements, 20, keys, factors, words=True)
+    wide, runs = torch.arange(70, dtype=torch.int32), torch.tensor([3, 5, 7])
+    several = int((wide * (keys * runs[:, None]).view(-1)[:70]).sum())
+    right = library.keyed_sum(wide, 0, keys, runs, words=True) == (several, int(wide.sum()))
+    return right and library.word_sum(elements) == words and found == (keyed, words)
+
+
+def _products(library: Native) -> bool:
+    right, bases = True, torch.arange(33)[:, None] * 0.5 + 1
+    for dtype in DTYPES:
+        weight, x = bases.to(dtype) + torch.arange(64).to(dtype) % 7, _numbers(3, 64).to(dtype)
+        if library.packs(weight):
+            packed = library.pack(weight)
+            products = x.float()[:, None] * weight.float()  # `@` may start threads, and autocast rounds what it gives
+            expected = products.sum(-1) + x.float()[:1, :33]
+            seen = library.linear(x, packed, 33, x[0, :33].contiguous(), wide=True)
+            right &= torch.allclose(seen, expected, atol=1e-2)
+    return right
+
+
+def _sequences(library: Native) -> bool:
+    of, (q, k, v) = Families.of([5, 4], [0, 2]), _numbers(7, 4, 32).split([2, 1, 1], dim=1)
+    out, totals = library.see(q, k, v, of, None)
+    d_q, d_k, d_v = library.see_back(q, k, v, out, totals, out, of, None)
+    blind = [[i > t or (t > 4 and i in (2, 3, 4)) for i in range(7)] for t in range(7)]
+    scores = (q[:, None] * k).sum(-1) * 32**-0.5  # [query, key, head]
+    weights = scores.exp().masked_fill(torch.tensor(blind)[:, :, None], 0)  # a softmax of PyTorch's may start threads
+    total = weights.sum(1)
+    weights = weights / total[:, None]
+    expected = (weights[..., None] * v).sum(1)
+    d_weights = (expected[:, None] * v).sum(-1)
+    d_scores = weights * (d_weights - (weights * d_weights).sum(1, keepdim=True)) * 32**-0.5
+    return (
+        (_near(out, expected) and _near(totals, total.log()))
+        and _near(d_q, (d_scores[..., None] * k).sum(1))
+        and _near(d_k, (d_scores[..., None] * q[:, None]).sum((0, 2))[:, None])
+        and _near(d_v, (weights[..., None] * expected[:, None]).sum((0, 2))[:, None])
+    )
+
+
+def _norms(library: Native) -> bool:
+    x, weight, d = _numbers(3, 48), _numbers(48) + 2, _numbers(3, 48).flip(1)
+    d_x, d_weight = _norm_back(x, weight, d)
+    found = library.norm_back(x, weight, EPS, d)
+    right = _near(library.norm(x, weight, EPS), _norm(x, weight)) and _near(found[0], d_x) and _near(found[1], d_weight)
+    narrow = library.norm(x.bfloat16(), weight.bfloat16(), EPS).float()
+    return right and torch.allclose(narrow, _norm(x, weight), atol=0.05)
+
+
+def _rotations(library: Native) -> bool:
+    heads, norms, d = _numbers(3, 4, 32), (_numbers(32) + 2, _numbers(32) - 2), _numbers(3, 4, 32).flip(0)
+    angles = _numbers(3, 1, 16)
+    how = Rotation(angles.cos(), angles.sin(), 2, 1, norms, EPS)
+    weights = torch.stack((norms[0], norms[0], norms[1]))
+    q, k, others = library.rotate(heads, how)
+    d_heads, d_norms = library.rotate_back(heads, how, d.split([2, 1, 1], dim=1))
+    expected = _turned(_norm(heads[:, :3], weights), how.cos, how.sin)
+    d_turned, d_weights = _norm_back(heads[:, :3], weights, _turned(d[:, :3], how.cos, -how.sin))
+    return (
+        (_near(torch.cat((q, k), dim=1), expected) and torch.equal(others, heads[:, 3:]))
+        and (_near(d_heads[:, :3], d_turned) and torch.equal(d_heads[:, 3:], d[:, 3:]))
+        and _near(d_norms, torch.stack((d_weights[0] + d_weights[1], d_weights[2])))
+    )
+
+
+def _gates(library: Native) -> bool:
+    both, d = _numbers(3, 40) * 3, _numbers(3, 20)
+    gate, up = both[:, :20], both[:, 20:]
+    share = 1 / (1 + (-gate).exp())
+    d_both = torch.cat((d * up * share * (1 + gate * (1 - share)), d * gate * share), dim=1)
+    return _near(library.gate(both), gate * share * up) and _near(library.gate_back(both, d), d_both)
+
+
+def _numbers(*shape: int) -> Tensor:
+    """Between -1 and 1, none of them like its neighbours."""
+    return torch.linspace(-2, 9, math.prod(shape)).cos().view(shape)
+
+
+def _near(a: Tensor, b: Tensor) -> bool:
+    return torch.allclose(a, b, atol=1e-5)
+
+
+def _norm(x: Tensor, weight: Tensor) -> Tensor:
+    return x * (x.square().mean(-1, keepdim=True) + EPS).rsqrt() * weight
+
+
+def _norm_back(x: Tensor, weight: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """What a loss changes by with x and weight; given is d, with what `_norm` gave."""
+    scale = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    along = (d * weight * x).mean(-1, keepdim=True) * scale.square()
+    return (d * weight - x * along) * scale, (d * x * scale).sum(0)
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
