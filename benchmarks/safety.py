@@ -130,7 +130,7 @@ def checkpointing(spans: list[dict[str, Any]]) -> tuple[list[float], float]:
             step_s, steps, before = step_s + seconds, steps + (name == "apply"), name
         elif before == "apply":  # begun after an update
             stalls.append(seconds)
-        else:  # awaited before the next one
+        elif stalls:  # awaited before the next one
             stalls[-1] += seconds
     return stalls, step_s / steps
 

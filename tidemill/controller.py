@@ -300,7 +300,7 @@ class Controller:
         return served
 
     async def _checkpoint(self, tasks: asyncio.TaskGroup, step: int) -> None:
-        """Stalls for a copy of the state. A write that fails ends the run at once; its end waits for the last one."""
+        """Only begins the copy of the state. A write that fails ends the run at once; its end waits for the last one."""
         self._saved = step
         faults.reach(ROLE, "checkpoint", step)
         if self.hooks.checkpoint:

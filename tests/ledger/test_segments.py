@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sqlite3
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tidemill.ledger.segments import (
     segment_path,
     whole_groups,
 )
+from tidemill.types import Version
 
 
 def writer(folder: Path, limit: int = 1000, sync: bool = False, first: int = 1) -> SegmentWriter:
@@ -165,6 +167,35 @@ def test_durability_is_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ledger._db.set_trace_callback(None)
         assert ledger._db.execute("PRAGMA synchronous").fetchone()[0] == 1
     assert bool(flushed) == flushes and ("PRAGMA synchronous = FULL" in levels) == flushes
+
+
+CALLS: dict[str, Callable[[SqliteLedger], object]] = {
+    "begin_step": lambda ledger: ledger.begin_step(1, 0, [1]),
+    "end_step": lambda ledger: ledger.end_step(0, 0, {}),
+    "publish": lambda ledger: ledger.publish(Version(1, fingerprint="a" * 32)),
+    "evaluation": lambda ledger: ledger.evaluation(0, {"accuracy": 0.5, "n": 2}),
+    "event": lambda ledger: ledger.event("checkpoint", {"step": 1}),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_what_is_not_about_a_single_group_waits_for_the_medium(tmp_path: Path, monkeypatch, call: str) -> None:
+    """With all that was recorded before it."""
+    flushed: list[int] = []
+    with SqliteLedger(tmp_path) as ledger:
+        assert ledger._db.execute("PRAGMA fullfsync").fetchone()[0] == 1  # where a plain flush stops at the drive's cache
+        for i in (0, 1):
+            ledger.admit(i, task(i))
+            ledger.finish(group(i))
+        ledger.begin_step(0, 0, [0])
+        ledger.admit(2, task(2))
+        ledger.finish(group(2))
+        monkeypatch.setattr(segments, "sync_file", flushed.append)
+        levels: list[str] = []
+        ledger._db.set_trace_callback(lambda sql: levels.append(sql) if sql.startswith(("PRAGMA sync", "COMMIT")) else None)
+        CALLS[call](ledger)
+        ledger._db.set_trace_callback(None)
+    assert levels == ["PRAGMA synchronous = FULL", "COMMIT", "PRAGMA synchronous = NORMAL"] and flushed
 
 
 @pytest.mark.parametrize("taken", ["all of it", "its end", "the file"])

@@ -78,6 +78,22 @@ def test_runs_of_keys_join() -> None:
     assert tensor_sums(columns) == expected
 
 
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("first", [0, 1, 5, 32])
+def test_many_runs_of_keys_are_added_up(first: int, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than a kernel looks at together, and some that are not whole."""
+    monkeypatch.setattr(module, "_RUN", 32)
+    monkeypatch.setattr(module, "_KEYS", module._KEYS[:32])
+    monkeypatch.setattr(module, "_KEY_BITS", module._KEY_BITS[:32])
+    monkeypatch.setattr(module, "_factors", module._factors.__wrapped__)
+    if not compiled:
+        monkeypatch.setattr(module, "native", lambda: None)
+    for dtype in DTYPES:
+        tensor = tensor_of((32 * 19 + 7,), dtype, 1)
+        pieces = [Slice("w", tuple(tensor.shape), (at,), tensor[at:end]) for at, end in ((0, first), (first, len(tensor)))]
+        assert tensor_sums(pieces) == {"w": python_sum(tensor)}
+
+
 def test_non_contiguous_slices_are_read_as_they_look() -> None:
     tensor = tensor_of((9, 5), torch.bfloat16, 0)
     assert fingerprint([Slice.whole("w", tensor.T)]) == fingerprint([Slice.whole("w", tensor.T.contiguous())])

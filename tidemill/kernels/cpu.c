@@ -1,4 +1,4 @@
-/* What PyTorch has no fast way to say on a CPU. Compiled on first use by `library.py`, which also says what every
+/* What PyTorch has no fast way to say on a CPU. Compiled on first use by `building.py`; `native.py` says what every
  * function is for; each has a counterpart in PyTorch or NumPy that is used where there is no compiler.
  */
 
@@ -105,9 +105,9 @@ static uint64_t keyed(const char *elements, int width, const uint64_t *key, int6
     return sum;
 }
 
-/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] * times
+/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] times
  * factors[i / run], which are counted from the run of `first`. Elements are unsigned and have `width` bytes. Where
- * `words` is given, it becomes the sum of their words, in the same pass over memory. */
+ * `words` is given, it becomes the sum of their words, in the same pass over memory; `run` is a multiple of four. */
 uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t first, const uint64_t *keys, int64_t run,
                             const uint64_t *factors, uint64_t *words) {
     const char *bytes = elements;

@@ -2,7 +2,7 @@
 
     gpu() -> Gpu, or None and `why_not_gpu()`       TIDEMILL_KERNELS=off switches them off
 
-They have the same methods as the compiled ones for the CPU (`library.Native`), on tensors alone. Triton compiles each of
+They have the same methods as the compiled ones for the CPU (`native.Native`), on tensors alone. Triton compiles each of
 them at its first call and keeps it in a cache of its own. Kernels that compute something else than they should, in a small
 trial, are not used either.
 """
@@ -202,7 +202,7 @@ class Gpu:
         return logits
 
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> Tensor:
-        """As `library.Native.keyed_sum`, without words: a scalar int64 on the device, where `keys` and `factors` lie too."""
+        """As `native.Native.keyed_sum`, without words: a scalar int64 on the device, where `keys` and `factors` lie too."""
         count, width, run = elements.numel(), elements.element_size(), keys.numel()
         assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + count - 1) // run
         block, steps = 1024, 16

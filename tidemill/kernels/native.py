@@ -269,7 +269,7 @@ class Native:
         element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's], both int64.
         words: and their `word_sum`, in the same pass; else 0."""
         width, n, run = elements.element_size(), elements.numel(), keys.numel()
-        assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + n - 1) // run
+        assert width <= 4 and run % 4 == 0 and elements.is_contiguous() and factors.numel() > (first % run + n - 1) // run
         found = ctypes.c_uint64()
         total = self._library.tidemill_keyed_sum(
             *(elements.data_ptr(), width, n, first, keys.data_ptr(), run, factors.data_ptr()),

@@ -192,7 +192,7 @@ class SqliteLedger(LedgerReads):
                 db.executemany(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", rows)
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
-        with self._write(lasting=False) as db:  # with the version that follows, at the latest
+        with self._write() as db:
             changed = db.execute(
                 "UPDATE steps SET ended_at = ?, metrics = ? WHERE step = ? AND incarnation = ? AND ended_at IS NULL",
                 (time.time(), figures_json(metrics, f"step {step}"), step, incarnation),

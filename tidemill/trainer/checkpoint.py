@@ -50,7 +50,7 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a trainer is at one moment, in memory that is not the trainer's; it is that as soon as `copy` was called."""
+    """All that a trainer is at one moment, in memory that is not the trainer's; it is that when `copy` has returned."""
 
     arch: Architecture
     dtype: torch.dtype

@@ -1,9 +1,9 @@
 """`NativeTrainer`: the Trainer protocol over the project's own decoder, on one device.
 
 Every call is one blocking function handed to `offload`. By default that calls it where it stands, so that a breakpoint
-works; a process host passes a one-thread executor, so that its event loop stays free. `save` alone runs beside the others:
-it writes a snapshot, which nobody changes. The learning rate's schedule counts optimizer updates. A supervised warm-up is a
-trainer of its own: it ends in a folder, and another one begins there.
+works; a process host passes a one-thread executor, so that its event loop stays free. Only a snapshot is copied and written
+beside them: what would change what it is of waits for the copy. The learning rate's schedule counts optimizer updates. A
+supervised warm-up is a trainer of its own: it ends in a folder, and another one begins there.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ class NativeTrainer:
 
         await self._copied()
         self._snapshot = await self._offload(run)
-        self._copying = asyncio.ensure_future(asyncio.to_thread(self._snapshot.copy))
+        self._copying = asyncio.get_running_loop().run_in_executor(None, self._snapshot.copy)
 
     async def _copied(self) -> None:
         """Until the latest snapshot is what it is of: before that, nothing of it may change, nor be written."""
