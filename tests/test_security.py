@@ -145,13 +145,17 @@ def test_a_run_folder_is_private(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("open_umask")
-def test_a_socket_lies_in_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_socket_lies_in_no_file_system_or_in_a_private_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for root in (tmp_path, tmp_path / ("long" * 30)):
         root.mkdir(exist_ok=True)
         monkeypatch.setattr("tempfile.tempdir", str(root))
-        folder = hosting._private_folder()
-        assert mode(folder) == 0o700 and len(str(folder)) < 100
-        folder.rmdir()
+        monkeypatch.setattr(hosting, "_FILELESS", True)
+        address, folder = hosting._place()
+        assert address.startswith("ipc://@") and not folder and not list(tmp_path.glob("tidemill*"))
+        monkeypatch.setattr(hosting, "_FILELESS", False)
+        address, folder = hosting._place()
+        assert mode(Path(folder)) == 0o700 and len(folder) < 100 and address == f"ipc://{folder}/rpc"
+        Path(folder).rmdir()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")

@@ -15,8 +15,9 @@ from tidemill.orchestration.local import Local, LocalProcess
 
 
 @pytest.fixture
-def temporary(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where this process and its children put temporary files. Fails the test when something of ours is left in it."""
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where this process and its children put temporary files. Fails the test when something of ours is left in it.
+    `tmp_path` comes first, since pytest puts the folder of all of them where temporary files go."""
     with tempfile.TemporaryDirectory(prefix="tm") as folder:
         monkeypatch.setenv("TMPDIR", folder)
         monkeypatch.setattr(tempfile, "tempdir", folder)

@@ -49,7 +49,7 @@ async def test_killed_child_fails_pending_calls_at_once(start: Start) -> None:
             PeerDied, match=r"engine-0 died: killed by SIGKILL; its log: .*engine-0.log\n.*printed to stdout"
         ):
             await call
-    assert time.monotonic() - began < 2
+    assert time.monotonic() - began < 10
     with pytest.raises(PeerDied, match="SIGKILL"):
         await child.proxy.pid()
     assert not child.alive
@@ -306,10 +306,10 @@ async def test_a_slow_child_that_makes_progress_lives(start: Start) -> None:
 
 
 async def test_a_watcher_that_was_stopped_itself_kills_nobody(start: Start) -> None:
-    child = await start(liveness=QUICK)
-    blocked = asyncio.create_task(child.proxy.block(1.4))  # as if both had been stopped, with a heartbeat under way,
+    child = await start(liveness=Liveness(every_s=0.1, silent_s=2, stuck_s=2))
+    blocked = asyncio.create_task(child.proxy.block(4.4))  # as if both had been stopped, with a heartbeat under way,
     await asyncio.sleep(0.2)
-    time.sleep(1.0)  # and this process were the first to go on
+    time.sleep(3.5)  # and this process were the first to go on
     await blocked
     await child.proxy.pid()
     assert child.alive

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import secrets
+import sys
 import tempfile
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -37,10 +40,10 @@ TOKEN = "t" * 64
 
 
 @asynccontextmanager
-async def hosted(**options) -> AsyncIterator[tuple[Server, Connection[Echo], str]]:
+async def hosted(address: str = "", **options) -> AsyncIterator[tuple[Server, Connection[Echo], str]]:
     with tempfile.TemporaryDirectory(prefix="tm") as folder:
         server = Server(Echoing({"role": "", "name": ""}), Echo, TOKEN, **options)
-        address = server.bind(f"ipc://{folder}/rpc")
+        address = server.bind(address or f"ipc://{folder}/rpc")
         serving = asyncio.create_task(server.run())
         connection = connect(Echo, address, TOKEN, "echo", deadline=10, **options)
         try:
@@ -83,14 +86,14 @@ def test_hostile_frames_never_stop_the_server(messages: list[tuple[bytes, ...]])
     asyncio.run(attack())
 
 
-async def ask(address: str, *frames: bytes) -> Reply | None:
+async def ask(address: str, *frames: bytes, wait_ms: int = 300) -> Reply | None:
     """The reply to raw frames, None when there is none."""
     context = zmq.asyncio.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(address)
     try:
         await socket.send_multipart(list(frames))
-        if await socket.poll(300):
+        if await socket.poll(wait_ms):
             return codec.decode((await socket.recv_multipart())[0], Reply)
         return None
     finally:
@@ -105,7 +108,7 @@ async def test_only_the_token_opens() -> None:
         assert await ask(address, b"", *call) is None
         assert await ask(address, *call) is None
         assert server.refused == 3
-        assert await ask(address, TOKEN.encode(), *call) is not None
+        assert await ask(address, TOKEN.encode(), *call, wait_ms=10_000) is not None
         stranger = connect(Echo, address, "other", "echo", deadline=0.3)
         with pytest.raises(PeerTimeout):
             await stranger.proxy.pid()
@@ -126,7 +129,7 @@ async def test_only_the_token_opens() -> None:
 )
 async def test_bad_calls_are_answered_with_an_error(method: str, payload: bytes) -> None:
     async with hosted() as (_, _, address):
-        reply = await ask(address, TOKEN.encode(), codec.encode(Call(1, method)), payload)
+        reply = await ask(address, TOKEN.encode(), codec.encode(Call(1, method)), payload, wait_ms=10_000)
         assert isinstance(reply, Failed)
         assert "ValueError" in reply.kinds
 
@@ -145,6 +148,26 @@ async def test_an_id_in_use_is_refused() -> None:
         assert isinstance(codec.decode((await socket.recv_multipart())[0], Reply), Failed)
         socket.close(linger=0)
         context.term()
+
+
+@pytest.mark.skipif(sys.platform != "linux" or os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("user", [0, 65534])
+async def test_only_the_same_user_may_connect(user: int) -> None:
+    """To a name that everybody can see, and with the right token."""
+    program = (
+        "import os, sys, zmq\nfrom tidemill import codec\nfrom tidemill.orchestration.wire import Call\n"
+        "address, user = sys.argv[1:]\nsocket = zmq.Context().socket(zmq.DEALER)\nsocket.linger = 0\nos.setuid(int(user))\n"
+        "socket.connect(address)\n"
+        f"socket.send_multipart([{TOKEN.encode()!r}, codec.encode(Call(1, 'pid')), codec.encode(())])\n"
+        "print(socket.poll(10_000 if user == '0' else 500))"
+    )
+    async with hosted(address=f"ipc://@tidemill-{secrets.token_hex(16)}") as (server, _, address):
+        asking = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", program, address, str(user), stdout=asyncio.subprocess.PIPE
+        )
+        said, _ = await asyncio.wait_for(asking.communicate(), 60)
+        assert asking.returncode == 0 and int(said) == (zmq.POLLIN if user == 0 else 0)
+        assert server.refused == 0  # it never got here
 
 
 async def test_frames_are_bounded_both_ways() -> None:

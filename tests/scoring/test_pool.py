@@ -50,8 +50,8 @@ async def pool():
 
 async def good(pool: WorkerPool) -> None:
     """The pool goes on after whatever happened, and tells right from wrong."""
-    assert await pool.call(f"{FAULTY}:good", ["a", "a"]) == Score(1.0)
-    assert await pool.call(f"{FAULTY}:good", ["a", "b"]) == Score(0.0)
+    assert await pool.call(f"{FAULTY}:good", ["a", "a"], limit_s=10) == Score(1.0)
+    assert await pool.call(f"{FAULTY}:good", ["a", "b"], limit_s=10) == Score(0.0)
 
 
 FAULTS = {
@@ -74,21 +74,32 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 async def test_a_fault_is_an_infra_error_within_its_limit_and_the_pool_goes_on(pool, fault):
     await pool.start()
+    limit_s = LIMIT_S if "did not return" in FAULTS[fault] else 10.0
     begun = time.monotonic()
-    outcome = await pool.call(f"{FAULTY}:{fault}", ["text"], name=fault)
+    outcome = await pool.call(f"{FAULTY}:{fault}", ["text"], limit_s=limit_s, name=fault)
     took = time.monotonic() - begun
     assert isinstance(outcome, InfraError)
     assert FAULTS[fault] in outcome.reason
     assert len(outcome.reason) < 1000
-    assert took < LIMIT_S + 3.0
+    assert took < limit_s + 3.0
     await good(pool)
     assert pool.counters()["scoring/errors"] == 1
 
 
 async def test_none_is_unscorable_and_numbers_of_every_kind_are_scores(pool):
-    assert isinstance(await pool.call(f"{FAULTY}:nothing", ["x"]), Unscorable)
-    assert await pool.call("operator:eq", [1, 1]) == Score(1.0)  # a bool
-    assert await pool.call("numpy:float32", [0.5]) == Score(0.5)
+    assert isinstance(await pool.call(f"{FAULTY}:nothing", ["x"], limit_s=10), Unscorable)
+    assert await pool.call("operator:eq", [1, 1], limit_s=10) == Score(1.0)  # a bool
+    assert await pool.call("numpy:float32", [0.5], limit_s=10) == Score(0.5)
+
+
+async def test_a_pool_that_stood_still_itself_blames_nobody(pool):
+    await pool.start()
+    await good(pool)
+    call = asyncio.ensure_future(pool.call("time:sleep", [0.3], limit_s=1.0))
+    await asyncio.sleep(0.1)
+    time.sleep(3)  # the reply and the end of the time it has are found together
+    assert isinstance(await call, Unscorable)
+    assert pool.counters()["scoring/timeouts"] == 0
 
 
 async def test_a_reply_of_any_size_is_not_taken(pool):

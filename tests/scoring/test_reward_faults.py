@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import glob
 import json
 import os
@@ -165,7 +166,7 @@ def test_a_run_trains_on_nothing_but_scores(tmp_path, monkeypatch, capsys):
     assert took < counters["scoring/timeouts"] * LIMIT_S + counters["scoring/starts"] * SLACK_S
 
     left = [int(pid) for file in glob.glob(f"{tmp_path}/pids.*") for pid in Path(file).read_text().split()]
-    assert len(left) > len(failed) // 2 and not [pid for pid in left if psutil.pid_exists(pid)] and not marked()
+    assert len(left) > len(failed) // 2 and asyncio.run(until_gone(left)) and not marked()
 
 
 def _errors(group) -> list[InfraError]:

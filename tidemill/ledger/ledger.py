@@ -10,9 +10,9 @@ has finished as soon as its payloads lie in a segment, and `open` writes the row
 
 With durability "power" (the default) a call survives a power cut as well, from the next call on that is not about a single
 group: those (a step that begins, a version, an event ...) flush the payloads, and then the log of all transactions up to
-their own. So nothing is ever trained on that is not on the medium. What a power cut can take has no fate, and is sampled
-again: `open` puts groups back in flight whose row outlived their payload. With "process" nothing is flushed. In both the
-database itself stays consistent.
+their own. So nothing is ever trained on that is not on the medium. What a power cut can take is sampled again, or
+pending again when it had been dropped: `open` puts groups back in flight whose row outlived their payload. With "process"
+nothing is flushed. In both the database itself stays consistent.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import asyncio
 import faulthandler
 import inspect
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -22,7 +23,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -34,12 +34,13 @@ from tidemill.orchestration.wire import Failed, failure, methods_of
 
 _POLL_S = 0.5
 _CLOSE_S = 5.0  # for the target's own close() after a SIGTERM
-_LONGEST_FOLDER = 80  # a Unix socket's path holds 103 bytes on macOS, 107 on Linux
+_FILELESS = sys.platform == "linux"
+_LONGEST_FOLDER = 80  # a Unix socket's path holds 103 bytes on macOS
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     address: str
-    folder: str  # holds the socket; whoever has connected removes it
+    folder: str  # holds the socket, "" for none; whoever has connected removes it
 
 
 Report = Ready | Failed
@@ -76,13 +77,13 @@ async def _serve(build: Factory, launch: Launch, report: int) -> int:
         traceback.print_exc()
         _report(report, failure(0, error))
         return 1
-    folder = _private_folder()
+    address, folder = _place()
     try:
-        address = server.bind(f"ipc://{folder}/rpc")
-        _report(report, Ready(address, str(folder)))
+        _report(report, Ready(server.bind(address), folder))
         await _run(server, stopping)
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
     if not server.closed and "close" in methods_of(protocol):
         await asyncio.wait_for(target.close(), _CLOSE_S)  # type: ignore[attr-defined]
     loop.remove_signal_handler(signal.SIGTERM)  # from here on it kills: nothing is left to lose
@@ -112,9 +113,14 @@ def _report(fd: int, report: Report) -> None:
         file.write(len(raw).to_bytes(REPORT_LENGTH, "big") + raw)
 
 
-def _private_folder() -> Path:
+def _place() -> tuple[str, str]:
+    """A socket's address, and the folder that it lies in. On Linux there is none: its name is in no file system, so that the
+    kernel takes it back when its process ends, whatever ended it. `Server.bind` says who may connect."""
+    if _FILELESS:
+        return f"ipc://@tidemill-{secrets.token_hex(16)}", ""
     root = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="tidemill-", dir="/tmp" if len(root.encode()) > _LONGEST_FOLDER else root))
+    folder = tempfile.mkdtemp(prefix="tidemill-", dir="/tmp" if len(root.encode()) > _LONGEST_FOLDER else root)
+    return f"ipc://{folder}/rpc", folder
 
 
 def _watch_parent(parent: int) -> None:

@@ -293,14 +293,15 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _greet(connection: Connection[Any], folder: str, seconds: float) -> None:
-    """Once the peer has answered, its socket needs no name any more."""
+    """Once the peer has answered, its socket needs no file any more."""
     try:
         await connection.hello(seconds)
     except BaseException:
         await connection.close()
         raise
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if folder:
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 async def _end(process: Child, name: str) -> None:

@@ -13,6 +13,8 @@ from __future__ import annotations
 import asyncio
 import hmac
 import itertools
+import os
+import sys
 import time
 from collections.abc import Mapping
 from contextlib import nullcontext
@@ -67,7 +69,11 @@ class Server:
         self.refused = 0  # messages that were not ours or not readable
 
     def bind(self, address: str) -> str:
-        """Returns the address with its port filled in, when it ended in `:0` or `:*`."""
+        """Returns the address with its port filled in, when it ended in `:0` or `:*`.
+
+        On Linux the kernel says who connects to a Unix socket, and only processes of this user may."""
+        if address.startswith("ipc:") and sys.platform == "linux":
+            self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.bind(address)
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 

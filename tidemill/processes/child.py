@@ -23,6 +23,7 @@ STARTUP_LIMIT_S = 120.0  # to start Python and to import what the user's code im
 REAP_LIMIT_S = 5.0  # for a killed process to be gone
 MOST_OUTPUT = 64 << 20  # bytes that a worker may print from one frame to the next
 _LAST_WORDS_S = 0.2  # for the pipe of a process that is gone to be read to its end
+_STACKS_S = 2.0  # for a process, starved perhaps, to say where it is
 _TAIL = 16384  # bytes of a worker's output that are kept, for the reason of a failure
 _TRACED = "(most recent call first):\n"  # as faulthandler writes it
 _FRAME = re.compile(r'  File "(.*?)", line (\d+) in (\S+)\n')
@@ -121,11 +122,11 @@ class Child:
         if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
             return "it is stopped"
         self._output.clear()
-        deadline = time.monotonic() + _LAST_WORDS_S
+        deadline, printed = time.monotonic() + _STACKS_S, -1
         os.kill(self.pid, signal.SIGUSR1)
-        while time.monotonic() < deadline and _TRACED.encode() not in self._output:
-            await asyncio.sleep(0.005)
-        await asyncio.sleep(0.02)  # for its other lines
+        while time.monotonic() < deadline and (_TRACED.encode() not in self._output or self._printed > printed):
+            printed = self._printed
+            await asyncio.sleep(0.02)
         return self.last_words()
 
     async def _exited(self) -> int | None:
