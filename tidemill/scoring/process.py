@@ -11,7 +11,7 @@ from tidemill.processes import stopped
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 
-_LOOKS = 20  # in the time that a worker has
+_LOOKS = 21  # in the time that a worker has
 TURN_S = 1.0  # for a worker that has all it needs to take up a call, on a busy machine
 
 
@@ -55,7 +55,7 @@ class WorkerProcess(Child):
         answer = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(stopped.stopped_instead(self.pid, answer))
         try:
-            for _ in range(_LOOKS + 1):
+            for _ in range(_LOOKS):
                 if (await asyncio.wait({watching}, timeout=limit_s / _LOOKS))[0]:
                     break
             else:
