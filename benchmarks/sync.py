@@ -3,20 +3,22 @@
     python benchmarks/sync.py [--sizes S M L] [--dtype float32] [--repeats 7]
 
 Copying is held against the machine's own memcpy of as many bytes, in the same run; making and checking the fingerprints is
-reported apart. Then an engine that generates all the time gets new versions: the longest pause between two of its steps is
-shown beside the median. Prints tables and writes `results/sync.json`.
+reported apart. Then an engine that generates all the time gets new versions from a sender in another process: the longest of
+its steps beside an update is shown beside the longest of as many steps without one, and beside the median. Prints tables and
+writes `results/sync.json`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
+import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,8 @@ from tidemill.sync.settings import SyncSettings
 from tidemill.types import SamplingParams, Version
 
 TARGET_COPY, TARGET_PAUSE_S = 0.5, 0.005
+WARM = 4  # versions: a carrier has two slots, whose memory is new the first time that they are written, and then mapped
+STEPS = 12  # without an update, between two
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -51,14 +55,14 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     flat = torch.ones(count * dtype.itemsize, dtype=torch.uint8)
     other = torch.zeros_like(flat)
     times: dict[str, list[float]] = {"memcpy": [], "fingerprint": [], "send": [], "receive": []}
-    for number in range(repeats + 2):  # the first two warm up: a carrier has two slots
+    for number in range(repeats + WARM):
         fingerprint_s, own = timed(lambda: Contents.of(source, dtype))
         version = Version(number, fingerprint=own.fingerprint)
         send_s, published = timed(lambda v=version: sender.send(v, serving_slices(source, dtype)))
         receive_s, _ = timed(lambda p=published: load_slices(target, receiver.receive(p)))
         memcpy_s, _ = timed(lambda: other.copy_(flat))
         assert Contents.of(target, dtype).fingerprint == own.fingerprint
-        if number >= 2:
+        if number >= WARM:
             for name, seconds in zip(times, (memcpy_s, fingerprint_s, send_s, receive_s), strict=True):
                 times[name].append(seconds)
     sender.close()
@@ -71,20 +75,25 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     return row | {"send / memcpy": middle["memcpy"] / middle["send"], "target": TARGET_COPY}
 
 
-async def pause(size: str, dtype: torch.dtype, updates: int, folder: Path) -> dict[str, Any]:
-    """Between the ends of two steps of an engine that is updated while it generates."""
-    source = decoder(size)
-    sender = make_sender(SyncSettings(), folder)
-    settings = EngineSettings(device="cpu", dtype=str(dtype).removeprefix("torch."))
-    first = Contents.of(source, dtype).fingerprint
+def send_on_request(asked: Any, size: str, dtype: torch.dtype, folder: str) -> None:
+    """The process of the sender: numbers of versions come, what was published goes back; None ends it."""
+    torch.set_num_threads(1)
+    source, sender = decoder(size), make_sender(SyncSettings(), Path(folder))
+    while (number := asked.recv()) is not None:
+        own = Contents.of(source, dtype)
+        asked.send(sender.send(Version(number, fingerprint=own.fingerprint), serving_slices(source, dtype)))
+    sender.close()
+
+
+async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict[str, Any]:
+    """The ends of the steps of an engine that is updated while it generates, by what happens beside them."""
+    settings = EngineSettings(device="cpu", dtype=str(dtype).removeprefix("torch."), kv_memory_mb=1024)
+    first = Version(0, fingerprint=Contents.of(decoder(size), dtype).fingerprint)
     engine = NativeEngine(
-        decoder(size),
-        settings,
-        receiver=make_receiver("shared_memory"),
-        version=Version(0, fingerprint=first),
-        name="engine-0",
-        eos_ids=(),
+        decoder(size), settings, receiver=make_receiver("shared_memory"), version=first, name="engine-0", eos_ids=()
     )
+    assert engine._cache is not None
+    engine._cache.kv.zero_()  # the pages of a run that goes on have been used before
     ends: list[float] = []
     step = engine._step
 
@@ -93,32 +102,52 @@ async def pause(size: str, dtype: torch.dtype, updates: int, folder: Path) -> di
         ends.append(time.perf_counter())
 
     engine._step = noted  # pyright: ignore
-    params = SamplingParams(max_tokens=1500, ignore_eos=True, seed=0)
+    params = SamplingParams(max_tokens=1800, ignore_eos=True, seed=0)
     texts = [np.array(prompt, np.int32) for prompt in prompts(size, 32, 32, 0)]
     running = [
         asyncio.create_task(engine.generate(t, replace(params, seed=i), "policy", str(i))) for i, t in enumerate(texts)
     ]
-    while len(ends) < 30:
-        await asyncio.sleep(0)
-    spans: list[tuple[float, float]] = []
-    for number in range(1, updates + 1):
-        own = Contents.of(source, dtype)
-        published = sender.send(Version(number, fingerprint=own.fingerprint), serving_slices(source, dtype))
-        begin = time.perf_counter()
-        await engine.update(published)
-        spans.append((begin, time.perf_counter()))
-        for _ in range(20):
+
+    async def steps(count: int) -> None:
+        until = len(ends) + count
+        while len(ends) < until:
             await asyncio.sleep(0)
+
+    gc.collect()
+    gc.freeze()  # as a role does with what it has when it starts
+    await steps(60)
+    quiet: list[float] = []
+    beside: list[list[float]] = []
+    alone: list[float] = []
+    for number in range(1, updates + WARM + 1):
+        await steps(2)
+        begin = len(ends)
+        await steps(STEPS)
+        without = np.diff(ends[begin - 1 :])
+        asked.send(number)
+        while not asked.poll():
+            await asyncio.sleep(0)
+        published = asked.recv()
+        await steps(2)
+        begin = len(ends)
+        await engine.update(published)
+        await steps(1)
+        if number > WARM:
+            quiet.extend(without)
+            alone.append(max(without))
+            beside.append(np.diff(ends[begin - 1 :]).tolist())
+    commits = [span.end - span.start for span in (await engine.telemetry()).spans if span.name == "commit"]
     for task in running:
         task.cancel()
     await asyncio.gather(*running, return_exceptions=True)
     await engine.close()
-    sender.close()
-    gaps = np.diff(ends)
-    during = np.array([any(a <= end and begin <= b for a, b in spans) for begin, end in pairwise(ends)])
-    quiet, worst = float(np.median(gaps[~during])), float(gaps[during].max())
-    row = {"model": size, "step ms": 1e3 * quiet, "step while staging ms": 1e3 * float(np.median(gaps[during]))}
-    return row | {"longest pause ms": 1e3 * worst, "target": 1e3 * (quiet + TARGET_PAUSE_S)}
+    usual, longest = statistics.median(quiet), [max(each) for each in beside]
+    row: dict[str, Any] = {"model": size, "dtype": settings.dtype, "step ms": 1e3 * usual}
+    row |= {"beside an update": 1e3 * statistics.median(gap for each in beside for gap in each)}
+    row |= {"longest of 12": 1e3 * statistics.median(alone), "most": 1e3 * max(alone)}
+    row |= {"longest beside an update": 1e3 * statistics.median(longest), "most then": 1e3 * max(longest)}
+    row |= {"target": 1e3 * (usual + TARGET_PAUSE_S), "commit ms": 1e3 * statistics.median(commits)}
+    return row
 
 
 def main() -> None:
@@ -136,7 +165,15 @@ def main() -> None:
     pauses = []
     for size in args.sizes[:2]:
         with tempfile.TemporaryDirectory() as folder:
-            pauses.append(asyncio.run(pause(size, dtype, 8, Path(folder))))
+            ours, theirs = multiprocessing.Pipe()
+            given = (theirs, size, dtype, folder)
+            sender = multiprocessing.get_context("spawn").Process(target=send_on_request, args=given)
+            sender.start()
+            try:
+                pauses.append(asyncio.run(pause(size, dtype, 12, ours)))
+            finally:
+                ours.send(None)
+                sender.join()
     print(table(pauses))
     print(f"written to {save('sync', {'carriers': rows, 'pauses': pauses}, {'torch': torch.__version__})}")
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
+import sys
 import threading
 from typing import Any
 
 import pytest
 
-from tidemill.threads import in_thread
+from tidemill.threads import background, in_thread
 
 
 async def test_work_that_gives_up_when_it_is_cancelled_says_nothing() -> None:
@@ -43,3 +45,15 @@ async def test_what_goes_wrong_in_the_thread_is_raised() -> None:
 
     with pytest.raises(ValueError, match="seven"):
         await in_thread(work, "seven")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="threads have a priority of their own on Linux only")
+async def test_work_in_the_background_stands_back_and_nothing_else_does() -> None:
+    def priority() -> int:
+        return os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
+
+    before = priority()
+    with background("behind") as pool:
+        assert await in_thread(priority, pool=pool) == min(before + 5, 19)
+        assert await in_thread(priority) == before
+    assert priority() == before

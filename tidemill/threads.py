@@ -3,23 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 T = TypeVar("T")
 
+_LESS = 5  # steps of "nice": beside one that has all of its own, a thread gets a quarter of a core
 
-async def in_thread(work: Callable[..., T], *given: Any, stop: threading.Event | None = None) -> T:
+
+def background(name: str) -> ThreadPoolExecutor:
+    """A pool of one thread that the others of this process go before where there are too few cores (on Linux; elsewhere a
+    thread has no priority of its own)."""
+    return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_stand_back)
+
+
+def _stand_back() -> None:
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        os.setpriority(os.PRIO_PROCESS, thread, min(os.getpriority(os.PRIO_PROCESS, thread) + _LESS, 19))
+
+
+async def in_thread(
+    work: Callable[..., T], *given: Any, stop: threading.Event | None = None, pool: Executor | None = None
+) -> T:
     """Do `work` in a thread. Cancelled, this ends when the thread does: what that reads or writes is in use until then.
 
-    stop: is set on a cancellation, for work that can give up.
+    stop: is set on a cancellation, for work that can give up. pool: whose thread; None for the event loop's own.
     """
-    working = asyncio.ensure_future(asyncio.to_thread(work, *given))
+    working = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(pool, work, *given))
     try:
         return await asyncio.shield(working)  # bounded: by the caller's deadline, or by the disk
     except asyncio.CancelledError:
-        working.add_done_callback(lambda done: done.cancelled() or done.exception())  # told to nobody: it was to give up
+        # told to nobody: it was to give up  # bounded: it is done
+        working.add_done_callback(lambda done: done.cancelled() or done.exception())
         if stop is not None:
             stop.set()
         await asyncio.wait({working})  # bounded: it reads or writes this machine's memory or files

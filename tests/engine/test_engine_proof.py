@@ -4,6 +4,8 @@ that version's KV."""
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,6 +48,7 @@ class Paused:
         self.inner, self.reached, self.go_on = inner, threading.Event(), threading.Event()
 
     def receive(self, published: Published) -> Iterator[Slice]:
+        self.priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         for count, piece in enumerate(self.inner.receive(published)):
             if count == 5 and not self.go_on.is_set():
                 self.reached.set()
@@ -68,6 +71,8 @@ async def test_an_update_cancelled_while_staging_leaves_the_old_version_and_the_
         updating.cancel()
         between = await under_test.generate(text, params, "policy", "")
         assert between.sources == (Version(0),)
+        if sys.platform == "linux":
+            assert receiver.priority > os.getpriority(os.PRIO_PROCESS, 0), "staging goes behind what generates"
         np.testing.assert_allclose(between.logprobs, reference_logprobs(decoder(), text, between.tokens), atol=2e-5)
         receiver.go_on.set()
         with pytest.raises(asyncio.CancelledError):
@@ -83,7 +88,7 @@ async def test_an_update_cancelled_while_staging_leaves_the_old_version_and_the_
         sender.close()
 
 
-async def inline(work, *given):
+async def inline(work, *given, pool):
     return work(*given)
 
 

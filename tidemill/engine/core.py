@@ -126,11 +126,11 @@ class NativeEngine:
             self._check_forward(published.version)
             faults.reach(self.name, "stage", published.version.step)
             begin = time.monotonic()
-            staged = await in_thread(self._staging.stage, published, self._weights)
+            staged = await in_thread(self._staging.stage, published, self._weights, pool=self._staging.pool)
             self._activity.span("stage", begin, time.monotonic(), step=published.version.step, bytes=published.bytes)
             await self._commit(staged)
             try:
-                await in_thread(self._staging.prove, self._weights, published.version)
+                await in_thread(self._staging.prove, self._weights, published.version, pool=self._staging.pool)
             except PolicyMismatch as error:
                 self._fail(error)  # nobody knows what it serves: nothing more is sampled from it
                 raise

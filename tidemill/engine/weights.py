@@ -25,6 +25,7 @@ from tidemill.models.served import Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
 from tidemill.models.weights import empty_decoder, load_slices
 from tidemill.protocols import PolicyMismatch
+from tidemill.threads import background
 from tidemill.types import Published, Version
 
 
@@ -51,9 +52,13 @@ def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
 
 
 class Staging:
-    """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back."""
+    """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back.
+
+    `pool` is where to stage and to prove: behind the threads that generate, which share the cores with it.
+    """
 
     def __init__(self, receiver: Receiver, pack: bool) -> None:
+        self.pool = background("staging")
         self._receiver, self._pack = receiver, pack
         self._spare: Decoder | None = None
         self._proven: tuple[Version, dict[str, int]] | None = None  # what was staged last: its version and its words
@@ -101,6 +106,7 @@ class Staging:
         self._spare = weights.decoder
 
     def close(self) -> None:
+        self.pool.shutdown(wait=False)  # bounded: it does not wait
         self._receiver.close()
 
 
