@@ -1,10 +1,10 @@
 """What asynchrony gains when environments are slow and replies differ in length: one engine, one trainer, `max_lag` 0 to 4.
 
-    python benchmarks/async_gain.py [--lags 0 1 2 4] [--steps 24]
+    python benchmarks/async_gain.py [--lags 0 1 2 4] [--steps 16]
 
 Each attempt waits (log-normal, median 0.5 s, 99 % below 10 s), then replies (log-normal, median 24 tokens, 99 % below 200).
-Beside the measured steps a second stands what the same controller predicts under virtual time, from the rates of the
-`max_lag=0` run: seconds of a token, of a step's training, of a publication. Prints a table and writes
+Beside the measured steps a second stands what the same controller predicts under virtual time for the same attempts, from
+the rates of the `max_lag=0` run: seconds of a token, of a step's training, of a publication. Prints a table and writes
 `results/async_gain.json`.
 """
 
@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import random
 import sys
 import tempfile
 import time
@@ -31,16 +30,17 @@ from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
+from tidemill.envs.order import task_order
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.models.weights import load_folder
 from tidemill.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "systems"), str(HERE.parent / "tests")]
-from slow_task import MOST, draw  # noqa: E402
+from slow_task import MOST, draw, tasks  # noqa: E402
 from virtual_time import run_virtually  # noqa: E402
 
-GROUPS, SAMPLES, FILLING = 8, 4, 4
+GROUPS, SAMPLES, FILLING, SEED = 8, 4, 4, 0
 TARGET, TARGET_PREDICTED = 2.5, 0.9
 
 
@@ -59,12 +59,17 @@ def measure(model: Path, lag: int, steps: int) -> dict[str, Any]:
             run_dir=Path(place) / "run",
             callbacks=[ended],
             quiet=True,
+            seed=SEED,
             steps=FILLING + steps,
             max_lag=lag,
             rollout={"groups": GROUPS, "group_size": SAMPLES, "max_tokens": MOST},
             trainer={"lr": 1e-5},
             engine={"device": "cpu", "max_sequences": 256},
-            placement={"engine_threads": 2 if both else 1, "trainer_threads": 2 if both else 1},
+            placement={
+                "engine_threads": 2 if both else 1,
+                "trainer_threads": 2 if both else 1,
+                "environment": {"workers": 1},  # which counts a task's attempts
+            },
             algorithm={"name": "grpo", "zero_variance": "keep"},
             eval={"every": 0, "tasks": 1, "final_tasks": 1},
             record={"checkpoint_every": 0, "probe_every": 0},
@@ -92,6 +97,13 @@ async def token_seconds(model: Path) -> float:
     return seconds / params.max_tokens
 
 
+class Deaf:
+    """A ledger that is told everything."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
 class World:
     """Rollouts, trainer and publications that take the measured time and nothing else."""
 
@@ -102,7 +114,7 @@ class World:
 
     async def rollout(self, group_id: int, task: Task) -> Group:
         async def attempt(number: int) -> Trajectory:
-            latency, tokens = draw(random.Random(f"{task.id} {number}"))
+            latency, tokens = draw(task.prompt, number)
             await asyncio.sleep(latency)
             version = self.serving
             await asyncio.sleep(tokens * self.rates["token_s"])
@@ -136,14 +148,14 @@ class World:
     async def trained(self, *_: Any) -> None:
         self.ends.append(asyncio.get_running_loop().time())
 
-    def __getattr__(self, name: str) -> Any:  # what ledger and observer are told
+    def __getattr__(self, name: str) -> Any:  # what an observer is told
         return lambda *_: None
 
 
 def predict(lag: int, steps: int, rates: dict[str, float]) -> float:
-    """Steps a second of the same controller and buffer, under virtual time."""
-    world = World(rates)
-    parts: Any = [world] * 5
+    """Steps a second of the same controller and buffer on the same attempts, under virtual time."""
+    world, rows = World(rates), tasks("train")
+    parts: Any = [world, world, world, Deaf(), world]
     buffer = Buffer(batch=GROUPS, max_lag=lag, total=(FILLING + steps) * GROUPS)
     roller, trainer, publisher, ledger, algorithm = parts
 
@@ -151,7 +163,7 @@ def predict(lag: int, steps: int, rates: dict[str, float]) -> float:
         controller = Controller(
             Schedule(FILLING + steps),
             buffer,
-            lambda group_id: Task(f"task-{group_id}", "", {}, "slow"),
+            lambda group_id: Task(str(group_id), rows[task_order(len(rows), SEED, group_id)]["prompt"]),
             roller,
             trainer,
             publisher,
@@ -168,7 +180,7 @@ def predict(lag: int, steps: int, rates: dict[str, float]) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--lags", nargs="+", type=int, default=[0, 1, 2, 4])
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--steps", type=int, default=16)
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as place:
@@ -178,7 +190,7 @@ def main() -> None:
         for lag in args.lags:
             found = measure(Path(place) / "model", lag, args.steps)
             rates = rates or found | {"token_s": asyncio.run(token_seconds(Path(place) / "model"))}
-            speed, expected = found["steps_per_s"], predict(lag, 200, rates)
+            speed, expected = found["steps_per_s"], predict(lag, args.steps, rates)
             row: dict[str, Any] = {"max_lag": lag, "steps/s": speed, "x of the first": speed / rates["steps_per_s"]}
             row |= {"predicted": expected, "measured / predicted": speed / expected}
             rows.append(row | {k: v for k, v in found.items() if k != "steps_per_s"})

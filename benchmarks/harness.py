@@ -106,8 +106,9 @@ class System:
         self._log.unlink(missing_ok=True)
 
 
-def generators(model: Path, dtype: str, threads: int, *, context: int, sequences: int) -> list[System]:
-    """Everything here that samples, at its best settings: on the same threads, `sequences` at a time."""
+def generators(model: Path, dtype: str, threads: int, *, context: int, sequences: int, most: int = 100) -> list[System]:
+    """Everything here that samples, at its best settings: on the same threads, `sequences` at a time. most: batches that
+    transformers makes of a request."""
     base = {"model": str(model), "dtype": dtype, "threads": threads}
     common = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     vllm = {
@@ -117,7 +118,7 @@ def generators(model: Path, dtype: str, threads: int, *, context: int, sequences
         "VLLM_LOGGING_LEVEL": "WARNING",
     }
     engine = {"engine": {"max_sequences": sequences, "context": context}}
-    transformers = {"attention": "sdpa", "batch": sequences}
+    transformers = {"attention": "sdpa", "batch": sequences, "most": most}
     return [
         System("tidemill", "generate_tidemill.py", base | engine, environment=common),
         System("vllm", "generate_vllm.py", base | {"context": context, "sequences": sequences}, "vllm", common | vllm),

@@ -1,11 +1,11 @@
 """How soon reward rises: the demo's task, model and hyper-parameters in TRL and in Tidemill, until 0.85 is reached.
 
-    python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 400] [--limit 900]
+    python benchmarks/time_to_reward.py [--seeds 0 1 2] [--steps 400] [--times 6]
 
 Both begin with the weights that the demo's warm-up ends in, on two threads altogether. Weights are kept every few steps, and
 all are judged afterwards, greedily, by one engine on the same held-out tasks: judging takes no time of the runs. Accuracy is
-smoothed over three of them. A run that does not arrive within its steps or its limit is censored: its time is "over" what
-it had. TRL needs `make peers`. Prints a table and writes `results/time_to_reward.json`.
+smoothed over three of them. TRL has `--times` as long as Tidemill took to arrive. A run that does not arrive within its
+steps or its time is censored. TRL needs `make peers`. Prints a table and writes `results/time_to_reward.json`.
 """
 
 from __future__ import annotations
@@ -104,7 +104,8 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=400, help="at most")
     parser.add_argument("--every", type=int, default=10, help="steps between kept weights")
-    parser.add_argument("--limit", type=float, default=1100, help="seconds, of TRL")
+    parser.add_argument("--times", type=float, default=6.0, help="as long as Tidemill took, for TRL to arrive")
+    parser.add_argument("--limit", type=float, default=1100, help="seconds, of TRL at most")
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
@@ -122,20 +123,20 @@ def main() -> None:
         threads = torch.get_num_threads()
         systems = [
             System("tidemill", "reward_tidemill.py", work | {"max_lag": args.max_lag}),
-            System(
-                "trl", "reward_trl.py", work | {"threads": threads, "limit_s": args.limit}, "trl", {"HF_HUB_OFFLINE": "1"}
-            ),
+            System("trl", "reward_trl.py", work | {"threads": threads}, "trl", {"HF_HUB_OFFLINE": "1"}),
         ]
         systems = [system for system in systems if system.name not in args.without]
         for system in systems:
             stack.enter_context(system)
             about[system.name] = system.about
         wait_until_quiet()
-        for number, seed in enumerate(args.seeds):
-            for system in systems if number % 2 else list(reversed(systems)):
+        for seed in args.seeds:
+            limit = args.limit
+            for system in systems:
                 folder = place / f"{system.name}-{seed}"
                 folder.mkdir()
-                answer = system.ask(seed=seed, folder=str(folder))
+                asked = {"limit_s": limit} if system.name == "trl" else {}
+                answer = system.ask(seed=seed, folder=str(folder), **asked)
                 kept = {int(step): seconds for step, seconds in answer["seconds"].items()}
                 folders = answer.get("folders") or {str(step): str(folder / f"step-{step}") for step in kept}
                 curve = [(0.0, first)]
@@ -143,6 +144,7 @@ def main() -> None:
                     where = Path(folders[str(step)])
                     curve.append((seconds, accuracy(where / "trainer" if system.name == "tidemill" else where, held_out)))
                 arrived, best = arrival(curve)
+                limit = min(limit, args.times * (arrived or limit))
                 row: dict[str, Any] = {
                     "seed": seed,
                     "system": system.name,
@@ -150,18 +152,17 @@ def main() -> None:
                     "steps": max(kept),
                     "best": best,
                 }
-                row |= {"s/step": curve[-1][0] / max(kept), "seconds to 0.85": arrived or f"over {curve[-1][0]:.0f}"}
+                row |= {"s/step": curve[-1][0] / max(kept), "had s": curve[-1][0], "arrived": arrived}
                 rows.append(row)
                 curves[f"{system.name} {seed}"] = curve
                 print(table([row]), flush=True)
     print(table(rows))
-    times: dict[str, list[float]] = {}
-    for row in rows:
-        if isinstance(seconds := row["seconds to 0.85"], float):
-            times.setdefault(row["system"], []).append(seconds)
-    if len(times) == 2:
-        ours, theirs = (statistics.median(times[name]) for name in ("tidemill", "trl"))
-        print(f"of those that arrived, {theirs / ours:.1f} times sooner (medians); target {TARGET:g}")
+    by = {(row["seed"], row["system"]): row for row in rows}
+    for seed in args.seeds:
+        ours, theirs = (by.get((seed, name), {}) for name in ("tidemill", "trl"))
+        if ours.get("arrived") and theirs:
+            over, seconds = ("", theirs["arrived"]) if theirs["arrived"] else ("over ", theirs["had s"])
+            print(f"seed {seed}: {over}{seconds / ours['arrived']:.1f} times sooner; target {TARGET:g}")
     print(f"written to {save('time_to_reward', {'rows': rows, 'curves': curves}, about)}")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import importlib.metadata
 import time
 from dataclasses import replace
@@ -30,6 +31,8 @@ async def make() -> NativeEngine:
 
 
 engine = loop.run_until_complete(make())
+gc.collect()
+gc.freeze()  # as a run's roles do with what they have imported
 
 
 def answer(prompts: list[list[int]], samples: int, tokens: int | list[int], seed: int, replies: bool = False) -> dict:

@@ -18,12 +18,15 @@ model.generation_config.pad_token_id = 0
 
 
 def answer(prompts: list[list[int]], samples: int, tokens: int | list[int], seed: int) -> dict:
-    """Batches of so many sequences, each to the length of its longest: what is beyond a sequence's own is not counted."""
+    """Batches of so many sequences, each to the length of its longest: what is beyond a sequence's own is not counted.
+
+    Of many batches `most` are made, and their tokens and seconds are told."""
     torch.manual_seed(seed)
     texts = [prompt for prompt in prompts for _ in range(samples)]
     counts = [tokens] * len(texts) if isinstance(tokens, int) else tokens
     begin = time.perf_counter()
-    for at in range(0, len(texts), wanted["batch"]):
+    counts = counts[: wanted["batch"] * wanted["most"]]
+    for at in range(0, len(counts), wanted["batch"]):
         generate(torch.tensor(texts[at : at + wanted["batch"]]), max(counts[at : at + wanted["batch"]]))
     return {"seconds": time.perf_counter() - begin, "tokens": sum(counts)}
 

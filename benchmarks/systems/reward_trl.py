@@ -1,7 +1,7 @@
 """TRL's `GRPOTrainer` on the demo's task, its weights kept every few steps. See `harness.py` and `time_to_reward.py`.
 
-A request is {"seed", "folder"}; the answer is the seconds of training up to each kept step. The clock stands still while
-weights are written.
+A request is {"seed", "folder", "limit_s"}; the answer is the seconds of training up to each kept step. The clock stands
+still while weights are written.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ tokenizer = AutoTokenizer.from_pretrained(wanted["model"])
 
 
 class Keep(TrainerCallback):
-    def __init__(self, folder: Path, trained) -> None:
-        self.folder, self.model, self.seconds = folder, trained, {}
+    def __init__(self, folder: Path, trained, limit_s: float) -> None:
+        self.folder, self.model, self.limit_s, self.seconds = folder, trained, limit_s, {}
 
     def on_train_begin(self, args, state, control, **more):
         self.begin = time.perf_counter()
@@ -38,7 +38,7 @@ class Keep(TrainerCallback):
             self.model.save_pretrained(self.folder / f"step-{state.global_step}")
             tokenizer.save_pretrained(self.folder / f"step-{state.global_step}")
             self.begin = time.perf_counter() - spent
-        if spent > wanted["limit_s"]:
+        if spent > self.limit_s:
             control.should_training_stop = True
 
 
@@ -46,10 +46,10 @@ def reward(completions, answer, **more):
     return [score(completion, right) for completion, right in zip(completions, answer, strict=True)]
 
 
-def answer(seed: int, folder: str) -> dict:
+def answer(seed: int, folder: str, limit_s: float) -> dict:
     model = AutoModelForCausalLM.from_pretrained(wanted["model"], dtype=torch.float32)
     model.generation_config.pad_token_id = tokenizer.pad_token_id
-    keep = Keep(Path(folder), model)
+    keep = Keep(Path(folder), model, limit_s)
     with tempfile.TemporaryDirectory() as place:
         config = GRPOConfig(
             output_dir=place,
