@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from harness import save, table
+from harness import save, table, wait_until_quiet
 from workloads import SIZES, decoder, prompts
 
 from tidemill.engine.core import NativeEngine
@@ -38,6 +38,7 @@ from tidemill.types import SamplingParams, Version
 TARGET_COPY, TARGET_PAUSE_S = 0.5, 0.005
 WARM = 4  # versions: a carrier has two slots, whose memory is new the first time that they are written, and then mapped
 STEPS = 12  # without an update, between two
+MOST = {"S": 1800, "M": 1800, "L": 900}  # tokens of a sequence
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -72,7 +73,9 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     row: dict[str, Any] = {"carrier": carrier, "model": size, "M params": count / 1e6, "MB": gb * 1e3}
     row |= {f"{name} ms": 1e3 * seconds for name, seconds in middle.items()}
     row |= {f"{name} GB/s": gb / middle[name] for name in ("memcpy", "send", "receive")}
-    return row | {"send / memcpy": middle["memcpy"] / middle["send"], "target": TARGET_COPY}
+    return (
+        row | {f"{name} / memcpy": middle["memcpy"] / middle[name] for name in ("send", "receive")} | {"target": TARGET_COPY}
+    )
 
 
 def send_on_request(asked: Any, size: str, dtype: torch.dtype, folder: str) -> None:
@@ -87,7 +90,7 @@ def send_on_request(asked: Any, size: str, dtype: torch.dtype, folder: str) -> N
 
 async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict[str, Any]:
     """The ends of the steps of an engine that is updated while it generates, by what happens beside them."""
-    settings = EngineSettings(device="cpu", dtype=str(dtype).removeprefix("torch."), kv_memory_mb=1024)
+    settings = EngineSettings(device="cpu", dtype=str(dtype).removeprefix("torch."), kv_memory_mb=2048)
     first = Version(0, fingerprint=Contents.of(decoder(size), dtype).fingerprint)
     engine = NativeEngine(
         decoder(size), settings, receiver=make_receiver("shared_memory"), version=first, name="engine-0", eos_ids=()
@@ -102,7 +105,7 @@ async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict
         ends.append(time.perf_counter())
 
     engine._step = noted  # pyright: ignore
-    params = SamplingParams(max_tokens=1800, ignore_eos=True, seed=0)
+    params = SamplingParams(max_tokens=MOST[size], ignore_eos=True, seed=0)
     texts = [np.array(prompt, np.int32) for prompt in prompts(size, 32, 32, 0)]
     running = [
         asyncio.create_task(engine.generate(t, replace(params, seed=i), "policy", str(i))) for i, t in enumerate(texts)
@@ -157,13 +160,14 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
     dtype, rows = getattr(torch, args.dtype), []
+    wait_until_quiet()
     for carrier in ("shared_memory", "checkpoint"):
         for size in args.sizes:
             with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".sync-") as folder:
                 rows.append(carry(size, carrier, dtype, args.repeats, Path(folder)))
     print(table(rows))
     pauses = []
-    for size in args.sizes[:2]:
+    for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
             ours, theirs = multiprocessing.Pipe()
             given = (theirs, size, dtype, folder)

@@ -145,14 +145,9 @@ def main() -> None:
                     curve.append((seconds, accuracy(where / "trainer" if system.name == "tidemill" else where, held_out)))
                 arrived, best = arrival(curve)
                 limit = min(limit, args.times * (arrived or limit))
-                row: dict[str, Any] = {
-                    "seed": seed,
-                    "system": system.name,
-                    "before": first,
-                    "steps": max(kept),
-                    "best": best,
-                }
-                row |= {"s/step": curve[-1][0] / max(kept), "had s": curve[-1][0], "arrived": arrived}
+                steps = max(kept, default=0)
+                row: dict[str, Any] = {"seed": seed, "system": system.name, "before": first, "steps": steps, "best": best}
+                row |= {"s/step": curve[-1][0] / max(1, steps), "had s": curve[-1][0], "arrived": arrived}
                 rows.append(row)
                 curves[f"{system.name} {seed}"] = curve
                 print(table([row]), flush=True)

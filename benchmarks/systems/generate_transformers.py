@@ -1,4 +1,4 @@
-"""Sampling with Hugging Face `generate`: one padded batch, static or dynamic cache. See `harness.py`."""
+"""Sampling with Hugging Face `generate`, padded batches; its cache is "static" or None (dynamic). See `harness.py`."""
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ def generate(batch: torch.Tensor, longest: int) -> None:
         max_new_tokens=longest,
         min_new_tokens=longest,
         use_cache=True,
+        cache_implementation=wanted["cache"],
         return_dict_in_generate=True,
         output_logits=True,
     )
@@ -53,4 +54,12 @@ def generate(batch: torch.Tensor, longest: int) -> None:
     assert torch.isfinite(torch.cat(logprobs, dim=1)).all() and new.shape[1] == longest
 
 
-serve({"transformers": transformers.__version__, "torch": torch.__version__, "attention": wanted["attention"]}, answer)
+serve(
+    {
+        "transformers": transformers.__version__,
+        "torch": torch.__version__,
+        "attention": wanted["attention"],
+        "cache": wanted["cache"],
+    },
+    answer,
+)

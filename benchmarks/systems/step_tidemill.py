@@ -1,6 +1,7 @@
 """GRPO steps with Tidemill, in its own processes. See `harness.py`. A request is a number of optimizer steps.
 
-A run is started for each request; the steps that fill its pipeline, and starting it, do not count.
+A run is started for each request. What starts it, fills its pipeline and drains it does not count: beside every step that
+does, as much is generated as in the middle of a long run.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from serve import given, serve
 
 import tidemill
 
-FILLING = 3  # steps at the beginning of a run that are not counted
+FILLING = 3  # steps at the beginning of a run that are not counted, at least
 wanted = given()
 os.environ["STEP_TASK"] = json.dumps({"alphabet": wanted["alphabet"], "prompt": wanted["prompt"]})
 
@@ -29,6 +30,7 @@ def answer(steps: int) -> dict:
         if "lag/mean" in metrics:
             ends.append(time.perf_counter())
 
+    first = max(FILLING, wanted["max_lag"] + 1)
     with tempfile.TemporaryDirectory() as place:
         tidemill.train(
             f"{Path(__file__).with_name('step_task.py')}:score",
@@ -36,7 +38,7 @@ def answer(steps: int) -> dict:
             run_dir=Path(place) / "run",
             callbacks=[ended],
             quiet=True,
-            steps=FILLING + steps,
+            steps=first + steps + wanted["max_lag"] + 1,  # the last batch is admitted so many steps before the end
             max_lag=wanted["max_lag"],
             rollout={"groups": wanted["groups"], "group_size": wanted["samples"], "max_tokens": wanted["tokens"]},
             trainer={"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], "device": wanted["device"]}
@@ -48,7 +50,7 @@ def answer(steps: int) -> dict:
             record={"checkpoint_every": 0, "probe_every": 0, "trace": False},
         )
     tokens = steps * wanted["groups"] * wanted["samples"] * wanted["tokens"]
-    return {"seconds": ends[-1] - ends[FILLING - 1], "tokens": tokens}
+    return {"seconds": ends[first + steps - 1] - ends[first - 1], "tokens": tokens}
 
 
 serve({"tidemill": importlib.metadata.version("tidemill"), "torch": torch.__version__}, answer)

@@ -69,6 +69,7 @@ with tempfile.TemporaryDirectory() as folder:
         use_cpu=wanted["device"] == "cpu",
         bf16=wanted["dtype"] == "bfloat16",
         gradient_checkpointing=False,
+        cache_implementation=wanted["cache"],
         generation_kwargs={"min_new_tokens": wanted["tokens"]},
         logging_strategy="no",
         save_strategy="no",
