@@ -26,6 +26,7 @@ PEERS = HERE.parent / ".peers"
 RESULTS = HERE / "results"
 REPLY = "BENCHMARK_REPLY"
 START_S, ANSWER_S = 300.0, 1200.0
+SETTLE_S = 3.0  # before a turn: vLLM's processes compute for a second after their answer (as long as a request of S takes)
 
 
 class Missing(RuntimeError):
@@ -133,6 +134,7 @@ def in_turns(systems: Sequence[System], requests: Iterable[dict[str, Any]]) -> d
     answers: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
     for number, request in enumerate(requests):
         for system in systems if number % 2 else list(reversed(systems)):
+            time.sleep(SETTLE_S)
             answer = system.ask(**request)
             if number:
                 answers[system.name].append(answer)
