@@ -15,7 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import date
 from pathlib import Path
@@ -129,12 +129,18 @@ def generators(model: Path, dtype: str, threads: int, *, context: int, sequences
     ]
 
 
+def turns(systems: Sequence[System], number: int) -> Iterator[System]:
+    """The systems for repetition `number`, each when the one before has come to rest. The order turns around each time."""
+    for system in systems if number % 2 else list(reversed(systems)):
+        time.sleep(SETTLE_S)
+        yield system
+
+
 def in_turns(systems: Sequence[System], requests: Iterable[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """The answers of each system by name; the first request warms up and is not kept. The order turns around each time."""
+    """The answers of each system by name; the first request warms up and is not kept."""
     answers: dict[str, list[dict[str, Any]]] = {system.name: [] for system in systems}
     for number, request in enumerate(requests):
-        for system in systems if number % 2 else list(reversed(systems)):
-            time.sleep(SETTLE_S)
+        for system in turns(systems, number):
             answer = system.ask(**request)
             if number:
                 answers[system.name].append(answer)

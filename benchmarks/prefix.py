@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from harness import System, generators, ratio, save, spread, table, wait_until_quiet
+from harness import System, generators, ratio, save, spread, table, turns, wait_until_quiet
 from workloads import SIZES, prompts, write_model
 
 GROUPS, SAMPLES, PROMPT, TOKENS = 8, 8, 512, 64
@@ -83,7 +83,7 @@ def main() -> None:
         for work, run in WORKS.items():
             answers: dict[str, list[dict[str, float]]] = {system.name: [] for system in systems}
             for number in range(args.repeats + 1):
-                for system in systems if number % 2 else list(reversed(systems)):
+                for system in turns(systems, number):
                     found = run(system, args.size, 1 + number)
                     if number:
                         answers[system.name].append(found)

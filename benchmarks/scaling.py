@@ -110,12 +110,12 @@ def queue(quick: bool) -> Rows:
         while served.progress() < first + 120 and served._requests:  # several generations: some end, others are admitted
             await asyncio.sleep(0)
         seconds, steps = time.perf_counter() - begin, served.progress() - first
+        rest = seconds - spent["computing"]  # now: steps go on while calls are cancelled
         for call in calls:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await served.close()
         core.run = computed
-        rest = seconds - spent["computing"]
         row: dict[str, Any] = {"queued": queued, "ms a step": 1e3 * seconds / steps, "ms of bookkeeping": 1e3 * rest / steps}
         return row | {"of a step": rest / seconds, "at most": TARGET_QUEUE if queued == 10_000 else ""}
 

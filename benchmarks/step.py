@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 import torch
-from harness import System, ratio, save, spread, table, wait_until_quiet
+from harness import System, ratio, save, spread, table, turns, wait_until_quiet
 from workloads import SIZES
 
 from tidemill.models.fresh import fresh_model
@@ -100,7 +100,7 @@ def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, An
             about[f"{system.name} {dtype}"] = system.about | {k: v for k, v in system.given.items() if k != "alphabet"}
         wait_until_quiet()
         for number in range(args.repeats + 1):
-            for system in systems if number % 2 else list(reversed(systems)):
+            for system in turns(systems, number):
                 with Memory(system.pid) as memory:
                     answer = system.ask(steps=args.steps if number else 1)
                 peaks[system.name] = max(peaks.get(system.name, 0), memory.peak)
