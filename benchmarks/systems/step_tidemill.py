@@ -41,8 +41,10 @@ def answer(steps: int) -> dict:
             steps=first + steps + wanted["max_lag"] + 1,  # the last batch is admitted so many steps before the end
             max_lag=wanted["max_lag"],
             rollout={"groups": wanted["groups"], "group_size": wanted["samples"], "max_tokens": wanted["tokens"]},
-            trainer={"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], "device": wanted["device"]}
-            | ({"micro_batch_tokens": 8192} if wanted["device"] == "cuda" else {}),
+            trainer={
+                **{"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], "device": wanted["device"]},
+                "micro_batch_tokens": 8192 if wanted["device"] == "cuda" else 2048,
+            },
             engine={"dtype": wanted["dtype"], "device": wanted["device"]},
             placement={"engine_threads": wanted["engine_threads"], "trainer_threads": wanted["trainer_threads"]},
             algorithm={"name": "grpo", "zero_variance": "keep"},

@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from trainer_cases import sample
 
 from tidemill.trainer.batch import pack, rows_of, split
+from tidemill.trainer.step import Compute
 
 CPU = torch.device("cpu")
+FLOAT32, BFLOAT16 = Compute(CPU, 512), Compute(CPU, 512, torch.bfloat16)
 shapes = st.lists(st.tuples(st.integers(-1, 3), st.integers(1, 12)), min_size=1, max_size=20)
 
 
@@ -91,3 +93,24 @@ def test_tokens_are_told_apart_by_loss(loss):
     owned = {name: None if own is None else own.tolist() for name, own in packed.losses.items()}
     other = [True, True, True, False, False]
     assert owned == ({"policy": None} if loss == "policy" else {"policy": [not o for o in other], "other": other})
+
+
+@given(shapes=shapes, up_to=st.integers(1, 400))
+def test_what_fills_a_micro_batch_up_belongs_to_no_row(shapes, up_to):
+    [rows] = split(rows_of(samples_of(shapes)), 10_000)
+    plain, filled = pack(rows, CPU), pack(rows, CPU, up_to=up_to)
+    n = len(plain.tokens)
+    assert n <= len(filled.tokens) <= max(n, up_to) and len(filled.tokens) < n * 33 / 32 + 1
+    assert len(filled.positions) == len(filled.tokens) == filled.families.tokens
+    np.testing.assert_array_equal(filled.tokens[:n], plain.tokens)
+    np.testing.assert_array_equal(filled.predictors, plain.predictors)
+    own = np.concatenate([filled.families.of_sequence(i) for i in range(len(rows))])
+    np.testing.assert_array_equal(own, plain.families.places)
+    assert np.diff(filled.families.sequences).max() == max(row.length for row in rows)
+
+
+def test_micro_batches_of_bfloat16_have_few_sizes():
+    rng = np.random.default_rng(0)
+    parts = [split(rows_of([sample(rng, np.arange(5), int(n)) for n in rng.integers(8, 60, 64)]), 512) for _ in range(20)]
+    exact, few = ({len(how.pack(rows).tokens) for part in parts for rows in part} for how in (FLOAT32, BFLOAT16))
+    assert len(exact) > 40 and len(few) <= 32

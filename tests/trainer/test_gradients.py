@@ -57,6 +57,16 @@ def test_micro_batches_do_not_matter(dtype, budget):
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
+def test_what_fills_a_micro_batch_up_moves_nothing(dtype, monkeypatch):
+    model, samples = decoder(dtype), batch()
+    expected, plain = gradients(samples, model)
+    monkeypatch.setattr("tidemill.trainer.batch._filling", lambda *_: [3, 2])
+    actual, result = gradients(samples, model)
+    assert_same(actual, expected, TOLERANCE[dtype])
+    assert result.metrics == pytest.approx(plain.metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("count", [2, 7])
 def test_calls_add_up(dtype, count):
     model, samples = decoder(dtype), batch()

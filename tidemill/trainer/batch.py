@@ -98,10 +98,14 @@ def _common(a: Row, b: Row) -> int:
     return shared if shared >= _WORTH * b.length else 0
 
 
-def pack(rows: list[Row], device: torch.device) -> Batch:
-    """The micro-batch of these rows, in the order of `split`."""
-    families = Families.of([row.length for row in rows], [row.shared for row in rows])
+def pack(rows: list[Row], device: torch.device, *, up_to: int = 0) -> Batch:
+    """The micro-batch of these rows, in the order of `split`; with tokens that nobody sees it has one of few sizes, where
+    that is at most `up_to`."""
+    lengths, shared = [row.length for row in rows], [row.shared for row in rows]
+    spare = _filling(sum(lengths) - sum(shared), max(lengths), up_to)
+    families = Families.of(lengths + spare, shared + [0] * len(spare))
     pieces = [(row.sample.tokens[row.shared : row.length], np.arange(row.shared, row.length)) for row in rows]
+    pieces += [(np.zeros(length, np.int32), np.arange(length)) for length in spare]
     counts = [len(row.where) for row in rows]
 
     def send(array: Array) -> Tensor:
@@ -134,6 +138,12 @@ def pack(rows: list[Row], device: torch.device) -> Batch:
         sequence=send(np.repeat(np.arange(len(rows)), counts)),
         losses=_by_loss([row.sample.loss for row in rows], counts, send),
     )
+
+
+def _filling(tokens: int, longest: int, up_to: int) -> list[int]:
+    """Lengths, none beyond `longest`, of what lacks to `up_to` or to one of 32 sizes an octave; nothing beyond `up_to`."""
+    lacking = max(0, min(-tokens % (1 << max(0, tokens.bit_length() - 6)), up_to - tokens))
+    return [longest] * (lacking // longest) + [lacking % longest] * (lacking % longest > 0)
 
 
 def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor]) -> dict[str, Tensor | None]:

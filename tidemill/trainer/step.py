@@ -21,7 +21,7 @@ from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
 from tidemill.models.logprobs import token_logprobs
 from tidemill.models.value import ValueModel
-from tidemill.trainer.batch import Batch, pack, rows_of, split
+from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
 from tidemill.types import Array, LossSpec, Sample, TrainResult
 
 
@@ -34,6 +34,11 @@ class Compute:
     autocast: torch.dtype | None = None  # None: in the weights' own dtype
     checkpointing: bool = False
     passes: list[int] = field(default_factory=lambda: [0])  # micro-batches run so far, for whoever asks whether it moves
+
+    def pack(self, rows: list[Row]) -> Batch:
+        """Of few sizes where products are oneDNN's, which prepares something for each size it meets, and keeps it."""
+        keeps = self.device.type == "cpu" and self.autocast is not None
+        return pack(rows, self.device, up_to=self.budget if keeps else 0)
 
     def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
         """[M, D] what the batch's predicted tokens are predicted from."""
@@ -79,7 +84,7 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
     found = [np.zeros(len(s.tokens), np.float32) for s in samples]
     with torch.no_grad():
         for rows in split(rows_of(samples), compute.budget):
-            batch = pack(rows, compute.device)
+            batch = compute.pack(rows)
             if isinstance(model, ValueModel):
                 numbers = compute.values(model, batch)
             else:
@@ -113,7 +118,7 @@ def forward_backward(
         parts = split(chosen, compute.budget)
         largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
         for part in parts:
-            batch = pack(part, compute.device)
+            batch = compute.pack(part)
             with torch.set_grad_enabled(with_gradient):
                 hidden = compute.hidden(decoder, batch)
                 live, entropy = compute.logprobs(decoder, batch, hidden)
