@@ -50,6 +50,16 @@ def explain(
 
 
 @app.command()
+def check(
+    recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
+) -> None:
+    """Does a recipe fit here? The numbers of a step, memory by process; status 2 when `train` would refuse it."""
+    from tidemill.commands import check as command
+
+    raise typer.Exit(command.check(recipe, overrides or [], as_json))
+
+
+@app.command()
 def new(name: Annotated[str, typer.Argument(help="of the folder, and of the environment's file")]) -> None:
     """Begin a task of your own: an environment, a recipe that trains it at once, a test of its reward."""
     from tidemill.commands import new as starter

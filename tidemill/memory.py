@@ -103,20 +103,39 @@ def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> N
         raise ConfigError(why)
 
 
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """On one device. free: None where this machine lacks it."""
+
+    needed: int  # without caches that make do with what there is
+    total: int
+    free: int | None
+
+
+def demands(found: Sequence[Process]) -> dict[str, Demand]:
+    """Of these processes, by device."""
+    return {
+        device: Demand(
+            sum(p.count * h.bytes for p in found if p.device == device for h in p.held if not h.lazy),
+            sum(p.count * p.bytes for p in found if p.device == device),
+            free_memory(device),
+        )
+        for device in dict.fromkeys(p.device for p in found)
+    }
+
+
 def refusal(found: Sequence[Process]) -> str:
     """What `check_memory` says of these processes; empty where they fit."""
-    for device in dict.fromkeys(p.device for p in found):
-        free = free_memory(device)
+    for device, demand in demands(found).items():
+        if demand.free is None or demand.needed <= demand.free:
+            continue
         there = [p for p in found if p.device == device]
         parts = [(p, h) for p in there for h in p.held if not h.lazy]
-        needed = sum(p.count * h.bytes for p, h in parts)
-        if free is None or needed <= free:
-            continue
         each = [f"{p.name}{f' ({p.count} of them)' if p.count > 1 else ''}: {_listed(p.held)}" for p in there]
         levers = [h.lever for _, h in sorted(parts, key=lambda part: -part[0].count * part[1].bytes) if h.lever]
         return (
-            f"this recipe needs {in_words(needed)} of memory on {device}, and {in_words(free)} is free. {'. '.join(each)}. "
-            f"What takes the most first: {'; '.join([*dict.fromkeys(levers)][:3])}"
+            f"this recipe needs {in_words(demand.needed)} of memory on {device}, and {in_words(demand.free)} is free. "
+            f"{'. '.join(each)}. What takes the most first: {'; '.join([*dict.fromkeys(levers)][:3])}"
         )
     return ""
 

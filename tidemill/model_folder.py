@@ -31,11 +31,16 @@ class ModelFolder:
     @classmethod
     def open(cls, path: Path) -> ModelFolder:
         """Raises ValueError, in one sentence, when the folder is missing or is not one that can be trained."""
-        if not path.is_dir():
-            raise ConfigError(f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, or 'new:2m'")
+        expect_folder(path)
         architecture = Architecture.from_folder(path)
         tokenizer = load_tokenizer(path)
         return cls(path, architecture, tokenizer, stop_ids(tokenizer, architecture, generation_config(path)))
+
+
+def expect_folder(path: Path) -> None:
+    """Raises ConfigError where there is no model's folder."""
+    if not path.is_dir():
+        raise ConfigError(f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, or 'new:2m'")
 
 
 def resolve_model(model: str, beside: Path, seed: int) -> Path:

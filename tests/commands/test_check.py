@@ -1,0 +1,94 @@
+"""`tidemill check`: what a step comes to and whether it fits; what `train` would refuse is refused, in its words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tidemill import memory
+from tidemill.engine import cache_size
+from tidemill.recipe import load_recipe
+
+TOO_LARGE = ("trainer.micro_batch_tokens=1000000000", "rollout.groups=100000")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    path = tmp_path / "recipe.toml"
+    path.write_text('model = "new:0.1m"\nenv = "guess"\nalgorithm = "grpo"\nrollout.max_tokens = 6\n')
+    return path
+
+
+def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
+    monkeypatch.setattr(cache_size, "memory_bytes", lambda: (free, free))
+
+
+def test_what_fits_is_shown_as_explain_shows_it_and_nothing_is_written(tidemill, recipe: Path, monkeypatch):
+    with_free(monkeypatch, 1 << 30)
+    monkeypatch.chdir(recipe.parent)
+    said, explained = (tidemill(command, recipe, "placement.engines=2") for command in ("check", "explain"))
+    assert said.code == 0 and [path.name for path in recipe.parent.iterdir()] == [recipe.name]
+    lines, verdict = said.out.splitlines()[:-1], said.out.splitlines()[-1]
+    assert lines[0] == "a step" and "the run" in lines and "memory, an estimate" in lines
+    unwrapped = " ".join(" ".join(lines).split())
+    assert unwrapped in " ".join(explained.out.split())
+    for what in ("weights", "gradients", "two moments", "activations of at most", "KV cache", "of 1.0 GiB that are free"):
+        assert what in unwrapped
+    assert "16 groups × 8 = 128" in unwrapped and "each of 2" in unwrapped
+    assert verdict.split()[:2] == ["fits", "yes:"] and "on cpu has to be free" in verdict
+    assert "advantage" not in said.out  # formulas are what `explain` is for
+
+
+def test_it_tells_machines_the_same_numbers(tidemill, recipe: Path, monkeypatch):
+    with_free(monkeypatch, 1 << 30)
+    found, explained = (json.loads(tidemill(command, recipe, "--json").out) for command in ("check", "explain"))
+    assert found.pop("fits") is True
+    assert found == {key: explained[key] for key in found} and {"step", "slots", "memory"} <= found.keys()
+    device = found["memory"]["devices"]["cpu"]
+    assert device["total"] == found["memory"]["total"] and device["free"] == 1 << 30
+    kv = next(size for what, size in found["memory"]["processes"]["engine"]["bytes"].items() if what.startswith("KV"))
+    assert device["needed"] == device["total"] - kv  # a cache makes do with what there is
+
+
+def test_what_cannot_fit_is_refused_as_train_refuses_it(tidemill, recipe: Path, monkeypatch):
+    with_free(monkeypatch, 1 << 30)
+    refused = tidemill("check", recipe, *TOO_LARGE)
+    ended = tidemill("train", recipe, *TOO_LARGE, f"run_dir={recipe.parent / 'run'}")
+    assert refused.code == ended.code == 2 and refused.out == ended.out
+    assert "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in refused.out
+    printed = []
+    monkeypatch.setattr("tidemill.commands.check.print_json", printed.append)
+    assert tidemill("check", recipe, *TOO_LARGE, "--json").code == 2
+    assert printed[0]["fits"] is False and printed[0]["memory"]["refused"] == refused.out
+
+
+def test_the_last_byte_decides(tidemill, recipe: Path, monkeypatch):
+    config = load_recipe([recipe])
+    arch = memory.architecture_of(config.model)
+    assert arch is not None
+    needed = memory.demands(memory.processes(config, memory.Models.of(config, arch)))["cpu"].needed
+    for free, code in ((needed, 0), (needed - 1, 2)):
+        with_free(monkeypatch, free)
+        assert tidemill("check", recipe).code == code
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["model=nowhere", "algorithm={name='opd', reference={model='nowhere'}}", "stepz=3", "algorithm.cap=3", "model=new:3m"],
+)
+def test_a_recipe_that_would_not_run_is_refused_with_trains_sentence(tidemill, recipe: Path, given: str):
+    refused, ended = tidemill("check", recipe, given), tidemill("train", recipe, given, f"run_dir={recipe.parent / 'run'}")
+    assert refused.code == ended.code == 2 and refused.out == ended.out
+
+
+def test_a_row_beyond_a_micro_batch_is_thought_of(tidemill, recipe: Path, monkeypatch):
+    """`train` knows the longest row and counts it; without the tasks there is a bound, and whether it would fit."""
+    given = ("trainer.micro_batch_tokens=32", "rollout.groups=2")
+    small = json.loads(tidemill("check", recipe, *given, "--json").out)["memory"]
+    with_free(monkeypatch, small["devices"]["cpu"]["needed"])
+    said = " ".join(tidemill("check", recipe, *given).out.split())
+    assert "fits yes" in said and "but a task with a row of" in said and "engine.context" in said
+    with_free(monkeypatch, 1 << 40)
+    assert "a task with a row" not in tidemill("check", recipe, *given).out

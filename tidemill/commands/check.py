@@ -1,0 +1,48 @@
+"""`tidemill check RECIPE`: the numbers of a step and of the run, and whether its memory fits what is free here, now.
+
+It refuses what `train` would refuse for its model or its memory, with the same sentence and the same status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tidemill.commands.screen import print_json
+from tidemill.commands.sections import figures, sections, show
+from tidemill.config import ConfigError
+from tidemill.memory import in_words
+from tidemill.model_folder import check_companions, expect_folder
+from tidemill.recipe import RunConfig, load_recipe
+
+
+def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
+    """0: it fits. Raises ConfigError, after all has been printed, where it does not."""
+    config = load_recipe([recipe], overrides)
+    check_companions(config.reference, config.critic, config.model)
+    found = figures(config)
+    if found["memory"] is None:
+        expect_folder(Path(config.model).expanduser())
+    refused = found["memory"]["refused"]
+    if as_json:
+        print_json({"recipe": str(recipe), "fits": not refused, **found})
+    else:
+        _show(config, found)
+    if refused:
+        raise ConfigError(refused)
+    return 0
+
+
+def _show(config: RunConfig, found: Mapping[str, Any]) -> None:
+    memory, parts = found["memory"], sections(config, found)
+    if not memory["refused"]:
+        needed = [f"{in_words(each['needed'])} on {device}" for device, each in memory["devices"].items()]
+        said = f"yes: {' and '.join(needed)} {'has' if len(needed) == 1 else 'have'} to be free"
+        if memory["refused_at_context"]:
+            said += (
+                f"; but a task with a row of {memory['context']:,} tokens, which is a micro-batch by itself, would not (the "
+                "tasks are not read here): bound it with a lower engine.context"
+            )
+        parts[-1][1].append(("fits", said))
+    show(parts)

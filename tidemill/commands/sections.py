@@ -1,0 +1,182 @@
+"""What a recipe comes to, as plain data and as rows for people: a step, the run, memory by process.
+
+Shown by `explain`, beside the formulas, and by `check`, beside whether it fits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any
+
+from rich.text import Text
+
+from tidemill.algorithms.mixture import algorithm_of
+from tidemill.algorithms.preferences import PREFERENCES
+from tidemill.commands import sizing
+from tidemill.commands.screen import console, print_rows
+from tidemill.config import ConfigError
+from tidemill.engine.cache_size import device_of, free_memory, kv_pages
+from tidemill.memory import Models, demands, in_words, parameters, processes, refusal, row_tokens
+from tidemill.model_folder import architecture_of, check_companions
+from tidemill.recipe import RunConfig
+
+PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
+Row = tuple[str | Text, str | Text]
+Section = tuple[str, list[Row]]
+
+
+def figures(config: RunConfig) -> dict[str, Any]:
+    """As plain data. Raises ConfigError for what `train` would refuse of algorithm and model, but for its size."""
+    try:
+        asks = algorithm_of(config.algorithms, config.rollout.max_tokens).asks
+        memory = _memory(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    first = sizing.first_algorithm(config)
+    step = sizing.step_size(config, None if memory is None else memory["context"])
+    asked = {name: int(who in asks) for name, who in PASSES}
+    return {
+        "step": asdict(step),
+        "passes": {"policy": first.updates.epochs, **asked},
+        "reduction": {"name": first.reduction, "denominator": _denominator(config, step)},
+        "steps": config.steps,
+        "samples": config.steps * step.sequences,
+        "max_lag": config.max_lag,
+        "slots": (config.max_lag + 1) * step.groups - config.rollout.window + 1,
+        "memory": memory,
+    }
+
+
+def sections(config: RunConfig, found: Mapping[str, Any]) -> list[Section]:
+    """found: what `figures` returned."""
+    return [
+        ("a step", _step(config, found)),
+        ("the run", _run(config, found)),
+        ("memory, an estimate", _memory_rows(config, found["memory"])),
+    ]
+
+
+def show(all_of: list[Section]) -> None:
+    """With one column for the labels of all sections."""
+    screen = console()
+    width = max(len(str(label)) for _, rows in all_of for label, _ in rows)
+    for title, rows in all_of:
+        screen.print(Text(title, "bold"))
+        print_rows(screen, [(str(label).ljust(width), said) for label, said in rows])
+
+
+def _memory(config: RunConfig) -> dict[str, Any] | None:
+    """None where the model's folder is not here."""
+    arch = architecture_of(config.model)
+    if arch is None:
+        return None
+    models = Models.of(config, arch)
+    if models.complete(config):
+        check_companions(config.reference, config.critic, config.model)
+    free = free_memory(device_of(config.engine.device))
+    found, context = processes(config, models), row_tokens(config.engine, arch, free)
+    return {
+        "model": config.model,
+        **{"parameters": parameters(arch), "context": context},
+        "processes": {p.name: {"count": p.count, "bytes": {h.what: h.bytes for h in p.held}} for p in found},
+        "total": sum(p.count * p.bytes for p in found),
+        "free": free_memory("cpu"),
+        "devices": {device: asdict(demand) for device, demand in demands(found).items()},
+        "refused": refusal(found),
+        "refused_at_context": refusal(processes(config, models, context)),  # were a task as long as a row can be
+        "without_reference": config.reference is not None and models.reference is None,
+        "short_of_kv": kv_pages(config.engine, arch, free)[1],
+    }
+
+
+def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
+    step, passes, replies = about["step"], about["passes"], about["step"]["replies"]
+    asked = "as many as its environment asks for" if replies is None else f"at most {_n(replies, 'reply')} an attempt"
+    tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
+    sampled = f"{tokens} tokens: {config.rollout.max_tokens:,} a reply, {asked}"
+    if config.given:
+        sampled = f"nothing: the tasks give the {config.given}"
+    rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
+    forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
+    ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
+    mismatched = (
+        ", also over each prompt with the next one's reply" if sizing.first_algorithm(config).preference == "kto" else ""
+    )
+    ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
+    batches = [f"at most {step['train_micro_batches']:,} with gradients"]
+    batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
+    attempts = f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"
+    if step["replayed"]:
+        again = f"at most {_n(step['replayed'], 'group')} of the {config.data.replay.within:,} steps before"
+        attempts += f", and {again} are trained once more"
+    return [
+        ("attempts", attempts),
+        ("sampled", sampled),
+        ("updates", f"{step['updates']:,}"),
+        ("passes", "; ".join(ran)),
+        ("micro-batches", f"{', '.join(batches)}: {config.trainer.micro_batch_tokens:,} tokens each, {rows}"),
+        ("denominator", about["reduction"]["denominator"]),
+    ]
+
+
+def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
+    """What the weighted sum of an update is divided by, in words."""
+    if len(config.algorithms) > 1:
+        return "each algorithm's own, of its groups; each counts by its share of the step's groups"
+    s, most = sizing.first_algorithm(config), step.denominator
+    groups = -(-(step.groups + step.replayed) // s.updates.minibatches)
+    attempts = f"{groups * (2 if s.preference in PREFERENCES else step.group_size):,} attempts"
+    words = {
+        "token": "the tokens trained on" + ("" if most is None else f", at most {most:,}"),
+        "sequence": f"each attempt's tokens, then {attempts}",
+        "prompt": f"the tokens of each prompt, then {groups:,} prompts",
+        "attempt": attempts,
+        "fixed": f"{attempts} × a constant length = {most}",
+    }
+    of = "of an update: " if s.updates.count > 1 else ""
+    return f"{of}{words[s.reduction]}{'' if s.given else '; those without a score do not count'}"
+
+
+def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
+    drops = any(each.zero_variance == "drop" for each in config.algorithms.values())
+    more = "; more are sampled, as groups without a difference are dropped" if drops else ""
+    window = f" - {config.rollout.window} + 1" if config.rollout.window > 1 else ""
+    behind = "synchronous: nothing trained on is stale"
+    if config.max_lag:
+        behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
+    if about["step"]["replayed"]:
+        behind += f"; what is trained once more is of the {_n(config.data.replay.within, 'step')} before"
+    slots = f"({config.max_lag} + 1) × {about['step']['groups']}{window} = {about['slots']:,}"
+    if config.given:
+        behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
+    return [
+        ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),
+        ("max_lag", f"{config.max_lag}: {behind}"),
+        ("slots", f"{slots} groups in flight or waiting"),
+    ]
+
+
+def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Row]:
+    if memory is None:
+        return [("model", f"{config.model} is no folder here: nothing is known of its size")]
+    kv = " (short of full contexts)" if memory["short_of_kv"] else ""
+    rows: list[Row] = [
+        ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
+    ]
+    for process, found in memory["processes"].items():
+        held, times = found["bytes"], f", each of {found['count']}" if found["count"] > 1 else ""
+        each = [f"{in_words(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
+        rows.append((process, f"{in_words(sum(held.values()))}{times}: {', '.join(each)}"))
+    left = "the reference, whose folder is not here, and " if memory["without_reference"] else ""
+    beside = f"beside it: {left}what Python and torch take in each process"
+    for device, demand in memory["devices"].items():
+        free = "what is free is not known here" if demand["free"] is None else f"of {in_words(demand['free'])} that are free"
+        where = "together" if len(memory["devices"]) == 1 else f"on {device}"
+        rows.append((where, f"{in_words(demand['total'])}, {free}{f'; {beside}' if device == 'cpu' else ''}"))
+    return rows
+
+
+def _n(count: int, noun: str) -> str:
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+    return f"{count:,} {noun if count == 1 else plural}"
