@@ -169,7 +169,8 @@ class Controller:
                 group_id = await self.buffer.admit()
                 self.gate.admitted(group_id)
             task = self.task_at(group_id)
-            self.ledger.admit(group_id, task)
+            with self.timeline.phase("ledger"):
+                self.ledger.admit(group_id, task)
             self.observer.admitted(group_id)
             faults.reach(ROLE, "admit", group_id)
             await self._roll_out(group_id, task)
@@ -183,7 +184,8 @@ class Controller:
 
     async def _roll_out(self, group_id: int, task: Task) -> None:
         group = await self.roller.rollout(group_id, task)
-        self.ledger.finish(group)
+        with self.timeline.phase("ledger"):
+            self.ledger.finish(group)
         faults.reach(ROLE, "finish", group_id)
         self.learn(group)
         await self._offer(group)
@@ -198,7 +200,8 @@ class Controller:
             await self.buffer.put(group)
         else:
             self._watch_drops(reason)
-            self.ledger.drop(group.id, reason)
+            with self.timeline.phase("ledger"):
+                self.ledger.drop(group.id, reason)
             await self.buffer.drop(group.id)
 
     async def _train(self, tasks: asyncio.TaskGroup, publishing: asyncio.Task[Version]) -> int:
@@ -210,11 +213,14 @@ class Controller:
             groups = await self._take_batch()
             if groups is None:
                 break
-            if not self._known(groups):  # one engine serves the new version already, another has yet to commit it
+            with self.timeline.phase("freshness"):
+                known = self._known(groups)
+            if not known:  # one engine serves the new version already, another has yet to commit it
                 await self._published(publishing)
             with self.timeline.phase("ledger"):
                 again = self.again(step)
-            self._check(step, groups, again)
+            with self.timeline.phase("freshness"):
+                self._check(step, groups, again)
             with self.timeline.phase("ledger"):
                 incarnation = self.schedule.incarnation
                 self.ledger.begin_step(step, incarnation, [g.id for g in groups], [g.id for g in again])
@@ -289,7 +295,8 @@ class Controller:
         faults.reach(ROLE, "publish", step)
         served = await self.publisher.publish(Version(step, self.schedule.incarnation))
         self.versions[served.incarnation, served.step] = served
-        self.ledger.publish(served)
+        with self.timeline.phase("ledger"):
+            self.ledger.publish(served)
         self.observer.published(served)
         await self.buffer.release(trained)  # groups admitted from here on begin with these weights
         last = step == self.schedule.steps

@@ -24,7 +24,7 @@ from tidemill.observability.display import HELD_OUT, Display
 from tidemill.observability.memory import PeakMemory
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
-from tidemill.observability.timeline import Beside, Timeline
+from tidemill.observability.timeline import IDLE, Beside, Timeline
 from tidemill.observability.trace import Trace
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, PeerLost, Trainer
@@ -113,6 +113,7 @@ class Monitor:
         self._held_out: Metrics = {}  # of the latest evaluation, for the steps after it
         self._versions: dict[int, Version] = {}  # by step, those that no step has been told of yet
         self._last = time.monotonic()
+        self._later: dict[str, list[Span]] = {}  # by process, what it told of the time after `_last`
         self.loop, self.beside = Timeline(), Beside()  # what this process does: its steps, and rollouts and evaluations
         self._memory = PeakMemory()  # of this process
         self._figures: Callable[[], Metrics] = dict  # of the tasks that are given
@@ -126,6 +127,7 @@ class Monitor:
         self._recent = deque(maxlen=batch)
         self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up is over, it sampled nothing
         self.loop.take(), self.beside.take()
+        self._later = {}
 
     def header(self, lines: Sequence[str]) -> None:
         self._display.header(lines)
@@ -230,15 +232,18 @@ class Monitor:
         self._display.step(record)
 
     async def _times(self) -> Metrics:
-        """Rates and shares since the last step, over the processes of all pools."""
+        """Rates, and shares of the time since the last step. That ends now, before anybody is asked, so that each process
+        tells of all of it; what it tells of the time after is the next step's."""
         assert self._trainer is not None
-        engines = (self._of(engine) for pool in self._pools for engine in pool.engines)
-        telemetry = [each for each in await asyncio.gather(self._trainer.telemetry(), *engines) if each is not None]
         begin, now = self._last, time.monotonic()
         self._last = now
+        loop, beside, rate = self.loop.take(), self.beside.take(), self._rate(now)
+        engines = (self._of(engine) for pool in self._pools for engine in pool.engines)
+        telemetry = [each for each in await asyncio.gather(self._trainer.telemetry(), *engines) if each is not None]
         for each in telemetry:
             self._collect(each)
-        loop, beside, pools = self.loop.take(), self.beside.take(), {each.process: each.spans for each in telemetry}
+        pools = {each.process: [*self._later.get(each.process, ()), *each.spans] for each in telemetry}
+        self._later |= {name: [span for span in spans if span.end > now] for name, spans in pools.items()}
         own = [Span(f"loop/{span.name}", span.start, span.end) for span in loop]
         self.trace.add(CONTROLLER, os.getpid(), [*own, *(span for span in beside if span.name != EPISODE)])
         self.totals.memory[CONTROLLER] = self._memory.update()
@@ -246,7 +251,8 @@ class Monitor:
         self.totals.time.add(step)
         overall = {f"time/{kind}": share for kind, share in step.overall().items()}
         each = {f"time/{name}/{k}": v for name, kinds in step.shares().items() for k, v in kinds.items() if v > 0}
-        return {"throughput/tokens_per_s": self._rate(now), "time/step_s": now - begin, **overall, **each}
+        judged = {"time/reward": step.judged / max(now - begin, 1e-9)}
+        return {"throughput/tokens_per_s": rate, "time/step_s": now - begin, **overall, **judged, **each}
 
     @staticmethod
     async def _of(engine: Engine) -> Telemetry | None:
@@ -267,7 +273,7 @@ class Monitor:
     def _collect(self, telemetry: Telemetry) -> None:
         name = telemetry.process
         self.totals.memory[name] = max(self.totals.memory.get(name, 0), telemetry.memory_bytes)
-        self.trace.collect(telemetry)
+        self.trace.add(name, telemetry.pid, [span for span in telemetry.spans if span.name != IDLE])
 
     def close(self) -> None:
         self._sinks.close()

@@ -13,6 +13,7 @@ from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts, referen
 
 import tidemill.engine.core as core
 from tidemill.engine.settings import EngineSettings
+from tidemill.observability.timeline import IDLE
 from tidemill.protocols import Engine, EngineFailed, PolicyMismatch
 from tidemill.types import Finish, SamplingParams, Version
 
@@ -253,7 +254,7 @@ async def test_updates_one_after_another_and_only_forward(started):
     names = [s.name for s in telemetry.spans]
     assert names.count("stage") == names.count("commit") == 3 and "generate" in names
     assert all(s.end >= s.start for s in telemetry.spans) and telemetry.counters["generated_tokens"] == 90
-    assert telemetry.memory_bytes > 1 << 20 and (await under_test.telemetry()).spans == []
+    assert telemetry.memory_bytes > 1 << 20 and {s.name for s in (await under_test.telemetry()).spans} <= {"yield", IDLE}
 
 
 async def test_the_cache_does_not_fill_with_what_versions_long_gone_computed(started):
@@ -290,7 +291,8 @@ async def test_a_cancelled_update_leaves_the_spare_weights_alone(started):
     assert not first.done(), "its thread still writes to the spare decoder, so the next update has to wait"
     receiver.go_on.set()
     assert (await second).step == 2 and first.cancelled()
-    assert [s.name for s in (await under_test.telemetry()).spans] == ["stage", "commit"]
+    did = sorted((s for s in (await under_test.telemetry()).spans if s.name != IDLE), key=lambda s: s.start)
+    assert [s.name for s in did] == ["stage", "stage", "commit", "prove"]
 
 
 async def test_wrong_weights_are_refused_and_the_old_ones_served(started):

@@ -15,7 +15,8 @@ from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, Schedule
 from tidemill.observability.account import EPISODE, EVALUATE, REWARD, WAIT, Account, account
 from tidemill.observability.advice import Advice, Setup, advise
-from tidemill.observability.timeline import REST, Beside, Timeline
+from tidemill.observability.timeline import IDLE, REST, Beside, Idle, Timeline
+from tidemill.observability.trace import merged
 from tidemill.types import Finish, Group, Score, Span, Task, TrainResult, Trajectory, Version
 
 
@@ -31,6 +32,12 @@ def seconds(spans: list[Span]) -> dict[str, float]:
     for span in spans:
         found[span.name] = found.get(span.name, 0.0) + span.end - span.start
     return found
+
+
+def idle(spans: list[Span], begin: float, end: float) -> list[Span]:
+    """What a process that did this would tell of the rest."""
+    edges = [begin, *(t for stretch in merged(spans) for t in stretch), end]
+    return [Span(IDLE, a, b) for a, b in zip(edges[::2], edges[1::2], strict=True) if a < b]
 
 
 def test_a_timeline_has_no_gaps_and_counts_the_innermost() -> None:
@@ -72,6 +79,48 @@ def test_what_is_open_is_cut_and_goes_on() -> None:
     assert (rest.name, rest.start, rest.end, rest.args) == ("a", 3.0, 5.0, {"group": 1})
 
 
+def test_what_ends_in_another_thread_is_one_span_and_ends_once() -> None:
+    clock = Clock()
+    beside = Beside(clock)
+    key = beside.begin("a")
+    clock.now = 2.0
+    beside.end(key)
+    beside.end(key)
+    assert beside.take() == [Span("a", 0.0, 2.0)] and beside.take() == []
+
+
+def test_idle_is_when_nothing_is_asked() -> None:
+    clock = Clock()
+    found = Idle(clock)
+    clock.now = 2.0
+    with found.asked():
+        clock.now = 3.0
+        with found.asked():
+            clock.now = 4.0
+        assert found.take() == [Span(IDLE, 0.0, 2.0)]
+        clock.now = 5.0
+    clock.now = 7.0
+    assert found.take() == [Span(IDLE, 5.0, 7.0)]  # what goes on is cut
+    clock.now = 8.0
+    assert found.take() == [Span(IDLE, 7.0, 8.0)]
+
+
+def test_nobody_waits_who_does_not_say_that_nothing_was_asked_of_him() -> None:
+    """What a process spends without a name stays without one, and is missing from the shares."""
+    loop = [Span("train", 0, 10)]
+    pools = {
+        "trainer": [Span("train", 0, 6), Span(IDLE, 9, 10)],
+        "engine-0": [Span("generate", 0, 5), Span(IDLE, 5, 9.5)],
+        "reference-0": [Span(IDLE, 0, 8)],
+    }
+    shares = account(0.0, 10.0, loop, [Span(EPISODE, 0, 7)], pools).shares()
+    assert {name: kinds[REST] for name, kinds in shares.items()} == pytest.approx(
+        {"controller": 0, "trainer": 0.3, "engine-0": 0.05, "reference-0": 0.2}
+    )
+    assert shares["trainer"][WAIT + "controller"] == pytest.approx(0.1)
+    assert shares["engine-0"][WAIT + "environment"] == pytest.approx(0.2)
+
+
 def test_every_moment_of_every_process_is_accounted_for_once() -> None:
     loop = [Span("rollouts", 0, 4), Span("ledger", 4, 5), Span("train", 5, 9), Span("publication", 9, 10)]
     beside = [Span(EPISODE, 0, 2), Span(REWARD, 2, 4), Span(EVALUATE, 9, 9.5)]
@@ -79,15 +128,20 @@ def test_every_moment_of_every_process_is_accounted_for_once() -> None:
         "trainer": [Span("train", 5.5, 8), Span("apply", 8, 9), Span("publish", 9.75, 10)],
         "engine-0": [Span("generate", 0.5, 1.5), Span("stage", 1, 2.5), Span("generate", 8, 11)],
     }
+    pools = {name: [*spans, *idle(spans, 0, 12)] for name, spans in pools.items()}
     found = account(0.0, 10.0, loop, beside, pools).seconds
     assert found["controller"] == {"rollouts": 4, "ledger": 1, "train": 4, "publication": 1, REST: 0}
-    waits = {"evaluation": 0.5, "rollouts": 4, "ledger": 1, "controller": 0.5, "engines": 0.25}
-    assert found["trainer"] == {"train": 3.5, "sync": 0.25, REST: 0, **{WAIT + whom: s for whom, s in waits.items()}}
+    waits = {"evaluation": 0.5, "reference": 0, "rollouts": 4, "ledger": 1, "controller": 0.5, "engines": 0.25}
+    waited = {WAIT + whom: s for whom, s in waits.items()}
+    assert found["trainer"] == {"train": 3.5, "sync": 0.25, "handover": 0, REST: 0, **waited}
     assert found["engine-0"] == {
         "generate": 3,
         "sync": 1,
+        "check": 0,
+        "yield": 0,
         WAIT + "reward": 1.5,
         WAIT + "environment": 0.5,
+        WAIT + "evaluation": 0,
         WAIT + "trainer": 4,
         REST: 0,
     }
@@ -103,10 +157,11 @@ def test_engines_that_serve_the_reference_are_waited_for() -> None:
         "reference-0": [Span("generate", 4, 6)],
         "reference-1": [Span("generate", 4, 7)],
     }
+    pools = {name: [*spans, *idle(spans, 0, 10)] for name, spans in pools.items()}
     found = account(0.0, 10.0, loop, [], pools)
     waits = {WAIT + "evaluation": 0, WAIT + "reference": 3, WAIT + "rollouts": 4, WAIT + "controller": 1}
-    assert found.seconds["trainer"] == {"train": 2, "sync": 0, REST: 0, **waits}
-    assert found.seconds["reference-0"] == {"score": 2, WAIT + "trainer": 8, REST: 0}
+    assert found.seconds["trainer"] == {"train": 2, "sync": 0, "handover": 0, REST: 0, **waits}
+    assert found.seconds["reference-0"] == {"score": 2, "check": 0, "yield": 0, WAIT + "trainer": 8, REST: 0}
     assert found.overall() == {"generate": 0.15, "train": 0.1, "sync": 0.0, "wait": 0.75}
     found = account(0.0, 10.0, [Span("rollouts", 0, 2), Span("train", 2, 10)], [], pools)
     advice = advise(found, Setup(max_lag=0, slots=4))
@@ -190,7 +245,8 @@ class World(Told):
     async def trained(self, *_: Any) -> None:
         await asyncio.sleep(self.record_s)
         now = self.clock()
-        self.found.append(account(self.begin, now, self.line.take(), self.beside.take(), self.spans))
+        told = {name: [*spans, *idle(spans, 0, now)] for name, spans in self.spans.items()}
+        self.found.append(account(self.begin, now, self.line.take(), self.beside.take(), told))
         self.begin = now
 
 
@@ -268,11 +324,11 @@ def test_shares_add_up_and_count_an_instant_once() -> None:
         "engine-0": [Span("generate", 0, 6), Span("stage", 5, 7), Span("generate", 20, 30)],
         "trainer": [Span("forward", 2, 4), Span("train", 4, 5), Span("train", 4, 7), Span("publish", 6, 8)],
     }
+    pools = {name: [*spans, *idle(spans, 0, 30)] for name, spans in pools.items()}
     found = account(0, 10, loop, [Span(REWARD, 6, 9)], pools)
     shares = found.shares()
-    assert shares["engine-0"] == pytest.approx(
-        {"generate": 0.6, "sync": 0.1, WAIT + "reward": 0.2, WAIT + "environment": 0, WAIT + "trainer": 0.1, REST: 0}
-    )
+    engine = {kind: share for kind, share in shares["engine-0"].items() if share > 0}
+    assert engine == pytest.approx({"generate": 0.6, "sync": 0.1, WAIT + "reward": 0.2, WAIT + "trainer": 0.1})
     trainer = {kind: share for kind, share in shares["trainer"].items() if share > 0}
     assert trainer == pytest.approx({"train": 0.5, "sync": 0.1, WAIT + "rollouts": 0.2, WAIT + "engines": 0.2})
     assert found.overall() == pytest.approx({"generate": 0.3, "train": 0.25, "sync": 0.1, "wait": 0.35})

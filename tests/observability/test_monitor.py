@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import time
 from typing import Any
 
 import numpy as np
@@ -10,9 +12,12 @@ import pytest
 
 from tidemill import monitor
 from tidemill.monitor import Monitor
+from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics
+from tidemill.observability.sinks import Fanout
+from tidemill.observability.trace import Trace
 from tidemill.protocols import PeerLost
-from tidemill.types import GREEDY, Finish, Group, Score, Task, Telemetry, Trajectory
+from tidemill.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, Trajectory
 
 
 class Engine:
@@ -34,6 +39,33 @@ async def test_an_engine_that_is_lost_or_silent_holds_nobody_up_and_ends_nothing
     assert [await Monitor._of(Engine(answer)) for answer in answers] == [well, None, None, None]
     with pytest.raises(ValueError):
         await Monitor._of(Engine(ValueError("a defect")))
+
+
+class Busy:
+    """A process that trains without pause, and takes its time to tell of it."""
+
+    def __init__(self) -> None:
+        self.since = time.monotonic()
+
+    async def telemetry(self) -> Telemetry:
+        await asyncio.sleep(0.05)
+        before, self.since = self.since, time.monotonic()
+        return Telemetry("trainer", 1, [Span("train", before, self.since)], {})
+
+
+async def test_a_step_ends_before_processes_are_asked_and_what_they_tell_of_after_is_the_next_steps(tmp_path) -> None:
+    """Else what they did while others were still to answer would be nobody's, in every step."""
+    trace = Trace(100)
+    watched, trainer = Monitor(Fanout([], print), ProgressDisplay(3, io.StringIO(), "quiet"), trace), Busy()
+    watched.attach(trainer, [], 1)  # type: ignore[arg-type]
+    begin, ends, told = time.monotonic(), [], []
+    for _ in range(3):
+        await asyncio.sleep(0.05)
+        ends.append(time.monotonic())
+        told.append(await watched._times())
+    assert [each["time/trainer/train"] for each in told] == pytest.approx([1.0] * 3, abs=1e-3)
+    assert sum(each["time/step_s"] for each in told) == pytest.approx(ends[-1] - begin, abs=0.02)
+    assert len(trace.spans("trainer")) == 3  # what is kept for the next step is in the trace once
 
 
 def test_a_greedy_baseline_is_no_part_of_what_the_policy_does() -> None:

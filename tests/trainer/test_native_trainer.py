@@ -5,6 +5,7 @@ import resource
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weights import hf_views, load_folder, serving_slices
+from tidemill.observability.timeline import HANDOVER, IDLE
 from tidemill.protocols import CheckpointError, Trainer, TrainingDiverged
 from tidemill.trainer import checkpoint
 from tidemill.trainer.native import NativeTrainer
@@ -406,14 +408,43 @@ async def test_telemetry_tells_what_happened_since_it_was_last_asked(tmp_path):
     await t.publish(Version(1))
     await save(t, tmp_path / "c")
     first, second = await t.telemetry(), await t.telemetry()
-    assert [s.name for s in first.spans] == ["train", "apply", "publish", "snapshot", "save"] and second.spans == []
-    assert all(s.start <= s.end for s in first.spans) and first.spans[0].end <= first.spans[1].start
+    did = [s for s in first.spans if s.name not in (HANDOVER, IDLE)]
+    assert [s.name for s in did] == ["train", "apply", "publish", "snapshot", "save"]
+    assert {s.name for s in second.spans} == {IDLE} and all(s.start <= s.end for s in first.spans)
+    assert did[0].end <= did[1].start
     assert first.counters == second.counters and first.counters["trained_tokens"] == result.metrics["tokens"]
     assert first.counters["updates"] == 1 and first.counters["published_bytes"] == 7
     assert (first.process, first.pid) == (
         "trainer-0",
         os.getpid(),
     ) and second.memory_bytes >= first.memory_bytes > 10_000_000
+
+
+async def test_what_goes_on_while_telemetry_is_asked_for_is_told_of_until_then():
+    """Else its share of the step would be missing there, and its end would be of the next one."""
+    entered, go_on = threading.Event(), threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+
+        async def offload(function):
+            def held():
+                entered.set()
+                assert go_on.wait(30)
+                return function()
+
+            return await asyncio.get_running_loop().run_in_executor(pool, held)
+
+        t = trainer(offload=offload)
+        under_way = asyncio.ensure_future(t.forward(batch()))
+        await asyncio.to_thread(entered.wait)
+        first = (await t.telemetry()).spans
+        go_on.set()
+        await under_way
+        second = (await t.telemetry()).spans
+    (before,), (after, *_) = ([s for s in spans if s.name == HANDOVER] for spans in (first, second))
+    (done,) = (s for s in second if s.name == "forward")
+    assert before.end == after.start and after.end <= done.start
+    edges = sorted([*first, *second], key=lambda s: (s.start, s.end))
+    assert all(b.start - a.end < 0.05 for a, b in pairwise(edges))  # no stretch is without a name
 
 
 def test_weights_must_be_float32():

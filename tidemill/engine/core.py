@@ -125,12 +125,12 @@ class NativeEngine:
                 raise RuntimeError(f"engine {self.name} was built without a receiver: it cannot be updated")
             self._check_forward(published.version)
             faults.reach(self.name, "stage", published.version.step)
-            begin = time.monotonic()
-            staged = await in_thread(self._staging.stage, published, self._weights, pool=self._staging.pool)
-            self._activity.span("stage", begin, time.monotonic(), step=published.version.step, bytes=published.bytes)
+            with self._activity.beside("stage", step=published.version.step, bytes=published.bytes):
+                staged = await in_thread(self._staging.stage, published, self._weights, pool=self._staging.pool)
             await self._commit(staged)
             try:
-                await in_thread(self._staging.prove, self._weights, published.version, pool=self._staging.pool)
+                with self._activity.beside("prove", step=published.version.step):
+                    await in_thread(self._staging.prove, self._weights, published.version, pool=self._staging.pool)
             except PolicyMismatch as error:
                 self._fail(error)  # nobody knows what it serves: nothing more is sampled from it
                 raise
@@ -193,21 +193,30 @@ class NativeEngine:
 
     def _run(self) -> None:
         if self._loop is None or self._loop.done():
+            self._activity.idle.begin()
+            self._activity.leave()
             self._loop = asyncio.get_running_loop().create_task(self._work(), name=f"engine {self.name}")
 
     async def _work(self) -> None:
         try:
+            self._activity.back()
             while self._cache is not None:
                 self._commit_when_drained()
                 if not self._requests:
                     break
                 self._step(self._cache)
+                self._activity.leave()
                 await asyncio.sleep(0)
+                self._activity.back(between=bool(self._requests))
+            begin = time.monotonic()
             self._scheduler.check_integrity()
+            self._activity.span("check", begin, time.monotonic())
         except Exception as error:  # whatever it is: nobody may wait for an engine that has stopped
             failed = EngineFailed(f"engine {self.name} has stopped: {error!r}")
             failed.__cause__ = error
             self._fail(failed)
+        finally:
+            self._activity.idle.end()
 
     def _step(self, cache: PagedCache) -> None:
         """Schedule, run, postprocess."""

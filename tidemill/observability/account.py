@@ -1,14 +1,16 @@
 """Where each process's time went, and for whom it waited.
 
-    trainer      train, sync,     waiting for: rollouts, engines (taking weights, checks), evaluation, ledger, controller,
-                                  the reference where engines serve it
-    engine-N     generate, sync,  waiting for: reward, environment, trainer
-    reference-N  score,           waiting for: trainer
+    trainer      train, sync,            waiting for: rollouts, engines (taking weights, checks), evaluation, ledger,
+                                         controller, the reference where engines serve it
+    engine-N     generate, sync, yield,  waiting for: reward, environment, evaluation, trainer
+    reference-N  score, yield,           waiting for: trainer
     controller   what its loop of steps does: the phases of `Timeline`
 
-A trainer waits for what the loop of steps is at, which drives it. An engine that has nothing to compute waits for verifiers
+Nobody waits but who says that nothing was asked of him (`IDLE`): the rest of the time is not taken for waiting, it is
+`other`, which has no name. A trainer waits for what the loop of steps is at, which drives it. An engine waits for verifiers
 while a group is judged, for environments while an episode goes on; while neither is, the buffer holds all that may be in
-flight, and the engine waits for the trainer to take it. Shares of a process add up to 1; `other` is what has no name.
+flight, and the engine waits for the trainer to take it. An engine yields while it has something to compute and others have
+its process: what takes calls in, above all. Shares are of the time that the account is of.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.observability.timeline import REST
+from tidemill.observability.timeline import HANDOVER, IDLE, REST
 from tidemill.observability.trace import Intervals, common, length, merged
 from tidemill.types import Span
 
 TRAINER, CONTROLLER, REFERENCE = "trainer", "controller", "reference"
-TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",), ("publish", "stage", "commit")
+TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",), ("publish", "stage", "commit", "prove")
+CHECK, YIELD = ("check",), ("yield",)
 WORK = ("generate", "train", "sync")
 EPISODE, REWARD, EVALUATE = "episode", "reward", "evaluate"
-WAITS = {"rollouts": "rollouts", "publication": "engines", "check": "engines", "ledger": "ledger"}  # phase -> for whom
+WAITS = {"rollouts": "rollouts", "publication": "engines", "check": "engines"}  # phase of the loop of steps -> for whom
 WAIT = "wait for "
 
 
@@ -33,13 +36,14 @@ class Account:
     """Seconds by process and kind, over any number of windows."""
 
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
+    wall: dict[str, float] = field(default_factory=dict)  # seconds of those windows that the process told of
+    judged: float = 0.0  # seconds in which at least one group was being judged
     starved: dict[str, float] = field(default_factory=dict)  # what engines do while the trainer waits for rollouts, each
     starved_s: float = 0.0  # how long it waits
     in_flight: float = 0.0  # groups times seconds, of that time
 
     def shares(self) -> dict[str, dict[str, float]]:
-        totals = {name: max(sum(kinds.values()), 1e-12) for name, kinds in self.seconds.items()}
-        return {name: {k: v / totals[name] for k, v in kinds.items()} for name, kinds in self.seconds.items()}
+        return {name: {k: v / max(self.wall[name], 1e-12) for k, v in kinds.items()} for name, kinds in self.seconds.items()}
 
     def overall(self) -> dict[str, float]:
         """Of trainer and engines together: what they train, generate and sync, and what is left, to wait."""
@@ -50,6 +54,8 @@ class Account:
     def add(self, other: Account) -> None:
         for name, kinds in other.seconds.items():
             _add(self.seconds.setdefault(name, {}), kinds)
+        _add(self.wall, other.wall)
+        self.judged += other.judged
         _add(self.starved, other.starved)
         self.starved_s += other.starved_s
         self.in_flight += other.in_flight
@@ -64,31 +70,44 @@ def account(
     names = list(dict.fromkeys(span.name for span in loop))
     phases = {name: common(merged(loop, [name]), window) for name in names}
     going = {name: common(merged(beside, [name]), window) for name in (REWARD, EPISODE, EVALUATE)}
-    found, engines = Account(), []
+    found, engines = Account(judged=length(going[REWARD])), []
     scoring = merged([span for name, spans in pools.items() if name.startswith(REFERENCE) for span in spans], GENERATE)
     found.seconds[CONTROLLER] = _by_turns(window, phases)
     for name, spans in pools.items():
-        if name.startswith(REFERENCE):
-            found.seconds[name] = _by_turns(window, {"score": merged(spans, GENERATE), WAIT + TRAINER: window})
-            continue
-        work = {"train": merged(spans, TRAIN)} if name == TRAINER else {"generate": merged(spans, GENERATE)}
-        work["sync"] = merged(spans, SYNC)
+        idle = merged(spans, [IDLE])
         if name == TRAINER:
-            whom: dict[str, Intervals] = {WAIT + "evaluation": common(going[EVALUATE], phases.get("publication", []))}
-            whom |= {WAIT + REFERENCE: common(scoring, window)} if scoring else {}
-            for phase, times in phases.items():
-                key = WAIT + WAITS.get(phase, CONTROLLER) if phase != REST else REST
-                whom[key] = _union(whom.get(key, []), times)
+            work = {"train": merged(spans, TRAIN), "sync": merged(spans, SYNC), HANDOVER: merged(spans, [HANDOVER])}
+            whom = _drives(phases, going, scoring)
+        elif name.startswith(REFERENCE):
+            work, whom = {"score": merged(spans, GENERATE)} | _between(spans), {TRAINER: window}
         else:
-            whom = {WAIT + "reward": going[REWARD], WAIT + "environment": going[EPISODE], WAIT + TRAINER: window}
-            engines.append(work | whom)
-        found.seconds[name] = _by_turns(window, work | whom)
+            work = {"generate": merged(spans, GENERATE), "sync": merged(spans, SYNC)} | _between(spans)
+            whom = {"reward": going[REWARD], "environment": going[EPISODE], "evaluation": going[EVALUATE], TRAINER: window}
+        kinds = work | {WAIT + peer: common(idle, times) for peer, times in whom.items()}
+        found.seconds[name] = _by_turns(window, kinds)
+        if name != TRAINER and not name.startswith(REFERENCE):
+            engines.append(kinds)
+    found.wall = dict.fromkeys(found.seconds, end - begin)
     starving = phases.get("rollouts", [])
     found.starved_s = length(starving)
     for kinds in engines:
         _add(found.starved, _by_turns(starving, kinds))
     found.in_flight = sum(length(common(starving, [(s.start, s.end)])) for s in beside if s.name in (EPISODE, REWARD))
     return found
+
+
+def _between(spans: Sequence[Span]) -> dict[str, Intervals]:
+    """What an engine does between its steps."""
+    return {"check": merged(spans, CHECK), "yield": merged(spans, YIELD)}
+
+
+def _drives(phases: Mapping[str, Intervals], going: Mapping[str, Intervals], scoring: Intervals) -> dict[str, Intervals]:
+    """Whom a trainer waits for while nothing is asked of it."""
+    whom = {"evaluation": common(going[EVALUATE], phases.get("publication", [])), REFERENCE: scoring}
+    for phase, times in phases.items():
+        peer = "ledger" if phase == "ledger" else WAITS.get(phase, CONTROLLER)
+        whom[peer] = _union(whom.get(peer, []), times)
+    return whom
 
 
 def _by_turns(window: Intervals, kinds: Mapping[str, Intervals]) -> dict[str, float]:

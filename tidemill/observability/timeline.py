@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,10 +11,15 @@ from contextlib import contextmanager
 from tidemill.types import Span
 
 REST = "other"
+IDLE = "idle"  # nothing is asked of the process
+HANDOVER = "handover"  # work waits for its thread, or its result for who asked
 
 
 class Timeline:
-    """One flow of control, without gaps: every moment belongs to the innermost phase that is open, else to `REST`."""
+    """One flow of control, without gaps: every moment belongs to the innermost phase that is open, else to `REST`.
+
+    Another task of the same thread may open a phase too, if it closes it before it awaits anything.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._open, self._since = clock, [REST], clock()
@@ -43,29 +49,79 @@ class Timeline:
 
 
 class Beside:
-    """Things that go on side by side."""
+    """Things that go on side by side, in any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self._clock, self._ids = clock, itertools.count()
+        self._clock, self._ids, self._lock = clock, itertools.count(), threading.Lock()  # bounded: held for list operations
         self._open: dict[int, Span] = {}
         self._spans: list[Span] = []
 
     @contextmanager
     def span(self, name: str, **args: float) -> Iterator[None]:
-        key = next(self._ids)
-        self._open[key] = Span(name, self._clock(), 0.0, args)
+        key = self.begin(name, **args)
         try:
             yield
         finally:
-            span = self._open.pop(key)
-            span.end = self._clock()
-            self._spans.append(span)
+            self.end(key)
+
+    def begin(self, name: str, **args: float) -> int:
+        """What `end` is to be given, perhaps by another thread."""
+        with self._lock:
+            key = next(self._ids)
+            self._open[key] = Span(name, self._clock(), 0.0, args)
+            return key
+
+    def end(self, key: int) -> None:
+        """Ending what has ended changes nothing."""
+        with self._lock:
+            if (span := self._open.pop(key, None)) is not None:
+                span.end = self._clock()
+                self._spans.append(span)
 
     def take(self) -> list[Span]:
         """Since the last call. What is open is cut here: its other part comes with a later call."""
-        now, spans = self._clock(), self._spans
-        for span in self._open.values():
-            spans.append(Span(span.name, span.start, now, span.args))
-            span.start = now
-        self._spans = []
+        with self._lock:
+            now, spans = self._clock(), self._spans
+            for span in self._open.values():
+                spans.append(Span(span.name, span.start, now, span.args))
+                span.start = now
+            self._spans = []
+            return spans
+
+
+class Idle:
+    """When nothing is asked of a process: what is not idle and has no other name is missing from the account."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock, self._calls = clock, 0
+        self._since = clock()
+        self._spans: list[Span] = []
+
+    @contextmanager
+    def asked(self) -> Iterator[None]:
+        """While there is something to do. Calls may overlap, in one thread."""
+        self.begin()
+        try:
+            yield
+        finally:
+            self.end()
+
+    def begin(self) -> None:
+        self._cut()
+        self._calls += 1
+
+    def end(self) -> None:
+        self._cut()
+        self._calls -= 1
+
+    def take(self) -> list[Span]:
+        """Since the last call. What goes on is cut here."""
+        self._cut()
+        spans, self._spans = self._spans, []
         return spans
+
+    def _cut(self) -> None:
+        now = self._clock()
+        if not self._calls and now > self._since:
+            self._spans.append(Span(IDLE, self._since, now))
+        self._since = now

@@ -9,10 +9,10 @@ supervised warm-up is a trainer of its own: it ends in a folder, and another one
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
@@ -28,18 +28,12 @@ from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.trainer.telemetry import Recorder
+from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.unchanged import Announced, why_unchanged
 from tidemill.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-class Offload(Protocol):
-    """Runs a blocking function and awaits its result. Calls must not overlap: they share the decoder."""
-
-    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 async def inline(function: Callable[[], T], /) -> T:
@@ -118,7 +112,7 @@ class NativeTrainer:
             with self._recorder.span("forward", samples=len(samples)):
                 return step.forward(model, samples, self._compute)
 
-        return await self._offload(run)
+        return await self._recorder.asked(self._offload, run)
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
         def run() -> TrainResult:
@@ -131,7 +125,7 @@ class NativeTrainer:
             recorder.count("trained_samples", len(samples))
             return result
 
-        return await self._offload(run)
+        return await self._recorder.asked(self._offload, run)
 
     async def apply(self, scale: float) -> Metrics:
         """Raises TrainingDiverged, and takes no step, when the gradient is not finite."""
@@ -152,7 +146,7 @@ class NativeTrainer:
         if self._copying is not None:
             with self._recorder.span("snapshot"):
                 await self._copied()
-        return await self._offload(run)
+        return await self._recorder.asked(self._offload, run)
 
     async def publish(self, version: Version) -> Published:
         """Raises PolicyMismatch, and nothing becomes visible, when the tensors about to be sent are not those of this model:
@@ -168,7 +162,7 @@ class NativeTrainer:
             self._recorder.count("published_bytes", published.bytes)
             return published
 
-        return await self._offload(run)
+        return await self._recorder.asked(self._offload, run)
 
     def _send(self, version: Version, sender: Sender) -> Published:
         dtype, before = self.settings.serving_dtype, self._announced
@@ -200,7 +194,7 @@ class NativeTrainer:
                 return Snapshot.take(self.decoder, self._optimizer, self._kept, room)
 
         await self._copied()
-        self._snapshot = await self._offload(run)
+        self._snapshot = await self._recorder.asked(self._offload, run)
         self._copying = asyncio.get_running_loop().run_in_executor(None, self._snapshot.copy)
 
     async def _copied(self) -> None:
@@ -238,7 +232,7 @@ class NativeTrainer:
             self._announced = None
 
         await self._copied()
-        await self._offload(run)
+        await self._recorder.asked(self._offload, run)
 
     async def export(self, folder: str) -> None:
         def run() -> None:
@@ -249,7 +243,7 @@ class NativeTrainer:
                 else:
                     save_folder(self.decoder, Path(folder), tokenizer_from=self._source, dtype=dtype)
 
-        await self._offload(run)
+        await self._recorder.asked(self._offload, run)
 
     def progress(self) -> float:
         done = self._recorder.counters

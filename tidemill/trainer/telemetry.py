@@ -4,34 +4,64 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 from tidemill.observability.memory import PeakMemory
-from tidemill.types import Span, Telemetry
+from tidemill.observability.timeline import HANDOVER, Beside, Idle
+from tidemill.types import Telemetry
+
+T = TypeVar("T")
+
+
+class Offload(Protocol):
+    """Runs a blocking function and awaits its result. Calls must not overlap: they share the decoder."""
+
+    def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
 
 class Recorder:
     def __init__(self, process: str) -> None:
         self.process = process
         self.counters: dict[str, float] = {}
-        self._spans: list[Span] = []
+        self._spans, self._idle = Beside(), Idle()
         self.memory = PeakMemory()
 
     @contextmanager
     def span(self, name: str, **args: float) -> Iterator[None]:
         start = time.monotonic()
         try:
-            yield
+            with self._spans.span(name, **args):
+                yield
         finally:
-            end = time.monotonic()
-            self._spans.append(Span(name, start, end, dict(args)))
-            self.count(f"{name}_s", end - start)
+            self.count(f"{name}_s", time.monotonic() - start)
+
+    async def asked(self, offload: Offload, work: Callable[[], T]) -> T:
+        """Awaits work, done by `offload`. While none is awaited, the trainer is idle; until it is begun, and from its end
+        until that is noticed, it is handed over between threads."""
+        handed, noticed = self._spans.begin(HANDOVER), False
+
+        def timed() -> T:
+            nonlocal handed
+            self._spans.end(handed)
+            try:
+                return work()
+            finally:
+                if not noticed:  # whoever asked may have been cancelled
+                    handed = self._spans.begin(HANDOVER)
+
+        with self._idle.asked():
+            try:
+                return await offload(timed)
+            finally:
+                noticed = True
+                self._spans.end(handed)
 
     def count(self, name: str, amount: float) -> None:
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
     def drain(self) -> Telemetry:
-        """Everything since the last call; counters go on growing."""
-        spans, self._spans = self._spans, []
+        """Everything since the last call, and what goes on until now; counters go on growing."""
+        spans = [*self._spans.take(), *self._idle.take()]
         return Telemetry(self.process, os.getpid(), spans, dict(self.counters), self.memory.peak or self.memory.update())
