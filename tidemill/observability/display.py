@@ -19,17 +19,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from tidemill.observability.metrics import finite
+from tidemill.observability.spent import where_time_went
 from tidemill.types import Metrics
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
-BAR = 18
+BAR = 10
 HELD_OUT = ("accuracy", "preference_accuracy", "preference_loss", "loss")  # figures of an evaluation, the best known first
-TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", "where time went")
+TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", "where the step's time went, in %")
 WIDTHS = (5, 5 + BAR, 8, 5, 6, 7, 8, 6, 1)
-_WORK = {"gen": "time/generate", "train": "time/train", "sync": "time/sync", "wait": "time/wait"}
 
 
 class Display(Protocol):
@@ -197,7 +197,7 @@ def cells(metrics: Mapping[str, float], scale: tuple[float, float]) -> tuple[str
         exponent(metrics.get("mismatch/lag0_mean")),
         f"v{version:.0f} ok" if _known(version) and version is not None else "–",
         thousands(metrics.get("throughput/tokens_per_s")),
-        time_went(metrics),
+        where_time_went(metrics),
     )
 
 
@@ -253,13 +253,6 @@ def thousands(value: float | None) -> str:
         if value >= size:
             return f"{value / size:.1f}{unit}"
     return f"{value:.0f}"
-
-
-def time_went(metrics: Mapping[str, float]) -> str:
-    """Shares of what was measured, in percent."""
-    known = {name: metrics[key] for name, key in _WORK.items() if _known(metrics.get(key))}
-    total = sum(known.values())
-    return " ".join(f"{name} {100 * value / total:.0f} %" for name, value in known.items()) if total > 0 else "–"
 
 
 def _known(value: float | None) -> bool:
