@@ -19,7 +19,7 @@
 #define WORTH_TILES 5   /* queries */
 #define FORE 4          /* rows whose places are asked for before they are written to */
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
-#define AHEAD (1 << 14) /* bytes that are asked for before they are read: as many again */
+#define AHEAD (1 << 15) /* bytes that are asked for before they are read: as many again */
 
 /* One key/value head of a layer's pages. */
 typedef struct {
@@ -47,17 +47,16 @@ INLINE const char *place(const heads *kv, span seen, int token) {
     return kv->pages + seen.table[token / kv->page_size] * kv->page_bytes + token % kv->page_size * kv->stride;
 }
 
-/* Asks for half of sixteen tokens, which will be read some time after `token`: of `seen` or, behind its end, of `next`. */
-INLINE void ask_ahead(const heads *kv, span seen, span next, int token, int half) {
-    token += kv->ahead;
-    if (token >= seen.end) {
-        token += aligned(next.low) - aligned(seen.end + WIDTH - 1);
-        seen = next;
+/* Asks for half of sixteen tokens, which will be read some time after `token`: of `seen` or, behind its end, of the spans that
+ * follow, of which the last is empty. Into the second-level cache: the first has no room for what is read that much later. */
+INLINE void ask_ahead(const heads *kv, span seen, const span *next, int token, int half) {
+    for (token += kv->ahead; token >= seen.end; seen = *next++) {
+        if (!next->end) return;
+        token += aligned(next->low) - aligned(seen.end + WIDTH - 1);
     }
-    if (token >= seen.end) return;
     const int64_t bytes = WIDTH / 2 * kv->stride;
     const char *from = place(kv, seen, token) + half * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
 }
 
 /* Sixteen sums over lanes at once: each step adds the halves of two vectors and leaves one. */
@@ -66,26 +65,31 @@ INLINE vec join2(vec a, vec b) { return EVEN2(a, b) + ODD2(a, b); }
 INLINE vec join4(vec a, vec b) { return EVEN4(a, b) + ODD4(a, b); }
 INLINE vec join8(vec a, vec b) { return EVEN8(a, b) + ODD8(a, b); }
 
-/* The products of a query with four tokens' keys, added up in each fourth of the lanes. Where the processor multiplies
- * bfloat16 itself, a query is V / 2 vectors of them, else V vectors of floats: `as_query` makes either. */
-INLINE vec four_scores(const char *key, int64_t stride, const vec *q, int V, int narrow) {
-    vec sums[4];
+/* The products of G queries with four tokens' keys, each added up in each fourth of the lanes. Where the processor multiplies
+ * bfloat16 itself, a query is V / 2 vectors of them, else V vectors of floats: `as_query` makes either. Two tokens at a time:
+ * registers hold them, the sums and all queries. */
+INLINE void four_scores(const char *key, int64_t stride, const vec *q, int V, int G, int narrow, vec *fourths) {
+    vec pairs[2][4], sums[4][2];
+    UNROLL for (int pair = 0; pair < 2; pair++, key += 2 * stride) {
 #ifdef PAIRS
-    if (narrow && V % 2 == 0) {
-        UNROLL for (int i = 0; i < 4; i++) {
-            __m512 sum = _mm512_setzero_ps();
+        if (narrow && V % 2 == 0) {
             UNROLL for (int v = 0; v < V / 2; v++)
-                sum = _mm512_dpbf16_ps(sum, (__m512bh)q[v], (__m512bh)_mm512_loadu_si512(key + i * stride + v * sizeof(vec)));
-            sums[i] = (vec)sum;
-        }
-        return join2(join1(sums[0], sums[1]), join1(sums[2], sums[3]));
-    }
+                UNROLL for (int i = 0; i < 2; i++) {
+                    const __m512bh part = (__m512bh)_mm512_loadu_si512(key + i * stride + v * sizeof(vec));
+                    UNROLL for (int g = 0; g < G; g++)
+                        sums[g][i] = (vec)_mm512_dpbf16_ps(v ? (__m512)sums[g][i] : _mm512_setzero_ps(),
+                                                           (__m512bh)q[g * V + v], part);
+                }
+        } else
 #endif
-    UNROLL for (int i = 0; i < 4; i++) {
-        sums[i] = q[0] * load(key + i * stride, narrow);
-        UNROLL for (int v = 1; v < V; v++) sums[i] += q[v] * load(key + i * stride + v * WIDTH * (narrow ? 2 : 4), narrow);
+            UNROLL for (int v = 0; v < V; v++)
+                UNROLL for (int i = 0; i < 2; i++) {
+                    const vec part = load(key + i * stride + v * WIDTH * (narrow ? 2 : 4), narrow);
+                    UNROLL for (int g = 0; g < G; g++) sums[g][i] = v ? sums[g][i] + q[g * V + v] * part : q[g * V + v] * part;
+                }
+        UNROLL for (int g = 0; g < G; g++) pairs[pair][g] = join1(sums[g][0], sums[g][1]);
     }
-    return join2(join1(sums[0], sums[1]), join1(sums[2], sums[3]));
+    UNROLL for (int g = 0; g < G; g++) fourths[g] = join2(pairs[0][g], pairs[1][g]);
 }
 
 /* Scores of lanes outside [low, end) become the least there is. */
@@ -124,7 +128,7 @@ INLINE void in_order(vec *sums, int V, int narrow) {
 
 /* Queries [from, from + G) of V vectors each see the first tokens of `seen`, AT_ONCE counted from where its first run of WIDTH
  * begins. */
-INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span seen, span next, const char *queries, int from,
+INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span seen, const span *next, const char *queries, int from,
                    float scale, state *known) {
     const int width = narrow ? 2 : 4, first = aligned(seen.low), skip = seen.low - first;
     const int count = seen.end - first < AT_ONCE ? seen.end - first : AT_ONCE;
@@ -135,12 +139,10 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
     for (int at = 0; at < count; at += WIDTH) { /* a page holds a multiple of these */
         const char *key = place(kv, seen, first + at);
         if (asks) ask_ahead(kv, seen, next, first + at, 0);
-        for (int g = 0; g < G; g++) {
-            vec a = four_scores(key, kv->stride, q + g * V, V, narrow);
-            vec b = four_scores(key + 4 * kv->stride, kv->stride, q + g * V, V, narrow);
-            vec c = four_scores(key + 8 * kv->stride, kv->stride, q + g * V, V, narrow);
-            vec d = four_scores(key + 12 * kv->stride, kv->stride, q + g * V, V, narrow);
-            vec sixteen = join8(join4(a, b), join4(c, d)) * scale;
+        vec fourths[4][4];
+        UNROLL for (int i = 0; i < 4; i++) four_scores(key + 4 * i * kv->stride, kv->stride, q, V, G, narrow, fourths[i]);
+        UNROLL for (int g = 0; g < G; g++) {
+            vec sixteen = join8(join4(fourths[0][g], fourths[1][g]), join4(fourths[2][g], fourths[3][g])) * scale;
             if (at < skip || at + WIDTH > count) sixteen = only(sixteen, skip - at, count - at);
             memcpy(&scores[g][at], &sixteen, sizeof sixteen);
         }
@@ -173,11 +175,11 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
     UNROLL for (int i = 0; i < G * V; i++) known->sums[from * V + i] += sums[i];
 }
 
-typedef void attention(int, const heads *, span, span, const char *, int, float, state *);
+typedef void attention(int, const heads *, span, const span *, const char *, int, float, state *);
 
 /* Queries [from, from + G), as many at a time as registers hold sums for. Only the first ones ask for what comes next. */
 #define ATTENTION(NAME, V, NARROW)                                                                                          \
-    static void NAME(int G, const heads *kv, span seen, span next, const char *queries, int from, float scale,              \
+    static void NAME(int G, const heads *kv, span seen, const span *next, const char *queries, int from, float scale,              \
                      state *known) {                                                                                        \
         int asks = 1;                                                                                                       \
         for (; V <= 4 && G >= 4; G -= 4, from += 4, asks = 0)                                                               \
@@ -205,8 +207,8 @@ static attention *attention_for(int size, int narrow) {
     }
 }
 
-/* Queries [from, from + G) see all of `seen`, piece by piece; `next` is what will be read then. */
-static void attend_all(attention *run, int G, const heads *kv, span seen, span next, const char *queries, int from, float scale,
+/* Queries [from, from + G) see all of `seen`, piece by piece; `next` are the spans that will be read then. */
+static void attend_all(attention *run, int G, const heads *kv, span seen, const span *next, const char *queries, int from, float scale,
                        state *known) {
     for (; seen.low < seen.end; seen.low = aligned(seen.low) + AT_ONCE) run(G, kv, seen, next, queries, from, scale, known);
 }
@@ -241,7 +243,7 @@ INLINE void value_pair(const char *first, const char *second, int V, ints *to, i
 
 /* As `attend` for the sixteen queries from `from` on, over a piece that begins and ends with a run of WIDTH tokens. A lane is a
  * query until the weights are turned. Each of these is two narrow numbers, so that they are as exact as floats nearly are. */
-INLINE void tile_attend(int V, const heads *kv, span seen, span next, const ints *queries, int from, float scale, state *known) {
+INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, const ints *queries, int from, float scale, state *known) {
     const int count = seen.end - seen.low < AT_ONCE ? seen.end - seen.low : AT_ONCE;
     float scores[AT_ONCE][16] __attribute__((aligned(64))), sums[16][V * WIDTH] __attribute__((aligned(64)));
     float high[16], before[16], total[16] = {0};
@@ -301,7 +303,7 @@ INLINE void tile_attend(int V, const heads *kv, span seen, span next, const ints
 }
 
 /* As `attend_all` for all of `asked` queries, rounded up to sixteen, over whole runs of WIDTH tokens. */
-INLINE void tile_all(int V, const heads *kv, span seen, span next, const char *queries, int asked, float scale, state *known) {
+INLINE void tile_all(int V, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale, state *known) {
     shape tiles = {.palette = 1};
     for (int t = 0; t < 7; t++) tiles.bytes[t] = 64, tiles.rows[t] = 16;
     _tile_loadconfig(&tiles);
@@ -317,7 +319,7 @@ INLINE void tile_all(int V, const heads *kv, span seen, span next, const char *q
     _tile_release();
 }
 
-static int attend_in_tiles(int size, const heads *kv, span seen, span next, const char *queries, int asked, float scale,
+static int attend_in_tiles(int size, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale,
                            state *known) {
     switch (size) {
     case 32: tile_all(2, kv, seen, next, queries, asked, scale, known); return 1;
@@ -327,7 +329,7 @@ static int attend_in_tiles(int size, const heads *kv, span seen, span next, cons
     }
 }
 #else
-static int attend_in_tiles(int size, const heads *kv, span seen, span next, const char *queries, int asked, float scale,
+static int attend_in_tiles(int size, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale,
                            state *known) {
     return 0;
 }
@@ -370,17 +372,17 @@ static int families(const int32_t *table, int64_t table_stride, const int64_t *s
     return count;
 }
 
-/* As `attend_all`, for all queries of a family; `tile_size` is a head's size where there are tiles, which take whole runs. */
-static void attend_shared(attention *run, int tile_size, int asked, const heads *kv, span seen, span next, const char *queries,
+/* As `attend_all`, for all queries of a family, which see the first of `spans`; `tile_size` is a head's size where there are
+ * tiles, which take whole runs. */
+static void attend_shared(attention *run, int tile_size, int asked, const heads *kv, span *spans, const char *queries,
                           float scale, state *known) {
     if (asked >= WORTH_TILES && tile_size) {
-        span begin = seen;
-        begin.end = seen.low % WIDTH ? aligned(seen.low) + WIDTH : seen.low;
-        seen.low = begin.end;
-        attend_all(run, asked, kv, begin, seen, queries, 0, scale, known);
-        if (attend_in_tiles(tile_size, kv, seen, next, queries, asked, scale, known)) return;
+        span begin = spans[0];
+        begin.end = spans[0].low = aligned(begin.low + WIDTH - 1);
+        attend_all(run, asked, kv, begin, spans, queries, 0, scale, known);
+        if (attend_in_tiles(tile_size, kv, spans[0], spans + 1, queries, asked, scale, known)) return;
     }
-    attend_all(run, asked, kv, seen, next, queries, 0, scale, known);
+    attend_all(run, asked, kv, spans[0], spans + 1, queries, 0, scale, known);
 }
 
 /* q [n, heads, size] with `q_stride` numbers from row to row, out [n, heads, size] dense. Row r is sequence slots[r], which
@@ -405,7 +407,7 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
         const heads mine = {(const char *)kv + head * head_bytes, kv_heads * head_bytes, stride, page_size, ahead};
         const int members = rows.last - rows.first;
         char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
-        span own[TOGETHER + 1];
+        span spans[TOGETHER + 2], *own = spans + 1; /* what all see, what each sees, and the end */
         state known;
         for (int i = 0; i < members; i++) {
             const int64_t r = row[i], from = r * q_stride + (int64_t)head * G * size;
@@ -417,11 +419,9 @@ int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride,
         memset(queries + members * each, 0, (size_t)(asked - members * G) * size * width);
         for (int i = 0; i < asked; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
         memset(known.sums, 0, (size_t)asked * size * sizeof(float));
-        if (rows.shared) {
-            const span all = {own[0].table, (int)lows[row[0]], rows.shared};
-            attend_shared(run, tiles ? size : 0, members * G, &mine, all, own[0], queries, scale, &known);
-        }
-        for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own[i + 1], queries, i * G, scale, &known);
+        spans[0] = (span){own[0].table, (int)lows[row[0]], rows.shared};
+        if (rows.shared) attend_shared(run, tiles ? size : 0, members * G, &mine, spans, queries, scale, &known);
+        for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own + i + 1, queries, i * G, scale, &known);
         for (int i = 0; i < members; i++) {
             float *sums = (float *)known.sums + i * G * size;
             for (int g = 0; g < G; g++)
