@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from harness import Missing, generators, in_turns, python_of, ratio, save, spread, table, wait_until_quiet
-from workloads import SIZES, prompts, write_model
+from workloads import SIZES, kv_mb, prompts, write_model
 
 PROMPTS, SAMPLES, PROMPT, TOKENS = 16, 8, 64, 128
 TARGETS = {  # (size, dtype, peer) -> how many times as fast
@@ -33,7 +33,9 @@ TARGETS = {  # (size, dtype, peer) -> how many times as fast
 def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, Any]) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         write_model(Path(place) / "model", size, getattr(torch, dtype), context=1024)
-        every = generators(Path(place) / "model", dtype, args.threads, context=1024, sequences=PROMPTS * SAMPLES)
+        sequences, model = PROMPTS * SAMPLES, Path(place) / "model"
+        kv = kv_mb(size, dtype, sequences * (PROMPT + TOKENS))  # touched by the warm-up, as in a run by versions before
+        every = generators(model, dtype, args.threads, context=1024, sequences=sequences, kv_mb=kv)
         systems = [system for system in every if system.name not in args.without]
         for system in systems:
             stack.enter_context(system)

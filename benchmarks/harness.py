@@ -107,9 +107,11 @@ class System:
         self._log.unlink(missing_ok=True)
 
 
-def generators(model: Path, dtype: str, threads: int, *, context: int, sequences: int, most: int = 100) -> list[System]:
+def generators(
+    model: Path, dtype: str, threads: int, *, context: int, sequences: int, most: int = 100, kv_mb: int | None = None
+) -> list[System]:
     """Everything here that samples, at its best settings: on the same threads, `sequences` at a time. most: batches that
-    transformers makes of a request."""
+    transformers makes of a request. kv_mb: of our cache, else sized by what is free; vLLM touches its 4 GiB before."""
     base = {"model": str(model), "dtype": dtype, "threads": threads}
     common = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     vllm = {
@@ -120,7 +122,7 @@ def generators(model: Path, dtype: str, threads: int, *, context: int, sequences
     }
     # Its default, blocks of 128 tokens, lets no sibling find a prompt of 64; of 32, 64 and 128 tokens 32 is quickest.
     sized = {"context": context, "sequences": sequences, "more": {"block_size": 32}}
-    engine = {"engine": {"max_sequences": sequences, "context": context}}
+    engine = {"engine": {"max_sequences": sequences, "context": context, "kv_memory_mb": kv_mb}}
     transformers = {"attention": "sdpa", "cache": "static", "batch": sequences, "most": most}
     return [
         System("tidemill", "generate_tidemill.py", base | engine, environment=common),

@@ -21,6 +21,14 @@ VOCAB = {"S": 512, "M": 512, "L": 8192, "XL": 15_004}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
+def kv_mb(size: str, dtype: str, tokens: int) -> int:
+    """MiB that the keys and values of so many tokens take."""
+    shape = SIZES[size]
+    head = shape["hidden"] // shape["heads"]
+    each = shape["layers"] * shape["kv_heads"] * 2 * head * getattr(torch, dtype).itemsize
+    return -(-tokens * each >> 20)
+
+
 def decoder(size: str, context: int = 2048) -> Decoder:
     model = Decoder(architecture(SIZES[size], vocab=VOCAB[size], context=context, ends=NO_ENDS))
     model.initialise(torch.Generator().manual_seed(0))
