@@ -23,6 +23,7 @@
 #define MOST_ROWS 256  /* at a time, but in tiles */
 #define CROWDED 2048   /* bytes from row to row, of which a first-level cache holds few rows: such are copied, LINE apart */
 #define LINE 64
+#define HIDES 48       /* rows, whose products take longer than the next weights need to come */
 #define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
 
 /* ---- in vectors ------------------------------------------------------------------------------------------------- */
@@ -74,7 +75,11 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
 
 #define STRETCHES(NAME, NUMBER, ROWS_OF)                                                                                    \
     static void NAME(const NUMBER *x, int64_t stride, const NUMBER *block, int inputs, int begins, float *kept, int n) {    \
+        const int64_t bytes = (int64_t)inputs * BLOCK * sizeof(NUMBER);                                                     \
+        const char *next = (const char *)block + bytes; /* behind the last one asking is harmless */                        \
         for (int r = 0; r < n; r += ROWS) {                                                                                 \
+            const int64_t part = n < HIDES ? 0 : bytes * ROWS / n;                                                          \
+            for (int64_t at = 0; at < part; at += LINE) __builtin_prefetch(next + bytes * r / n + at, 0, 2);                \
             const NUMBER *rows = x + r * stride;                                                                            \
             float *sums = kept + (int64_t)r * BLOCK;                                                                        \
             switch (n - r) {                                                                                                \
