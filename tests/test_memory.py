@@ -252,6 +252,15 @@ def test_no_more_tokens_count_than_a_call_can_have(overrides: list[str], rows: i
         assert [what for what in held if "tokens" in what] == [f"activations of at most {tokens:,} tokens"]
 
 
+@pytest.mark.parametrize(("budget", "tokens"), [(10**6, 3008), (3001, 3001), (2999, 2999)])
+def test_what_fills_a_micro_batch_up_counts(budget: int, tokens: int):
+    arch = architecture_of("new:0.1m")
+    assert arch is not None
+    narrow = ["trainer.dtype=bfloat16", "trainer.device=cpu", f"trainer.micro_batch_tokens={budget}"]
+    config = recipe("rollout.groups=50", "rollout.group_size=6", "engine.context=10", *narrow)
+    assert f"activations of at most {tokens:,} tokens" in {each.what for each in memory.trainer_memory(config, arch, None)}
+
+
 def test_a_row_beyond_the_budget_counts_whole():
     arch = architecture_of("new:0.1m")
     assert arch is not None

@@ -25,6 +25,7 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.linear import MIXES
 from tidemill.models.logprobs import chunk_rows
 from tidemill.recipe import RunConfig
+from tidemill.trainer.batch import filled
 from tidemill.trainer.settings import TrainerSettings
 
 MIB, GIB = 2**20, 2**30
@@ -168,7 +169,9 @@ def trainer_memory(
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
         held.append(Held("two versions on their way to engines", size, lever, host=True))
     settings = config.trainer
-    tokens = max(longest, min(settings.micro_batch_tokens, most_rows(config) * context_of(config.engine, arch)))
+    every, budget = most_rows(config) * context_of(config.engine, arch), settings.micro_batch_tokens
+    fills = settings.dtype == "bfloat16" and device_of(settings.device) == "cpu"  # as the trainer's `Compute.pack` does
+    tokens = max(longest, filled(every, budget) if fills and every < budget else min(every, budget))
     alive = sum(activations(each, settings, tokens) for each in (arch, critic) if each is not None)
     less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"

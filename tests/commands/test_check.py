@@ -47,7 +47,7 @@ def test_it_tells_machines_the_same_numbers(tidemill, recipe: Path, monkeypatch)
     assert found.pop("fits") is True
     assert found == {key: explained[key] for key in found} and {"step", "slots", "memory"} <= found.keys()
     device = found["memory"]["devices"]["cpu"]
-    assert device["total"] == found["memory"]["total"] and device["free"] == 1 << 30
+    assert device["free"] == 1 << 30
     kv = next(size for what, size in found["memory"]["processes"]["engine"]["bytes"].items() if what.startswith("KV"))
     assert device["needed"] == device["total"] - kv  # a cache makes do with what there is
 

@@ -158,8 +158,8 @@ def test_it_tells_all_in_json(tidemill, tmp_path: Path, monkeypatch: pytest.Monk
     )
     memory = about["memory"]
     trainer, engines = memory["processes"]["trainer"], memory["processes"]["engine"]
-    assert engines["count"] == 2 and memory["free"] > 0
-    assert memory["total"] == sum(trainer["bytes"].values()) + 2 * sum(engines["bytes"].values())
+    assert engines["count"] == 2 and memory["devices"]["cpu"]["free"] > 0
+    assert memory["devices"]["cpu"]["total"] == sum(trainer["bytes"].values()) + 2 * sum(engines["bytes"].values())
     assert about["step"]["sampled_tokens"] == 128 * 30
     asked = explained(tidemill, tmp_path, "algorithm=online_dpo")
     assert asked["passes"] == {"policy": 1, "p_hat": 1, "reference": 1, "critic": 0}
@@ -170,7 +170,9 @@ def test_it_tells_all_in_json(tidemill, tmp_path: Path, monkeypatch: pytest.Monk
     own = kept["trainer"]["bytes"]
     assert own.items() - found["trainer"].items() == {("reference", own["weights"])}
     assert "spare for the next version" not in reference and reference["weights"] == engine["weights"]
-    assert served["total"] == sum(found["trainer"].values()) + sum(engine.values()) + 2 * sum(reference.values())
+    assert served["devices"]["cpu"]["total"] == sum(found["trainer"].values()) + sum(engine.values()) + 2 * sum(
+        reference.values()
+    )
     said = tidemill("explain", tmp_path / "recipe.toml", "algorithm=online_dpo", "placement.reference_engines=2").out
     assert "reference engine" in said and "each of 2" in said
 

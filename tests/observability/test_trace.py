@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.observability.trace import Trace, busy_seconds, common, length, merged, overlap
-from tidemill.types import Span, Telemetry
+from tidemill.types import Span
 
 TENTHS = st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1]))
 INTERVALS = st.lists(TENTHS, max_size=12)
@@ -55,8 +55,8 @@ def test_busy_by_name() -> None:
 def test_the_file_is_chromes_format(tmp_path: Path) -> None:
     trace = Trace()
     trace.add("trainer", 11, [Span("train", 100.5, 101.0, {"step": 3})])
-    trace.collect(Telemetry("engine-0", 12, [Span("generate", 100.0, 102.0)], {}))
-    trace.collect(Telemetry("engine-0", 13, [Span("generate", 103.0, 104.0)], {}))  # restarted: a track of its own
+    trace.add("engine-0", 12, [Span("generate", 100.0, 102.0)])
+    trace.add("engine-0", 13, [Span("generate", 103.0, 104.0)])  # restarted: a track of its own
     trace.write(tmp_path / "trace.json")
     document = json.loads((tmp_path / "trace.json").read_text())
     names = {e["pid"]: e["args"]["name"] for e in document["traceEvents"] if e["name"] == "process_name"}

@@ -13,17 +13,13 @@ from tidemill.commands.screen import print_json
 from tidemill.commands.sections import figures, sections, show
 from tidemill.config import ConfigError
 from tidemill.memory import in_words
-from tidemill.model_folder import check_companions, expect_folder
 from tidemill.recipe import RunConfig, load_recipe
 
 
 def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
     """0: it fits. Raises ConfigError, after all has been printed, where it does not."""
     config = load_recipe([recipe], overrides)
-    check_companions(config.reference, config.critic, config.model)
-    found = figures(config)
-    if found["memory"] is None:
-        expect_folder(Path(config.model).expanduser())
+    found = figures(config, complete=True)
     refused = found["memory"]["refused"]
     if as_json:
         print_json({"recipe": str(recipe), "fits": not refused, **found})

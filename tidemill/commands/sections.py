@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -18,7 +19,7 @@ from tidemill.commands.screen import console, print_rows
 from tidemill.config import ConfigError
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages
 from tidemill.memory import Models, demands, in_words, parameters, processes, refusal, row_tokens
-from tidemill.model_folder import architecture_of, check_companions
+from tidemill.model_folder import architecture_of, check_companions, expect_folder
 from tidemill.recipe import RunConfig
 
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
@@ -26,11 +27,14 @@ Row = tuple[str | Text, str | Text]
 Section = tuple[str, list[Row]]
 
 
-def figures(config: RunConfig) -> dict[str, Any]:
-    """As plain data. Raises ConfigError for what `train` would refuse of algorithm and model, but for its size."""
+def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
+    """As plain data. Raises ConfigError for what `train` would refuse of algorithm and model, but for its size.
+
+    complete: the folders of all models have to be here.
+    """
     try:
         asks = algorithm_of(config.algorithms, config.rollout.max_tokens).asks
-        memory = _memory(config)
+        memory = _memory(config, complete)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     first = sizing.first_algorithm(config)
@@ -66,13 +70,15 @@ def show(all_of: list[Section]) -> None:
         print_rows(screen, [(str(label).ljust(width), said) for label, said in rows])
 
 
-def _memory(config: RunConfig) -> dict[str, Any] | None:
-    """None where the model's folder is not here."""
+def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
+    """None where the model's folder is not here, and need not be."""
     arch = architecture_of(config.model)
     if arch is None:
+        if complete:
+            expect_folder(Path(config.model).expanduser())
         return None
     models = Models.of(config, arch)
-    if models.complete(config):
+    if complete or models.complete(config):
         check_companions(config.reference, config.critic, config.model)
     free = free_memory(device_of(config.engine.device))
     found, context = processes(config, models), row_tokens(config.engine, arch, free)
@@ -80,8 +86,6 @@ def _memory(config: RunConfig) -> dict[str, Any] | None:
         "model": config.model,
         **{"parameters": parameters(arch), "context": context},
         "processes": {p.name: {"count": p.count, "bytes": {h.what: h.bytes for h in p.held}} for p in found},
-        "total": sum(p.count * p.bytes for p in found),
-        "free": free_memory("cpu"),
         "devices": {device: asdict(demand) for device, demand in demands(found).items()},
         "refused": refusal(found),
         "refused_at_context": refusal(processes(config, models, context)),  # were a task as long as a row can be

@@ -128,8 +128,8 @@ INLINE void in_order(vec *sums, int V, int narrow) {
 
 /* Queries [from, from + G) of V vectors each see the first tokens of `seen`, AT_ONCE counted from where its first run of WIDTH
  * begins. */
-INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span seen, const span *next, const char *queries, int from,
-                   float scale, state *known) {
+INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span seen, const span *next, const char *queries,
+                   int from, float scale, state *known) {
     const int width = narrow ? 2 : 4, first = aligned(seen.low), skip = seen.low - first;
     const int count = seen.end - first < AT_ONCE ? seen.end - first : AT_ONCE;
     const int whole = aligned(count + WIDTH - 1);
@@ -179,7 +179,7 @@ typedef void attention(int, const heads *, span, const span *, const char *, int
 
 /* Queries [from, from + G), as many at a time as registers hold sums for. Only the first ones ask for what comes next. */
 #define ATTENTION(NAME, V, NARROW)                                                                                          \
-    static void NAME(int G, const heads *kv, span seen, const span *next, const char *queries, int from, float scale,              \
+    static void NAME(int G, const heads *kv, span seen, const span *next, const char *queries, int from, float scale,       \
                      state *known) {                                                                                        \
         int asks = 1;                                                                                                       \
         for (; V <= 4 && G >= 4; G -= 4, from += 4, asks = 0)                                                               \
@@ -208,8 +208,8 @@ static attention *attention_for(int size, int narrow) {
 }
 
 /* Queries [from, from + G) see all of `seen`, piece by piece; `next` are the spans that will be read then. */
-static void attend_all(attention *run, int G, const heads *kv, span seen, const span *next, const char *queries, int from, float scale,
-                       state *known) {
+static void attend_all(attention *run, int G, const heads *kv, span seen, const span *next, const char *queries, int from,
+                       float scale, state *known) {
     for (; seen.low < seen.end; seen.low = aligned(seen.low) + AT_ONCE) run(G, kv, seen, next, queries, from, scale, known);
 }
 
@@ -243,7 +243,8 @@ INLINE void value_pair(const char *first, const char *second, int V, ints *to, i
 
 /* As `attend` for the sixteen queries from `from` on, over a piece that begins and ends with a run of WIDTH tokens. A lane is a
  * query until the weights are turned. Each of these is two narrow numbers, so that they are as exact as floats nearly are. */
-INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, const ints *queries, int from, float scale, state *known) {
+INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, const ints *queries, int from, float scale,
+                        state *known) {
     const int count = seen.end - seen.low < AT_ONCE ? seen.end - seen.low : AT_ONCE;
     float scores[AT_ONCE][16] __attribute__((aligned(64))), sums[16][V * WIDTH] __attribute__((aligned(64)));
     float high[16], before[16], total[16] = {0};
@@ -303,7 +304,8 @@ INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, con
 }
 
 /* As `attend_all` for all of `asked` queries, rounded up to sixteen, over whole runs of WIDTH tokens. */
-INLINE void tile_all(int V, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale, state *known) {
+INLINE void tile_all(int V, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale,
+                     state *known) {
     shape tiles = {.palette = 1};
     for (int t = 0; t < 7; t++) tiles.bytes[t] = 64, tiles.rows[t] = 16;
     _tile_loadconfig(&tiles);

@@ -21,7 +21,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from tidemill.types import Span, Telemetry
+from tidemill.types import Span
 
 _FIRST_GAP_S = 0.001
 
@@ -126,9 +126,6 @@ class Trace:
             track.add(span.name, span.start, span.end, span.args)
         if len(self) > self._limit:
             self._coarsen()
-
-    def collect(self, telemetry: Telemetry) -> None:
-        self.add(telemetry.process, telemetry.pid, telemetry.spans)
 
     def spans(self, process: str) -> list[Span]:
         """Everything a process did, under all its pids, by start."""

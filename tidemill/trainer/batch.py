@@ -140,9 +140,14 @@ def pack(rows: list[Row], device: torch.device, *, up_to: int = 0) -> Batch:
     )
 
 
+def filled(tokens: int, up_to: int) -> int:
+    """The next of 32 sizes an octave, or `up_to` where that comes first; `tokens` where they are more."""
+    return tokens + max(0, min(-tokens % (1 << max(0, tokens.bit_length() - 6)), up_to - tokens))
+
+
 def _filling(tokens: int, longest: int, up_to: int) -> list[int]:
-    """Lengths, none beyond `longest`, of what lacks to `up_to` or to one of 32 sizes an octave; nothing beyond `up_to`."""
-    lacking = max(0, min(-tokens % (1 << max(0, tokens.bit_length() - 6)), up_to - tokens))
+    """Lengths, none beyond `longest`, of what lacks to `filled`."""
+    lacking = filled(tokens, up_to) - tokens
     return [longest] * (lacking // longest) + [lacking % longest] * (lacking % longest > 0)
 
 
