@@ -50,7 +50,7 @@ L4 |= {
     "replay",
     "reward_check",
 }
-L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling"}
+L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
 
 CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 
@@ -103,7 +103,7 @@ def test_the_controller_knows_protocols_only():
     assert ours <= L0 | {"breaker", "buffer"}
 
 
-@pytest.mark.parametrize("module", ["tidemill.cli", "tidemill.controller", "tidemill.recipe", "tidemill"])
+@pytest.mark.parametrize("module", ["tidemill.cli", "tidemill.controller", "tidemill.recipe", "tidemill", "tidemill.api"])
 def test_light_imports(module):
     code = f"import sys, {module}; print([m for m in ('torch', 'transformers', 'ray') if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

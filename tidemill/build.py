@@ -20,6 +20,7 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.orchestration.inline import Inline
 from tidemill.orchestration.local import Local
 from tidemill.orchestration.placement import Built, Handle, Liveness, Placement
+from tidemill.preparation import Preparation, Preparer
 from tidemill.profiling import attach
 from tidemill.protocols import Engine, Trainer
 from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
@@ -39,6 +40,7 @@ UNPUBLISHED = Version(-1)  # what an engine holds before the first publication; 
 START_S = 300.0  # to import torch and read the weights
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0}
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0}  # a row waits for all those of its step
+PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("make_model", "check_memory"), START_S)  # which import, too
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
     ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export"), 3600.0
 )
@@ -68,6 +70,12 @@ class TrainerSpec(Config):
     profile: Path | None = None
 
 
+class PreparationSpec(Config):
+    role: str = "preparation"
+    name: str = "preparation"
+    recipe: RunConfig
+
+
 def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
     """The object that `spec` describes. offload: blocking work goes to a thread, so that the caller's loop stays free."""
     match spec["role"]:
@@ -75,7 +83,9 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
             return build_engine(build(EngineSpec, spec)), Engine
         case "trainer":
             return build_trainer(build(TrainerSpec, spec), offload), Trainer
-    raise ValueError(f"role {spec['role']!r}: expected 'engine', 'reference' or 'trainer'")
+        case "preparation":
+            return Preparer(build(PreparationSpec, spec).recipe), Preparation
+    raise ValueError(f"role {spec['role']!r}: expected 'engine', 'reference', 'trainer' or 'preparation'")
 
 
 def build_engine(spec: EngineSpec) -> Engine:
@@ -209,8 +219,20 @@ async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int)
             await handle.stop()
 
 
+@asynccontextmanager
+async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Preparation]:
+    """A process that holds nothing, so it is ended by force: an orderly exit takes longer than its start and its work."""
+    spec = PreparationSpec(recipe=config)
+    handle = await start_role(placement, Preparation, spec, "preparation", None, PREPARATION_DEADLINES)
+    try:
+        yield handle.proxy
+    finally:
+        handle.kill("is not needed any more")
+        await handle.stop()
+
+
 async def start_role(
-    placement: Placement, protocol: type[T], spec: Config, name: str, threads: int, deadlines: dict[str, float]
+    placement: Placement, protocol: type[T], spec: Config, name: str, threads: int | None, deadlines: dict[str, float]
 ) -> Handle[T]:
     tree = spec.model_dump(mode="json", exclude={"role", "name"})
     return await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import string
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
 from tidemill.models.architecture import Architecture
+from tidemill.models.fresh import SIZES, Size, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, generation_config, load_tokenizer, stop_ids
-
-if TYPE_CHECKING:
-    from tidemill.models.fresh import Size
 
 ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
 NEW = "new:"
@@ -43,16 +40,25 @@ def expect_folder(path: Path) -> None:
         raise ConfigError(f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, or 'new:2m'")
 
 
-def resolve_model(model: str, beside: Path, seed: int) -> Path:
-    """The folder that `model` names; for `new:SIZE` one is made in the folder `beside`, unless it is there."""
+def named_folder(model: str, beside: Path, seed: int) -> Path:
+    """The folder that `model` names; of `new:SIZE` one in the folder `beside`."""
     if not model.startswith(NEW):
         return Path(model).expanduser()
-    from tidemill.models.fresh import fresh_model
+    _new_size(model)
+    return beside / f"new-{model.removeprefix(NEW)}-{seed}"
 
-    made, size = beside / f"new-{model.removeprefix(NEW)}-{seed}", _new_size(model)
-    if not made.is_dir():
-        fresh_model(made, alphabet=ALPHABET, lowercase=True, context=NEW_CONTEXT, seed=seed, **size)
-    return made
+
+def to_be_made(model: str, folder: Path) -> bool:
+    """Whether `model` is a new one, whose folder is not there yet."""
+    return model.startswith(NEW) and not folder.is_dir()
+
+
+def resolve_model(model: str, beside: Path, seed: int) -> Path:
+    """`named_folder`, made where it is to be."""
+    folder = named_folder(model, beside, seed)
+    if to_be_made(model, folder):
+        fresh_model(folder, alphabet=ALPHABET, lowercase=True, context=NEW_CONTEXT, seed=seed, **_new_size(model))
+    return folder
 
 
 def architecture_of(model: str) -> Architecture | None:
@@ -60,8 +66,6 @@ def architecture_of(model: str) -> Architecture | None:
     if not model.startswith(NEW):
         folder = Path(model).expanduser()
         return Architecture.from_folder(folder) if folder.is_dir() else None
-    from tidemill.models.fresh import architecture
-
     return architecture(_new_size(model), vocab=len(vocabulary_of(model)), context=NEW_CONTEXT, ends={})
 
 
@@ -100,8 +104,6 @@ def _check_companion(key: str, given: str, model: str) -> None:
 
 
 def _new_size(model: str) -> Size:
-    from tidemill.models.fresh import SIZES
-
     size = model.removeprefix(NEW)
     if size not in SIZES:
         raise ConfigError(f"model {model!r}: expected {', '.join(NEW + name for name in SIZES)} or a folder")

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from tidemill.assembly import Session, train
-from tidemill.build import TrainerSpec, budget_of, placed
+from tidemill.build import TrainerSpec, budget_of, placed, preparing
 from tidemill.config import ConfigError, dump
 from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
@@ -28,8 +28,7 @@ from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.memory import check_memory
-from tidemill.model_folder import ModelFolder, check_companions, resolve_model
+from tidemill.model_folder import ModelFolder, check_companions, named_folder, to_be_made
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
@@ -120,9 +119,9 @@ async def _with_environment(
         lost, written = _lost_worker(config, ledger, display.note), None if make else config.env
         environment = in_workers(environment, config.placement.environment, lost, display.note, written)
         try:
-            model = ModelFolder.open(resolve_model(config.model, folder.path, config.seed))
+            model = await _open_model(config, folder, placement)
             session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
-            _describe(session)
+            await _describe(session)
             if ledger.next_group_id() > 0:
                 _expect_same_tasks(session)
             elif config.judged:
@@ -133,6 +132,14 @@ async def _with_environment(
     finally:
         await scorer.close()
         monitor.close()
+
+
+async def _open_model(config: RunConfig, folder: RunFolder, placement: Placement) -> ModelFolder:
+    path = named_folder(config.model, folder.path, config.seed)
+    if to_be_made(config.model, path):
+        async with preparing(config, placement) as preparation:
+            await preparation.make_model(str(folder.path))
+    return ModelFolder.open(path)
 
 
 def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], None]) -> Callable[[str], float]:
@@ -147,7 +154,7 @@ def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], 
     return lost
 
 
-def _describe(session: Session) -> None:
+async def _describe(session: Session) -> None:
     """Check what can be checked before anything is started, and say what is about to run."""
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
@@ -156,7 +163,8 @@ def _describe(session: Session) -> None:
     longest_row = longest + config.rollout.max_tokens
     if given:
         longest_row = check_given(given, [*train, *held_out], tokenizer, session.context)
-    check_memory(config, architecture, min(longest_row, session.context))
+    async with preparing(config, session.placement) as preparation:
+        await preparation.check_memory(str(session.model.path), min(longest_row, session.context))
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -53,10 +54,16 @@ def test_it_tells_machines_the_same_numbers(tidemill, recipe: Path, monkeypatch)
 
 
 def test_what_cannot_fit_is_refused_as_train_refuses_it(tidemill, recipe: Path, monkeypatch):
+    async def begun(session: object) -> None:
+        raise AssertionError("it would have trained, and taken all the memory there is")
+
+    monkeypatch.setattr("tidemill.session._run", begun)
     with_free(monkeypatch, 1 << 30)
-    refused = tidemill("check", recipe, *TOO_LARGE)
-    ended = tidemill("train", recipe, *TOO_LARGE, f"run_dir={recipe.parent / 'run'}")
+    refused, folder = tidemill("check", recipe, *TOO_LARGE), f"run_dir={recipe.parent / 'run'}"
+    ended = tidemill("train", recipe, *TOO_LARGE, folder, "placement=inline")
     assert refused.code == ended.code == 2 and refused.out == ended.out
+    elsewhere = tidemill("train", recipe, *TOO_LARGE, folder)  # looks in a process of its own, at what is free in truth
+    assert elsewhere.code == 2 and re.sub("and .{,12} is free", "and 1.0 GiB is free", elsewhere.out) == refused.out
     assert "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in refused.out
     printed = []
     monkeypatch.setattr("tidemill.commands.check.print_json", printed.append)

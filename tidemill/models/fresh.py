@@ -10,11 +10,8 @@ import tempfile
 from pathlib import Path
 from typing import TypedDict
 
-import torch
-
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.models.weights import empty_decoder, save_folder
 from tidemill.seeds import derive_seed
 
 
@@ -51,6 +48,10 @@ def fresh_model(
     The head is tied to the embedding, the weights are a function of `seed`. Raises ValueError when the sizes do not
     divide, the alphabet repeats a character, or `folder` holds something else.
     """
+    import torch  # here, for the controller reads the sizes
+
+    from tidemill.models.weights import empty_decoder, save_folder
+
     if hidden % heads or heads % kv_heads or (hidden // heads) % 2:
         raise ValueError(
             f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}: expected hidden = heads * an even number, "
