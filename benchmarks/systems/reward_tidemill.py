@@ -11,7 +11,6 @@ import sqlite3
 from contextlib import closing
 from pathlib import Path
 
-import torch
 from serve import given, serve
 
 import tidemill
@@ -46,4 +45,4 @@ def answer(seed: int, folder: str) -> dict:
     }
 
 
-serve({"tidemill": importlib.metadata.version("tidemill"), "torch": torch.__version__}, answer)
+serve({"tidemill": importlib.metadata.version("tidemill"), "torch": importlib.metadata.version("torch")}, answer)

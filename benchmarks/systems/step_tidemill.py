@@ -13,7 +13,6 @@ import tempfile
 import time
 from pathlib import Path
 
-import torch
 from serve import given, serve
 
 import tidemill
@@ -55,4 +54,4 @@ def answer(steps: int) -> dict:
     return {"seconds": ends[first + steps - 1] - ends[first - 1], "tokens": tokens}
 
 
-serve({"tidemill": importlib.metadata.version("tidemill"), "torch": torch.__version__}, answer)
+serve({"tidemill": importlib.metadata.version("tidemill"), "torch": importlib.metadata.version("torch")}, answer)
