@@ -40,7 +40,7 @@ UNPUBLISHED = Version(-1)  # what an engine holds before the first publication; 
 START_S = 300.0  # to import torch and read the weights
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0}
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0}  # a row waits for all those of its step
-PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("make_model", "check_memory"), START_S)  # which import, too
+PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "check_memory"), START_S)  # which import, too
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
     ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export"), 3600.0
 )
@@ -84,7 +84,7 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
         case "trainer":
             return build_trainer(build(TrainerSpec, spec), offload), Trainer
         case "preparation":
-            return Preparer(build(PreparationSpec, spec).recipe), Preparation
+            return build_preparer(build(PreparationSpec, spec), offload), Preparation
     raise ValueError(f"role {spec['role']!r}: expected 'engine', 'reference', 'trainer' or 'preparation'")
 
 
@@ -131,6 +131,12 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     if spec.profile is not None:
         attach(trainer, "publish", spec.name, spec.profile)
     return trainer
+
+
+def build_preparer(spec: PreparationSpec, offload: bool) -> Preparer:
+    from tidemill.trainer.native import inline
+
+    return Preparer(spec.recipe, one_thread() if offload else inline)
 
 
 def _reference(spec: TrainerSpec) -> Reference | None:
@@ -226,6 +232,9 @@ async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Pr
     handle = await start_role(placement, Preparation, spec, "preparation", None, PREPARATION_DEADLINES)
     try:
         yield handle.proxy
+    except ValueError as error:
+        error.__notes__ = []  # what the user can mend is one sentence, in whichever process it is found
+        raise
     finally:
         handle.kill("is not needed any more")
         await handle.stop()

@@ -26,11 +26,14 @@ class ModelFolder:
     stop_ids: tuple[int, ...]
 
     @classmethod
-    def open(cls, path: Path) -> ModelFolder:
-        """Raises ValueError, in one sentence, when the folder is missing or is not one that can be trained."""
+    def open(cls, path: Path, of_class: str | None = None) -> ModelFolder:
+        """Raises ValueError, in one sentence, when the folder is missing or is not one that can be trained.
+
+        of_class: its tokenizer's, see `load_tokenizer`.
+        """
         expect_folder(path)
         architecture = Architecture.from_folder(path)
-        tokenizer = load_tokenizer(path)
+        tokenizer = load_tokenizer(path, of_class)
         return cls(path, architecture, tokenizer, stop_ids(tokenizer, architecture, generation_config(path)))
 
 
@@ -38,6 +41,12 @@ def expect_folder(path: Path) -> None:
     """Raises ConfigError where there is no model's folder."""
     if not path.is_dir():
         raise ConfigError(f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, or 'new:2m'")
+
+
+def expect_model(model: str) -> None:
+    """Raises what `ModelFolder.open` would say before it came to the tokenizer."""
+    if architecture_of(model) is None:
+        expect_folder(Path(model).expanduser())
 
 
 def named_folder(model: str, beside: Path, seed: int) -> Path:
@@ -48,15 +57,10 @@ def named_folder(model: str, beside: Path, seed: int) -> Path:
     return beside / f"new-{model.removeprefix(NEW)}-{seed}"
 
 
-def to_be_made(model: str, folder: Path) -> bool:
-    """Whether `model` is a new one, whose folder is not there yet."""
-    return model.startswith(NEW) and not folder.is_dir()
-
-
 def resolve_model(model: str, beside: Path, seed: int) -> Path:
     """`named_folder`, made where it is to be."""
     folder = named_folder(model, beside, seed)
-    if to_be_made(model, folder):
+    if model.startswith(NEW) and not folder.is_dir():
         fresh_model(folder, alphabet=ALPHABET, lowercase=True, context=NEW_CONTEXT, seed=seed, **_new_size(model))
     return folder
 

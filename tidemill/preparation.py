@@ -6,17 +6,26 @@ device, to ask what is free there takes a part of it for as long as the process 
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from tidemill.model_folder import resolve_model
+from tidemill.model_folder import ModelFolder, check_companions, resolve_model
 from tidemill.models.architecture import Architecture
+from tidemill.models.tokenizer import class_name
 from tidemill.recipe import RunConfig
+
+if TYPE_CHECKING:
+    from tidemill.trainer.telemetry import Offload
 
 
 class Preparation(Protocol):
-    async def make_model(self, beside: str) -> None:
-        """See `resolve_model`."""
+    async def open_model(self, beside: str) -> str | None:
+        """Make the model if it is to be made in the folder `beside`, and see that it can be opened and that its
+        companions read the same tokens. Raises what `ModelFolder.open` and `check_companions` do.
+
+        What it returns is the class of its tokenizer, see `class_name`: to choose one, transformers imports torch.
+        """
         ...
 
     async def check_memory(self, model: str, longest: int) -> None:
@@ -27,13 +36,24 @@ class Preparation(Protocol):
 class Preparer:
     """Of the runs of one recipe."""
 
-    def __init__(self, config: RunConfig) -> None:
-        self._config = config
+    def __init__(self, config: RunConfig, offload: Offload) -> None:
+        """offload: calls what blocks; in a process of its own, in a thread, for a device or a slow disk may take longer than
+        is waited for a heartbeat."""
+        self._config, self._offload = config, offload
 
-    async def make_model(self, beside: str) -> None:
-        resolve_model(self._config.model, Path(beside), self._config.seed)
+    async def open_model(self, beside: str) -> str | None:
+        return await self._offload(partial(self._open_model, Path(beside)))
 
     async def check_memory(self, model: str, longest: int) -> None:
+        await self._offload(partial(self._check_memory, Path(model), longest))
+
+    def _open_model(self, beside: Path) -> str | None:
+        config = self._config
+        check_companions(config.reference, config.critic, config.model)
+        folder = resolve_model(config.model, beside, config.seed)
+        return class_name(ModelFolder.open(folder).tokenizer)
+
+    def _check_memory(self, model: Path, longest: int) -> None:
         from tidemill.memory import check_memory
 
-        check_memory(self._config, Architecture.from_folder(Path(model)), longest)
+        check_memory(self._config, Architecture.from_folder(model), longest)

@@ -28,13 +28,15 @@ from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.model_folder import ModelFolder, check_companions, named_folder, to_be_made
+from tidemill.model_folder import ModelFolder, expect_model, named_folder
+from tidemill.models.tokenizer import import_tokenizers
 from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
 from tidemill.orchestration.placement import Placement
 from tidemill.parts import start_parts
+from tidemill.preparation import Preparation
 from tidemill.profiling import LAST, merge
 from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
@@ -88,7 +90,6 @@ async def _in_folder(
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")
-        check_companions(config.reference, config.critic, config.model)
         forget_end(folder.path)
         folder.interrupted.unlink(missing_ok=True)
         try:
@@ -119,9 +120,12 @@ async def _with_environment(
         lost, written = _lost_worker(config, ledger, display.note), None if make else config.env
         environment = in_workers(environment, config.placement.environment, lost, display.note, written)
         try:
-            model = await _open_model(config, folder, placement)
-            session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
-            await _describe(session)
+            expect_model(config.model)
+            import_tokenizers()  # here, while the fork server imports what it needs
+            async with preparing(config, placement) as preparation:
+                model = await _open_model(config, folder, preparation)
+                session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
+                await _describe(session, preparation)
             if ledger.next_group_id() > 0:
                 _expect_same_tasks(session)
             elif config.judged:
@@ -134,12 +138,9 @@ async def _with_environment(
         monitor.close()
 
 
-async def _open_model(config: RunConfig, folder: RunFolder, placement: Placement) -> ModelFolder:
-    path = named_folder(config.model, folder.path, config.seed)
-    if to_be_made(config.model, path):
-        async with preparing(config, placement) as preparation:
-            await preparation.make_model(str(folder.path))
-    return ModelFolder.open(path)
+async def _open_model(config: RunConfig, folder: RunFolder, preparation: Preparation) -> ModelFolder:
+    of_class = await preparation.open_model(str(folder.path))
+    return ModelFolder.open(named_folder(config.model, folder.path, config.seed), of_class)
 
 
 def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], None]) -> Callable[[str], float]:
@@ -154,7 +155,7 @@ def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], 
     return lost
 
 
-async def _describe(session: Session) -> None:
+async def _describe(session: Session, preparation: Preparation) -> None:
     """Check what can be checked before anything is started, and say what is about to run."""
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
@@ -163,8 +164,7 @@ async def _describe(session: Session) -> None:
     longest_row = longest + config.rollout.max_tokens
     if given:
         longest_row = check_given(given, [*train, *held_out], tokenizer, session.context)
-    async with preparing(config, session.placement) as preparation:
-        await preparation.check_memory(str(session.model.path), min(longest_row, session.context))
+    await preparation.check_memory(str(session.model.path), min(longest_row, session.context))
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))

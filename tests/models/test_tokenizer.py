@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +18,7 @@ from model_zoo import CONFIGS, logits, transformers_logits
 from tidemill.models.architecture import Architecture
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.tokenizer import character_tokenizer, generation_config, load_tokenizer, stop_ids
+from tidemill.models.tokenizer import character_tokenizer, class_name, generation_config, load_tokenizer, stop_ids
 from tidemill.models.weights import load_folder, serving_slices
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789 \n.,:?!'-+=*/()é€"
@@ -75,6 +79,75 @@ def test_loading_says_what_is_missing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+@pytest.fixture(scope="module")
+def bytewise(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A tokenizer.json of the kind that most models have."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Tokenizer(
+        models.BPE({each: i for i, each in enumerate(("<pad>", "<eos>", "<unk>", *letters, "ab"))}, [("a", "b")])
+    )
+    core.pre_tokenizer, core.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return core.to_str()
+
+
+CLASSES = ["PreTrainedTokenizerFast", "Qwen2Tokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "UnheardOf", None]
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "unheard_of", None, "no config.json"])
+@pytest.mark.parametrize("named", CLASSES)
+@pytest.mark.parametrize("kind", ["characters", "bytes"])
+def test_it_is_the_tokenizer_that_transformers_would_choose(
+    folder: Path, bytewise: str, tmp_path: Path, kind: str, named: str | None, family: str | None
+):
+    from transformers import AutoTokenizer
+
+    for file, key, value in (("tokenizer_config.json", "tokenizer_class", named), ("config.json", "model_type", family)):
+        tree = json.loads((folder / file).read_text()) | {key: value}
+        if value != f"no {file}":
+            (tmp_path / file).write_text(json.dumps({name: each for name, each in tree.items() if each is not None}))
+    (tmp_path / "tokenizer.json").write_text(bytewise if kind == "bytes" else (folder / "tokenizer.json").read_text())
+    (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+
+    def known(tokenizer: Any) -> list[Any]:
+        its = [type(tokenizer), tokenizer.backend_tokenizer.to_str(), tokenizer.special_tokens_map, tokenizer.name_or_path]
+        return [*its, tokenizer.chat_template, tokenizer.init_kwargs, len(tokenizer), tokenizer("ab <eos> c").input_ids]
+
+    chosen = AutoTokenizer.from_pretrained(str(tmp_path), local_files_only=True)
+    assert class_name(chosen) is not None and chosen.chat_template is not None
+    assert known(load_tokenizer(tmp_path, class_name(chosen))) == known(load_tokenizer(tmp_path)) == known(chosen)
+
+
+def test_a_class_that_transformers_does_not_have_has_no_name(folder: Path):
+    chosen = load_tokenizer(folder)
+    for name in ("Strange", type(chosen).__name__):  # not even where it has one of that name
+        chosen.__class__ = type(name, (type(chosen),), {})
+        assert class_name(chosen) is None
+
+
+def test_a_tokenizer_of_a_named_class_is_loaded_and_used_without_torch(folder: Path, tmp_path: Path):
+    copied = shutil.copytree(folder, tmp_path / "m")
+    (copied / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    command = [sys.executable, "-c", ALONE, str(copied), class_name(load_tokenizer(copied)) or ""]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == [[3, 4], "ab", "ab", [3, 4], False]
+
+
+ALONE = """
+import json, sys
+from tidemill.models.tokenizer import import_tokenizers, load_tokenizer
+import_tokenizers()
+tokenizer = load_tokenizer(sys.argv[1], sys.argv[2])
+said = [{"role": "user", "content": "ab"}]
+used = [tokenizer.encode("ab"), tokenizer.decode([3, 4])]
+used += [tokenizer.apply_chat_template(said, tokenize=False, add_generation_prompt=True)]
+used += [tokenizer.apply_chat_template(said, tokenize=True, return_dict=False), "torch" in sys.modules]
+print(json.dumps(used))
+"""
 
 
 def test_stop_ids_are_all_of_them(folder: Path, tmp_path: Path) -> None:

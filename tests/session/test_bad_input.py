@@ -109,14 +109,14 @@ def copied(model: Path, to: Path, name: str, **changes: object) -> Path:
 def test_a_teacher_or_critic_of_another_language(
     preset, key, command, alphabet, differs, monkeypatch, capsys, tmp_path, model
 ):
-    """Named by both models and what differs, before a process starts or a weight is read."""
+    """Named by both models and what differs, before an engine or a trainer starts or a weight is read."""
     teacher, count = tmp_path / "teacher", len(ALPHABET) + 4
     if alphabet is not None:
         fresh_model(teacher, alphabet=alphabet, context=48, **SIZES["0.1m"])
         (teacher / "model.safetensors").unlink()
     elif command == "explain":
         pytest.skip("a recipe may be explained where its models are not")
-    monkeypatch.setattr("tidemill.session.placed", None)
+    monkeypatch.setattr("tidemill.session._run", None)
     recipe = {"model": f'"{model}"', "algorithm": f'{{ name = "{preset}", {key} = "{teacher}" }}'}
     error = refused(monkeypatch, capsys, tmp_path, command, **recipe)
     known = {"fewer": count - 1, "count": count, "count_but_three": count - 3, "policy": str(model), "first": ALPHABET[0]}
@@ -125,12 +125,36 @@ def test_a_teacher_or_critic_of_another_language(
 
 def test_an_unsupported_architecture_is_refused_by_name(monkeypatch, capsys, tmp_path, model):
     folder = copied(model, tmp_path / "m", "config.json", model_type="gpt2")
+    monkeypatch.setattr("tidemill.session.preparing", None)  # at once: that needs no torch
     assert "model_type 'gpt2' is not one of" in train(monkeypatch, capsys, tmp_path, model=f'"{folder}"')
 
 
 def test_a_tokenizer_without_an_end(monkeypatch, capsys, tmp_path, model):
     folder = copied(model, tmp_path / "m", "tokenizer_config.json", eos_token=None)
     assert "no eos_token" in train(monkeypatch, capsys, tmp_path, model=f'"{folder}"')
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "sentence"),
+    [
+        ("tokenizer.json", None, "no tokenizer there; expected a folder with one of tokenizer.json, "),
+        ("tokenizer.json", '{"version": "1.0", "mod', "its tokenizer cannot be loaded ("),
+        (
+            "tokenizer_config.json",
+            '{"tokenizer_class": "PreTrainedTokenizerFast"}',
+            "its tokenizer has no eos_token; name one in tokenizer_config.json",
+        ),
+    ],
+)
+def test_a_broken_tokenizer_is_told_of_alike_wherever_it_is_looked_at(
+    file, text, sentence, monkeypatch, capsys, tmp_path, model
+):
+    folder = copied(model, tmp_path / "m", "config.json")
+    (folder / file).unlink() if text is None else (folder / file).write_text(text)
+    here, elsewhere = (
+        train(monkeypatch, capsys, tmp_path, model=f'"{folder}"', placement=f'"{kind}"') for kind in ("inline", "local")
+    )
+    assert here == elsewhere and here.startswith(f"error: {folder}: {sentence}")
 
 
 def test_a_folder_without_weights(monkeypatch, capsys, tmp_path, model):

@@ -16,20 +16,38 @@ PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"  # the ids 0, 1 and 2 of a character t
 _NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a Hugging Face folder. Raises ValueError when it has none, or one without an end token."""
+def load_tokenizer(folder: str | Path, of_class: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a Hugging Face folder. Raises ValueError when it has none, or one without an end token.
+
+    of_class: what `class_name` said of it where it was loaded before. None: transformers chooses, by the model's
+    configuration, and imports torch for that.
+    """
     folder = Path(folder)
     if not any((folder / name).is_file() for name in _NEEDED):
         raise ValueError(f"{folder}: no tokenizer there; expected a folder with one of {', '.join(_NEEDED)}")
-    from transformers import AutoTokenizer
+    import transformers
 
+    loader = getattr(transformers, of_class or "AutoTokenizer")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        tokenizer = loader.from_pretrained(str(folder), local_files_only=True)
     except (OSError, KeyError, TypeError, ValueError, ImportError) as error:
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
     return tokenizer
+
+
+def class_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
+    """What `load_tokenizer` finds its class by; None: transformers itself has none of that name, the class is another's."""
+    import transformers
+
+    of_class = type(tokenizer)
+    return of_class.__name__ if getattr(transformers, of_class.__name__, None) is of_class else None
+
+
+def import_tokenizers() -> None:
+    """What loading one by its class imports, so that it is done while something else is waited for."""
+    from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def character_tokenizer(alphabet: str, *, lowercase: bool = False) -> PreTrainedTokenizerFast:
