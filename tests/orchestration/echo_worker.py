@@ -73,6 +73,7 @@ class Echoing:
             "max_tokens": str(params.max_tokens),
             "role": self.spec["role"],
             "as": self.spec["name"],
+            "limit": str(self.spec.get("limit")),
         }
 
     async def fail(self, kind: str) -> None:

@@ -261,7 +261,7 @@ class Talk:
 
     def hear(self) -> Notice:
         length = int.from_bytes(self.socket.recv(LENGTH, socket.MSG_WAITALL), "big")
-        return msgspec.json.decode(self.socket.recv(length, socket.MSG_WAITALL), type=Notice)
+        return msgspec.msgpack.decode(self.socket.recv(length, socket.MSG_WAITALL), type=Notice)
 
 
 @pytest.fixture

@@ -37,7 +37,7 @@ async def until(condition, seconds: float = 20.0) -> None:
 
 
 async def test_calls(placement: Placement) -> None:
-    handle = await placement.start(Echo, "engine", "engine-0", {})
+    handle = await placement.start(Echo, "engine", "engine-0", {"limit": float("inf")})
     echo = handle.proxy
     for array in (np.arange(7, dtype=np.int32), np.zeros((0, 3), np.float32), np.array(2.5), np.array([True, False])):
         back = await echo.echo(array)
@@ -45,7 +45,7 @@ async def test_calls(placement: Placement) -> None:
         assert back.shape == array.shape
         assert np.array_equal(back, array)
     params = SamplingParams(max_tokens=9)
-    expected = {"name": "abab", "max_tokens": "9", "role": "engine", "as": "engine-0"}
+    expected = {"name": "abab", "max_tokens": "9", "role": "engine", "as": "engine-0", "limit": "inf"}
     assert await echo.describe("ab", params) == expected
     assert await echo.describe(params=params, name="ab", times=1) == expected | {"name": "ab"}
     with pytest.raises(TypeError):

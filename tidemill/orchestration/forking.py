@@ -266,7 +266,7 @@ class ForkServer:
                 length = int.from_bytes(await self._exactly(LENGTH), "big")
                 if length > MOST:
                     raise ValueError(f"{length} bytes, at most {MOST} are taken")
-                self._hear(msgspec.json.decode(await self._exactly(length), type=Notice))
+                self._hear(msgspec.msgpack.decode(await self._exactly(length), type=Notice))
         except (EOFError, OSError):
             return
         except ValueError as error:  # msgspec's among them

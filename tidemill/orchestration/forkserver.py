@@ -1,6 +1,6 @@
 """The process that roles are forked from: it imports once what they need, and from then on forks and does nothing else.
 
-    controller -> Fork + 3 descriptors | Reap          its stdin is the socket; JSON, each message with its length
+    controller -> Fork + 3 descriptors | Reap          its stdin is the socket; MessagePack, each with its length
     controller <- Serving, Forked | Refused, Ended     Serving: the imports are done
 
 A fork copies the thread that calls it and no other, whatever locks and pools the others hold. So this process has one
@@ -94,7 +94,7 @@ class Birth:
 
 def frame(message: Request | Notice) -> bytes:
     """Raises ValueError when it is too long."""
-    raw = msgspec.json.encode(message)
+    raw = msgspec.msgpack.encode(message)  # JSON has no infinity
     if len(raw) > MOST:
         raise ValueError(f"a message of {len(raw)} bytes to start a process; at most {MOST} travel: is its spec that large?")
     return len(raw).to_bytes(LENGTH, "big") + raw
@@ -211,7 +211,7 @@ class _Server:
             length = int.from_bytes(head + self._exactly(LENGTH - len(head)), "big")
             if length > MOST:
                 sys.exit(f"the controller sent a message of {length} bytes, at most {MOST} are taken")
-            return msgspec.json.decode(self._exactly(length), type=Request), descriptors
+            return msgspec.msgpack.decode(self._exactly(length), type=Request), descriptors
         except (EOFError, OSError):
             self._end()
         except msgspec.DecodeError as error:

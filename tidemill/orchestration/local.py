@@ -195,7 +195,7 @@ class Local:
         threads: int | None = None,
         deadlines: Mapping[str, float] | None = None,
     ) -> LocalProcess[T]:
-        """`spec` is plain JSON data. `threads` bounds the numerical libraries. What it prints goes to `logs/name.log`.
+        """`spec` is plain data. `threads` bounds the numerical libraries. What it prints goes to `logs/name.log`.
 
         Raises what building the object raised when that is of the ValueError family, else StartFailed; PeerTimeout, with the
         name of who was waited for, when it takes longer than `start_deadline`. The child is then gone.

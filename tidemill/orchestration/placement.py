@@ -35,7 +35,7 @@ Built = tuple[object, type]
 """An object, and the protocol whose methods of it may be called."""
 
 Factory = Callable[[dict[str, Any]], Built | Awaitable[Built]]
-"""Makes the object that a spec describes (plain JSON data, `role` and `name` among its keys), in a running event loop."""
+"""Makes the object that a spec describes (plain data, `role` and `name` among its keys), in a running event loop."""
 
 
 class Handle(Protocol[T_co]):
