@@ -128,8 +128,8 @@ def main() -> None:
     parser.add_argument("--accumulate", type=int, default=4, help="micro-batches of a step, of TRL")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--max-lag", type=int, default=1)
-    parser.add_argument("--engine-threads", type=int, default=1)
-    parser.add_argument("--trainer-threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--engine-threads", type=int, default=torch.get_num_threads(), help="at most: they share the cores")
+    parser.add_argument("--trainer-threads", type=int, default=torch.get_num_threads(), help="at most")
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
     about: dict[str, Any] = {}

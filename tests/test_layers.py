@@ -28,6 +28,8 @@ L0 = {
     "processes",
     "threads",
     "machine",
+    "anonymous",
+    "cores",
     "observability",
 }
 L1 = {"breaker", "buffer", "algorithms", "catalogue", "diagnosis", "kernels", "rewards", "models"}

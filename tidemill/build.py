@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.config import Config, build
+from tidemill.cores import Cores, Seat, SharedCores
 from tidemill.engine.settings import EngineSettings
 from tidemill.orchestration.inline import Inline
 from tidemill.orchestration.local import Local
@@ -52,6 +53,7 @@ class EngineSpec(Config):
     model: Path
     engine: EngineSettings
     carrier: str | None = None  # None: an engine that is never updated
+    seat: Seat | None = None  # None: its cores are its own
     profile: Path | None = None  # where `profiling` puts what it recorded
 
 
@@ -67,6 +69,7 @@ class TrainerSpec(Config):
     sync: SyncSettings
     folder: Path  # for carriers that need one
     seed: int = 0
+    seat: Seat | None = None
     profile: Path | None = None
 
 
@@ -101,7 +104,10 @@ def build_engine(spec: EngineSpec) -> Engine:
     if spec.carrier is not None:
         receiver, version = make_receiver(spec.carrier), UNPUBLISHED
     ends = stop_ids(None, decoder.arch, generation_config(spec.model))
-    engine = NativeEngine(decoder, spec.engine, receiver=receiver, version=version, name=spec.name, eos_ids=ends)
+    cores = _cores(spec.seat, spec.engine.device)
+    engine = NativeEngine(
+        decoder, spec.engine, receiver=receiver, version=version, name=spec.name, eos_ids=ends, cores=cores
+    )
     if spec.profile is not None:
         attach(engine, "update", spec.name, spec.profile)
     return engine
@@ -127,6 +133,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         source=spec.model,
         offload=one_thread() if offload else inline,
         process=spec.name,
+        cores=_cores(spec.seat, spec.trainer.device),
     )
     if spec.profile is not None:
         attach(trainer, "publish", spec.name, spec.profile)
@@ -137,6 +144,13 @@ def build_preparer(spec: PreparationSpec, offload: bool) -> Preparer:
     from tidemill.trainer.native import inline
 
     return Preparer(spec.recipe, one_thread() if offload else inline)
+
+
+def _cores(seat: Seat | None, device: str) -> Cores:
+    """On a device there is little to share: what is left for a core does not take turns."""
+    from tidemill.engine.cache_size import device_of
+
+    return Cores() if seat is None or device_of(device) != "cpu" else SharedCores(seat, use_threads)
 
 
 def _reference(spec: TrainerSpec) -> Reference | None:

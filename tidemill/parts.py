@@ -23,6 +23,7 @@ from tidemill.build import (
     start_role,
 )
 from tidemill.controller import first_cause
+from tidemill.cores import seats
 from tidemill.orchestration.placement import Handle, Placement
 from tidemill.orchestration.wire import PeerDied
 from tidemill.pool import EnginePool
@@ -81,7 +82,7 @@ async def start_parts(
     tell: is told of engines that were lost and that came back (kind of event, details).
     """
     settings, supervise = config.placement, config.supervise
-    carrier = settings.sync.carrier
+    carrier, threads = settings.sync.carrier, settings.engine_threads
     specs = {"engine": EngineSpec(model=trainer.model, engine=config.engine, carrier=carrier, profile=trainer.profile)}
     counts, deadlines = {"engine": settings.engines}, {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
     if settings.reference_engines and (folder := folder_of(trainer.reference, trainer.model)) is not None:
@@ -97,11 +98,16 @@ async def start_parts(
         return handle
 
     async def start_engine(role: str, index: int) -> Handle[Engine]:
-        spec, threads = specs[role], settings.engine_threads
-        return await kept(start_role(placement, Engine, spec, f"{role}-{index}", threads, deadlines[role]))
+        name = f"{role}-{index}"
+        spec = specs[role].model_copy(update={"seat": shared.get(name)})
+        return await kept(start_role(placement, Engine, spec, name, threads, deadlines[role]))
 
     async with AsyncExitStack() as stack:
+        wanted = {"trainer": settings.trainer_threads}
+        wanted |= {f"{role}-{i}": threads for role in counts for i in range(counts[role])}
+        shared = stack.enter_context(seats({} if config.deterministic or settings.kind == "inline" else wanted))
         stack.push_async_callback(_stop_all, started)
+        trainer = trainer.model_copy(update={"seat": shared.get("trainer")})
         starting = start_role(placement, Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES)
         async with asyncio.TaskGroup() as group:
             first = group.create_task(kept(starting))

@@ -31,8 +31,8 @@ class PlacementSettings(Config):
 
     kind: Literal["local", "inline"] = "local"  # processes on this machine, or everything in one process
     engines: int = Field(1, ge=1)
-    engine_threads: int = Field(1, ge=1)  # of each engine
-    trainer_threads: int = Field(1, ge=1)
+    engine_threads: int = Field(1, ge=1)  # of each engine. Where all together have more than there are cores,
+    trainer_threads: int = Field(1, ge=1)  # whoever computes alone has all of his, and the others share: see `cores`
     reference_engines: int = Field(0, ge=0)  # processes that serve algorithm.reference; 0: the trainer holds it as well
     sync: SyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()

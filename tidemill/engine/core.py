@@ -19,6 +19,7 @@ import torch
 
 from tidemill import faults
 from tidemill.config import ConfigError
+from tidemill.cores import Cores
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache
 from tidemill.engine.blocks import BlockManager
@@ -53,11 +54,12 @@ class NativeEngine:
         version: Version,
         name: str,
         eos_ids: tuple[int, ...],
+        cores: Cores | None = None,
     ) -> None:
         """Serves `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
 
         `receiver`: where updates come from; None for an engine that is never updated. `eos_ids` end a completion unless
-        its parameters say `ignore_eos`.
+        its parameters say `ignore_eos`. `cores`: are taken before each step.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
         device = device_of(settings.device)
@@ -84,7 +86,7 @@ class NativeEngine:
         self._requests: dict[Sequence, Request] = {}  # everything that waits or runs
         self._by_key: dict[str, set[Request]] = {}
         self._episodes = Episodes()
-        self._activity = Activity()
+        self._activity, self._cores = Activity(), cores or Cores()
         self._memory = PeakMemory()
         self._loop: asyncio.Task[None] | None = None
         self._updating = asyncio.Lock()  # bounded: an update has its caller's deadline
@@ -216,12 +218,14 @@ class NativeEngine:
             failed.__cause__ = error
             self._fail(failed)
         finally:
+            self._cores.leave()
             self._activity.idle.end()
 
     def _step(self, cache: PagedCache) -> None:
         """Schedule, run, postprocess."""
         faults.reach(self.name, "generate", self._weights.version.step)
         start = time.monotonic()
+        self._cores.take()
         plan = self._scheduler.plan()
         if plan is None:
             raise RuntimeError(f"engine {self.name}: {len(self._requests)} requests and nothing to compute")

@@ -6,9 +6,9 @@ While version v is written to one slot, engines may still read v - 1 from the ot
 first, so that a send that failed half-way is never visible and a slot that was overwritten under a reader is noticed: the
 receiver compares the header before and after each block is used. Blocks are read in place, through a read-only mapping.
 
-A slot is an anonymous memory file (Linux: reached by way of /proc, and gone with the last process that has it open, however
-that ended) or else a file in the folder given. Python's own `SharedMemory` is not used: its resource tracker unlinks
-segments that another process still uses, and leaks them when the tracker is killed too.
+A slot is anonymous memory, gone with the last process that has it open, or else a file in the folder given. Python's own
+`SharedMemory` is not used: its resource tracker unlinks segments that another process still uses, and leaks them when the
+tracker is killed too.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tidemill.anonymous import anonymous_memory
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, raw_bytes
@@ -124,7 +125,7 @@ class _Slot:
     """The sender's end of one slot. It only ever grows, so that no reader's mapping loses its memory."""
 
     def __init__(self, folder: Path, anonymous: bool) -> None:
-        made = _anonymous() if anonymous else None
+        made = anonymous_memory("tidemill-weights") if anonymous else None
         self.fd, self.location = made or _named(folder)
         self._named = made is None
         self._map: mmap.mmap | None = None
@@ -165,20 +166,6 @@ class _Slot:
         os.close(self.fd)
         if self._named:
             Path(self.location).unlink(missing_ok=True)
-
-
-def _anonymous() -> tuple[int, str] | None:
-    """(descriptor, location) of a new anonymous memory file; None where this system has none that others can open."""
-    if not hasattr(os, "memfd_create"):
-        return None
-    fd = os.memfd_create("tidemill-weights")
-    location = f"/proc/{os.getpid()}/fd/{fd}"
-    try:
-        os.close(os.open(location, os.O_RDONLY))
-    except OSError:  # no /proc, or one that hides it
-        os.close(fd)
-        return None
-    return fd, location
 
 
 def _named(folder: Path) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 
 from tidemill import faults
+from tidemill.cores import Cores
 from tidemill.models.decoder import Decoder
 from tidemill.models.served import Contents, checked, words_of
 from tidemill.models.slices import Sender, Slice
@@ -54,11 +55,12 @@ class NativeTrainer:
         source: str | Path | None = None,
         offload: Offload = inline,
         process: str = "trainer",
+        cores: Cores | None = None,
     ) -> None:
         """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. critic: one that is
         trained beside the policy. scores: it is what is exported, not the policy. sender: the carrier of published weights.
-        source: the model folder whose tokenizer and configuration go into exports and checkpoints. The decoder is moved to
-        the device."""
+        source: the model folder whose tokenizer and configuration go into exports and checkpoints. cores: are taken before
+        each micro-batch. The decoder is moved to the device."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -83,9 +85,10 @@ class NativeTrainer:
             budget=settings.micro_batch_tokens,
             autocast=torch.bfloat16 if settings.dtype == "bfloat16" else None,
             checkpointing=settings.checkpointing,
+            cores=cores or Cores(),
         )
         self._sender, self._source = sender, None if source is None else Path(source)
-        self._offload, self._recorder = offload, Recorder(process)
+        self._offload, self._recorder = self._compute.on_cores(offload), Recorder(process)
         self._snapshot: Snapshot | None = None
         self._room: Snapshot | None = Snapshot.room(self.decoder, self._optimizer, self._kept)  # for the next one
         self._copying: asyncio.Future[None] | None = None  # of the snapshot, beside what reads the weights

@@ -9,20 +9,25 @@ gradient is known to be zero (no weight; or no advantage, under a loss proportio
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, loss_by_name
+from tidemill.cores import Cores
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
 from tidemill.models.logprobs import token_logprobs
 from tidemill.models.value import ValueModel
 from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
+from tidemill.trainer.telemetry import Offload
 from tidemill.types import Array, LossSpec, Sample, TrainResult
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +38,23 @@ class Compute:
     budget: int  # tokens of a micro-batch
     autocast: torch.dtype | None = None  # None: in the weights' own dtype
     checkpointing: bool = False
+    cores: Cores = field(default_factory=Cores)
     passes: list[int] = field(default_factory=lambda: [0])  # micro-batches run so far, for whoever asks whether it moves
+
+    def on_cores(self, offload: Offload) -> Offload:
+        """`offload` of functions that compute: the cores are given back behind them."""
+
+        def offloaded(function: Callable[[], T], /) -> Awaitable[T]:
+            def run() -> T:
+                self.cores.take()
+                try:
+                    return function()
+                finally:
+                    self.cores.leave()
+
+            return offload(run)
+
+        return offloaded
 
     def pack(self, rows: list[Row]) -> Batch:
         """Of few sizes where products are oneDNN's, which prepares something for each size it meets, and keeps it."""
@@ -42,6 +63,7 @@ class Compute:
 
     def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
         """[M, D] what the batch's predicted tokens are predicted from."""
+        self.cores.take()
         attend = packed_attention(batch.families, decoder.arch.windows, batch.tokens.device)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             checkpointing = self.checkpointing and torch.is_grad_enabled()
@@ -128,6 +150,7 @@ def forward_backward(
             if with_gradient:
                 if part is largest and at_peak is not None:
                     at_peak()
+                compute.cores.take()
                 total.backward()
             _scatter(logprobs, batch, live.detach())
     return TrainResult(sums.floats(), logprobs)

@@ -1,0 +1,207 @@
+"""Cores that processes share: who takes how many, when, and what is left by one that died."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+import pytest
+import torch
+
+from tidemill import cores
+from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
+from tidemill.config import build
+from tidemill.cores import Seat, SharedCores, seats
+from tidemill.engine.core import NativeEngine
+from tidemill.engine.settings import EngineSettings
+from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.orchestration.placement import StartFailed
+from tidemill.parts import start_parts
+from tidemill.recipe import RunConfig
+from tidemill.sync.settings import SyncSettings
+from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import LossSpec, Sample, SamplingParams
+
+pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memory that processes share by name")
+
+
+class Used(list[int]):
+    """With how many threads somebody was told to compute, in order; without the torch of this process being told."""
+
+    def __call__(self, threads: int) -> None:
+        self.append(threads)
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("machine", "wanted", "alone", "together"),
+    [
+        (2, (2, 1), (2, 1), (1, 1)),
+        (2, (2, 2), (2, 2), (1, 1)),
+        (8, (8, 8), (8, 8), (4, 4)),
+        (8, (8, 2, 2), (8, 2, 2), (5, 1, 1)),
+        (1, (3, 1), (1, 1), (1, 1)),
+        (4, (9, 1), (4, 1), (3, 1)),
+    ],
+)
+def test_whoever_computes_alone_has_the_machine(
+    monkeypatch, machine: int, wanted: tuple[int, ...], alone: tuple[int, ...], together: tuple[int, ...]
+):
+    monkeypatch.setattr(cores, "usable_cores", lambda: machine)
+    with seats({str(i): threads for i, threads in enumerate(wanted)}) as given:
+        used = [Used() for _ in wanted]
+        shared = [SharedCores(seat, told) for seat, told in zip(given.values(), used, strict=True)]
+        for each in shared:
+            each.take()
+            each.leave()
+        assert tuple(told[-1] for told in used) == alone
+        for _ in range(2):  # the first of them does not know of the others yet
+            for each in shared:
+                each.take()
+        assert tuple(told[-1] for told in used) == together
+        assert sum(together) <= max(machine, len(wanted))
+        for each in shared[1:]:
+            each.leave()
+        shared[0].take()
+        assert used[0][-1] == alone[0]
+        assert all(a != b for told in used for a, b in pairwise(told)), "it is told of changes only"
+
+
+@pytest.mark.parametrize("wanted", [{"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2}, {}, {"a": cores.MOST + 1}])
+def test_there_is_nothing_to_share_where_all_have_a_core_or_nobody_one_too_many(two_cores, wanted: dict[str, int]):
+    with seats(wanted) as given:
+        assert given == {}
+
+
+def test_what_one_left_that_was_killed_is_wiped_by_the_one_that_takes_its_place(two_cores):
+    with seats({"trainer": 2, "engine-0": 2}) as given:
+        script = "import os, sys; from tidemill.cores import *; seat = Seat.model_validate_json(sys.argv[1]); "
+        script += "SharedCores(seat, print).take(); os.kill(os.getpid(), 9)"
+        engine = given["engine-0"].model_dump_json()
+        died = subprocess.run([sys.executable, "-c", script, engine], timeout=60)
+        assert died.returncode == -9
+        used = Used()
+        trainer = SharedCores(given["trainer"], used)
+        trainer.take()
+        assert used == [1]  # so the board is shared with a process, and tells of it still
+        SharedCores(Seat.model_validate_json(engine), Used())
+        trainer.take()
+        assert used == [1, 2]
+
+
+def test_the_board_is_gone_with_those_who_have_it(two_cores):
+    with seats({"a": 2, "b": 2}) as given:
+        board = given["a"].board
+        assert Path(board).exists() and os.stat(board).st_size == 2 * 2
+    with pytest.raises(OSError, match="No such file"):
+        SharedCores(given["a"], Used())
+
+
+def model(folder: Path) -> Path:
+    fresh_model(folder / "model", alphabet="abcd", context=64, **SIZES["0.1m"])
+    return folder / "model"
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> Used:
+    """What torch is told, while this process computes as it did."""
+    used = Used()
+    monkeypatch.setattr(torch, "set_num_threads", used)
+    return used
+
+
+async def test_an_engine_takes_what_is_free_before_each_step_and_leaves_when_all_is_done(tmp_path, two_cores, told):
+    with seats({"trainer": 2, "engine-0": 2}) as given:
+        spec = EngineSpec(model=model(tmp_path), engine=EngineSettings(device="cpu"), seat=given["engine-0"])
+        engine, trainer, used = build_engine(spec), SharedCores(given["trainer"], Used()), Used()
+        observer = SharedCores(given["trainer"], used)
+        assert isinstance(engine, NativeEngine)
+        stream = engine.stream(np.array([3, 4]), SamplingParams(max_tokens=4, ignore_eos=True), "policy", "")
+        async for _ in stream:
+            trainer.take()  # from the second step on
+        observer.take()
+        assert used == [1] and told == [2, 1]
+        assert engine._loop is not None
+        await engine._loop
+        observer.take()
+        assert used == [1, 2]
+        await engine.close()
+
+
+async def test_a_trainer_takes_what_is_free_before_each_part_of_a_micro_batch(tmp_path, two_cores, told):
+    """An engine that begins or ends meanwhile is noticed before the next one, not after the step."""
+    settings = TrainerSettings(device="cpu", micro_batch_tokens=6)
+    with seats({"trainer": 2, "engine-0": 2}) as given:
+        spec = {"model": model(tmp_path), "trainer": settings, "steps": 1, "sync": SyncSettings(), "folder": tmp_path}
+        trainer, used = build_trainer(TrainerSpec(**spec, seat=given["trainer"]), offload=False), Used()
+        engine, other = SharedCores(given["engine-0"], Used()), SharedCores(given["engine-0"], used)
+        assert isinstance(trainer, NativeTrainer)
+        trainer.decoder.register_forward_hook(lambda *_: engine.take())
+        trainer.decoder.embed.weight.register_post_accumulate_grad_hook(lambda _: engine.leave())
+        sampled = np.arange(6) > 1
+        sample = Sample(
+            *(np.arange(6, dtype=np.int32), sampled, np.full(6, -1, np.float32), np.zeros(6, np.int32)),
+            *(np.ones(6, np.float32), sampled.astype(np.float32)),
+            loss="l",
+        )
+        rows = [replace(sample, tokens=sample.tokens[::-1].copy()), sample]
+        await trainer.forward_backward(rows, {"l": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})})
+        assert told == [2, 1, 2, 1]  # forward and back, twice
+        other.take()
+        assert used == [2]  # the trainer has left
+        await trainer.close()
+
+
+def recipe(folder: Path, **tables: Any) -> RunConfig:
+    base = {"run_dir": folder / "run", "model": str(model(folder)), "env": "guess", "algorithm": "grpo"}
+    return build(RunConfig, base | tables)
+
+
+class Recording:
+    """A placement that starts nothing, and keeps what it was given to start."""
+
+    def __init__(self) -> None:
+        self.given: dict[str, Any] = {}
+
+    async def start(self, protocol: type, role: str, name: str, spec: dict[str, Any], *_: object) -> NoReturn:
+        self.given[name] = spec["seat"]
+        raise StartFailed(name)
+
+    def begin(self) -> None: ...
+    async def close(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("tables", "shared"),
+    [
+        ({"placement": {"engine_threads": 2}}, True),
+        ({"placement": {"engine_threads": 1}}, False),
+        ({"placement": {"engine_threads": 2, "kind": "inline"}}, False),
+        ({"placement": {"engine_threads": 2}, "deterministic": True}, False),  # what happens beside it would change its sums
+    ],
+)
+async def test_a_run_of_more_threads_than_cores_shares_them(two_cores, tmp_path, tables: dict[str, Any], shared: bool):
+    config = recipe(tmp_path, **tables)
+    spec = TrainerSpec(
+        model=Path(config.model), trainer=config.trainer, steps=1, sync=config.placement.sync, folder=tmp_path
+    )
+    placement = Recording()
+    with pytest.raises(BaseExceptionGroup):
+        async with start_parts(config, spec, placement, lambda kind, detail: None):
+            raise AssertionError("nothing was started")
+    assert placement.given.keys() >= {"trainer"}
+    for name, seat in placement.given.items():
+        assert (seat is not None) is shared
+        if seat is not None:
+            assert (seat["wanted"], seat["cores"]) == ({"trainer": 1, "engine-0": 2}[name], 2)
