@@ -70,7 +70,6 @@ def test_whoever_computes_alone_has_the_machine(
             for each in shared:
                 each.take()
         assert tuple(told[-1] for told in used) == together
-        assert sum(together) <= max(machine, len(wanted))
         for each in shared[1:]:
             each.leave()
         shared[0].take()
@@ -139,28 +138,72 @@ async def test_an_engine_takes_what_is_free_before_each_step_and_leaves_when_all
         await engine.close()
 
 
+LOSS = {"l": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})}
+
+
+def two_micro_batches() -> list[Sample]:
+    sampled = np.arange(6) > 1
+    sample = Sample(
+        *(np.arange(6, dtype=np.int32), sampled, np.full(6, -1, np.float32), np.zeros(6, np.int32)),
+        *(np.ones(6, np.float32), sampled.astype(np.float32)),
+        loss="l",
+    )
+    return [replace(sample, tokens=sample.tokens[::-1].copy()), sample]
+
+
+def shared_trainer(folder: Path, seat: Seat, offload: bool) -> NativeTrainer:
+    settings = TrainerSettings(device="cpu", micro_batch_tokens=6)
+    spec = {"model": model(folder), "trainer": settings, "steps": 1, "sync": SyncSettings(), "folder": folder}
+    trainer = build_trainer(TrainerSpec(**spec, seat=seat), offload)
+    assert isinstance(trainer, NativeTrainer)
+    return trainer
+
+
 async def test_a_trainer_takes_what_is_free_before_each_part_of_a_micro_batch(tmp_path, two_cores, told):
     """An engine that begins or ends meanwhile is noticed before the next one, not after the step."""
-    settings = TrainerSettings(device="cpu", micro_batch_tokens=6)
     with seats({"trainer": 2, "engine-0": 2}) as given:
-        spec = {"model": model(tmp_path), "trainer": settings, "steps": 1, "sync": SyncSettings(), "folder": tmp_path}
-        trainer, used = build_trainer(TrainerSpec(**spec, seat=given["trainer"]), offload=False), Used()
+        trainer, used = shared_trainer(tmp_path, given["trainer"], offload=False), Used()
         engine, other = SharedCores(given["engine-0"], Used()), SharedCores(given["engine-0"], used)
-        assert isinstance(trainer, NativeTrainer)
         trainer.decoder.register_forward_hook(lambda *_: engine.take())
         trainer.decoder.embed.weight.register_post_accumulate_grad_hook(lambda _: engine.leave())
-        sampled = np.arange(6) > 1
-        sample = Sample(
-            *(np.arange(6, dtype=np.int32), sampled, np.full(6, -1, np.float32), np.zeros(6, np.int32)),
-            *(np.ones(6, np.float32), sampled.astype(np.float32)),
-            loss="l",
-        )
-        rows = [replace(sample, tokens=sample.tokens[::-1].copy()), sample]
-        await trainer.forward_backward(rows, {"l": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})})
+        await trainer.forward_backward(two_micro_batches(), LOSS)
         assert told == [2, 1, 2, 1]  # forward and back, twice
         other.take()
         assert used == [2]  # the trainer has left
         await trainer.close()
+
+
+async def test_the_thread_that_computes_is_the_one_that_is_told(tmp_path, two_cores):
+    """How many threads there are is each thread's own affair: told elsewhere, a trainer would go on with all of them."""
+    before, seen = torch.get_num_threads(), []
+    with seats({"trainer": 2, "engine-0": 2}) as given:
+        trainer = shared_trainer(tmp_path, given["trainer"], offload=True)
+        engine = SharedCores(given["engine-0"], Used())
+
+        def forward(*_: object) -> None:
+            seen.append(torch.get_num_threads())
+            engine.take()
+
+        def back(_: torch.Tensor) -> None:
+            seen.append(torch.get_num_threads())
+            engine.leave()
+
+        trainer.decoder.register_forward_hook(forward)
+        trainer.decoder.embed.weight.register_post_accumulate_grad_hook(back)
+        try:
+            await trainer.forward_backward(two_micro_batches(), LOSS)
+        finally:
+            torch.set_num_threads(before)
+        assert seen == [2, 1, 2, 1]
+        await trainer.close()
+
+
+async def test_who_cannot_open_the_board_computes_as_it_was_told_to(tmp_path, two_cores, told):
+    gone = Seat(board=str(tmp_path / "gone"), place=0, wanted=2, cores=2)
+    trainer = shared_trainer(tmp_path, gone, offload=False)
+    await trainer.forward_backward(two_micro_batches(), LOSS)
+    assert told == []
+    await trainer.close()
 
 
 def recipe(folder: Path, **tables: Any) -> RunConfig:
@@ -188,6 +231,7 @@ class Recording:
         ({"placement": {"engine_threads": 2}}, True),
         ({"placement": {"engine_threads": 1}}, False),
         ({"placement": {"engine_threads": 2, "kind": "inline"}}, False),
+        ({"placement": {"engine_threads": 2}, "engine": {"batch_invariant": True}}, False),  # nor may its rows' bits change
         ({"placement": {"engine_threads": 2}, "deterministic": True}, False),  # what happens beside it would change its sums
     ],
 )

@@ -150,7 +150,12 @@ def _cores(seat: Seat | None, device: str) -> Cores:
     """On a device there is little to share: what is left for a core does not take turns."""
     from tidemill.engine.cache_size import device_of
 
-    return Cores() if seat is None or device_of(device) != "cpu" else SharedCores(seat, use_threads)
+    if seat is None or device_of(device) != "cpu":
+        return Cores()
+    try:
+        return SharedCores(seat, use_threads)
+    except OSError:  # memory that this process may not open: it goes without
+        return Cores()
 
 
 def _reference(spec: TrainerSpec) -> Reference | None:
@@ -246,9 +251,6 @@ async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Pr
     handle = await start_role(placement, Preparation, spec, "preparation", None, PREPARATION_DEADLINES)
     try:
         yield handle.proxy
-    except ValueError as error:
-        error.__notes__ = []  # what the user can mend is one sentence, in whichever process it is found
-        raise
     finally:
         handle.kill("is not needed any more")
         await handle.stop()

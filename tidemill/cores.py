@@ -4,9 +4,11 @@
 
 Before each piece of its work, an engine's step or a trainer's micro-batch, a process writes down what it wants, reads what
 the others want, and takes its share: all of it while there are cores for everybody, else a part in proportion, one at least.
-So whoever computes alone has the machine, and no more threads run than there are cores: threads of one process wait for one
-another at every product, and where three share two cores, all three do. Nobody waits, and nobody is told: a number that is
-out of date costs a core for as long as a piece of work takes. It changes the order in which sums are added up.
+So whoever computes alone has the machine, and those who compute together have as many threads as cores, or one each: threads
+of one process wait for one another at every product, and where three share two cores, all three do. Nobody waits, and nobody
+is told: a number that is out of date costs a core for as long as a piece of work takes; that of a process that died, until
+another one takes its place. What goes on beside the work, such as staging weights and writing checkpoints, is not counted.
+It changes the order in which sums are added up.
 """
 
 from __future__ import annotations

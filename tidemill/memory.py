@@ -171,7 +171,7 @@ def trainer_memory(
     settings = config.trainer
     every, budget = most_rows(config) * context_of(config.engine, arch), settings.micro_batch_tokens
     fills = settings.dtype == "bfloat16" and device_of(settings.device) == "cpu"  # as the trainer's `Compute.pack` does
-    tokens = max(longest, filled(every, budget) if fills and every < budget else min(every, budget))
+    tokens = max(longest, min(filled(every, budget) if fills else every, budget))
     alive = sum(activations(each, settings, tokens) for each in (arch, critic) if each is not None)
     less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"

@@ -105,7 +105,7 @@ async def start_parts(
     async with AsyncExitStack() as stack:
         wanted = {"trainer": settings.trainer_threads}
         wanted |= {f"{role}-{i}": threads for role in counts for i in range(counts[role])}
-        shared = stack.enter_context(seats({} if config.deterministic or settings.kind == "inline" else wanted))
+        shared = stack.enter_context(seats(wanted if config.shares_cores else {}))
         stack.push_async_callback(_stop_all, started)
         trainer = trainer.model_copy(update={"seat": shared.get("trainer")})
         starting = start_role(placement, Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES)

@@ -180,6 +180,11 @@ class RunConfig(Config):
         return any(each.scores for each in self.algorithms.values())
 
     @property
+    def shares_cores(self) -> bool:
+        """Whether processes may compute with fewer threads than they were given: not where the bits of sums have to stay."""
+        return self.placement.kind == "local" and not (self.deterministic or self.engine.batch_invariant)
+
+    @property
     def updates(self) -> int:
         """Of the optimizer, in a step."""
         return max(each.updates.count for each in self.algorithms.values())

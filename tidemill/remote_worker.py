@@ -1,6 +1,6 @@
 """The main module of the processes that roles play in: `python -m tidemill.remote_worker`, started by `orchestration.local`.
 
-It is the fork server; what is forked from it becomes an engine or a trainer.
+It is the fork server; what is forked from it becomes an engine, a trainer, or what prepares a run.
 """
 
 from __future__ import annotations

@@ -104,6 +104,7 @@ def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
         trainer_threads=placement.trainer_threads,
         workers=config.scoring.workers,
         cores=usable_cores(),
+        shared=config.shares_cores,
     )
     found = advise(totals.time, setup)
     if found is None:

@@ -139,8 +139,19 @@ async def _with_environment(
 
 
 async def _open_model(config: RunConfig, folder: RunFolder, preparation: Preparation) -> ModelFolder:
-    of_class = await preparation.open_model(str(folder.path))
+    with _in_one_sentence():
+        of_class = await preparation.open_model(str(folder.path))
     return ModelFolder.open(named_folder(config.model, folder.path, config.seed), of_class)
+
+
+@contextmanager
+def _in_one_sentence() -> Iterator[None]:
+    """What the user can mend is told without a traceback, in whichever process it is found."""
+    try:
+        yield
+    except ValueError as error:
+        error.__notes__ = []
+        raise
 
 
 def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], None]) -> Callable[[str], float]:
@@ -164,7 +175,8 @@ async def _describe(session: Session, preparation: Preparation) -> None:
     longest_row = longest + config.rollout.max_tokens
     if given:
         longest_row = check_given(given, [*train, *held_out], tokenizer, session.context)
-    await preparation.check_memory(str(session.model.path), min(longest_row, session.context))
+    with _in_one_sentence():
+        await preparation.check_memory(str(session.model.path), min(longest_row, session.context))
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))

@@ -114,7 +114,7 @@ def test_nobody_waits_who_does_not_say_that_nothing_was_asked_of_him() -> None:
         "reference-0": [Span(IDLE, 0, 8)],
     }
     found = account(0.0, 10.0, loop, [Span(EPISODE, 0, 7)], pools)
-    assert found.overall() == pytest.approx({"generate": 0.25, "train": 0.3, "sync": 0, "wait": 0.275, REST: 0.175})
+    assert found.overall() == pytest.approx({"generate": 0.25, "train": 0.3, "sync": 0, "wait": 0.275})
     shares = found.shares()
     assert {name: kinds[REST] for name, kinds in shares.items()} == pytest.approx(
         {"controller": 0, "trainer": 0.3, "engine-0": 0.05, "reference-0": 0.2}
@@ -164,7 +164,7 @@ def test_engines_that_serve_the_reference_are_waited_for() -> None:
     waits = {WAIT + "evaluation": 0, WAIT + "reference": 3, WAIT + "rollouts": 4, WAIT + "controller": 1}
     assert found.seconds["trainer"] == {"train": 2, "sync": 0, "handover": 0, REST: 0, **waits}
     assert found.seconds["reference-0"] == {"score": 2, "check": 0, "yield": 0, WAIT + "trainer": 8, REST: 0}
-    assert found.overall() == {"generate": 0.15, "train": 0.1, "sync": 0.0, "wait": 0.75, REST: 0.0}
+    assert found.overall() == {"generate": 0.15, "train": 0.1, "sync": 0.0, "wait": 0.75}
     found = account(0.0, 10.0, [Span("rollouts", 0, 2), Span("train", 2, 10)], [], pools)
     advice = advise(found, Setup(max_lag=0, slots=4))
     assert advice is not None and advice.cause == "reference" and "raise placement.reference_engines" in str(advice)
@@ -333,8 +333,25 @@ def test_shares_add_up_and_count_an_instant_once() -> None:
     assert engine == pytest.approx({"generate": 0.6, "sync": 0.1, WAIT + "reward": 0.2, WAIT + "trainer": 0.1})
     trainer = {kind: share for kind, share in shares["trainer"].items() if share > 0}
     assert trainer == pytest.approx({"train": 0.5, "sync": 0.1, WAIT + "rollouts": 0.2, WAIT + "engines": 0.2})
-    assert found.overall() == pytest.approx({"generate": 0.3, "train": 0.25, "sync": 0.1, "wait": 0.35, REST: 0.0})
+    assert found.overall() == pytest.approx({"generate": 0.3, "train": 0.25, "sync": 0.1, "wait": 0.35})
 
 
 def test_without_a_step_there_is_nothing_to_tell() -> None:
     assert advise(Account(), Setup(1, 16)) is None and Account().overall() == {}
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "said"),
+    [
+        ("a trainer that is never idle", {"trainer_threads": 1, "shared": True}, "raise placement.trainer_threads (now 1)"),
+        ("a trainer that is never idle", {"trainer_threads": 2, "shared": True}, "what this machine can train"),
+        ("a trainer that is never idle", {"trainer_threads": 1}, "what this machine can train"),
+        ("a starved trainer, slow engines", {"engine_threads": 1, "shared": True}, "raise placement.engine_threads (now 1)"),
+        ("a starved trainer, slow engines", {"engine_threads": 2, "shared": True}, "more of the machine"),
+        ("a starved trainer, slow engines", {"engine_threads": 1}, "more of the machine"),
+    ],
+)
+def test_threads_are_advised_where_cores_are_shared(name: str, more: dict[str, Any], said: str) -> None:
+    _, max_lag, planted = CAUSES[name]
+    _, total, _ = advice_for(max_lag, **planted)
+    assert said in str(advise(total, Setup(max_lag, 16, cores=2, **more)))

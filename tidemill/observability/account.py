@@ -46,14 +46,13 @@ class Account:
         return {name: {k: v / max(self.wall[name], 1e-12) for k, v in kinds.items()} for name, kinds in self.seconds.items()}
 
     def overall(self) -> dict[str, float]:
-        """Of trainer and engines together: what they train, generate and sync, how long they wait for whomever, and what is
-        left: to look after themselves, and without a name."""
+        """Of trainer and engines together: what they train, generate and sync, and how long they wait for whomever. The rest
+        they spend on the way between these, or without a name."""
         pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER and not name.startswith(REFERENCE)]
         if not pools:
             return {}
         spent = {kind: sum(kinds.get(kind, 0.0) for kinds in pools) / len(pools) for kind in WORK}
-        spent["wait"] = sum(share for kinds in pools for kind, share in kinds.items() if kind.startswith(WAIT)) / len(pools)
-        return spent | {REST: 1 - sum(spent.values())}
+        return spent | {"wait": sum(s for kinds in pools for kind, s in kinds.items() if kind.startswith(WAIT)) / len(pools)}
 
     def add(self, other: Account) -> None:
         for name, kinds in other.seconds.items():

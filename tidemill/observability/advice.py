@@ -30,6 +30,7 @@ class Setup:
     trainer_threads: int = 1
     workers: int = 1  # of the scorer
     cores: int = 1
+    shared: bool = False  # trainer and engines may be given more threads than there are cores
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,9 +90,12 @@ _LONGEST = "raise max_lag or rollout.window, so that others are trained meanwhil
 
 
 def _engines(setup: Setup) -> str:
-    used = setup.engines * setup.engine_threads + setup.trainer_threads
+    threads = setup.engine_threads
+    used = setup.engines * threads + setup.trainer_threads
     if used < setup.cores:
         return f"{setup.cores - used} of {setup.cores} cores are free: raise placement.engines or placement.engine_threads"
+    if setup.shared and threads < setup.cores:
+        return f"raise placement.engine_threads (now {threads}): while the trainer waits, its cores are theirs"
     return "give the engines more of the machine, a lower precision (engine.dtype), or shorter replies"
 
 
@@ -102,8 +106,10 @@ def _slow(what: str, setup: Setup) -> str:
 
 
 def _trainer(share: float, waited: float, setup: Setup) -> str:
-    free = setup.cores - setup.engines * setup.engine_threads - setup.trainer_threads
+    free, threads = setup.cores - setup.engines * setup.engine_threads - setup.trainer_threads, setup.trainer_threads
     more = f"{free} cores are free: raise placement.trainer_threads" if free > 0 else "it is what this machine can train"
+    if free <= 0 and setup.shared and threads < setup.cores:
+        more = f"raise placement.trainer_threads (now {threads}): while the engines are idle, their cores are its"
     return f"the trainer computed {share:.0%} of the time, and waited {waited:.0%}, for nobody long: {more}"
 
 
