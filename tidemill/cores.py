@@ -27,7 +27,7 @@ _ITEM = 2  # bytes of its numbers
 
 
 class Seat(Config):
-    """A process's place at a board, as plain data. Whoever takes it after another has ended goes on with its number."""
+    """A process's place at a board, as plain data. Whoever takes it after another has ended wipes what that left."""
 
     board: str
     place: int

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from rich.text import Text
@@ -19,7 +18,7 @@ from tidemill.commands.screen import console, print_rows
 from tidemill.config import ConfigError
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages
 from tidemill.memory import Models, demands, in_words, parameters, processes, refusal, row_tokens
-from tidemill.model_folder import architecture_of, check_companions, expect_folder
+from tidemill.model_folder import architecture_of, check_companions, expect_model
 from tidemill.recipe import RunConfig
 
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
@@ -72,10 +71,10 @@ def show(all_of: list[Section]) -> None:
 
 def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
     """None where the model's folder is not here, and need not be."""
+    if complete:
+        expect_model(config.model)
     arch = architecture_of(config.model)
     if arch is None:
-        if complete:
-            expect_folder(Path(config.model).expanduser())
         return None
     models = Models.of(config, arch)
     if complete or models.complete(config):
