@@ -26,6 +26,9 @@
 #define HIDES 48       /* rows, whose products take longer than the next weights need to come */
 #define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
 
+/* How products are computed; of bfloat16 in one of three ways, the quickest last. */
+enum { FLOATS, WIDENED, PAIRED, TILED };
+
 /* ---- in vectors ------------------------------------------------------------------------------------------------- */
 
 /* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them. */
@@ -48,8 +51,21 @@ INLINE void float_rows(const float *x, int64_t stride, const float *block, int i
     UNROLL for (int r = 0; r < rows; r++) memcpy(kept + r * BLOCK, sums[r], sizeof sums[r]);
 }
 
+/* Weights of bfloat16 [inputs / 2, BLOCK] as floats [inputs, BLOCK]. */
+INLINE void widen_block(const uint16_t *block, int inputs, float *to) {
+    for (int k = 0; k < inputs; k += STEP, block += 2 * HALF)
+        for (int pair = 0; pair < STEP / 2; pair++, to += 2 * BLOCK)
+            for (int half = 0; half < 2; half++) {
+                ints both;
+                memcpy(&both, block + half * HALF + pair * 32, sizeof both);
+                const ints first = both << 16, second = both & (int32_t)0xffff0000;
+                memcpy(to + half * WIDTH, &first, sizeof first);
+                memcpy(to + BLOCK + half * WIDTH, &second, sizeof second);
+            }
+}
+
 #ifdef PAIRS
-/* The same of bfloat16, two inputs at a time. */
+/* The same of x that is bfloat16 too. */
 INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
                       const int rows) {
     __m512 sums[ROWS][2];
@@ -73,10 +89,10 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
 }
 #endif
 
+/* Meanwhile `bytes` from `next` on are asked for, which will be read then; behind the last weights asking is harmless. */
 #define STRETCHES(NAME, NUMBER, ROWS_OF)                                                                                    \
-    static void NAME(const NUMBER *x, int64_t stride, const NUMBER *block, int inputs, int begins, float *kept, int n) {    \
-        const int64_t bytes = (int64_t)inputs * BLOCK * sizeof(NUMBER);                                                     \
-        const char *next = (const char *)block + bytes; /* behind the last one asking is harmless */                        \
+    static void NAME(const NUMBER *x, int64_t stride, const NUMBER *block, int inputs, int begins, float *kept, int n,      \
+                     const char *next, int64_t bytes) {                                                                     \
         for (int r = 0; r < n; r += ROWS) {                                                                                 \
             const int64_t part = n < HIDES ? 0 : bytes * ROWS / n;                                                          \
             for (int64_t at = 0; at < part; at += LINE) __builtin_prefetch(next + bytes * r / n + at, 0, 2);                \
@@ -99,61 +115,46 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
         }                                                                                                                   \
     }
 STRETCHES(float_stretch, float, float_rows)
-
-static void float_linear(const float *x, int64_t stride, const float *packed, const float *bias, float *out, int n,
-                         int outputs, int inputs, int first, int last) {
-    float kept[MOST_ROWS * BLOCK] __attribute__((aligned(64)));
-    for (int b = first; b < last; b++) {
-        const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
-        const float *block = packed + (int64_t)b * inputs * BLOCK;
-        for (int k = 0; k < inputs; k += STRETCH) {
-            const int some = inputs - k < STRETCH ? inputs - k : STRETCH;
-            float_stretch(x + k, stride, block + (int64_t)k * BLOCK, some, k == 0, kept, n);
-        }
-        for (int r = 0; r < n; r++) {
-            float *to = out + (int64_t)r * outputs + begin, *row = kept + r * BLOCK;
-            if (bias) for (int c = 0; c < count; c++) row[c] += bias[begin + c];
-            if (count == BLOCK) memcpy(to, row, BLOCK * sizeof(float));
-            else memcpy(to, row, count * sizeof(float));
-        }
-    }
-}
-
 #ifdef PAIRS
 STRETCHES(pair_stretch, uint16_t, pair_rows)
+#endif
 
-/* Sums [rows, BLOCK] to `out` [rows, outputs of all], with the bias, as floats or rounded: of a block with so many outputs. */
-INLINE void put_sums(const float *sums, const uint16_t *bias, void *out, int wide, int rows, int outputs, int64_t to) {
-    for (int half = 0; half < 2 && half * 16 < outputs; half++) {
-        const __mmask16 some = outputs - half * 16 < 16 ? (1u << (outputs - half * 16)) - 1 : 0xffff;
-        __m512 add = _mm512_setzero_ps();
-        if (bias) {
-            const __m512i bits = _mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16(some, bias + half * 16));
-            add = _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
-        }
-        for (int r = 0; r < rows; r++) {
-            __m512 row = _mm512_load_ps(sums + r * BLOCK + half * 16);
-            if (bias) row = _mm512_add_ps(row, add);
-            if (wide) _mm512_mask_storeu_ps((float *)out + r * to + half * 16, some, row);
-            else _mm256_mask_storeu_epi16((uint16_t *)out + r * to + half * 16, some, (__m256i)_mm512_cvtneps_pbh(row));
-        }
+/* Sums [rows, BLOCK] to `out` [rows, outputs of all], with the bias, rounded where `narrow_out`: of a block with so many outputs. */
+static void put_sums(float *sums, const void *bias, int narrow, void *out, int narrow_out, int rows, int outputs, int64_t to) {
+    float add[BLOCK];
+    if (bias) widen(bias, 0, outputs, narrow, add);
+    for (int r = 0; r < rows; r++, sums += BLOCK) {
+        if (bias) for (int c = 0; c < outputs; c++) sums[c] += add[c];
+        if (outputs == BLOCK) put(sums, BLOCK, narrow_out, out, r * to);
+        else put(sums, outputs, narrow_out, out, r * to);
     }
 }
 
-static void pair_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out, int wide,
-                        int n, int outputs, int inputs, int first, int last) {
-    float kept[MOST_ROWS * BLOCK] __attribute__((aligned(64)));
+/* x [n, inputs] is floats, but for PAIRED. */
+INLINE void vector_linear(const int kind, const void *x, int64_t stride, const void *packed, const void *bias, void *out,
+                          int narrow_out, int n, int outputs, int inputs, int first, int last) {
+    const int narrow = kind != FLOATS, width = narrow ? 2 : 4, x_width = kind == PAIRED ? 2 : 4, length = kind == PAIRED ? 2 * STRETCH : STRETCH;
+    float kept[MOST_ROWS * BLOCK] __attribute__((aligned(64))), wide[kind == WIDENED ? STRETCH * BLOCK : 1] __attribute__((aligned(64)));
     for (int b = first; b < last; b++) {
         const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
-        const uint16_t *block = packed + (int64_t)b * inputs * BLOCK;
-        for (int k = 0; k < inputs; k += 2 * STRETCH) {
-            const int some = inputs - k < 2 * STRETCH ? inputs - k : 2 * STRETCH;
-            pair_stretch(x + k, stride, block + (int64_t)k * BLOCK, some, k == 0, kept, n);
+        const char *block = (const char *)packed + (int64_t)b * inputs * BLOCK * width;
+        for (int k = 0; k < inputs; k += length) {
+            const int some = inputs - k < length ? inputs - k : length;
+            const void *from = (const char *)x + k * x_width;
+            const char *weights = block + (int64_t)k * BLOCK * width;
+            const int64_t bytes = (int64_t)some * BLOCK * width;
+            const char *next = weights + bytes;
+            if (kind == WIDENED) widen_block((const uint16_t *)weights, some, wide);
+            if (kind == FLOATS) float_stretch(from, stride, (const float *)weights, some, k == 0, kept, n, next, bytes);
+            if (kind == WIDENED) float_stretch(from, stride, wide, some, k == 0, kept, n, next, bytes);
+#ifdef PAIRS
+            if (kind == PAIRED) pair_stretch(from, stride, (const uint16_t *)weights, some, k == 0, kept, n, next, bytes);
+#endif
         }
-        put_sums(kept, bias ? bias + begin : 0, (char *)out + (int64_t)begin * (wide ? 4 : 2), wide, n, count, outputs);
+        put_sums(kept, bias ? (const char *)bias + begin * width : 0, narrow, (char *)out + (int64_t)begin * (narrow_out ? 2 : 4), narrow_out, n,
+                 count, outputs);
     }
 }
-#endif
 
 /* ---- bfloat16 in tiles ------------------------------------------------------------------------------------------ */
 
@@ -195,7 +196,7 @@ INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, 
 }
 
 /* The sums of up to 32 rows to `out` [rows, outputs], with the bias, as floats or rounded. */
-INLINE void tile_store(const uint16_t *bias, void *out, int wide, int rows, int outputs, int64_t to) {
+INLINE void tile_store(const uint16_t *bias, void *out, int narrow_out, int rows, int outputs, int64_t to) {
     float sums[32][BLOCK] __attribute__((aligned(64)));
     _tile_stored(0, sums[0], sizeof sums[0]);
     _tile_stored(1, sums[0] + 16, sizeof sums[0]);
@@ -203,12 +204,12 @@ INLINE void tile_store(const uint16_t *bias, void *out, int wide, int rows, int 
         _tile_stored(2, sums[16], sizeof sums[0]);
         _tile_stored(3, sums[16] + 16, sizeof sums[0]);
     }
-    put_sums(sums[0], bias, out, wide, rows, outputs, to);
+    put_sums(sums[0], bias, 1, out, narrow_out, rows, outputs, to);
 }
 
-static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out, int wide,
-                        int n, int outputs, int inputs, int first, int last) {
-    const int64_t size = wide ? 4 : 2;
+static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out,
+                        int narrow_out, int n, int outputs, int inputs, int first, int last) {
+    const int64_t size = narrow_out ? 2 : 4;
     const int sets = (n + 31) / 32, share = sets > 2 ? (32 + sets - 1) / sets : 0; /* with few rows it is sooner read than asked */
     int shaped = 0;
     for (int b = first; b < last; b++) {
@@ -220,7 +221,7 @@ static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packe
             if (rows != shaped) tiles_for(shaped = rows);
             if (rows > 16) tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 1);
             else tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 0);
-            tile_store(bias ? bias + begin : 0, (char *)out + ((int64_t)r * outputs + begin) * size, wide, rows, count, outputs);
+            tile_store(bias ? bias + begin : 0, (char *)out + ((int64_t)r * outputs + begin) * size, narrow_out, rows, count, outputs);
         }
     }
     _tile_release();
@@ -237,14 +238,23 @@ int tidemill_tiles(void) {
     return allowed > 0;
 }
 
-/* Whether there is code for weights of this kind. */
-int tidemill_linear_is_fast(int narrow) {
-#ifdef PAIRS
-    if (narrow) return 1;
-#endif
-    if (narrow) return 0;
+/* Whether there is code for it, and a processor that runs it. */
+int tidemill_multiplies(int kind) {
 #ifdef __AVX512F__
-    return 1;
+    if (kind == FLOATS || kind == WIDENED) return 1;
+#endif
+#ifdef PAIRS
+    if (kind == PAIRED) return 1;
+#endif
+    return kind == TILED && tidemill_tiles();
+}
+
+/* Whether adding up pairs is quicker than widening them and adding up floats: processors of Intel's without tiles, or whose tiles
+ * are kept from us, add up pairs half as fast as floats. */
+int tidemill_pairs_are_quick(void) {
+#ifdef PAIRS
+    __builtin_cpu_init();
+    return !__builtin_cpu_is("intel");
 #endif
     return 0;
 }
@@ -277,33 +287,45 @@ void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs
     else pack(packed, weight, stride * 4, outputs, inputs, 0);
 }
 
-void tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int narrow, int wide, int n,
-                     int outputs, int inputs, int threads) {
-    const int blocks = (outputs + BLOCK - 1) / BLOCK, size = narrow ? 2 : 4, to = narrow && !wide ? 2 : 4;
-    const int tiles = narrow && tidemill_tiles(), fit = NEAR / inputs / 32 * 32, some = fit < 32 ? 32 : fit;
-    const int most = tiles || some < MOST_ROWS ? some : MOST_ROWS;
-    const int64_t apart = (int64_t)inputs * size + LINE;
-    const int copied = !tiles && n > 1 && stride * size % CROWDED == 0;
+/* 0, or 1 when there is no memory. */
+int tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int kind, int narrow_out, int n,
+                    int outputs, int inputs, int threads) {
+    const int narrow = kind != FLOATS, blocks = (outputs + BLOCK - 1) / BLOCK, size = narrow ? 2 : 4, to = narrow_out ? 2 : 4;
+    const int near = kind == WIDENED ? 4 : size, fit = NEAR / inputs / 32 * 32, some = fit < 32 ? 32 : fit;
+    const int most = kind == TILED || some < MOST_ROWS ? some : MOST_ROWS;
+    const int64_t apart = (int64_t)inputs * near + LINE;
+    const int copied = kind == WIDENED || (kind != TILED && n > 1 && stride * size % CROWDED == 0);
+    int failed = 0;
     if (threads > blocks) threads = blocks;
-#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(| : failed) if (threads > 1)
     for (int part = 0; part < threads; part++) {
         const int first = (int64_t)blocks * part / threads, last = (int64_t)blocks * (part + 1) / threads;
-        char *copy = copied && last - first > 1 ? malloc((n < most ? n : most) * apart) : 0; /* without one it is slower */
+        char *copy = copied ? malloc((n < most ? n : most) * apart) : 0;
+        if (copied && !copy) {
+            failed = 1;
+            continue;
+        }
         for (int r = 0; r < n; r += most) {
             const int rows = n - r < most ? n - r : most;
             const char *from = (const char *)x + r * stride * size;
             char *into = (char *)out + (int64_t)r * outputs * to;
-            for (int i = 0; copy && i < rows; i++) memcpy(copy + i * apart, from + i * stride * size, (size_t)inputs * size);
-            const void *near = copy ? copy : from;
-            const int64_t step = copy ? apart / size : stride;
-            if (!narrow) float_linear(near, step, packed, bias, (float *)into, rows, outputs, inputs, first, last);
-#ifdef TILES
-            else if (tiles) tile_linear(near, step, packed, bias, into, wide, rows, outputs, inputs, first, last);
-#endif
+            for (int i = 0; copied && i < rows; i++)
+                if (kind == WIDENED) widen(from, i * stride, inputs, 1, (float *)(copy + i * apart));
+                else memcpy(copy + i * apart, from + i * stride * size, (size_t)inputs * size);
+            const void *close = copied ? copy : from;
+            const int64_t step = copied ? apart / near : stride;
+            switch (kind) {
+            case FLOATS: vector_linear(FLOATS, close, step, packed, bias, into, 0, rows, outputs, inputs, first, last); break;
+            case WIDENED: vector_linear(WIDENED, close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last); break;
 #ifdef PAIRS
-            else pair_linear(near, step, packed, bias, into, wide, rows, outputs, inputs, first, last);
+            case PAIRED: vector_linear(PAIRED, close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last); break;
 #endif
+#ifdef TILES
+            case TILED: tile_linear(close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last); break;
+#endif
+            }
         }
         free(copy);
     }
+    return failed;
 }

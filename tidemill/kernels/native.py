@@ -15,6 +15,7 @@ from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
 WORTH_THREADS = 16  # rows
 WORTH_THREADS_PRODUCTS = 1 << 22
 SHARES = 64  # of rows whose sums are added in order: as many threads at most
+NONE, FLOATS, WIDENED, PAIRED, TILED = range(-1, 4)  # ways to multiply, see linear.c
 BLOCK, STEP = 32, 32  # outputs that rows are filled up to; inputs that must divide, of bfloat16: see linear.c
 
 _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
@@ -38,9 +39,10 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tidemill_sequences": (_Int, [_Pointer, _Pointer, _Int]),
     "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer]),
     "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
-    "tidemill_linear_is_fast": (_Int, [_Int]),
+    "tidemill_multiplies": (_Int, [_Int]),
+    "tidemill_pairs_are_quick": (_Int, []),
     "tidemill_pack": (None, [_Pointer, _Pointer, _Long] + [_Int] * 3),
-    "tidemill_linear": (None, [_Pointer, _Long, _Pointer, _Pointer, _Pointer] + [_Int] * 6),
+    "tidemill_linear": (_Int, [_Pointer, _Long, _Pointer, _Pointer, _Pointer] + [_Int] * 6),
 }
 
 
@@ -52,7 +54,14 @@ class Native:
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
-        self._packs = {dtype: bool(library.tidemill_linear_is_fast(dtype == torch.bfloat16)) for dtype in DTYPES}
+        narrow = (TILED, PAIRED, WIDENED) if library.tidemill_pairs_are_quick() else (TILED, WIDENED)
+        self.products = {  # the quickest way to multiply with weights of a dtype, NONE where others' code is as quick
+            dtype: next(filter(self.multiplies, narrow if dtype == torch.bfloat16 else (FLOATS,)), NONE) for dtype in DTYPES
+        }
+
+    def multiplies(self, way: int) -> bool:
+        """Whether this processor can."""
+        return bool(self._library.tidemill_multiplies(way))
 
     @staticmethod
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
@@ -197,7 +206,9 @@ class Native:
         """Whether `linear` is made for weights [N, K] like this one, on this processor."""
         narrow = weight.dtype == torch.bfloat16
         return (
-            self._packs.get(weight.dtype, False) and weight.device.type == "cpu" and not (narrow and weight.shape[1] % STEP)
+            self.products.get(weight.dtype, NONE) != NONE
+            and weight.device.type == "cpu"
+            and not (narrow and weight.shape[1] % STEP)
         )
 
     def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
@@ -219,10 +230,11 @@ class Native:
         assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // BLOCK) * BLOCK * k
         assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs)
         threads = torch.get_num_threads() if n * outputs * k >= WORTH_THREADS_PRODUCTS else 1
-        self._library.tidemill_linear(
+        if self._library.tidemill_linear(
             *(x.data_ptr(), x.stride(0), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
-            *(x.dtype == torch.bfloat16, wide, n, outputs, k, threads),
-        )
+            *(self.products[x.dtype], out.dtype == torch.bfloat16, n, outputs, k, threads),
+        ):
+            raise MemoryError(f"there is no memory for a copy of {n} rows of {k} numbers")
         return out
 
     @staticmethod
