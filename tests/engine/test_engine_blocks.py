@@ -223,6 +223,7 @@ def _check_plan(scheduler, plan, memory, chunk):
             where = int(scheduler.table[slot, i // size]) * size + i % size
             salt, prefix = memory[where]
             assert prefix == tuple(scheduler.tokens[slot, : i + 1].tolist()) and salt == salts[slot]
+            assert plan.chunks or i == position or where not in written, "rows that decode wait for one another"
 
 
 def test_thousands_of_waiting_requests_cost_nothing():

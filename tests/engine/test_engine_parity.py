@@ -83,6 +83,9 @@ async def test_compiled_attention_equals_a_full_forward(family, path, monkeypatc
         with_pages(monkeypatch, 10)
     under_test = engine(arch, **{**PATHS[path], "page_size": 16})
     assert under_test._cache is not None and under_test._cache._native is not None
+    decoding = under_test._weights.decoding
+    under_test._weights.decoding = None  # a pass of its own, of which `test_engine_decoding` is
+    assert decoding is None or decoding.layers == arch.layers
     texts = siblings()
     params = [SamplingParams(max_tokens=20, seed=i) for i in range(len(texts))]
     completions = await run(under_test, texts, params)
@@ -113,6 +116,7 @@ async def test_the_engine_tells_the_kernel_who_shares(monkeypatch):
         return attend(pages, q, table, slots, lows, ends, order, threads)
 
     monkeypatch.setattr(kernels, "attend", watch)
+    under_test._weights.decoding = None
     texts = prompts(3, 20, 30) * 4
     await run(under_test, texts, [SamplingParams(max_tokens=5, seed=i) for i in range(12)])
     assert all(len(list(groupby(first))) == len(set(first)) for first in given)

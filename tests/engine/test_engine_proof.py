@@ -8,6 +8,7 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,19 @@ def test_the_head_of_other_weights_is_noticed_in_low_precision_too():
     staged.head = old.head
     with pytest.raises(PolicyMismatch, match="the head that is served is another one"):
         under_test.prove(staged, published.version)
+
+
+def test_decoding_with_other_weights_is_noticed():
+    receiver, model = MemoryReceiver(), decoder()
+    published = receiver.publish(1, decoder(seed=1))
+    old, under_test = serve(model, Version(0), pack=True), Staging(receiver, pack=True)
+    staged = under_test.stage(published, old)
+    if staged.decoding is None:
+        pytest.skip("nothing is packed on this processor")
+    under_test.prove(staged, published.version)
+    for other in (old.decoding, None):
+        with pytest.raises(PolicyMismatch, match="decoding steps compute with other weights"):
+            under_test.prove(replace(staged, decoding=other), published.version)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -137,11 +137,20 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("sums[r][1] += high * factor", "sums[r][1] += low * factor"),
         ("_mm512_dpbf16_ps(sums[r][1], high, factor)", "_mm512_dpbf16_ps(sums[r][1], low, factor)"),
         ("second = both & (int32_t)0xffff0000", "second = both"),
+        ("load((char *)x + i * width, narrow) + ", ""),
+        ("turned + q_heads * head", "turned"),
         ("memcpy(&square[r], from, sizeof(ints))", "memcpy(&square[r], from, 60)"),
     ],
 )
 def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, monkeypatch, right, wrong) -> None:
-    ways = {"square": FLOATS, "high * factor": FLOATS, "tile": TILED, "dpbf16_ps": PAIRED, "second": WIDENED}
+    ways = {
+        "square": FLOATS,
+        "width": FLOATS,
+        "high * factor": FLOATS,
+        "tile": TILED,
+        "dpbf16_ps": PAIRED,
+        "second": WIDENED,
+    }
     if way := next((way for words, way in ways.items() if words in right), None):
         found = native()
         assert found is not None

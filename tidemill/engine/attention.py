@@ -7,7 +7,8 @@ those that several rows begin with are read once for all of them. Without one th
 gathered a block at a time: a block is padded to its longest row only and small enough to be still in the processor's cache
 when it is read. Decode attention is computed in float32 whatever the pages hold.
 
-Every layer writes the step's keys and values before it reads any, so rows may share pages that this very step fills.
+Where there are chunks, every layer writes the step's keys and values before it reads any, so rows may share pages that this
+very step fills.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from torch import Tensor
 
 from tidemill.engine.blocks import NULL_PAGE
 from tidemill.engine.scheduler import Chunk, Plan
+from tidemill.engine.weights import Weights
+from tidemill.kernels.decoding import DecodingWeights
 from tidemill.kernels.library import native
 from tidemill.kernels.native import Native
 from tidemill.models.architecture import Architecture
@@ -30,6 +33,7 @@ from tidemill.models.decoder import Attend, Decoder
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
+WORTH_ROWS = 24  # a thread: with fewer, reading all matrices takes longer than multiplying by them
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 
 
@@ -79,11 +83,29 @@ class PagedCache:
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._wide = torch.empty(0, dtype=torch.float32, device=device)
 
-    def hidden(self, decoder: Decoder, plan: Plan, table: np.ndarray) -> Tensor:
+    def hidden(self, weights: Weights, plan: Plan, table: np.ndarray) -> Tensor:
         """[N, D] of the step's tokens, whose keys and values are in the cache afterwards. `table` as for `attend`."""
+        threads = torch.get_num_threads()
+        worth = threads == 1 or len(plan.singles) >= WORTH_ROWS * threads
+        if self._native is not None and weights.decoding is not None and worth and not plan.chunks:
+            return self._decoded(self._native, weights.decoding, weights.decoder, plan, table, threads)
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
-        return decoder(tokens, positions, self.attend(plan, table))
+        return weights.decoder(tokens, positions, self.attend(plan, table))
+
+    def _decoded(
+        self, compiled: Native, layers: DecodingWeights, decoder: Decoder, plan: Plan, table: np.ndarray, threads: int
+    ) -> Tensor:
+        """The same where every row decodes: each thread takes some rows through all layers. None sees what another one
+        writes: of pages that a step fills, only those of chunks are shared within it."""
+        order = siblings_together(table[plan.singles, 0])
+        x = decoder.embed(torch.from_numpy(plan.tokens[order]))
+        angles = decoder.rope(torch.from_numpy(plan.positions[order]), x.dtype)
+        slots, ends, writes = plan.singles[order], plan.lengths[order], plan.writes[order]
+        lows = {w: np.maximum(ends - w, 0) if w else np.zeros_like(ends) for w in set(self.windows)}
+        of_layers = [lows[window] for window in self.windows]
+        out = compiled.decode(layers, x, angles, self.kv, table, slots, of_layers, ends, writes, threads)
+        return torch.empty_like(out).index_copy_(0, torch.from_numpy(order), out)
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""

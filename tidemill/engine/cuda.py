@@ -20,6 +20,7 @@ from torch import Tensor
 from tidemill.engine.attention import ChunkBlock, PagedCache
 from tidemill.engine.blocks import NULL_PAGE
 from tidemill.engine.scheduler import Plan
+from tidemill.engine.weights import Weights
 from tidemill.kernels.gpu import Gpu, gpu
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
@@ -77,8 +78,9 @@ class GpuCache(PagedCache):
         self._recorded: WeakKeyDictionary[Decoder, dict[int, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
         self._pool: tuple[int, int] | None = None  # of the graphs' memory: they run one after another and share it
 
-    def hidden(self, decoder: Decoder, plan: Plan, table: np.ndarray) -> Tensor:
+    def hidden(self, weights: Weights, plan: Plan, table: np.ndarray) -> Tensor:
         """The next call may overwrite it. The caller waits for the device before that."""
+        decoder = weights.decoder
         if not plan.chunks:
             return self._replay(decoder, plan, table)
         numbers = torch.from_numpy(numbers_of(plan, table, self.page_size)).to(self.device)

@@ -49,7 +49,7 @@ def run(
     weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, ask: RowParams, top: int, probes: list[Probe]
 ) -> Output:
     """One step. `top`: how many alternatives to report for the sampled rows."""
-    hidden = cache.hidden(weights.decoder, plan, table)
+    hidden = cache.hidden(weights, plan, table)
     rows = plan.sample_rows
     everything = len(rows) == len(hidden)  # decode steps: the rows are all there is, in order
     logits = weights.logits(hidden if everything else hidden[torch.from_numpy(rows).to(cache.device)])

@@ -19,7 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.kernels.decoding import DecodingWeights
 from tidemill.models.decoder import Decoder
+from tidemill.models.decoding import decoding_weights
 from tidemill.models.linear import wide_product, widens
 from tidemill.models.served import Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
@@ -34,6 +36,7 @@ class Weights:
     decoder: Decoder
     head: Tensor  # [V, D]: the decoder's own, or a float32 copy of it where nothing multiplies with that as it is
     version: Version
+    decoding: DecodingWeights | None  # the layers, for steps of rows that decode, where they are compiled
 
     def logits(self, hidden: Tensor) -> Tensor:
         """[n, V] float32 of hidden [n, D]: products of the numbers as they are, added up in float32."""
@@ -48,7 +51,7 @@ def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
         decoder.pack()
     head = decoder.head_weight.detach()
     as_it_is = decoder.packed_head.numbers is not None or widens(head)
-    return Weights(decoder, head if as_it_is else head.float(), version)
+    return Weights(decoder, head if as_it_is else head.float(), version, decoding_weights(decoder))
 
 
 class Staging:
@@ -93,6 +96,9 @@ class Staging:
         proven, words = self._proven
         if not serving.version == proven == version:
             raise PolicyMismatch(f"committed was {version}, staged {proven}, and {serving.version} is served")
+        decoding = decoding_weights(serving.decoder)
+        if (decoding and decoding.places) != (serving.decoding and serving.decoding.places):
+            raise PolicyMismatch(f"{version} was staged and committed, but decoding steps compute with other weights")
         with beside(serving.decoder.embed.weight.device):
             found = words_in_use(serving.decoder)
             same_head = torch.equal(serving.head, serving.decoder.head_weight.detach().to(serving.head.dtype))

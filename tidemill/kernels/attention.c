@@ -7,6 +7,7 @@
  * A query's softmax is taken piece by piece: what was summed is scaled again when a greater score comes.
  */
 
+#include "rows.h"
 #include "tiles.h"
 
 #include <math.h>
@@ -387,50 +388,51 @@ static void attend_shared(attention *run, int tile_size, int asked, const heads 
     attend_all(run, asked, kv, spans[0], spans + 1, queries, 0, scale, known);
 }
 
-/* q [n, heads, size] with `q_stride` numbers from row to row, out [n, heads, size] dense. Row r is sequence slots[r], which
- * sees tokens [lows[r], ends[r]). In `order` [n], rows that begin with the same pages stand side by side. 0, or 1 when these
- * sizes are not provided for. */
-int tidemill_attend(const void *kv, int narrow, const void *q, int64_t q_stride, void *out, const int32_t *table,
-                    int64_t table_stride, const int64_t *slots, const int64_t *lows, const int64_t *ends, const int64_t *order,
-                    int n, int q_heads, int kv_heads, int size, int page_size, float scale, int threads) {
-    const int G = q_heads / kv_heads, width = narrow ? 2 : 4, each = G * size * width, stride = 2 * size * width;
-    attention *run = attention_for(size, narrow);
-    if (!run || G > MOST_QUERIES || page_size % WIDTH) return 1;
-    const int share = n * kv_heads / threads;
-    const int most = between(1, share / 2, TOGETHER / G), few = between(1, share / 8, most < MOST_ROWS ? most : MOST_ROWS);
-    const int tiles = narrow && tidemill_tiles(), ahead = aligned(AHEAD / stride);
-    family found[n + 1];
-    const int count = families(table, table_stride, slots, lows, ends, order, n, page_size, most, few, found);
-#pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int item = 0; item < count * kv_heads; item++) {
-        const int head = item % kv_heads;
-        const family rows = found[item / kv_heads];
-        const int64_t head_bytes = (int64_t)page_size * stride, *row = order + rows.first;
-        const heads mine = {(const char *)kv + head * head_bytes, kv_heads * head_bytes, stride, page_size, ahead};
-        const int members = rows.last - rows.first;
-        char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
-        span spans[TOGETHER + 2], *own = spans + 1; /* what all see, what each sees, and the end */
-        state known;
-        for (int i = 0; i < members; i++) {
-            const int64_t r = row[i], from = r * q_stride + (int64_t)head * G * size;
-            memcpy(queries + i * each, (const char *)q + from * width, each);
-            own[i] = (span){table + slots[r] * table_stride, lows[r] > rows.shared ? lows[r] : rows.shared, ends[r]};
-        }
-        own[members] = (span){table, 0, 0};
-        const int asked = aligned(members * G + WIDTH - 1); /* rounded up, for tiles */
-        memset(queries + members * each, 0, (size_t)(asked - members * G) * size * width);
-        for (int i = 0; i < asked; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
-        memset(known.sums, 0, (size_t)asked * size * sizeof(float));
-        spans[0] = (span){own[0].table, (int)lows[row[0]], rows.shared};
-        if (rows.shared) attend_shared(run, tiles ? size : 0, members * G, &mine, spans, queries, scale, &known);
-        for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own + i + 1, queries, i * G, scale, &known);
-        for (int i = 0; i < members; i++) {
-            float *sums = (float *)known.sums + i * G * size;
-            for (int g = 0; g < G; g++)
-                for (int e = 0; e < size; e++) sums[g * size + e] /= known.total[i * G + g];
-            put(sums, G * size, narrow, out, (row[i] * q_heads + head * G) * size);
-        }
+/* The queries of a family that share a key/value head. */
+static void attend_family(const paged_queries *of, attention *run, const family *rows, int head) {
+    const int size = of->size, narrow = of->narrow, G = of->q_heads / of->kv_heads, width = narrow ? 2 : 4;
+    const int members = rows->last - rows->first, each = G * size * width, stride = 2 * size * width;
+    const int64_t head_bytes = (int64_t)of->page_size * stride, *row = of->order + rows->first;
+    const char *pages = (const char *)of->kv + head * head_bytes;
+    const heads mine = {pages, of->kv_heads * head_bytes, stride, of->page_size, aligned(AHEAD / stride)};
+    char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
+    span spans[TOGETHER + 2], *own = spans + 1; /* what all see, what each sees, and the end */
+    state known;
+    for (int i = 0; i < members; i++) {
+        const int64_t r = row[i], from = r * of->q_stride + (int64_t)head * G * size, low = of->lows[r];
+        memcpy(queries + i * each, (const char *)of->q + from * width, each);
+        own[i] = (span){of->table + of->slots[r] * of->table_stride, low > rows->shared ? low : rows->shared, of->ends[r]};
     }
+    own[members] = (span){of->table, 0, 0};
+    const int rounded = aligned(members * G + WIDTH - 1); /* up, for tiles */
+    memset(queries + members * each, 0, (size_t)(rounded - members * G) * size * width);
+    for (int i = 0; i < rounded; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
+    memset(known.sums, 0, (size_t)rounded * size * sizeof(float));
+    spans[0] = (span){own[0].table, (int)of->lows[row[0]], rows->shared};
+    const int tiles = narrow && tidemill_tiles();
+    if (rows->shared) attend_shared(run, tiles ? size : 0, members * G, &mine, spans, queries, of->scale, &known);
+    for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own + i + 1, queries, i * G, of->scale, &known);
+    for (int i = 0; i < members; i++) {
+        float *sums = (float *)known.sums + i * G * size;
+        for (int g = 0; g < G; g++)
+            for (int e = 0; e < size; e++) sums[g * size + e] /= known.total[i * G + g];
+        put(sums, G * size, narrow, of->out, (row[i] * of->q_heads + head * G) * size);
+    }
+}
+
+/* Attention of the queries; see `paged_queries`. 0, or 1 when these sizes are not provided for. */
+int tidemill_attend(const paged_queries *of, int threads) {
+    const int n = of->n, G = of->q_heads / of->kv_heads;
+    attention *run = attention_for(of->size, of->narrow);
+    if (!run || G > MOST_QUERIES || of->page_size % WIDTH) return 1;
+    const int share = n * of->kv_heads / threads;
+    const int most = between(1, share / 2, TOGETHER / G), few = between(1, share / 8, most < MOST_ROWS ? most : MOST_ROWS);
+    family found[n + 1];
+    const int count =
+        families(of->table, of->table_stride, of->slots, of->lows, of->ends, of->order, n, of->page_size, most, few, found);
+#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+    for (int item = 0; item < count * of->kv_heads; item++)
+        attend_family(of, run, &found[item / of->kv_heads], item % of->kv_heads);
     return 0;
 }
 

@@ -18,8 +18,10 @@ from pathlib import Path
 
 import torch
 
-SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in ("cpu", "layers", "attention", "sequences", "linear"))
-HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h"))
+SOURCES = tuple(
+    Path(__file__).with_name(f"{name}.c") for name in ("cpu", "layers", "attention", "sequences", "linear", "decoding")
+)
+HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "rows.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
 LIMIT_S = 120.0  # of one compilation, which takes a few seconds

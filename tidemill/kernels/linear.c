@@ -7,6 +7,7 @@
  * An output is one sum over the inputs in their order, so its bits depend neither on the other rows nor on their number.
  */
 
+#include "rows.h"
 #include "tiles.h"
 
 #include <stdlib.h>
@@ -119,7 +120,7 @@ STRETCHES(float_stretch, float, float_rows)
 STRETCHES(pair_stretch, uint16_t, pair_rows)
 #endif
 
-/* Sums [rows, BLOCK] to `out` [rows, outputs of all], with the bias, rounded where `narrow_out`: of a block with so many outputs. */
+/* Sums [rows, BLOCK] to `out` [rows, outputs of all], with the bias, rounded where `narrow_out`: of a block of so many outputs. */
 static void put_sums(float *sums, const void *bias, int narrow, void *out, int narrow_out, int rows, int outputs, int64_t to) {
     float add[BLOCK];
     if (bias) widen(bias, 0, outputs, narrow, add);
@@ -133,8 +134,10 @@ static void put_sums(float *sums, const void *bias, int narrow, void *out, int n
 /* x [n, inputs] is floats, but for PAIRED. */
 INLINE void vector_linear(const int kind, const void *x, int64_t stride, const void *packed, const void *bias, void *out,
                           int narrow_out, int n, int outputs, int inputs, int first, int last) {
-    const int narrow = kind != FLOATS, width = narrow ? 2 : 4, x_width = kind == PAIRED ? 2 : 4, length = kind == PAIRED ? 2 * STRETCH : STRETCH;
-    float kept[MOST_ROWS * BLOCK] __attribute__((aligned(64))), wide[kind == WIDENED ? STRETCH * BLOCK : 1] __attribute__((aligned(64)));
+    const int narrow = kind != FLOATS, width = narrow ? 2 : 4, x_width = kind == PAIRED ? 2 : 4, step = narrow_out ? 2 : 4;
+    const int length = kind == PAIRED ? 2 * STRETCH : STRETCH;
+    float kept[MOST_ROWS * BLOCK] __attribute__((aligned(64)));
+    float wide[kind == WIDENED ? STRETCH * BLOCK : 1] __attribute__((aligned(64)));
     for (int b = first; b < last; b++) {
         const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
         const char *block = (const char *)packed + (int64_t)b * inputs * BLOCK * width;
@@ -151,7 +154,7 @@ INLINE void vector_linear(const int kind, const void *x, int64_t stride, const v
             if (kind == PAIRED) pair_stretch(from, stride, (const uint16_t *)weights, some, k == 0, kept, n, next, bytes);
 #endif
         }
-        put_sums(kept, bias ? (const char *)bias + begin * width : 0, narrow, (char *)out + (int64_t)begin * (narrow_out ? 2 : 4), narrow_out, n,
+        put_sums(kept, bias ? (const char *)bias + begin * width : 0, narrow, (char *)out + (int64_t)begin * step, narrow_out, n,
                  count, outputs);
     }
 }
@@ -288,8 +291,8 @@ void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs
 }
 
 /* 0, or 1 when there is no memory. */
-int tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int kind, int narrow_out, int n,
-                    int outputs, int inputs, int threads) {
+int tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int kind, int narrow_out,
+                    int n, int outputs, int inputs, int threads) {
     const int narrow = kind != FLOATS, blocks = (outputs + BLOCK - 1) / BLOCK, size = narrow ? 2 : 4, to = narrow_out ? 2 : 4;
     const int near = kind == WIDENED ? 4 : size, fit = NEAR / inputs / 32 * 32, some = fit < 32 ? 32 : fit;
     const int most = kind == TILED || some < MOST_ROWS ? some : MOST_ROWS;
@@ -314,14 +317,15 @@ int tidemill_linear(const void *x, int64_t stride, const void *packed, const voi
                 else memcpy(copy + i * apart, from + i * stride * size, (size_t)inputs * size);
             const void *close = copied ? copy : from;
             const int64_t step = copied ? apart / near : stride;
+#define OF close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last
             switch (kind) {
-            case FLOATS: vector_linear(FLOATS, close, step, packed, bias, into, 0, rows, outputs, inputs, first, last); break;
-            case WIDENED: vector_linear(WIDENED, close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last); break;
+            case FLOATS: vector_linear(FLOATS, OF); break;
+            case WIDENED: vector_linear(WIDENED, OF); break;
 #ifdef PAIRS
-            case PAIRED: vector_linear(PAIRED, close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last); break;
+            case PAIRED: vector_linear(PAIRED, OF); break;
 #endif
 #ifdef TILES
-            case TILED: tile_linear(close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last); break;
+            case TILED: tile_linear(OF); break;
 #endif
             }
         }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.kernels.decoding import DecodingWeights, rows
 from tidemill.kernels.gpu import DTYPES
 from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
@@ -22,12 +24,9 @@ _Pointer, _Int, _Long = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
 _NORM = (_Pointer, _Long, _Int, _Pointer, _Int, ctypes.c_float)
 _ROTATE = (_Pointer, _Long, _Int, _Pointer, _Pointer, _Int, ctypes.c_float, _Pointer, _Pointer, _Int)
 _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
-    "tidemill_attend": (
-        _Int,
-        [_Pointer, _Int, _Pointer, _Long, _Pointer, _Pointer, _Long, _Pointer, _Pointer, _Pointer, _Pointer]
-        + [_Int] * 5
-        + [ctypes.c_float, _Int],
-    ),
+    "tidemill_attend": (_Int, [_Pointer, _Int]),
+    "tidemill_decoding_room": (_Long, [_Pointer, _Int]),
+    "tidemill_decode": (_Int, [_Pointer, _Pointer, _Int]),
     "tidemill_write": (None, [_Pointer, _Int, _Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
     "tidemill_norm": (None, [*_NORM, _Pointer] + [_Int] * 4),
     "tidemill_norm_back": (None, [*_NORM, _Pointer, _Int, _Pointer, _Pointer] + [_Int] * 4),
@@ -46,11 +45,21 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
 }
 
 
+class _Queries(ctypes.Structure):
+    _fields_ = [
+        *((name, _Pointer) for name in ("kv", "q", "out", "table", "slots", "lows", "ends", "order")),
+        *((name, _Long) for name in ("q_stride", "table_stride")),
+        *((name, _Int) for name in ("n", "q_heads", "kv_heads", "size", "page_size", "narrow")),
+        ("scale", ctypes.c_float),
+    ]
+
+
 class Native:
     """The library's functions, on tensors and arrays. Pointers are taken here and nowhere else."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._room = torch.empty(0, dtype=torch.uint8)  # of `decode`
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -90,14 +99,45 @@ class Native:
         n, heads, size = q.shape
         out = torch.empty((n, heads, size), dtype=q.dtype)
         assert q.stride()[1:] == (size, 1) and pages.is_contiguous() and table.strides[1] == 4
-        failed = self._library.tidemill_attend(
-            *(pages.data_ptr(), int(pages.dtype == torch.bfloat16)),
-            *(q.data_ptr(), q.stride(0), out.data_ptr()),
-            *(table.ctypes.data, table.strides[0] // 4, slots.ctypes.data),
-            *(lows.ctypes.data, ends.ctypes.data, order.ctypes.data),
-            *(n, heads, pages.shape[1], size, pages.shape[2], size**-0.5, threads),
+        queries = _Queries(
+            *(pages.data_ptr(), q.data_ptr(), out.data_ptr(), table.ctypes.data, slots.ctypes.data),
+            *(lows.ctypes.data, ends.ctypes.data, order.ctypes.data, q.stride(0), table.strides[0] // 4),
+            *(n, heads, pages.shape[1], size, pages.shape[2], pages.dtype == torch.bfloat16, size**-0.5),
         )
+        failed = self._library.tidemill_attend(ctypes.byref(queries), threads)
         assert not failed, "see `attends`"
+        return out
+
+    def decode(
+        self,
+        weights: DecodingWeights,
+        x: Tensor,
+        angles: tuple[Tensor, Tensor],
+        kv: Tensor,
+        table: np.ndarray,
+        slots: np.ndarray,
+        lows: Sequence[np.ndarray],
+        ends: np.ndarray,
+        writes: np.ndarray,
+        threads: int,
+    ) -> Tensor:
+        """Hidden states [n, D] after the last norm of embedded tokens x [n, D], which are used up.
+
+        angles: cos and sin [n, 1, E / 2]. kv [layers, P, K, page_size, 2E], to which keys and values are written at `writes`
+        [n] int64. lows: of each layer; as the others, see `attend`. Rows that begin with the same pages stand side by side,
+        and none sees what another one writes. Each thread takes a run of rows through all layers.
+        """
+        n, out = len(x), torch.empty_like(x)
+        assert kv.shape[0] == weights.layers == len(lows) and kv.dtype == x.dtype == weights.dtype
+        assert x.shape[1] == weights.hidden and kv.shape[2] == weights.kv_heads and kv.shape[4] == 2 * weights.head_dim
+        of = ctypes.byref(weights.structure)
+        room = self._library.tidemill_decoding_room(of, -(-n // threads)) * threads
+        if self._room.numel() < room:
+            self._room = torch.empty(room, dtype=torch.uint8)
+        order = np.arange(n)
+        at = rows(x, out, angles, kv, self._room, table, slots, lows, ends, writes, order)
+        if self._library.tidemill_decode(of, ctypes.byref(at), threads):
+            raise MemoryError(f"there is no memory for {n} rows of a step")
         return out
 
     def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: np.ndarray) -> None:

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tidemill.kernels.building import Unavailable
+from tidemill.kernels.decoding import NORMS, DecodingWeights
 from tidemill.kernels.gpu import DTYPES
-from tidemill.kernels.native import Native
+from tidemill.kernels.native import NONE, Native
 from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import Families
 
@@ -19,7 +20,7 @@ EPS = 1e-6
 
 def expect_right(library: Native) -> None:
     """Raises Unavailable when the library's answers are wrong. It starts no thread: this process may be forked from."""
-    if not all(right(library) for right in (_pages, _sums, _products, _sequences, _norms, _rotations, _gates)):
+    if not all(right(library) for right in TRIALS):
         raise Unavailable("the compiled kernels compute something else than they should")
 
 
@@ -116,6 +117,38 @@ def _gates(library: Native) -> bool:
     share = 1 / (1 + (-gate).exp())
     d_both = torch.cat((d * up * share * (1 + gate * (1 - share)), d * gate * share), dim=1)
     return _near(library.gate(both), gate * share * up) and _near(library.gate_back(both, d), d_both)
+
+
+def _decoding(library: Native) -> bool:
+    """Two rows of one token each, which see themselves, in one layer."""
+    if library.products[torch.float32] == NONE:
+        return True
+    shapes = {"qkv": (64, 16), "o": (16, 32), "gate_up": (80, 16), "down": (16, 40)}
+    matrices = {name: _numbers(*shape) for name, shape in shapes.items()}
+    norms = {name: _numbers(16) + 2 for name in NORMS}
+    packed = {name: library.pack(matrix) for name, matrix in matrices.items()}
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 40}
+    weights = DecodingWeights([packed | norms], _numbers(16), **shape, products=library.products[torch.float32], eps=EPS)
+    x, angles, kv = _numbers(2, 16), _numbers(2, 1, 8), torch.zeros(1, 3, 1, 16, 32)
+    cos, sin, table, slots = angles.cos(), angles.sin(), np.array([[2], [1]], np.int32), np.arange(2)
+    given = (table, slots, [slots * 0], slots * 0 + 1, np.array([32, 16]))
+    found = library.decode(weights, x.clone(), (cos, sin), kv, *given, threads=1)
+
+    def product(x: Tensor, name: str) -> Tensor:
+        return (x[:, None] * matrices[name]).sum(-1)
+
+    heads = product(_norm(x, norms["input_norm"]), "qkv").view(2, 4, 16)
+    key = _turned(_norm(heads[:, 2:3], norms["k_norm"]), cos, sin)
+    x = x + product(heads[:, 3].repeat(1, 2), "o")
+    gate, up = product(_norm(x, norms["post_norm"]), "gate_up").chunk(2, dim=-1)
+    x = x + product(gate / (1 + (-gate).exp()) * up, "down")
+    written = kv[0, [2, 1], 0, 0]
+    return torch.allclose(found, _norm(x, _numbers(16)), atol=1e-4) and torch.allclose(
+        written, torch.cat((key[:, 0], heads[:, 3]), dim=-1), atol=1e-4
+    )
+
+
+TRIALS = (_pages, _sums, _products, _sequences, _norms, _rotations, _gates, _decoding)
 
 
 def _numbers(*shape: int) -> Tensor:

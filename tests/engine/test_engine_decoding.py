@@ -1,0 +1,133 @@
+"""The compiled pass over rows that decode: the bits of the decoder's own operations, the same keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from engine_cases import BASE, FAMILIES, decoder, engine, prompts, reference_logprobs
+
+from tidemill.engine import attention
+from tidemill.engine.attention import PagedCache, siblings_together
+from tidemill.engine.scheduler import Plan
+from tidemill.engine.weights import Weights, serve
+from tidemill.kernels.library import native
+from tidemill.kernels.native import NONE
+from tidemill.models.architecture import Architecture
+from tidemill.types import SamplingParams, Version
+
+ROWS, PAGES = 26, 90
+SHAPES = {name: replace(arch, head_dim=16, intermediate=96, hidden=64) for name, arch in FAMILIES.items()}
+
+
+@pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
+def dtype(request: pytest.FixtureRequest) -> torch.dtype:
+    if (compiled := native()) is None or compiled.products[request.param] == NONE:
+        pytest.skip("no packed products on this processor")
+    return request.param
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def a_step(vocab: int, seed: int = 0) -> tuple[Plan, np.ndarray]:
+    """Rows of 1 to 40 tokens in pages of 16, in families that share their first page or two; one writes nowhere."""
+    rng = np.random.default_rng(seed)
+    lengths = np.sort(rng.integers(1, 41, ROWS))[::-1].copy()
+    table, free = np.zeros((ROWS, 4), np.int32), iter(range(1, PAGES))
+    first = [next(free), next(free)]
+    for row, length in enumerate(lengths):
+        own = -(-length // 16)
+        common = min(own - 1, row % 3) if row % 2 else 0  # families stand apart in the plan
+        table[row, :own] = [*first[:common], *(next(free) for _ in range(own - common))]
+    singles = np.arange(ROWS)
+    positions = lengths - 1
+    writes = table[singles, positions // 16].astype(np.int64) * 16 + positions % 16
+    writes[-1] = positions[-1] % 16  # its key is there already: what it writes is discarded
+    tokens = rng.integers(0, vocab, ROWS)
+    return Plan(singles, lengths, [], tokens, positions, writes, singles, singles, [], []), table
+
+
+def filled(arch: Architecture, dtype: torch.dtype) -> PagedCache:
+    cache = PagedCache(arch, PAGES, 16, dtype, torch.device("cpu"))
+    cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(1)))
+    return cache
+
+
+def both(arch: Architecture, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Hidden states, and all keys and values afterwards: of the pass, and of the operations one by one."""
+    weights, (plan, table) = serve(decoder(arch, dtype=dtype), Version(0), pack=True), a_step(arch.vocab)
+    assert weights.decoding is not None
+    order = siblings_together(table[plan.singles, 0])
+    assert order.tolist() != list(range(ROWS))
+    found = []
+    for of in (weights, replace(weights, decoding=None)):
+        cache = filled(arch, dtype)
+        with torch.inference_mode():
+            found.append([cache.hidden(of, plan, table), cache.kv])
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_the_same_bits_on_one_thread(family: str, dtype: torch.dtype) -> None:
+    passed, single = both(SHAPES[family], dtype)
+    assert all(map(torch.equal, passed, single))
+
+
+@pytest.mark.parametrize("family", SHAPES)
+def test_threads_take_rows(family: str, dtype: torch.dtype, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which rows share an attention differs, and with it the order of sums."""
+    monkeypatch.setattr(attention, "WORTH_ROWS", 5)
+    passed, single = both(SHAPES[family], dtype)
+    error = 1e-4 if dtype == torch.float32 else 0.1
+    for one, other in zip(passed, single, strict=True):
+        torch.testing.assert_close(one, other, atol=error, rtol=error)
+    assert torch.isfinite(passed[0]).all()
+
+
+@pytest.mark.parametrize("worth, passes", [(ROWS // 2, 1), (ROWS // 2 + 1, 0)])
+def test_few_rows_are_shared_out_by_products(
+    worth: int, passes: int, dtype: torch.dtype, two_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With fewer than so many a thread, each thread reads a part of every matrix instead."""
+    monkeypatch.setattr(attention, "WORTH_ROWS", worth)
+    compiled, calls = native(), []
+    assert compiled is not None
+    decode = compiled.decode
+    monkeypatch.setattr(compiled, "decode", lambda *given: calls.append(given) or decode(*given))
+    both(SHAPES["llama"], dtype)
+    assert len(calls) == passes
+
+
+def test_matrices_that_are_not_packed_are_left_to_the_operations(dtype: torch.dtype) -> None:
+    assert serve(decoder(SHAPES["qwen3"], dtype=dtype), Version(0), pack=False).decoding is None
+
+
+async def test_an_engine_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, steps = native(), []
+    if compiled is None or compiled.products[torch.float32] == NONE:
+        pytest.skip("no packed products on this processor")
+    decode = compiled.decode
+
+    def watch(weights: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
+        steps.append(len(x))
+        return decode(weights, x, *given)
+
+    monkeypatch.setattr(compiled, "decode", watch)
+    arch = replace(BASE, head_dim=16)
+    under_test, text = engine(arch, page_size=16), prompts(1, 20, 21)[0]
+    assert isinstance(under_test._weights, Weights)
+    completion = await under_test.generate(text, SamplingParams(max_tokens=30, seed=1), "policy", "")
+    expected = reference_logprobs(decoder(arch), text, completion.tokens)
+    np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+    assert steps == [1] * 29, "the first token comes of the prompt's step"
+    await under_test.close()

@@ -1,0 +1,89 @@
+"""A decoder over rows of one token each, as `decoding.c` is told of it."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+MATRICES = ("qkv", "o", "gate_up", "down")
+NORMS = ("input_norm", "q_norm", "k_norm", "post_norm")
+_ORDER = ("input_norm", "qkv", "qkv_bias", "q_norm", "k_norm", "o", "o_bias")
+_ORDER += ("post_norm", "gate_up", "gate_up_bias", "down", "down_bias")
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in _ORDER]
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        ("norm", ctypes.c_void_p),
+        *((name, ctypes.c_int32) for name in ("count", "hidden", "q_heads", "kv_heads", "size", "intermediate")),
+        *((name, ctypes.c_int32) for name in ("narrow", "products")),
+        *((name, ctypes.c_float) for name in ("eps", "qk_eps")),
+    ]
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("x", "out", "cos", "sin", "pages", "room", "table", "slots")),
+        ("lows", ctypes.POINTER(ctypes.c_void_p)),
+        *((name, ctypes.c_void_p) for name in ("ends", "writes", "order")),
+        *((name, ctypes.c_int64) for name in ("layer_bytes", "table_stride")),
+        *((name, ctypes.c_int32) for name in ("n", "page_size")),
+    ]
+
+
+class DecodingWeights:
+    """The weights of a decoder, of one dtype on the CPU: right as long as they stay where they are."""
+
+    def __init__(
+        self,
+        layers: Sequence[Mapping[str, Tensor | None]],
+        norm: Tensor,
+        *,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        intermediate: int,
+        products: int,
+        eps: float,
+    ) -> None:
+        """layers: by the names in MATRICES, packed, and NORMS; biases as "qkv_bias". products: of `Native.products`."""
+        self._kept = [norm, *(tensor for layer in layers for tensor in layer.values() if tensor is not None)]
+        assert all(tensor.dtype == norm.dtype and tensor.is_contiguous() for tensor in self._kept)
+        self.heads, self.kv_heads, self.head_dim, self.layers = heads, kv_heads, head_dim, len(layers)
+        self.hidden, self.dtype = norm.numel(), norm.dtype
+        self.places = [tensor.data_ptr() for tensor in self._kept]  # of all weights, in memory
+        pointers = (_Layer * len(layers))(
+            *(_Layer(**{name: t.data_ptr() for name, t in layer.items() if t is not None}) for layer in layers)
+        )
+        sizes = (len(layers), self.hidden, heads, kv_heads, head_dim, intermediate)
+        self.structure = _Decoder(pointers, norm.data_ptr(), *sizes, norm.dtype == torch.bfloat16, products, eps, eps)
+
+
+def rows(
+    x: Tensor,
+    out: Tensor,
+    angles: tuple[Tensor, Tensor],
+    kv: Tensor,
+    room: Tensor,
+    table: np.ndarray,
+    slots: np.ndarray,
+    lows: Sequence[np.ndarray],
+    ends: np.ndarray,
+    writes: np.ndarray,
+    order: np.ndarray,
+) -> ctypes.Structure:
+    """See `Native.decode`; the operands must outlive it."""
+    assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in (slots, *lows, ends, writes, order))
+    assert all(t.is_contiguous() and t.dtype == x.dtype for t in (x, out, *angles, kv)) and table.strides[1] == 4
+    pointers = (*(t.data_ptr() for t in (x, out, *angles, kv, room)), table.ctypes.data, slots.ctypes.data)
+    of_layers = (ctypes.c_void_p * len(lows))(*(array.ctypes.data for array in lows))
+    arrays = (array.ctypes.data for array in (ends, writes, order))
+    return _Rows(*pointers, of_layers, *arrays, kv[0].nbytes, table.strides[0] // 4, len(x), kv.shape[3])

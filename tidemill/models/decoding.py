@@ -1,0 +1,34 @@
+"""A decoder's layers for the compiled pass over rows of one token each: see `kernels.native.Native.decode`."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tidemill.kernels.decoding import MATRICES, NORMS, DecodingWeights
+from tidemill.kernels.library import native
+from tidemill.models.decoder import Decoder, Layer
+
+
+def decoding_weights(decoder: Decoder) -> DecodingWeights | None:
+    """Right until the weights move, or are packed elsewhere. None where a matrix is not packed."""
+    compiled, arch = native(), decoder.arch
+    layers = [_weights(layer) for layer in decoder.layers if isinstance(layer, Layer)]
+    if compiled is None or any(layer[name] is None for layer in layers for name in MATRICES):
+        return None
+    dtype = decoder.norm.weight.dtype
+    if any(t is not None and t.dtype != dtype for layer in layers for t in layer.values()):
+        return None
+    shape = {"heads": arch.heads, "kv_heads": arch.kv_heads, "head_dim": arch.head_dim, "intermediate": arch.intermediate}
+    products, norm = compiled.products[dtype], decoder.norm.weight.detach()
+    return DecodingWeights(layers, norm, **shape, products=products, eps=arch.norm_eps)
+
+
+def _weights(layer: Layer) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for name in MATRICES:
+        module = getattr(layer, name)
+        found |= {name: module.packed.numbers, f"{name}_bias": None if module.bias is None else module.bias.detach()}
+    for name in NORMS:
+        norm = getattr(layer, name)
+        found[name] = None if norm is None else norm.weight.detach()
+    return found
