@@ -22,7 +22,7 @@ from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, STEP, Native
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture
-from tidemill.models.linear import MIXES
+from tidemill.models.linear import MIXES, floats_are_quicker
 from tidemill.models.logprobs import chunk_rows
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import filled
@@ -206,6 +206,8 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> i
         layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
         share = AUTOCAST if narrows else 1.0
     copies = 2 * parameters(arch) if narrows else 0
+    if narrows and on_cpu and floats_are_quicker():
+        copies = 4 * max(n * k for n, k in matrices(arch))  # one at a time, widened
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
     logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits

@@ -6,12 +6,17 @@ only until the weights change. It holds the weights' own words, in another order
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.library import native
+from tidemill.kernels.native import WIDENED
 
+NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
 MIXES = "dtype" in torch.ops.aten.mm.overloads()  # PyTorch 2.8 and later multiply narrow matrices into a wide one
 
 
@@ -63,4 +68,63 @@ class Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         product = self.packed.product(input, self.out_features, self.bias)
+        if product is None and _would_be_narrowed(input, self.weight) and floats_are_quicker():
+            return _Rounded.apply(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias) if product is None else product
+
+
+def floats_are_quicker() -> bool:
+    """Whether the CPU multiplies what is bfloat16 faster when it is widened before."""
+    compiled = native()
+    return compiled is not None and compiled.products[NARROW] == WIDENED
+
+
+def _would_be_narrowed(x: Tensor, weight: Tensor) -> bool:
+    """Whether autocast multiplies these as bfloat16, on a CPU."""
+    on_cpu = x.device.type == weight.device.type == "cpu" and torch.is_autocast_enabled("cpu")
+    known = x.ndim == 2 and x.dtype in (torch.float32, NARROW) and weight.dtype == torch.float32
+    return on_cpu and known and torch.get_autocast_dtype("cpu") == NARROW
+
+
+class _Rounded(torch.autograd.Function):
+    """x W^T + b of what is rounded to bfloat16, summed up in float32 and rounded once, as autocast's is. Gradients of the
+    weights are not rounded, where autocast's are, once a micro-batch."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        narrow, out = x.to(NARROW), x.new_empty((len(x), len(weight)), dtype=NARROW)
+        ctx.save_for_backward(narrow, weight)
+        ctx.dtype = x.dtype
+        with torch.autocast("cpu", enabled=False):
+            wide, added = _rounded(weight), None if bias is None else _rounded(bias)
+            for rows in _parts(len(x)):
+                out[rows] = F.linear(narrow[rows].float(), wide, added)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (narrow, weight), (d,) = ctx.saved_tensors, grads
+        for_x, for_weight, for_bias = ctx.needs_input_grad
+        d_x = torch.empty_like(narrow) if for_x else None
+        d_weight = torch.zeros_like(weight) if for_weight else None
+        d_bias = weight.new_zeros(len(weight)) if for_bias else None
+        with torch.autocast("cpu", enabled=False):
+            wide = _rounded(weight)
+            for rows in _parts(len(d)):
+                part = d[rows].float()
+                if d_x is not None:
+                    d_x[rows] = part @ wide
+                if d_weight is not None:
+                    d_weight.addmm_(part.T, narrow[rows].float())
+                if d_bias is not None:
+                    d_bias += part.sum(0)
+        return None if d_x is None else d_x.to(ctx.dtype), d_weight, d_bias
+
+
+def _rounded(numbers: Tensor) -> Tensor:
+    return numbers.to(NARROW).float()
+
+
+def _parts(rows: int) -> list[slice]:
+    return [slice(begin, begin + ROWS) for begin in range(0, rows, ROWS)]
