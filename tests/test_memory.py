@@ -19,6 +19,7 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.kernels.library import native
 from tidemill.model_folder import architecture_of, resolve_model
+from tidemill.models import linear
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
@@ -252,8 +253,9 @@ def test_no_more_tokens_count_than_a_call_can_have(overrides: list[str], rows: i
         assert [what for what in held if "tokens" in what] == [f"activations of at most {tokens:,} tokens"]
 
 
-@pytest.mark.parametrize(("budget", "tokens"), [(10**6, 3008), (3001, 3001), (2999, 2999)])
-def test_what_fills_a_micro_batch_up_counts(budget: int, tokens: int):
+@pytest.mark.parametrize(("budget", "tokens"), [(10**6, 3008), (10**6, 3000), (3001, 3001), (2999, 2999)])
+def test_what_fills_a_micro_batch_up_counts(monkeypatch: pytest.MonkeyPatch, budget: int, tokens: int):
+    monkeypatch.setattr(linear, "floats_are_quicker", lambda: tokens == 3000)
     arch = architecture_of("new:0.1m")
     assert arch is not None
     narrow = ["trainer.dtype=bfloat16", "trainer.device=cpu", f"trainer.micro_batch_tokens={budget}"]

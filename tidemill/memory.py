@@ -22,7 +22,7 @@ from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, STEP, Native
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture
-from tidemill.models.linear import MIXES, floats_are_quicker
+from tidemill.models.linear import MIXES, floats_are_quicker, prepares_sizes
 from tidemill.models.logprobs import chunk_rows
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import filled
@@ -170,7 +170,7 @@ def trainer_memory(
         held.append(Held("two versions on their way to engines", size, lever, host=True))
     settings = config.trainer
     every, budget = most_rows(config) * context_of(config.engine, arch), settings.micro_batch_tokens
-    fills = settings.dtype == "bfloat16" and device_of(settings.device) == "cpu"  # as the trainer's `Compute.pack` does
+    fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as the trainer's `Compute.pack` does
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
     alive = sum(activations(each, settings, tokens) for each in (arch, critic) if each is not None)
     less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
@@ -207,7 +207,7 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> i
         share = AUTOCAST if narrows else 1.0
     copies = 2 * parameters(arch) if narrows else 0
     if narrows and on_cpu and floats_are_quicker():
-        copies = 4 * max(n * k for n, k in matrices(arch))  # one at a time, widened
+        copies = 8 * max(n * k for n, k in matrices(arch)[:-1])  # one at a time: widened, and its gradient
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
     logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits

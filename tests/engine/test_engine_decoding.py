@@ -21,7 +21,9 @@ from tidemill.models.architecture import Architecture
 from tidemill.types import SamplingParams, Version
 
 ROWS, PAGES = 26, 90
-SHAPES = {name: replace(arch, head_dim=16, intermediate=96, hidden=64) for name, arch in FAMILIES.items()}
+BIASES = replace(BASE, qkv_bias=True, o_bias=True, mlp_bias=True, heads=2, kv_heads=2, head_dim=32)
+SHAPES = {name: replace(arch, head_dim=16) for name, arch in FAMILIES.items()} | {"every bias": BIASES}
+SHAPES = {name: replace(arch, intermediate=96, hidden=64) for name, arch in SHAPES.items()}
 
 
 @pytest.fixture(params=[torch.float32, torch.bfloat16], ids=str)
@@ -65,7 +67,11 @@ def filled(arch: Architecture, dtype: torch.dtype) -> PagedCache:
 
 def both(arch: Architecture, dtype: torch.dtype) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """Hidden states, and all keys and values afterwards: of the pass, and of the operations one by one."""
-    weights, (plan, table) = serve(decoder(arch, dtype=dtype), Version(0), pack=True), a_step(arch.vocab)
+    model, generator = decoder(arch, dtype=dtype).requires_grad_(False), torch.Generator().manual_seed(2)
+    for parameter in model.parameters():
+        if parameter.ndim == 1:  # norms and biases, which are all alike at first
+            parameter.add_(torch.randn(parameter.shape, generator=generator) / 4)
+    weights, (plan, table) = serve(model, Version(0), pack=True), a_step(arch.vocab)
     assert weights.decoding is not None
     order = siblings_together(table[plan.singles, 0])
     assert order.tolist() != list(range(ROWS))

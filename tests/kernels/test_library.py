@@ -146,6 +146,7 @@ def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, mon
     ways = {
         "square": FLOATS,
         "width": FLOATS,
+        "q_heads * head": FLOATS,
         "high * factor": FLOATS,
         "tile": TILED,
         "dpbf16_ps": PAIRED,

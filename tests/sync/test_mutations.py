@@ -365,12 +365,16 @@ def test_an_engine_that_stages_something_else(tiny: Run, name: str) -> None:
 
 
 COMMITS: dict[str, tuple[Callable[[Weights, Weights], Weights], str]] = {
-    "a new label on the old weights": (
-        lambda old, new: Weights(old.decoder, old.head, new.version),
+    "a new label on the old weights": (lambda old, new: replace(old, version=new.version), "other weights are served"),
+    "the new decoder with the old head": (lambda old, new: replace(new, head=old.head), "head"),
+    "the old decoder with the new head": (
+        lambda old, new: replace(new, decoder=old.decoder),
+        "with other weights|other weights are",
+    ),
+    "the old layers in all but the head": (
+        lambda old, new: replace(old, head=new.head, version=new.version),
         "other weights are served",
     ),
-    "the new decoder with the old head": (lambda old, new: Weights(new.decoder, old.head, new.version), "head"),
-    "the old decoder with the new head": (lambda old, new: Weights(old.decoder, new.head, new.version), "other weights"),
     "nothing": (lambda old, new: old, "policy@v1 is served"),
 }
 

@@ -80,6 +80,7 @@ class PagedCache:
         self._by_token = self.kv.view(arch.layers, pages * arch.kv_heads * page_size, width)
         self._row_bytes = arch.kv_heads * width * 4
         self._native = _native(arch, page_size, dtype, device)
+        self._room = torch.empty(0, dtype=torch.uint8)  # of `Native.decode`
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._wide = torch.empty(0, dtype=torch.float32, device=device)
 
@@ -104,7 +105,9 @@ class PagedCache:
         slots, ends, writes = plan.singles[order], plan.lengths[order], plan.writes[order]
         lows = {w: np.maximum(ends - w, 0) if w else np.zeros_like(ends) for w in set(self.windows)}
         of_layers = [lows[window] for window in self.windows]
-        out = compiled.decode(layers, x, angles, self.kv, table, slots, of_layers, ends, writes, threads)
+        if self._room.nbytes < (needed := compiled.decoding_room(layers, len(x), threads)):
+            self._room = torch.empty(needed, dtype=torch.uint8)
+        out = compiled.decode(layers, x, angles, self.kv, table, slots, of_layers, ends, writes, self._room, threads)
         return torch.empty_like(out).index_copy_(0, torch.from_numpy(order), out)
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:

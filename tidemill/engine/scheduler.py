@@ -5,8 +5,8 @@
 A running sequence owns a slot: a row of `tokens`, `length` (known tokens), `computed` (tokens whose KV is in the cache) and
 `table` (its pages). A step computes the one pending token of every decoding row and up to `prefill_chunk` prompt tokens.
 When pages run out the latest admitted sequence is preempted: its pages go, its tokens stay, and it is prefilled again.
-Pages that a step is about to fill are findable at once: each layer writes before it reads, so siblings that arrive
-together share a prompt within the very step that computes it.
+Pages that chunks of a step are about to fill are findable at once: each layer writes before it reads, so siblings that
+arrive together share a prompt within the very step that computes it. Where all rows decode, none waits for another.
 """
 
 from __future__ import annotations
@@ -250,7 +250,7 @@ class Scheduler:
         count = min(budget, pending)
         if pending > 1:
             chunks.append(Chunk(sequence.slot, start, count, 0))
-        self._register(sequence, start + count)
+            self._register(sequence, start + count)
         return count
 
     def _register(self, sequence: Sequence, computed: int) -> None:

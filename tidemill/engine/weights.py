@@ -5,8 +5,8 @@
 
 The fingerprint is taken of the staged decoder, not of what the carrier delivered: it covers the copy as well. Two decoders
 take turns, so staging allocates nothing and generation goes on meanwhile. A commit that changed the label only, or the
-decoder without its head, is found before its version is confirmed: the sums of the bytes that run are compared with those of
-the bytes that were proven.
+decoder without its head or without what decoding steps read, is found before its version is confirmed: the sums of the bytes
+that run are compared with those of the bytes that were proven.
 """
 
 from __future__ import annotations

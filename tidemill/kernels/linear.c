@@ -27,7 +27,7 @@
 #define HIDES 48       /* rows, whose products take longer than the next weights need to come */
 #define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
 
-/* How products are computed; of bfloat16 in one of three ways, the quickest last. */
+/* How products are computed; of bfloat16 in one of three ways. */
 enum { FLOATS, WIDENED, PAIRED, TILED };
 
 /* ---- in vectors ------------------------------------------------------------------------------------------------- */
@@ -66,7 +66,7 @@ INLINE void widen_block(const uint16_t *block, int inputs, float *to) {
 }
 
 #ifdef PAIRS
-/* The same of x that is bfloat16 too. */
+/* As `float_rows`, of bfloat16, two inputs at a time. */
 INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
                       const int rows) {
     __m512 sums[ROWS][2];
@@ -231,7 +231,7 @@ static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packe
 }
 #endif
 
-/* ---- both ------------------------------------------------------------------------------------------------------- */
+/* ---- all of them ------------------------------------------------------------------------------------------------------- */
 
 int tidemill_tiles(void) {
     static int allowed = -1;
@@ -297,14 +297,15 @@ int tidemill_linear(const void *x, int64_t stride, const void *packed, const voi
     const int near = kind == WIDENED ? 4 : size, fit = NEAR / inputs / 32 * 32, some = fit < 32 ? 32 : fit;
     const int most = kind == TILED || some < MOST_ROWS ? some : MOST_ROWS;
     const int64_t apart = (int64_t)inputs * near + LINE;
-    const int copied = kind == WIDENED || (kind != TILED && n > 1 && stride * size % CROWDED == 0);
+    const int widens = kind == WIDENED, crowded = kind != TILED && n > 1 && stride * size % CROWDED == 0;
     int failed = 0;
+    if (!n) return 0;
     if (threads > blocks) threads = blocks;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(| : failed) if (threads > 1)
     for (int part = 0; part < threads; part++) {
         const int first = (int64_t)blocks * part / threads, last = (int64_t)blocks * (part + 1) / threads;
-        char *copy = copied ? malloc((n < most ? n : most) * apart) : 0;
-        if (copied && !copy) {
+        char *copy = widens || (crowded && last - first > 1) ? malloc((n < most ? n : most) * apart) : 0;
+        if (widens && !copy) { /* else it is only slower */
             failed = 1;
             continue;
         }
@@ -312,11 +313,11 @@ int tidemill_linear(const void *x, int64_t stride, const void *packed, const voi
             const int rows = n - r < most ? n - r : most;
             const char *from = (const char *)x + r * stride * size;
             char *into = (char *)out + (int64_t)r * outputs * to;
-            for (int i = 0; copied && i < rows; i++)
-                if (kind == WIDENED) widen(from, i * stride, inputs, 1, (float *)(copy + i * apart));
+            for (int i = 0; copy && i < rows; i++)
+                if (widens) widen(from, i * stride, inputs, 1, (float *)(copy + i * apart));
                 else memcpy(copy + i * apart, from + i * stride * size, (size_t)inputs * size);
-            const void *close = copied ? copy : from;
-            const int64_t step = copied ? apart / near : stride;
+            const void *close = copy ? copy : from;
+            const int64_t step = copy ? apart / near : stride;
 #define OF close, step, packed, bias, into, narrow_out, rows, outputs, inputs, first, last
             switch (kind) {
             case FLOATS: vector_linear(FLOATS, OF); break;

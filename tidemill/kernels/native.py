@@ -55,11 +55,10 @@ class _Queries(ctypes.Structure):
 
 
 class Native:
-    """The library's functions, on tensors and arrays. Pointers are taken here and nowhere else."""
+    """The library's functions, on tensors and arrays. Pointers are taken in this package and nowhere else."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
-        self._room = torch.empty(0, dtype=torch.uint8)  # of `decode`
         for name, (result, arguments) in _SIGNATURES.items():
             function = getattr(library, name)
             function.restype, function.argtypes = result, arguments
@@ -119,26 +118,29 @@ class Native:
         lows: Sequence[np.ndarray],
         ends: np.ndarray,
         writes: np.ndarray,
+        room: Tensor,
         threads: int,
     ) -> Tensor:
         """Hidden states [n, D] after the last norm of embedded tokens x [n, D], which are used up.
 
         angles: cos and sin [n, 1, E / 2]. kv [layers, P, K, page_size, 2E], to which keys and values are written at `writes`
         [n] int64. lows: of each layer; as the others, see `attend`. Rows that begin with the same pages stand side by side,
-        and none sees what another one writes. Each thread takes a run of rows through all layers.
+        and none sees what another one writes. Each thread takes a run of rows through all layers. room: of at least
+        `decoding_room` bytes.
         """
         n, out = len(x), torch.empty_like(x)
         assert kv.shape[0] == weights.layers == len(lows) and kv.dtype == x.dtype == weights.dtype
         assert x.shape[1] == weights.hidden and kv.shape[2] == weights.kv_heads and kv.shape[4] == 2 * weights.head_dim
-        of = ctypes.byref(weights.structure)
-        room = self._library.tidemill_decoding_room(of, -(-n // threads)) * threads
-        if self._room.numel() < room:
-            self._room = torch.empty(room, dtype=torch.uint8)
+        assert room.nbytes >= self.decoding_room(weights, n, threads)
         order = np.arange(n)
-        at = rows(x, out, angles, kv, self._room, table, slots, lows, ends, writes, order)
-        if self._library.tidemill_decode(of, ctypes.byref(at), threads):
+        at = rows(x, out, angles, kv, room, table, slots, lows, ends, writes, order)
+        if self._library.tidemill_decode(ctypes.byref(weights.structure), ctypes.byref(at), threads):
             raise MemoryError(f"there is no memory for {n} rows of a step")
         return out
+
+    def decoding_room(self, weights: DecodingWeights, n: int, threads: int) -> int:
+        """Bytes that `decode` works in."""
+        return self._library.tidemill_decoding_room(ctypes.byref(weights.structure), -(-n // threads)) * threads
 
     def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: np.ndarray) -> None:
         """k, v [n, K, E] to `writes` [n] int64: page * page_size + offset."""

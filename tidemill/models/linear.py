@@ -1,7 +1,8 @@
 """A linear layer that can keep its weights once more, in the order in which a compiled product reads them.
 
 The copy is for weights that are served, not for ones that are trained: it is used where no gradient is wanted, and is right
-only until the weights change. It holds the weights' own words, in another order: see `models.served`.
+only until the weights change. It holds the weights' own words, in another order: see `models.served`. Products that are
+trained in bfloat16 are widened on a CPU that is quicker so.
 """
 
 from __future__ import annotations
@@ -71,6 +72,11 @@ class Linear(nn.Linear):
         if product is None and _would_be_narrowed(input, self.weight) and floats_are_quicker():
             return _Rounded.apply(input, self.weight, self.bias)
         return F.linear(input, self.weight, self.bias) if product is None else product
+
+
+def prepares_sizes(device: str, narrow: bool) -> bool:
+    """Whether products of the trainer prepare something for each size they meet, and keep it: oneDNN's of bfloat16."""
+    return device == "cpu" and narrow and not floats_are_quicker()
 
 
 def floats_are_quicker() -> bool:

@@ -21,7 +21,7 @@ from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, los
 from tidemill.cores import Cores
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
-from tidemill.models.linear import floats_are_quicker
+from tidemill.models.linear import prepares_sizes
 from tidemill.models.logprobs import token_logprobs
 from tidemill.models.value import ValueModel
 from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
@@ -58,8 +58,8 @@ class Compute:
         return offloaded
 
     def pack(self, rows: list[Row]) -> Batch:
-        """Of few sizes where products are oneDNN's, which prepares something for each size it meets, and keeps it."""
-        keeps = self.device.type == "cpu" and self.autocast is not None and not floats_are_quicker()
+        """Of few sizes where products prepare something for each."""
+        keeps = prepares_sizes(self.device.type, self.autocast is not None)
         return pack(rows, self.device, up_to=self.budget if keeps else 0)
 
     def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
