@@ -126,7 +126,7 @@ def _decoding(library: Native) -> bool:
 def _decodes(library: Native, dtype: torch.dtype) -> bool:
     """Two rows of one token each, which see themselves, in one layer."""
     error, way = 1e-4 if dtype == torch.float32 else 0.1, library.products[dtype]
-    shapes = {"qkv": (64, 32), "o": (32, 32), "gate_up": (128, 32), "down": (32, 64)}
+    shapes = {"qkv": (64, 32), "o": (32, 32), "gate_up": (64, 32), "down": (32, 32)}
     matrices = {name: (_numbers(*shape) / 4).to(dtype) for name, shape in shapes.items()}
     norms = {
         name: (_numbers(16 if name in ("q_norm", "k_norm") else 32).roll(i) + 2).to(dtype) for i, name in enumerate(NORMS)
@@ -134,7 +134,7 @@ def _decodes(library: Native, dtype: torch.dtype) -> bool:
     last, x, angles, kv = _numbers(32).to(dtype), _numbers(2, 32).to(dtype), _numbers(2, 1, 8), torch.zeros(1, 3, 1, 16, 32)
     cos, sin, table, slots = angles.cos().to(dtype), angles.sin().to(dtype), np.array([[2], [1]], np.int32), np.arange(2)
     packed = {name: library.pack(matrix) for name, matrix in matrices.items()}
-    shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 64}
+    shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
     weights, kv = DecodingWeights([packed | norms], last, **shape, products=way, eps=EPS), kv.to(dtype)
     room = torch.empty(library.decoding_room(weights, 2, 1), dtype=torch.uint8)
     given = (table, slots, [slots * 0], slots * 0 + 1, np.array([32, 16]), room)
@@ -158,7 +158,8 @@ TRIALS = (_pages, _sums, _products, _sequences, _norms, _rotations, _gates, _dec
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Between -1 and 1, none of them like its neighbours."""
+    """Between -1 and 1, none of them like its neighbours. Of more than 2,048 a cosine may start threads."""
+    assert math.prod(shape) <= 2048
     return torch.linspace(-2, 9, math.prod(shape)).cos().view(shape)
 
 
