@@ -191,7 +191,7 @@ def step_rows(config: RunConfig) -> int:
 
 
 def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> int:
-    """Bytes alive at the end of the forward pass of a micro-batch, at most; the head's chunk of logits included.
+    """Bytes alive between the passes of a micro-batch, at most; with the head's chunk of logits and what products widen.
 
     A layer keeps, for each token: its input and, with what the attention adds, its middle, both norms' outputs, the
     projections q|k|v, q and k rotated, what attention gives, gate|up and their product; where these are not compiled,

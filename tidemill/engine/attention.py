@@ -33,7 +33,7 @@ from tidemill.models.decoder import Attend, Decoder
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
-WORTH_ROWS = 24  # a thread: with fewer, reading all matrices takes longer than multiplying by them
+WORTH_ROWS = 24  # a thread: with fewer, by estimate, reading all matrices takes longer than multiplying by them
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 
 
@@ -103,11 +103,10 @@ class PagedCache:
         x = decoder.embed(torch.from_numpy(plan.tokens[order]))
         angles = decoder.rope(torch.from_numpy(plan.positions[order]), x.dtype)
         slots, ends, writes = plan.singles[order], plan.lengths[order], plan.writes[order]
-        lows = {w: np.maximum(ends - w, 0) if w else np.zeros_like(ends) for w in set(self.windows)}
-        of_layers = [lows[window] for window in self.windows]
+        lows = self._lows(ends)
         if self._room.nbytes < (needed := compiled.decoding_room(layers, len(x), threads)):
             self._room = torch.empty(needed, dtype=torch.uint8)
-        out = compiled.decode(layers, x, angles, self.kv, table, slots, of_layers, ends, writes, self._room, threads)
+        out = compiled.decode(layers, x, angles, self.kv, table, slots, lows, ends, writes, self._room, threads)
         return torch.empty_like(out).index_copy_(0, torch.from_numpy(order), out)
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
@@ -136,22 +135,27 @@ class PagedCache:
         self, compiled: Native, plan: Plan, table: np.ndarray, chunks: dict[int | None, list[ChunkBlock]]
     ) -> Attend:
         singles, threads = len(plan.singles), torch.get_num_threads()
-        lows = {w: np.maximum(plan.lengths - w, 0) if w else np.zeros_like(plan.lengths) for w in set(self.windows)}
+        lows = self._lows(plan.lengths)
         order = siblings_together(table[plan.singles, 0])
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            window, pages = self.windows[layer], self.kv[layer]
+            pages = self.kv[layer]
             compiled.write(pages, k, v, plan.writes)
-            decoded = compiled.attend(pages, q[:singles], table, plan.singles, lows[window], plan.lengths, order, threads)
+            decoded = compiled.attend(pages, q[:singles], table, plan.singles, lows[layer], plan.lengths, order, threads)
             if not plan.chunks:
                 return decoded
             out = torch.empty(q.shape, dtype=q.dtype)
             out[:singles] = decoded
-            for block in chunks[window]:
+            for block in chunks[self.windows[layer]]:
                 self.attend_chunks(layer, q, block, out)
             return out
 
         return attend
+
+    def _lows(self, ends: np.ndarray) -> list[np.ndarray]:
+        """Of each layer, the first token that a row sees of `ends` [n]."""
+        lows = {w: np.maximum(ends - w, 0) if w else np.zeros_like(ends) for w in set(self.windows)}
+        return [lows[window] for window in self.windows]
 
     def write_index(self, writes: np.ndarray) -> Tensor:
         """[N * K] int64 into all heads' tokens, for `writes` [N] as a plan has them."""

@@ -430,7 +430,7 @@ int tidemill_attend(const paged_queries *of, int threads) {
     family found[n + 1];
     const int count =
         families(of->table, of->table_stride, of->slots, of->lows, of->ends, of->order, n, of->page_size, most, few, found);
-#pragma omp parallel for schedule(dynamic) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(dynamic) num_threads(threads)
     for (int item = 0; item < count * of->kv_heads; item++)
         attend_family(of, run, &found[item / of->kv_heads], item % of->kv_heads);
     return 0;

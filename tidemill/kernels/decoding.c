@@ -17,7 +17,7 @@ typedef struct {
     const layer *layers;
     const void *norm;
     int count, hidden, q_heads, kv_heads, size, intermediate, narrow, products; /* products: see linear.c */
-    float eps, qk_eps;
+    float eps;
 } decoder;
 
 /* Rows x [n, hidden], cos and sin [n, size / 2], out [n, hidden]. A layer's pages lie `layer_bytes` behind those of the layer
@@ -66,7 +66,7 @@ static int decode(const decoder *of, const rows *at, int first, int last, char *
         char *pages = at->pages + i * at->layer_bytes;
         tidemill_norm(x, hidden, narrow, l->input_norm, narrow, of->eps, line, narrow, n, hidden, 1);
         failed |= tidemill_linear(line, hidden, l->qkv, l->qkv_bias, wide, how, narrow, n, heads * size, hidden, 1);
-        tidemill_rotate(wide, heads * size, narrow, l->q_norm, l->k_norm, narrow, of->qk_eps, cos, sin, narrow, turned, n, turns,
+        tidemill_rotate(wide, heads * size, narrow, l->q_norm, l->k_norm, narrow, of->eps, cos, sin, narrow, turned, n, turns,
                         q_heads, size, 1);
         tidemill_write(pages, (int)width, turned + q_heads * head, turns * size, wide + turns * head, heads * size,
                        at->writes + first, n, kv_heads, size, at->page_size);

@@ -25,7 +25,7 @@ class _Decoder(ctypes.Structure):
         ("norm", ctypes.c_void_p),
         *((name, ctypes.c_int32) for name in ("count", "hidden", "q_heads", "kv_heads", "size", "intermediate")),
         *((name, ctypes.c_int32) for name in ("narrow", "products")),
-        *((name, ctypes.c_float) for name in ("eps", "qk_eps")),
+        ("eps", ctypes.c_float),
     ]
 
 
@@ -57,14 +57,14 @@ class DecodingWeights:
         """layers: by the names in MATRICES, packed, and NORMS; biases as "qkv_bias". products: of `Native.products`."""
         self._kept = [norm, *(tensor for layer in layers for tensor in layer.values() if tensor is not None)]
         assert all(tensor.dtype == norm.dtype and tensor.is_contiguous() for tensor in self._kept)
-        self.heads, self.kv_heads, self.head_dim, self.layers = heads, kv_heads, head_dim, len(layers)
+        self.kv_heads, self.head_dim, self.layers = kv_heads, head_dim, len(layers)
         self.hidden, self.dtype = norm.numel(), norm.dtype
         self.places = [tensor.data_ptr() for tensor in self._kept]  # of all weights, in memory
         pointers = (_Layer * len(layers))(
             *(_Layer(**{name: t.data_ptr() for name, t in layer.items() if t is not None}) for layer in layers)
         )
         sizes = (len(layers), self.hidden, heads, kv_heads, head_dim, intermediate)
-        self.structure = _Decoder(pointers, norm.data_ptr(), *sizes, norm.dtype == torch.bfloat16, products, eps, eps)
+        self.structure = _Decoder(pointers, norm.data_ptr(), *sizes, norm.dtype == torch.bfloat16, products, eps)
 
 
 def rows(

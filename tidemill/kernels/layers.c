@@ -58,7 +58,7 @@ void tidemill_norm(const void *x, int64_t stride, int narrow, const void *weight
                    int narrow_out, int n, int size, int threads) {
     float weights[size];
     weights_for(narrow, weight, narrow_weight, size, weights);
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int row = 0; row < n; row++) {
         float wide[size];
         widen(x, row * stride, size, narrow, wide);
@@ -155,7 +155,7 @@ void tidemill_rotate(const void *x, int64_t stride, int narrow, const void *q_we
     if (q_weight) weights_for(narrow, q_weight, narrow_weights, size, weights);
     if (k_weight) weights_for(narrow, k_weight, narrow_weights, size, weights + size);
     const Turn of = {x, cos, sin, stride, q_weight ? weights : 0, eps, narrow, narrow_angles, heads, q_heads};
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int row = 0; row < n; row++) FOR_SIZE(rotate_row, size, &of, row, out);
 }
 
@@ -196,7 +196,7 @@ INLINE float sigmoid(float x, float *lacks) {
 
 /* x [n, 2 * size], gate and up side by side: out [n, size] = gate * sigmoid(gate) * up. */
 void tidemill_gate(const void *x, int narrow, void *out, int n, int size, int threads) {
-#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+#pragma omp parallel for schedule(static) num_threads(threads)
     for (int row = 0; row < n; row++)
         for (int at = 0; at < size; at += PIECE) {
             const int count = size - at < PIECE ? size - at : PIECE;

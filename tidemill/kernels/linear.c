@@ -224,14 +224,15 @@ static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packe
             if (rows != shaped) tiles_for(shaped = rows);
             if (rows > 16) tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 1);
             else tile_sums(x + r * stride, stride, block, inputs, ahead, lines, 0);
-            tile_store(bias ? bias + begin : 0, (char *)out + ((int64_t)r * outputs + begin) * size, narrow_out, rows, count, outputs);
+            char *to = (char *)out + ((int64_t)r * outputs + begin) * size;
+            tile_store(bias ? bias + begin : 0, to, narrow_out, rows, count, outputs);
         }
     }
     _tile_release();
 }
 #endif
 
-/* ---- all of them ------------------------------------------------------------------------------------------------------- */
+/* ---- all of them ------------------------------------------------------------------------------------------------ */
 
 int tidemill_tiles(void) {
     static int allowed = -1;

@@ -131,11 +131,12 @@ def _decodes(library: Native, dtype: torch.dtype) -> bool:
     norms = {
         name: (_numbers(16 if name in ("q_norm", "k_norm") else 32).roll(i) + 2).to(dtype) for i, name in enumerate(NORMS)
     }
-    last, x, angles, kv = _numbers(32).to(dtype), _numbers(2, 32).to(dtype), _numbers(2, 1, 8), torch.zeros(1, 3, 1, 16, 32)
+    last, x, angles = _numbers(32).to(dtype), _numbers(2, 32).to(dtype), _numbers(2, 1, 8)
     cos, sin, table, slots = angles.cos().to(dtype), angles.sin().to(dtype), np.array([[2], [1]], np.int32), np.arange(2)
     packed = {name: library.pack(matrix) for name, matrix in matrices.items()}
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
-    weights, kv = DecodingWeights([packed | norms], last, **shape, products=way, eps=EPS), kv.to(dtype)
+    weights = DecodingWeights([packed | norms], last, **shape, products=way, eps=EPS)
+    kv = torch.zeros((1, 3, 1, 16, 32), dtype=dtype)
     room = torch.empty(library.decoding_room(weights, 2, 1), dtype=torch.uint8)
     given = (table, slots, [slots * 0], slots * 0 + 1, np.array([32, 16]), room)
     found = library.decode(weights, x.clone(), (cos, sin), kv, *given, threads=1)
