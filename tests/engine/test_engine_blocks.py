@@ -224,6 +224,14 @@ def _check_plan(scheduler, plan, memory, chunk):
             salt, prefix = memory[where]
             assert prefix == tuple(scheduler.tokens[slot, : i + 1].tolist()) and salt == salts[slot]
             assert plan.chunks or i == position or where not in written, "rows that decode wait for one another"
+    for row, slot in zip(plan.sample_rows, plan.sample_slots, strict=True):
+        computing, position = rows[row]
+        assert scheduler.running[slot].salt == salts[computing] and scheduler.length[slot] == position + 1
+        assert (scheduler.tokens[slot, : position + 1] == scheduler.tokens[computing, : position + 1]).all()
+    for source, target in plan.copies.tolist():
+        holders = [s for s, seq in scheduler.running.items() if target in seq.pages]
+        assert holders[1:] == [] and holders[0] in plan.sample_slots and not (plan.writes // size == target).any()
+        memory.update({target * size + i: memory.get(source * size + i) for i in range(size)})
 
 
 def test_thousands_of_waiting_requests_cost_nothing():
@@ -241,19 +249,45 @@ def test_thousands_of_waiting_requests_cost_nothing():
     assert sequences[-1].slot >= 0
 
 
-def test_twins_that_arrive_together_share_all_but_the_last_token():
-    scheduler = Scheduler(BlockManager(20, PAGE), 4, 64, 100)
-    twins = [Sequence(np.arange(8, dtype=np.int32), limit=20) for _ in range(3)]
+@pytest.mark.parametrize("length", [2 * PAGE, 2 * PAGE + 1])
+@pytest.mark.parametrize("chunk", [100, 2 * PAGE + 1, 3])
+def test_twins_that_arrive_together_are_computed_once(length, chunk):
+    scheduler = Scheduler(BlockManager(20, PAGE), 4, 64, chunk)
+    twins = [Sequence(np.arange(length, dtype=np.int32), limit=20) for _ in range(3)]
     for sequence in twins:
         scheduler.submit(sequence)
-    plan = scheduler.plan()
-    assert [c.count for c in plan.chunks] == [8] and plan.lengths.tolist() == [8, 8]
-    assert [s.cached for s in twins] == [0, 7, 7] and plan.admitted == twins
-    assert (plan.writes[:2] < PAGE).all(), "a page of another is not written"
-    assert (plan.writes[2:] >= PAGE).all() and len(plan.sample_slots) == 3
+    plan, computed = scheduler.plan(), 0
+    while not len(plan.sample_slots):
+        scheduler.advance(plan, np.zeros(0, np.int64))
+        computed += len(plan.tokens)
+        plan = scheduler.plan()
+    assert computed + len(plan.tokens) == length and [s.cached for s in twins] == [0, length, length]
+    assert (plan.writes >= PAGE).all() and plan.sample_rows.tolist() == [len(plan.tokens) - 1] * 3
+    assert len(plan.copies) == (0 if length % PAGE == 0 else 2)
     scheduler.advance(plan, np.array([1, 2, 3]))
+    assert [scheduler.tokens[s.slot, length] for s in twins] == [1, 2, 3]
     plan = scheduler.plan()
-    assert len(set(plan.writes.tolist())) == 3 and (plan.writes >= PAGE).all()
+    assert len(set(plan.writes.tolist())) == 3 and (plan.writes >= PAGE).all() and not len(plan.copies)
+
+
+def test_only_what_is_of_one_version_and_cached_has_twins():
+    tokens = np.arange(2 * PAGE + 1, dtype=np.int32)
+    for prefix_cache, salt, probe in [(False, None, False), (True, (0, 7), False), (True, None, True)]:
+        scheduler = Scheduler(BlockManager(20, PAGE, prefix_cache), 4, 64, 100)
+        given = [Sequence(tokens, limit=20), Sequence(tokens, limit=20, salt=salt, probe=probe)]
+        for sequence in given:
+            scheduler.submit(sequence)
+        plan = scheduler.plan()
+        assert given[1].cached == 0 and len(plan.tokens) == 2 * len(tokens) - probe and not len(plan.copies)
+
+
+def test_an_unfinished_prompt_has_no_twin():
+    scheduler = Scheduler(BlockManager(20, PAGE), 4, 64, 5)
+    longer, shorter = (Sequence(np.arange(n, dtype=np.int32), limit=20) for n in (16, 5))
+    scheduler.submit(longer)
+    scheduler.submit(shorter)
+    plan = scheduler.plan()
+    assert [c.slot for c in plan.chunks] == [longer.slot] and shorter.waiting and not len(plan.sample_slots)
 
 
 def test_pages_of_an_unfinished_prompt_are_not_found():

@@ -192,15 +192,17 @@ async def test_ties_are_broken_alike_however_many_alternatives_others_ask_for():
     await under_test.close()
 
 
+@pytest.mark.parametrize("more", [0, 1, 3])
 @pytest.mark.parametrize("length", [BLOCK, 2 * BLOCK])
-async def test_a_twin_reads_what_its_sibling_writes_in_the_same_step(length):
-    """Whole pages: the second computes its last token only, at the position where the first fills the last page."""
+async def test_a_twin_samples_from_what_its_sibling_computes_in_the_same_step(length, more):
+    """Pages of four tokens: whole ones are shared, the last of `more` tokens is copied."""
+    length += more
     text = prompts(1, length, length + 1)[0]
     given = [Ask(text, SamplingParams(max_tokens=6, seed=i)) for i in range(3)]
     expected = await alone(BASE, given, batch_invariant=True)
     under_test = engine(batch_invariant=True)
     assert await together(under_test, given) == expected
-    assert (await under_test.stats()).cached_tokens == 2 * (length - 1)
+    assert (await under_test.stats()).cached_tokens == 2 * length
     await under_test.close()
 
 

@@ -47,7 +47,7 @@ async def run(under_test, texts, params):
 def siblings() -> list[np.ndarray]:
     """Prompts that share prefixes in every way: twins, aligned to pages and not, longer and shorter ones."""
     first, second = prompts(2, 16, 17, seed=5)
-    return [first, first, first[:12], first[:13], np.concatenate([first[:8], second]), second, *prompts(4)]
+    return [first, first, first[:13], first[:12], first[:13], np.concatenate([first[:8], second]), second, *prompts(4)]
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -98,6 +98,18 @@ async def test_compiled_steps_equal_a_full_forward(family, path, whole, monkeypa
         )
     stats = await under_test.stats()
     assert (stats.preemptions > 0) == (path == "preempted")
+    await under_test.close()
+
+
+@pytest.mark.parametrize("texts", [[[5, 9, 31]] * 3, [[5, 9, 31], [7], [5, 9, 31], [7]]])
+async def test_as_many_that_sample_as_tokens_that_are_computed(texts):
+    under_test = engine()
+    given = [np.array(text) for text in texts]
+    completions = await run(under_test, given, [SamplingParams(max_tokens=4, seed=i) for i in range(len(given))])
+    distinct = {tuple(text) for text in texts}
+    assert (await under_test.stats()).cached_tokens == sum(map(len, texts)) - sum(map(len, distinct))
+    for text, completion in zip(given, completions, strict=True):
+        np.testing.assert_allclose(completion.logprobs, reference_logprobs(decoder(), text, completion.tokens), atol=2e-5)
     await under_test.close()
 
 

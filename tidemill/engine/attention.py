@@ -167,6 +167,12 @@ class PagedCache:
         """k, v [N, K, E] go where `write_index` says."""
         self._by_token[layer].index_copy_(0, index, torch.cat((k, v), dim=-1).view(-1, 2 * self.arch.head_dim))
 
+    def copy(self, copies: np.ndarray) -> None:
+        """`copies` [C, 2] of a plan: what one page holds, in all layers, goes to another one."""
+        if len(copies):
+            sources, targets = torch.from_numpy(copies).to(self.device).unbind(1)
+            self.kv.index_copy_(1, targets, self.kv.index_select(1, sources))
+
     def _decode(self, layer: int, q: Tensor, block: DecodeBlock) -> Tensor:
         """q [n, H, E] float32, scaled -> [n, H, E] float32."""
         n, size, heads = block.last - block.first, self.arch.head_dim, self.arch.kv_heads

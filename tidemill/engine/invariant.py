@@ -62,6 +62,7 @@ def run_invariant(
 ) -> Output:
     """One step, as `runner.run` does it."""
     hidden = _hidden(weights, cache, plan, table)
+    cache.copy(plan.copies)
     sampled, top_ids, top_logprobs = _sample(hidden[plan.sample_rows], weights.head, ask, top)
     probed = [_probe(hidden[p.first : p.last], weights.head, p) for p in probes]
     return Output(sampled, top_ids, top_logprobs, probed)

@@ -50,8 +50,9 @@ def run(
 ) -> Output:
     """One step. `top`: how many alternatives to report for the sampled rows."""
     hidden = cache.hidden(weights, plan, table)
+    cache.copy(plan.copies)
     rows = plan.sample_rows
-    everything = len(rows) == len(hidden)  # decode steps: the rows are all there is, in order
+    everything = np.array_equal(rows, np.arange(len(hidden)))  # decode steps: the rows are all there is, in order
     logits = weights.logits(hidden if everything else hidden[torch.from_numpy(rows).to(cache.device)])
     top_ids = top_logprobs = None
     if top:

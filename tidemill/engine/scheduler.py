@@ -5,8 +5,10 @@
 A running sequence owns a slot: a row of `tokens`, `length` (known tokens), `computed` (tokens whose KV is in the cache) and
 `table` (its pages). A step computes the one pending token of every decoding row and up to `prefill_chunk` prompt tokens.
 When pages run out the latest admitted sequence is preempted: its pages go, its tokens stay, and it is prefilled again.
-Pages that chunks of a step are about to fill are findable at once: each layer writes before it reads, so siblings that
-arrive together share a prompt within the very step that computes it. Where all rows decode, none waits for another.
+Pages that chunks of a step are about to fill are findable at once: each layer writes before it reads, so prompts that
+arrive together share a beginning within the very step that computes it. Where all rows decode, none waits for another.
+A twin, whose tokens are all those of a sequence that this very step computes to its end, computes none: it samples from the
+same row, and is given a copy of the page that is not full.
 """
 
 from __future__ import annotations
@@ -58,6 +60,7 @@ class Plan:
     writes: np.ndarray  # [N] int64  where the KV goes: page * page_size + offset
     sample_rows: np.ndarray  # [S] rows whose next token is sampled
     sample_slots: np.ndarray  # [S]
+    copies: np.ndarray  # [C, 2] pages, of a sequence and of its twin: copied when the step's KV is written
     probes: list[Chunk]  # rows whose next token is known and scored
     admitted: list[Sequence]  # which compute for the first time
 
@@ -82,7 +85,10 @@ class Scheduler:
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._released_waiting = 0  # entries of `waiting` that are gone and will be skipped
         self._order: np.ndarray | None = None  # `running` as an array
-        self._admitted: list[Sequence] = []  # for the first time, in the step that is being planned
+        # Of the step that is being planned:
+        self._admitted: list[Sequence] = []  # for the first time
+        self._ending: dict[tuple[Salt, bytes], Sequence] = {}  # computed to their last token, by all their tokens
+        self._twins: list[tuple[Sequence, Sequence]] = []  # and the one that computes for it
 
     @property
     def waiting_count(self) -> int:
@@ -110,7 +116,7 @@ class Scheduler:
 
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to compute."""
-        self._admitted = []
+        self._admitted, self._ending, self._twins = [], {}, []
         self._grow()
         chunks: list[Chunk] = []
         budget = self._continue_prefill(chunks)
@@ -190,7 +196,7 @@ class Scheduler:
         return budget
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        while self.waiting and budget:
+        while self.waiting:
             sequence = self.waiting[0]
             if sequence.released:
                 self.waiting.popleft()
@@ -203,17 +209,24 @@ class Scheduler:
             tokens = self.tokens[sequence.slot, : self.length[sequence.slot]] if begun else sequence.prompt
             tokens = tokens[:-1] if sequence.probe and not begun else tokens
             salt = sequence.salt or self.salt
+            twin = None if sequence.probe else self._ending.get((salt, tokens.tobytes()))
+            if budget == 0 and twin is None:
+                return
             shared, chain = ([], ROOT) if sequence.probe else self.blocks.lookup(tokens, salt)
             needed = self.blocks.count(len(tokens)) - len(shared)
             if not self.blocks.can_allocate(needed, shared):
                 return
             self.waiting.popleft()
-            self._enter(sequence, tokens, needed, shared, chain)
-            budget -= self._compute(sequence, budget, chunks)
+            # At least one token is computed, so that there is a distribution to sample from; its KV is not written again.
+            cached = len(tokens) if twin else min(len(shared) * self.blocks.page_size, len(tokens) - 1)
+            self._enter(sequence, tokens, cached, self.blocks.allocate(needed, shared), len(shared), chain)
+            if twin:
+                self._twins.append((sequence, twin))
+            else:
+                budget -= self._compute(sequence, budget, chunks)
 
-    def _enter(self, sequence: Sequence, tokens: np.ndarray, needed: int, shared: list[int], chain: int) -> None:
-        # At least one token is computed, so that there is a distribution to sample from; its KV is not written again.
-        cached = min(len(shared) * self.blocks.page_size, len(tokens) - 1)
+    def _enter(self, sequence: Sequence, tokens: np.ndarray, cached: int, pages: list[int], shared: int, chain: int) -> None:
+        """`cached` of its tokens need not be computed; of its pages the first `shared` are also others'."""
         if sequence.slot < 0:
             sequence.slot = slot = self._free_slots.pop()
             sequence.cached = cached
@@ -224,12 +237,11 @@ class Scheduler:
         slot = sequence.slot
         sequence.salt = sequence.salt or self.salt
         sequence.waiting = False
-        sequence.pages = self.blocks.allocate(needed, shared)
-        sequence.registered, sequence.chain = len(shared), chain
+        sequence.pages, sequence.registered, sequence.chain = pages, shared, chain
         self.computed[slot] = cached
         self.table[slot, : len(sequence.pages)] = sequence.pages
         self._owned[slot] = len(sequence.pages)
-        self._shared[slot] = len(shared) * self.blocks.page_size
+        self._shared[slot] = shared * self.blocks.page_size
         self.running[slot] = sequence
         self._order = None
 
@@ -251,6 +263,8 @@ class Scheduler:
         if pending > 1:
             chunks.append(Chunk(sequence.slot, start, count, 0))
             self._register(sequence, start + count)
+        if count == pending and self.blocks.prefix_cache and not sequence.probe and sequence.salt is not None:
+            self._ending[sequence.salt, self.tokens[sequence.slot, : start + count].tobytes()] = sequence
         return count
 
     def _register(self, sequence: Sequence, computed: int) -> None:
@@ -277,6 +291,12 @@ class Scheduler:
         probes = [c for c in chunks if self._probe[c.slot]]
         for i in np.flatnonzero(self._probe[singles]).tolist():
             probes.append(Chunk(int(singles[i]), int(lengths[i]) - 1, 1, i))
+        sample_rows = np.concatenate([decoding, np.array([c.row + c.count - 1 for c in last], np.int64)])
+        sample_slots = np.concatenate([singles[decoding], np.array([c.slot for c in last], np.int64)])
+        row_of = dict(zip(sample_slots.tolist(), sample_rows.tolist(), strict=True)) if self._twins else {}
+        twins = [(row_of[other.slot], twin.slot) for twin, other in self._twins]
+        own = [(other.pages[twin.registered :], twin.pages[twin.registered :]) for twin, other in self._twins]
+        copies = [pair for pages in own for pair in zip(*pages, strict=True)]
         return Plan(
             singles=singles,
             lengths=lengths,
@@ -284,8 +304,9 @@ class Scheduler:
             tokens=self.tokens[slot, position].astype(np.int64),
             positions=position,
             writes=pages.astype(np.int64) * size + position % size,
-            sample_rows=np.concatenate([decoding, np.array([c.row + c.count - 1 for c in last], np.int64)]),
-            sample_slots=np.concatenate([singles[decoding], np.array([c.slot for c in last], np.int64)]),
+            sample_rows=np.concatenate([sample_rows, np.array([row for row, _ in twins], np.int64)]),
+            sample_slots=np.concatenate([sample_slots, np.array([slot for _, slot in twins], np.int64)]),
+            copies=np.array(copies, np.int64).reshape(-1, 2),
             probes=probes,
             admitted=self._admitted,
         )
