@@ -218,7 +218,7 @@ class Recording:
         self.given: dict[str, Any] = {}
 
     async def start(self, protocol: type, role: str, name: str, spec: dict[str, Any], *_: object) -> NoReturn:
-        self.given[name] = spec["seat"]
+        self.given[name] = spec
         raise StartFailed(name)
 
     def begin(self) -> None: ...
@@ -245,7 +245,8 @@ async def test_a_run_of_more_threads_than_cores_shares_them(two_cores, tmp_path,
         async with start_parts(config, spec, placement, lambda kind, detail: None):
             raise AssertionError("nothing was started")
     assert placement.given.keys() >= {"trainer"}
-    for name, seat in placement.given.items():
+    for name, given in placement.given.items():
+        seat = given["seat"]
         assert (seat is not None) is shared
         if seat is not None:
             assert (seat["wanted"], seat["cores"]) == ({"trainer": 1, "engine-0": 2}[name], 2)

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor
 
-from tidemill import memory
+from tidemill import memory, session
 from tidemill.build import EngineSpec, build_engine
 from tidemill.config import ConfigError, load
 from tidemill.engine import cache_size
@@ -33,6 +34,7 @@ from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.warm_start import WarmStart
 
 SHAPE = {
     **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -280,3 +282,23 @@ def test_what_a_trainer_on_a_device_keeps_outside_of_it():
     assert {h.what for h in host.held} == {"copy while a checkpoint is written", "two versions on their way to engines"}
     assert not {h.what for h in host.held} & {h.what for h in there.held}
     assert {h.what for h in here.held} == {h.what for h in (*there.held, *host.held)}
+
+
+@pytest.mark.parametrize(("steps", "every", "beside"), [(9, 3, True), (9, 9, False), (9, 50, False), (9, 0, False)])
+async def test_a_run_holds_what_it_will_use(tmp_path, monkeypatch, steps: int, every: int, beside: bool):
+    """KV of no version from which nothing can be trained on any more, and a room for copies only where some are made."""
+
+    class Started(Exception): ...
+
+    given = dict[str, dict[str, Any]]()
+
+    async def start(_: type, role: str, name: str, spec: dict[str, Any], *more: object) -> None:
+        given[role] = spec
+        raise Started
+
+    config = recipe(f"steps={steps}", f"record.checkpoint_every={every}", "max_lag=3")
+    folder = SimpleNamespace(weights=tmp_path, profile=tmp_path)
+    attempt = SimpleNamespace(config=config, folder=folder, placement=SimpleNamespace(start=start), tell=None)
+    with pytest.raises(BaseExceptionGroup):
+        await session._attempt(cast(session.Session, attempt), WarmStart(tmp_path, None))
+    assert given["trainer"]["checkpoints"] is beside and given["engine"]["cached_versions"] == 4

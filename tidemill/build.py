@@ -53,6 +53,7 @@ class EngineSpec(Config):
     model: Path
     engine: EngineSettings
     carrier: str | None = None  # None: an engine that is never updated
+    cached_versions: int = 2  # see `NativeEngine`
     seat: Seat | None = None  # None: its cores are its own
     profile: Path | None = None  # where `profiling` puts what it recorded
 
@@ -66,6 +67,7 @@ class TrainerSpec(Config):
     reference: ReferenceSettings | None = None
     critic: CriticSettings | None = None
     scores: bool = False  # it is the critic that is exported
+    checkpoints: bool = True  # are written beside training: see `NativeTrainer`
     sync: SyncSettings
     folder: Path  # for carriers that need one
     seed: int = 0
@@ -106,7 +108,14 @@ def build_engine(spec: EngineSpec) -> Engine:
     ends = stop_ids(None, decoder.arch, generation_config(spec.model))
     cores = _cores(spec.seat, spec.engine.device)
     engine = NativeEngine(
-        decoder, spec.engine, receiver=receiver, version=version, name=spec.name, eos_ids=ends, cores=cores
+        decoder,
+        spec.engine,
+        receiver=receiver,
+        version=version,
+        name=spec.name,
+        eos_ids=ends,
+        cores=cores,
+        cached_versions=spec.cached_versions,
     )
     if spec.profile is not None:
         attach(engine, "update", spec.name, spec.profile)
@@ -134,6 +143,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         offload=one_thread() if offload else inline,
         process=spec.name,
         cores=_cores(spec.seat, spec.trainer.device),
+        checkpoints=spec.checkpoints,
     )
     if spec.profile is not None:
         attach(trainer, "publish", spec.name, spec.profile)

@@ -83,7 +83,9 @@ async def start_parts(
     """
     settings, supervise = config.placement, config.supervise
     carrier, threads = settings.sync.carrier, settings.engine_threads
-    specs = {"engine": EngineSpec(model=trainer.model, engine=config.engine, carrier=carrier, profile=trainer.profile)}
+    cached = config.max_lag + 1  # an older episode cannot be trained on any more
+    engine = EngineSpec(model=trainer.model, engine=config.engine, carrier=carrier, cached_versions=cached)
+    specs = {"engine": engine.model_copy(update={"profile": trainer.profile})}
     counts, deadlines = {"engine": settings.engines}, {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
     if settings.reference_engines and (folder := folder_of(trainer.reference, trainer.model)) is not None:
         specs["reference"] = EngineSpec(model=folder, engine=config.engine)

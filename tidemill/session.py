@@ -274,6 +274,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         reference=config.reference,
         critic=config.critic,
         scores=config.scores,
+        checkpoints=0 < config.record.checkpoint_every < config.steps,  # the last one is written when all else is over
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,

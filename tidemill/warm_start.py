@@ -85,6 +85,7 @@ async def _train(
         model=model.path,
         trainer=TrainerSettings.model_validate(settings.model_dump()),
         steps=1,  # a constant rate has no end
+        checkpoints=False,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,

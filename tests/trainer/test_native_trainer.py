@@ -300,6 +300,16 @@ async def test_a_snapshot_shares_no_memory_and_is_given_back():
     assert gone.wait(30), watched()  # the thread that copied may be about to let go of it
 
 
+async def test_room_for_a_snapshot_is_taken_at_once_only_where_one_is_written_beside_training(tmp_path):
+    beside, last = trainer(), trainer(checkpoints=False)
+    assert beside._room is not None and last._room is None
+    for t, name in ((beside, "beside"), (last, "last")):
+        await one_step(t, 0)
+        await save(t, tmp_path / name)
+    for file in ("model.safetensors", "optimizer.safetensors"):
+        assert (tmp_path / "beside" / file).read_bytes() == (tmp_path / "last" / file).read_bytes()
+
+
 async def test_a_snapshot_takes_the_memory_of_the_one_that_was_written(tmp_path):
     reusing, fresh = trainer(), trainer()
     await one_step(reusing, 0)

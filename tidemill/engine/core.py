@@ -41,8 +41,6 @@ from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMi
 from tidemill.threads import in_thread
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
 
-CACHED_VERSIONS = 8  # whose KV may be found again: an episode between two turns still has that of the version it began with
-
 
 class NativeEngine:
     def __init__(
@@ -55,11 +53,13 @@ class NativeEngine:
         name: str,
         eos_ids: tuple[int, ...],
         cores: Cores | None = None,
+        cached_versions: int = 2,
     ) -> None:
         """Serves `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
 
         `receiver`: where updates come from; None for an engine that is never updated. `eos_ids` end a completion unless
-        its parameters say `ignore_eos`. `cores`: are taken before each step.
+        its parameters say `ignore_eos`. `cores`: are taken before each step. `cached_versions`: of so many, the
+        latest, KV may be found again, since an episode between two turns still has that of the version it began with.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
         device = device_of(settings.device)
@@ -76,6 +76,7 @@ class NativeEngine:
         if settings.batch_invariant:
             check_machine(self._weights, settings.page_size)
         self._staging = Staging(receiver, pack) if receiver is not None else None
+        self._cached_versions = cached_versions
         self._versions = [version]  # every version served, in order; tokens are stamped with an index into it
         self._pages = _pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
@@ -412,7 +413,7 @@ class NativeEngine:
         self._weights = staged
         self._versions.append(staged.version)
         before, self._scheduler.salt = self._scheduler.salt, _salt(staged.version)
-        self._scheduler.blocks.retire({_salt(version) for version in self._versions[-CACHED_VERSIONS:]})
+        self._scheduler.blocks.retire({_salt(version) for version in self._versions[-self._cached_versions :]})
         if self.settings.in_flight == InFlight.RECOMPUTE:
             self._scheduler.preempt_all(renew=True)
         else:

@@ -56,11 +56,13 @@ class NativeTrainer:
         offload: Offload = inline,
         process: str = "trainer",
         cores: Cores | None = None,
+        checkpoints: bool = True,
     ) -> None:
         """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. critic: one that is
         trained beside the policy. scores: it is what is exported, not the policy. sender: the carrier of published weights.
         source: the model folder whose tokenizer and configuration go into exports and checkpoints. cores: are taken before
-        each micro-batch. The decoder is moved to the device."""
+        each micro-batch. checkpoints: are written beside training, so that memory for a copy is taken at once: it is known
+        before anything is trained whether it fits, and is there when it is needed. The decoder is moved to the device."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -90,7 +92,8 @@ class NativeTrainer:
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = self._compute.on_cores(offload), Recorder(process)
         self._snapshot: Snapshot | None = None
-        self._room: Snapshot | None = Snapshot.room(self.decoder, self._optimizer, self._kept)  # for the next one
+        room = Snapshot.room(self.decoder, self._optimizer, self._kept) if checkpoints else None
+        self._room: Snapshot | None = room  # for the next one
         self._copying: asyncio.Future[None] | None = None  # of the snapshot, beside what reads the weights
         self._announced: Announced | None = None  # what was published last; None before, and after `load`
         self._applied: Metrics = {}  # what the optimizer said of its latest update
