@@ -92,7 +92,6 @@ def test_the_same_bits_on_one_thread(family: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("family", SHAPES)
 def test_threads_take_rows(family: str, dtype: torch.dtype, two_threads: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which rows share an attention differs, and with it the order of sums."""
-    monkeypatch.setattr(attention, "WORTH_ROWS", 5)
     passed, single = both(SHAPES[family], dtype)
     error = 1e-4 if dtype == torch.float32 else 0.1
     for one, other in zip(passed, single, strict=True):
@@ -100,12 +99,15 @@ def test_threads_take_rows(family: str, dtype: torch.dtype, two_threads: None, m
     assert torch.isfinite(passed[0]).all()
 
 
-@pytest.mark.parametrize("worth, passes", [(ROWS // 2, 1), (ROWS // 2 + 1, 0)])
-def test_few_rows_are_shared_out_by_products(
-    worth: int, passes: int, dtype: torch.dtype, two_threads: None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("rows, small, passes", [(ROWS // 2, False, 1), (ROWS // 2 + 1, False, 0), (ROWS, True, 1)])
+def test_few_rows_of_large_layers_are_shared_out_by_products(
+    rows: int, small: bool, passes: int, dtype: torch.dtype, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewer than so many a thread, each thread reads a part of every matrix instead."""
-    monkeypatch.setattr(attention, "WORTH_ROWS", worth)
+    monkeypatch.setattr(attention, "WORTH_ROWS", rows)
+    layers = serve(decoder(SHAPES["llama"], dtype=dtype), Version(0), pack=True).decoding
+    assert layers is not None and layers.largest >= dtype.itemsize * 64 * (3 * 96 + 16 * (2 * 4 + 2 * 2))
+    monkeypatch.setattr(attention, "WORTH_BYTES", layers.largest - (not small))
     compiled, calls = native(), []
     assert compiled is not None
     decode = compiled.decode

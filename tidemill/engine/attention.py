@@ -33,7 +33,10 @@ from tidemill.models.decoder import Attend, Decoder
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
-WORTH_ROWS = 24  # a thread: with fewer, by estimate, reading all matrices takes longer than multiplying by them
+WORTH_BYTES = (
+    16 << 20
+)  # a layer: where all are no larger, a thread reads them sooner than it would meet the others five times
+WORTH_ROWS = 24  # a thread: with as many, multiplying by larger ones takes longer than reading them
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 
 
@@ -86,10 +89,11 @@ class PagedCache:
 
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray) -> Tensor:
         """[N, D] of the step's tokens, whose keys and values are in the cache afterwards. `table` as for `attend`."""
-        threads = torch.get_num_threads()
-        worth = threads == 1 or len(plan.singles) >= WORTH_ROWS * threads
-        if self._native is not None and weights.decoding is not None and worth and not plan.chunks:
-            return self._decoded(self._native, weights.decoding, weights.decoder, plan, table, threads)
+        threads, layers = torch.get_num_threads(), weights.decoding
+        few = threads > 1 and len(plan.singles) < WORTH_ROWS * threads
+        worth = layers is not None and not (few and layers.largest > WORTH_BYTES)
+        if self._native is not None and layers is not None and worth and not plan.chunks:
+            return self._decoded(self._native, layers, weights.decoder, plan, table, threads)
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
         return weights.decoder(tokens, positions, self.attend(plan, table))

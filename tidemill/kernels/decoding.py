@@ -59,6 +59,7 @@ class DecodingWeights:
         assert all(tensor.dtype == norm.dtype and tensor.is_contiguous() for tensor in self._kept)
         self.kv_heads, self.head_dim, self.layers = kv_heads, head_dim, len(layers)
         self.hidden, self.dtype = norm.numel(), norm.dtype
+        self.largest = max(sum(t.nbytes for t in layer.values() if t is not None) for layer in layers)  # bytes of a layer
         self.places = [tensor.data_ptr() for tensor in self._kept]  # of all weights, in memory
         pointers = (_Layer * len(layers))(
             *(_Layer(**{name: t.data_ptr() for name, t in layer.items() if t is not None}) for layer in layers)
