@@ -33,9 +33,7 @@ from tidemill.models.decoder import Attend, Decoder
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
-WORTH_BYTES = (
-    16 << 20
-)  # a layer: where all are no larger, a thread reads them sooner than it would meet the others five times
+WORTH_BYTES = 16 << 20  # a layer: where none is larger, a thread reads it sooner than it would meet the others five times
 WORTH_ROWS = 24  # a thread: with as many, multiplying by larger ones takes longer than reading them
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 

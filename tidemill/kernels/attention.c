@@ -20,13 +20,13 @@
 #define WORTH_TILES 5   /* queries */
 #define FORE 4          /* rows whose places are asked for before they are written to */
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
-#define AHEAD (1 << 15) /* bytes that are asked for before they are read: as many again */
+#define AHEAD AT_ONCE   /* tokens that are asked for so long before they are read */
 
 /* One key/value head of a layer's pages. */
 typedef struct {
     const char *pages;
     int64_t page_bytes, stride; /* from page to page, from token to token */
-    int page_size, ahead; /* tokens in a page, and that are asked for before they are read */
+    int page_size; /* tokens in a page */
 } heads;
 
 /* Tokens [low, end) of the sequence whose pages are in `table`. */
@@ -48,16 +48,23 @@ INLINE const char *place(const heads *kv, span seen, int token) {
     return kv->pages + seen.table[token / kv->page_size] * kv->page_bytes + token % kv->page_size * kv->stride;
 }
 
-/* Asks for half of sixteen tokens, which will be read some time after `token`: of `seen` or, behind its end, of the spans that
- * follow, of which the last is empty. Into the second-level cache: the first has no room for what is read that much later. */
-INLINE void ask_ahead(const heads *kv, span seen, const span *next, int token, int half) {
-    for (token += kv->ahead; token >= seen.end; seen = *next++) {
-        if (!next->end) return;
+/* Where half of the sixteen tokens lies that will be read AHEAD tokens after `token`: of `seen` or, behind its end, of the spans
+ * that follow, of which the last is empty; NULL behind that. */
+INLINE const char *ahead_of(const heads *kv, span seen, const span *next, int token, int half) {
+    for (token += AHEAD; token >= seen.end; seen = *next++) {
+        if (!next->end) return 0;
         token += aligned(next->low) - aligned(seen.end + WIDTH - 1);
     }
-    const int64_t bytes = WIDTH / 2 * kv->stride;
-    const char *from = place(kv, seen, token) + half * bytes;
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i, 0, 2);
+    return place(kv, seen, token) + half * WIDTH / 2 * kv->stride;
+}
+
+/* Asks for `bytes`, which `from` is moved by, a few lines at a time: a processor has room for some two dozen that it waits for,
+ * and holds up what it reads meanwhile when that is full. Into the second-level cache: the first has no room for what is read
+ * that much later. */
+INLINE void ask(const char **from, int64_t bytes) {
+    if (!*from) return;
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(*from + i, 0, 2);
+    *from += bytes;
 }
 
 /* Sixteen sums over lanes at once: each step adds the halves of two vectors and leaves one. */
@@ -139,9 +146,12 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
     UNROLL for (int g = 0; g < G; g++) as_query(queries + (from + g) * V * WIDTH * width, V, narrow, q + g * V);
     for (int at = 0; at < count; at += WIDTH) { /* a page holds a multiple of these */
         const char *key = place(kv, seen, first + at);
-        if (asks) ask_ahead(kv, seen, next, first + at, 0);
+        const char *ahead = asks ? ahead_of(kv, seen, next, first + at, 0) : 0;
         vec fourths[4][4];
-        UNROLL for (int i = 0; i < 4; i++) four_scores(key + 4 * i * kv->stride, kv->stride, q, V, G, narrow, fourths[i]);
+        UNROLL for (int i = 0; i < 4; i++) {
+            ask(&ahead, kv->stride * WIDTH / 8);
+            four_scores(key + 4 * i * kv->stride, kv->stride, q, V, G, narrow, fourths[i]);
+        }
         UNROLL for (int g = 0; g < G; g++) {
             vec sixteen = join8(join4(fourths[0][g], fourths[1][g]), join4(fourths[2][g], fourths[3][g])) * scale;
             if (at < skip || at + WIDTH > count) sixteen = only(sixteen, skip - at, count - at);
@@ -165,12 +175,14 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
     for (int at = skip; at < count;) {
         const int left = WIDTH - at % WIDTH, stop = at + left < count ? at + left : count;
         const char *value = place(kv, seen, first + at) + kv->stride / 2;
-        if (asks) ask_ahead(kv, seen, next, aligned(first + at), 1);
-        for (; at < stop; at++, value += kv->stride)
+        const char *ahead = asks ? ahead_of(kv, seen, next, aligned(first + at), 1) : 0;
+        for (; at < stop; at++, value += kv->stride) {
+            ask(&ahead, kv->stride / 2);
             UNROLL for (int v = 0; v < V; v++) {
                 const vec part = value_part(value, v, V, narrow);
                 UNROLL for (int g = 0; g < G; g++) sums[g * V + v] += scores[g][at] * part;
             }
+        }
     }
     UNROLL for (int g = 0; g < G; g++) in_order(sums + g * V, V, narrow);
     UNROLL for (int i = 0; i < G * V; i++) known->sums[from * V + i] += sums[i];
@@ -274,7 +286,10 @@ INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, con
             upper[s][p] = lower[s][p] = (ints){0};
             for (int v = 0; v < V; v++) values[s][v][p] = (ints){0};
             if (t >= count) continue;
-            if (!from && p % 8 == 0) ask_ahead(kv, seen, next, seen.low + t, 0), ask_ahead(kv, seen, next, seen.low + t, 1);
+            for (int half = 0; !from && p % 8 == 0 && half < 2; half++) {
+                const char *ahead = ahead_of(kv, seen, next, seen.low + t, half);
+                ask(&ahead, kv->stride * WIDTH / 2);
+            }
             vec a, b;
             memcpy(&a, scores[t], sizeof a), memcpy(&b, scores[t + 1], sizeof b);
             const ints near_a = nearest(a) & (int32_t)0xffff0000, near_b = nearest(b) & (int32_t)0xffff0000;
@@ -394,7 +409,7 @@ static void attend_family(const paged_queries *of, attention *run, const family 
     const int members = rows->last - rows->first, each = G * size * width, stride = 2 * size * width;
     const int64_t head_bytes = (int64_t)of->page_size * stride, *row = of->order + rows->first;
     const char *pages = (const char *)of->kv + head * head_bytes;
-    const heads mine = {pages, of->kv_heads * head_bytes, stride, of->page_size, aligned(AHEAD / stride)};
+    const heads mine = {pages, of->kv_heads * head_bytes, stride, of->page_size};
     char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
     span spans[TOGETHER + 2], *own = spans + 1; /* what all see, what each sees, and the end */
     state known;

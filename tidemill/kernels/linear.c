@@ -24,7 +24,7 @@
 #define MOST_ROWS 256  /* at a time, but in tiles */
 #define CROWDED 2048   /* bytes from row to row, of which a first-level cache holds few rows: such are copied, LINE apart */
 #define LINE 64
-#define HIDES 48       /* rows, whose products take longer than the next weights need to come */
+#define WORTH_ASKING 12 /* rows: with fewer, floats are read sooner than they are asked for */
 #define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
 
 /* How products are computed; of bfloat16 in one of three ways. */
@@ -32,15 +32,25 @@ enum { FLOATS, WIDENED, PAIRED, TILED };
 
 /* ---- in vectors ------------------------------------------------------------------------------------------------- */
 
-/* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them. */
-INLINE void float_rows(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept, const int rows) {
+/* Asks for what will be read next, one or two lines at each of the steps that it hides behind: were all asked for at once, what is
+ * read meanwhile would wait for them. */
+INLINE void ask(const char *ahead, int rate) {
+    if (rate) __builtin_prefetch(ahead, 0, 3);
+    if (rate > LINE) __builtin_prefetch(ahead + LINE, 0, 3);
+}
+
+/* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them.
+ * Meanwhile `rate` bytes a step are asked for, from `ahead` on. */
+INLINE void float_rows(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept,
+                       const char *ahead, int rate, const int rows) {
     vec sums[ROWS][2];
     UNROLL for (int r = 0; r < rows; r++) {
         sums[r][0] = sums[r][1] = (vec){0};
         if (!begins) memcpy(sums[r], kept + r * BLOCK, sizeof sums[r]);
     }
-    for (int k = 0; k < inputs; k++) {
+    for (int k = 0; k < inputs; k++, ahead += rate) {
         vec low, high;
+        ask(ahead, rate);
         memcpy(&low, block + (int64_t)k * BLOCK, sizeof low);
         memcpy(&high, block + (int64_t)k * BLOCK + WIDTH, sizeof high);
         UNROLL for (int r = 0; r < rows; r++) {
@@ -66,15 +76,16 @@ INLINE void widen_block(const uint16_t *block, int inputs, float *to) {
 }
 
 #ifdef PAIRS
-/* As `float_rows`, of bfloat16, two inputs at a time. */
+/* As `float_rows`, of bfloat16, two inputs a step. */
 INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
-                      const int rows) {
+                      const char *ahead, int rate, const int rows) {
     __m512 sums[ROWS][2];
     UNROLL for (int r = 0; r < rows; r++)
         for (int half = 0; half < 2; half++)
             sums[r][half] = begins ? _mm512_setzero_ps() : _mm512_loadu_ps(kept + r * BLOCK + half * 16);
     for (int k = 0; k < inputs; k += STEP, block += 2 * HALF)
-        for (int pair = 0; pair < STEP / 2; pair++) {
+        for (int pair = 0; pair < STEP / 2; pair++, ahead += rate) {
+            ask(ahead, rate);
             const __m512bh low = (__m512bh)_mm512_loadu_si512(block + pair * 32);
             const __m512bh high = (__m512bh)_mm512_loadu_si512(block + HALF + pair * 32);
             UNROLL for (int r = 0; r < rows; r++) {
@@ -90,28 +101,29 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
 }
 #endif
 
-/* Meanwhile `bytes` from `next` on are asked for, which will be read then; behind the last weights asking is harmless. */
+/* Meanwhile `bytes` from `next` on are asked for, at most LINE * 2 a step, which will be read then; behind the last weights asking
+ * is harmless. */
 #define STRETCHES(NAME, NUMBER, ROWS_OF)                                                                                    \
     static void NAME(const NUMBER *x, int64_t stride, const NUMBER *block, int inputs, int begins, float *kept, int n,      \
                      const char *next, int64_t bytes) {                                                                     \
-        for (int r = 0; r < n; r += ROWS) {                                                                                 \
-            const int64_t part = n < HIDES ? 0 : bytes * ROWS / n;                                                          \
-            for (int64_t at = 0; at < part; at += LINE) __builtin_prefetch(next + bytes * r / n + at, 0, 2);                \
+        const int steps = inputs * (int)sizeof(NUMBER) / 4, asking = steps * ((n + ROWS - 1) / ROWS);                       \
+        const int rate = n < WORTH_ASKING && sizeof(NUMBER) == 4 ? 0 : (int)((bytes + asking - 1) / asking);                \
+        for (int r = 0; r < n; r += ROWS, next += (int64_t)steps * rate) {                                                  \
             const NUMBER *rows = x + r * stride;                                                                            \
             float *sums = kept + (int64_t)r * BLOCK;                                                                        \
             switch (n - r) {                                                                                                \
-            case 1: ROWS_OF(rows, stride, block, inputs, begins, sums, 1); break;                                           \
-            case 2: ROWS_OF(rows, stride, block, inputs, begins, sums, 2); break;                                           \
-            case 3: ROWS_OF(rows, stride, block, inputs, begins, sums, 3); break;                                           \
-            case 4: ROWS_OF(rows, stride, block, inputs, begins, sums, 4); break;                                           \
-            case 5: ROWS_OF(rows, stride, block, inputs, begins, sums, 5); break;                                           \
-            case 6: ROWS_OF(rows, stride, block, inputs, begins, sums, 6); break;                                           \
-            case 7: ROWS_OF(rows, stride, block, inputs, begins, sums, 7); break;                                           \
-            case 8: ROWS_OF(rows, stride, block, inputs, begins, sums, 8); break;                                           \
-            case 9: ROWS_OF(rows, stride, block, inputs, begins, sums, 9); break;                                           \
-            case 10: ROWS_OF(rows, stride, block, inputs, begins, sums, 10); break;                                         \
-            case 11: ROWS_OF(rows, stride, block, inputs, begins, sums, 11); break;                                         \
-            default: ROWS_OF(rows, stride, block, inputs, begins, sums, ROWS);                                              \
+            case 1: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 1); break;                               \
+            case 2: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 2); break;                               \
+            case 3: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 3); break;                               \
+            case 4: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 4); break;                               \
+            case 5: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 5); break;                               \
+            case 6: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 6); break;                               \
+            case 7: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 7); break;                               \
+            case 8: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 8); break;                               \
+            case 9: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 9); break;                               \
+            case 10: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 10); break;                             \
+            case 11: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 11); break;                             \
+            default: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, ROWS);                                  \
             }                                                                                                               \
         }                                                                                                                   \
     }
