@@ -2,10 +2,11 @@
 
     python benchmarks/sync.py [--sizes S M L] [--dtype float32] [--repeats 7]
 
-Copying is held against the machine's own memcpy of as many bytes, in the same run; making and checking the fingerprints is
-reported apart. Then an engine that generates all the time gets new versions from a sender in another process: the longest of
-its steps beside an update is shown beside the longest of as many steps without one, and beside the median. Prints tables and
-writes `results/sync.json`.
+Copying is held against the machine's own memcpy of as many bytes, in the same run, and a checkpoint besides against a plain
+file of as many bytes that is written to the same folder and synced; making and checking the fingerprints is reported apart.
+Then an engine that generates all the time gets new versions from a sender in another process: the longest of its steps
+beside an update is shown beside the longest of as many steps without one, and beside the median. Prints tables and writes
+`results/sync.json`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import math
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -47,6 +50,15 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
     return time.perf_counter() - begin, result
 
 
+def written(path: Path, data: np.ndarray) -> None:
+    """A new file of these bytes, on the medium: what a checkpoint cannot be quicker than."""
+    path.unlink(missing_ok=True)
+    with open(path, "xb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+
+
 def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Path) -> dict[str, Any]:
     source = decoder(size)
     target = empty_decoder(source.arch, dtype, torch.device("cpu")).requires_grad_(False)
@@ -55,16 +67,17 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     count = sum(p.numel() for p in source.parameters())
     flat = torch.ones(count * dtype.itemsize, dtype=torch.uint8)
     other = torch.zeros_like(flat)
-    times: dict[str, list[float]] = {"memcpy": [], "fingerprint": [], "send": [], "receive": []}
+    times: dict[str, list[float]] = {"memcpy": [], "fingerprint": [], "send": [], "receive": [], "disk": []}
     for number in range(repeats + WARM):
         fingerprint_s, own = timed(lambda: Contents.of(source, dtype))
         version = Version(number, fingerprint=own.fingerprint)
         send_s, published = timed(lambda v=version: sender.send(v, serving_slices(source, dtype)))
         receive_s, _ = timed(lambda p=published: load_slices(target, receiver.receive(p)))
         memcpy_s, _ = timed(lambda: other.copy_(flat))
+        disk_s = timed(lambda: written(folder / "plain", flat.numpy()))[0] if carrier == "checkpoint" else math.inf
         assert Contents.of(target, dtype).fingerprint == own.fingerprint
         if number >= WARM:
-            for name, seconds in zip(times, (memcpy_s, fingerprint_s, send_s, receive_s), strict=True):
+            for name, seconds in zip(times, (memcpy_s, fingerprint_s, send_s, receive_s, disk_s), strict=True):
                 times[name].append(seconds)
     sender.close()
     receiver.close()
@@ -73,9 +86,11 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     row: dict[str, Any] = {"carrier": carrier, "model": size, "M params": count / 1e6, "MB": gb * 1e3}
     row |= {f"{name} ms": 1e3 * seconds for name, seconds in middle.items()}
     row |= {f"{name} GB/s": gb / middle[name] for name in ("memcpy", "send", "receive")}
-    return (
-        row | {f"{name} / memcpy": middle["memcpy"] / middle[name] for name in ("send", "receive")} | {"target": TARGET_COPY}
-    )
+    row |= {f"{name} / memcpy": middle["memcpy"] / middle[name] for name in ("send", "receive")}
+    if carrier != "checkpoint":
+        del row["disk ms"]
+        return row | {"target": TARGET_COPY}
+    return row | {"target": TARGET_COPY, "send / disk": middle["disk"] / middle["send"]}
 
 
 def send_on_request(asked: Any, size: str, dtype: torch.dtype, folder: str) -> None:
@@ -159,13 +174,13 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--repeats", type=int, default=7)
     args = parser.parse_args()
-    dtype, rows = getattr(torch, args.dtype), []
+    dtype, rows = getattr(torch, args.dtype), list[dict[str, Any]]()
     wait_until_quiet()
     for carrier in ("shared_memory", "checkpoint"):
         for size in args.sizes:
             with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".sync-") as folder:
                 rows.append(carry(size, carrier, dtype, args.repeats, Path(folder)))
-    print(table(rows))
+        print(table([row for row in rows if row["carrier"] == carrier]))
     pauses = []
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:

@@ -4,6 +4,7 @@ that version's KV."""
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import sys
 import threading
@@ -17,15 +18,17 @@ import pytest
 import torch
 from engine_cases import MemoryReceiver, decoder, engine, prompts, reference_logprobs
 
-from tidemill.engine import core
+from tidemill.engine import turns
 from tidemill.engine.weights import Staging, serve
 from tidemill.models.decoder import Decoder
+from tidemill.models.pieces import at_once
 from tidemill.models.served import Contents, checked, words_of
 from tidemill.models.slices import Slice
 from tidemill.models.weights import serving_slices
 from tidemill.protocols import EngineFailed, PolicyMismatch
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
+from tidemill.threads import background
 from tidemill.types import Published, SamplingParams, Version
 
 
@@ -62,10 +65,12 @@ class Paused:
 
 
 @pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
-async def test_an_update_cancelled_while_staging_leaves_the_old_version_and_the_next_one_whole(carrier, tmp_path: Path):
+async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_and_the_next_whole(carrier, tmp_path: Path):
+    """As it is for a device."""
     sender = make_sender(SyncSettings(carrier=carrier), tmp_path)
     receiver = Paused(make_receiver(carrier))
     under_test = engine(receiver=receiver)  # type: ignore[arg-type]
+    under_test._tells_device = background("staging")
     new, text, params = decoder(seed=2), prompts(1)[0], SamplingParams(max_tokens=6, seed=1)
     try:
         updating = asyncio.ensure_future(under_test.update(announce(sender, 1, decoder(seed=1))))
@@ -90,14 +95,10 @@ async def test_an_update_cancelled_while_staging_leaves_the_old_version_and_the_
         sender.close()
 
 
-async def inline(work, *given, pool):
-    return work(*given)
-
-
 @pytest.mark.parametrize("chunk", [1, 7])
 async def test_a_prompt_that_straddles_a_commit_is_computed_again(chunk, monkeypatch):
     """All its tokens are the new version's: were half of its KV the old one's, its logprobs would be nobody's."""
-    monkeypatch.setattr(core, "in_thread", inline)
+    monkeypatch.setattr(turns, "TURN_S", math.inf)
     receiver, new = MemoryReceiver(), decoder(seed=1)
     under_test = engine(receiver=receiver, prefill_chunk=chunk, page_size=4)
     scheduler, params = under_test._scheduler, SamplingParams(max_tokens=6, seed=3)
@@ -125,9 +126,9 @@ async def test_weights_that_change_behind_the_commit_end_the_engine(dtype, monke
     assert await under_test.update(published) == published.version
     prove = Staging.prove
 
-    def late(self: Staging, serving: Any, version: Version) -> None:
+    def late(self: Staging, serving: Any, version: Version) -> Any:
         serving.decoder.norm.weight[3] += 1
-        prove(self, serving, version)
+        return prove(self, serving, version)
 
     monkeypatch.setattr(Staging, "prove", late)
     try:
@@ -143,24 +144,24 @@ def test_the_head_of_other_weights_is_noticed_in_low_precision_too():
     receiver, model = MemoryReceiver(), decoder(dtype=torch.bfloat16)
     published = receiver.publish(1, decoder(seed=1), torch.bfloat16)
     old, under_test = serve(model, Version(0), pack=True), Staging(receiver, pack=True)
-    staged = under_test.stage(published, old)
-    under_test.prove(staged, published.version)
+    staged = at_once(under_test.stage(published, old))
+    at_once(under_test.prove(staged, published.version))
     staged.head = old.head
     with pytest.raises(PolicyMismatch, match="the head that is served is another one"):
-        under_test.prove(staged, published.version)
+        at_once(under_test.prove(staged, published.version))
 
 
 def test_decoding_with_other_weights_is_noticed():
     receiver, model = MemoryReceiver(), decoder()
     published = receiver.publish(1, decoder(seed=1))
     old, under_test = serve(model, Version(0), pack=True), Staging(receiver, pack=True)
-    staged = under_test.stage(published, old)
+    staged = at_once(under_test.stage(published, old))
     if staged.decoding is None:
         pytest.skip("nothing is packed on this processor")
-    under_test.prove(staged, published.version)
+    at_once(under_test.prove(staged, published.version))
     for other in (old.decoding, None):
         with pytest.raises(PolicyMismatch, match="decoding steps compute with other weights"):
-            under_test.prove(replace(staged, decoding=other), published.version)
+            at_once(under_test.prove(replace(staged, decoding=other), published.version))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -169,19 +170,19 @@ def test_a_packed_copy_that_is_not_its_weights_is_noticed(dtype, name):
     receiver, model = MemoryReceiver(), decoder(dtype=dtype)
     published = receiver.publish(1, decoder(seed=1), dtype)
     under_test = Staging(receiver, pack=True)
-    staged = under_test.stage(published, serve(model, Version(0), pack=True))
+    staged = at_once(under_test.stage(published, serve(model, Version(0), pack=True)))
     packed = {name: packed for name, _, packed in staged.decoder.packed()}[name]
     names = {"layers.1.qkv": "model.layers.1.self_attn.q_proj.weight, ", "layers.0.down": "model.layers.0.mlp.down_proj"}
     what = names.get(name, "(the head, |lm_head)")
     if packed.numbers is None:
         pytest.skip("nothing is packed on this processor")
-    under_test.prove(staged, published.version)
+    at_once(under_test.prove(staged, published.version))
     stale = packed.numbers.clone()
     packed.numbers[77] = -packed.numbers[77]
     with pytest.raises(PolicyMismatch, match=f"other weights are served: {what}"):
-        under_test.prove(staged, published.version)
+        at_once(under_test.prove(staged, published.version))
     packed.numbers.copy_(stale)
-    under_test.prove(staged, published.version)
+    at_once(under_test.prove(staged, published.version))
 
 
 def test_names_that_do_not_cover_every_weight_are_refused(monkeypatch):

@@ -132,6 +132,22 @@ def test_sizes_may_change_between_versions(sender: Sender) -> None:
         assert same(receive(published, receiver)[0], tensors)
 
 
+def test_names_shapes_and_dtypes_may_change_in_the_same_bytes(sender: Sender) -> None:
+    """What a receiver remembers of a slot is of one layout."""
+    receiver, numbers = None, torch.arange(48.0)
+    for step in range(8):
+        tensors = {"a": numbers[:24].view(4, 6) + step, "b": numbers[24:] - step}
+        if step >= 2:
+            tensors = {"a": tensors["a"].view(6, 4), "b": tensors["b"]}
+        if step >= 4:
+            tensors = {"a": tensors["b"], "b": tensors["a"].to(torch.int32)}
+        if step >= 6:
+            tensors = {"a": tensors["a"], "c": tensors["b"]}
+        published = send(sender, Version(step), whole(tensors))
+        receiver = receiver or make_receiver(published.carrier)
+        assert same(receive(published, receiver)[0], tensors), step
+
+
 def test_the_version_before_stays_readable(sender: Sender) -> None:
     first = send(sender, Version(0), whole(weights(0)))
     second = send(sender, Version(1), whole(weights(1)))

@@ -326,6 +326,21 @@ def test_unsound_lists_are_refused(change: dict) -> None:
         Manifest.decode(msgspec.structs.replace(GOOD, **change).encode())
 
 
+def test_blocks_that_follow_one_another_hide_no_overlap() -> None:
+    rows = [Block("w", (8, 3), (at, 0), (2, 3), "float32", None) for at in (0, 2, 4, 6)]
+    for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 2, 1, 0)):
+        Manifest(Version(0, fingerprint="f"), [rows[i] for i in order]).check()
+    with pytest.raises(ValueError, match="given twice"):
+        Manifest(Version(0, fingerprint="f"), [rows[0], rows[2], rows[2], rows[3]]).check()
+    for offset, size in (((1, 0), (1, 3)), ((3, 2), (2, 1)), ((7, 0), (1, 1))):
+        with pytest.raises(ValueError, match="given twice"):
+            Manifest(Version(0, fingerprint="f"), [*rows, Block("w", (8, 3), offset, size, "float32", None)]).check()
+    columns = [Block("w", (8, 3), (at, column), (4, 1), "float32", None) for column in range(3) for at in (4, 0)]
+    Manifest(Version(0, fingerprint="f"), columns).check()
+    with pytest.raises(ValueError, match="20 of its 24"):
+        Manifest(Version(0, fingerprint="f"), columns[1:]).check()
+
+
 def test_a_version_without_a_fingerprint_is_no_version() -> None:
     with pytest.raises(PolicyMismatch, match="none"):
         Manifest(Version(0), GOOD.blocks).expect(Published(Version(0), "checkpoint", "x"))

@@ -27,6 +27,7 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.weights import Staging, Weights
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.pieces import Work
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
 from tidemill.observability.display import ProgressDisplay
@@ -348,17 +349,18 @@ LOADS: dict[str, Callable[[list[Slice], dict[str, torch.Tensor]], list[Slice]]] 
 
 @pytest.mark.parametrize("name", LOADS)
 def test_an_engine_that_stages_something_else(tiny: Run, name: str) -> None:
-    """It copies what it received wrongly, and does not notice: a copy without the checks of `load_slices`."""
-    load = staging.load_slices
+    """It copies what it received wrongly, and does not notice: a copy without the checks of `loading`."""
+    load = staging.loading
 
-    def mutated(decoder: Any, slices: Iterator[Slice]) -> None:
+    def mutated(decoder: Any, slices: Iterator[Slice]) -> Work[None]:
         if not tiny.sick:
-            return load(decoder, slices)
+            yield from load(decoder, slices)
+            return
         views = dict(hf_views(decoder))
         for piece in LOADS[name]([replace(s, tensor=s.tensor.clone()) for s in slices], views):
             views[piece.name].copy_(piece.tensor)
 
-    tiny.monkeypatch.setattr(staging, "load_slices", mutated)
+    tiny.monkeypatch.setattr(staging, "loading", mutated)
     with pytest.raises(PolicyMismatch, match=r"announced with fingerprint .*first tensor that differs is model\..*v1"):
         tiny.until("shared_memory")
     assert_nothing_after(tiny)
@@ -395,8 +397,8 @@ def test_an_engine_that_commits_something_else(tiny: Run, name: str, in_flight: 
 def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Run) -> None:
     stage = Staging.stage
 
-    def mutated(self: Staging, published: Published, serving: Weights) -> Weights:
-        staged = stage(self, published, serving)
+    def mutated(self: Staging, published: Published, serving: Weights) -> Work[Weights]:
+        staged = yield from stage(self, published, serving)
         if tiny.sick:
             layer = staged.decoder.layers[1].o  # type: ignore[union-attr]
             layer.weight[0, 0] += 1e-3

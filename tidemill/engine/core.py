@@ -2,9 +2,10 @@
 
     generate/score/stream -> Request -> scheduler.plan -> run -> record -> Completion
 
-Everything happens in one event loop: `_step` runs while there is work, callers get their turn between two steps, and only
-the staging of weights has a thread. So whatever a method does outside of an `await` happens between two steps, and that is
-where new weights are committed. Every sampled token is stamped with the version whose step sampled it (I1).
+Everything happens in one event loop: `_step` runs while there is work, and between two steps callers get their turn, as does
+the staging of weights (a CUDA device is told of it by a thread). So whatever a method does outside of an `await` happens
+between two steps, and that is where new weights are committed. Every sampled token is stamped with the version whose step
+sampled it (I1).
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,14 +34,18 @@ from tidemill.engine.requests import Request, Slots, Stream, completion, scored
 from tidemill.engine.runner import Output, Probe, Probed, run
 from tidemill.engine.scheduler import Chunk, Plan, Salt, Scheduler, Sequence
 from tidemill.engine.settings import EngineSettings
+from tidemill.engine.turns import in_turns
 from tidemill.engine.weights import Staging, Weights, serve
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
+from tidemill.models.pieces import Work, at_once
 from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
 from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMismatch
-from tidemill.threads import in_thread
+from tidemill.threads import background, in_thread
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
+
+T = TypeVar("T")
 
 
 class NativeEngine:
@@ -76,6 +82,7 @@ class NativeEngine:
         if settings.batch_invariant:
             check_machine(self._weights, settings.page_size)
         self._staging = Staging(receiver, pack) if receiver is not None else None
+        self._tells_device: ThreadPoolExecutor | None = background("staging") if device == "cuda" else None
         self._cached_versions = cached_versions
         self._versions = [version]  # every version served, in order; tokens are stamped with an index into it
         self._pages = _pages_of(settings, self._arch, device)
@@ -128,12 +135,10 @@ class NativeEngine:
                 raise RuntimeError(f"engine {self.name} was built without a receiver: it cannot be updated")
             self._check_forward(published.version)
             faults.reach(self.name, "stage", published.version.step)
-            with self._activity.beside("stage", step=published.version.step, bytes=published.bytes):
-                staged = await in_thread(self._staging.stage, published, self._weights, pool=self._staging.pool)
-            await self._commit(staged)
+            step, staging = published.version.step, self._staging.stage(published, self._weights)
+            await self._commit(await self._beside_steps("stage", staging, step=step, bytes=published.bytes))
             try:
-                with self._activity.beside("prove", step=published.version.step):
-                    await in_thread(self._staging.prove, self._weights, published.version, pool=self._staging.pool)
+                await self._beside_steps("prove", self._staging.prove(self._weights, published.version), step=step)
             except PolicyMismatch as error:
                 self._fail(error)  # nobody knows what it serves: nothing more is sampled from it
                 raise
@@ -186,10 +191,12 @@ class NativeEngine:
             self._fail(EngineFailed(f"engine {self.name} was closed"))
         if self._loop is not None:
             await asyncio.wait([self._loop])  # bounded: by one step
-        async with self._updating:  # a staging thread may still be reading the carrier
+        async with self._updating:  # an update may still be reading the carrier
             if self._staging is not None:
                 self._staging.close()
                 self._staging = None
+        if self._tells_device is not None:
+            self._tells_device.shutdown(wait=False)  # bounded: it does not wait
         self._cache = None
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -381,6 +388,12 @@ class NativeEngine:
             raise PolicyMismatch(f"{new} is not of the policy that engine {self.name} serves ({now})")
         if (new.incarnation, new.step) < (now.incarnation, now.step):
             raise PolicyMismatch(f"{new} is older than {now}, which engine {self.name} serves: versions only go forward")
+
+    async def _beside_steps(self, name: str, work: Work[T], **args: float) -> T:
+        if self._tells_device is not None:
+            with self._activity.beside(name, **args):
+                return await in_thread(at_once, work, pool=self._tells_device)
+        return await in_turns(work, lambda begin, end: self._activity.span(name, begin, end, **args), self._check_alive)
 
     async def _commit(self, staged: Weights) -> None:
         self._check_alive()

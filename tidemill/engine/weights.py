@@ -3,6 +3,7 @@
     receive -> copy into the spare decoder -> fingerprint what would be served -> compare     (the commit is the engine's)
     after the commit: look at what is served now, once more
 
+All of it is done in pieces, between which steps are taken: see `turns`.
 The fingerprint is taken of the staged decoder, not of what the carrier delivered: it covers the copy as well. Two decoders
 take turns, so staging allocates nothing and generation goes on meanwhile. A commit that changed the label only, or the
 decoder without its head or without what decoding steps read, is found before its version is confirmed: the sums of the bytes
@@ -23,11 +24,11 @@ from tidemill.kernels.decoding import DecodingWeights
 from tidemill.models.decoder import Decoder
 from tidemill.models.decoding import decoding_weights
 from tidemill.models.linear import wide_product, widens
+from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.served import Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
-from tidemill.models.weights import empty_decoder, load_slices
+from tidemill.models.weights import empty_decoder, loading
 from tidemill.protocols import PolicyMismatch
-from tidemill.threads import background
 from tidemill.types import Published, Version
 
 
@@ -47,51 +48,55 @@ class Weights:
 
 def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
     """`pack`: compute with a copy of the matrices that is quicker to read, where there is one for this processor."""
+    return at_once(_serving(decoder, version, pack))
+
+
+def _serving(decoder: Decoder, version: Version, pack: bool) -> Work[Weights]:
     if pack:
-        decoder.pack()
-    head = decoder.head_weight.detach()
-    as_it_is = decoder.packed_head.numbers is not None or widens(head)
-    return Weights(decoder, head if as_it_is else head.float(), version, decoding_weights(decoder))
+        yield from decoder.packing()
+    weight = head = decoder.head_weight.detach()
+    if decoder.packed_head.numbers is None and not widens(head) and head.dtype != torch.float32:
+        head = torch.empty_like(weight, dtype=torch.float32)
+        for wide, rows in by_rows(head, weight):
+            wide.copy_(rows)
+            yield
+    return Weights(decoder, head, version, decoding_weights(decoder))
 
 
 class Staging:
-    """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back.
-
-    `pool` is where to stage and to prove: behind the threads that generate, which share the cores with it.
-    """
+    """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back."""
 
     def __init__(self, receiver: Receiver, pack: bool) -> None:
-        self.pool = background("staging")
         self._receiver, self._pack = receiver, pack
         self._spare: Decoder | None = None
         self._proven: tuple[Version, dict[str, int]] | None = None  # what was staged last: its version and its words
 
-    def stage(self, published: Published, serving: Weights) -> Weights:
-        """Blocking; runs in a thread. Raises PolicyMismatch when the result is not the version that was announced."""
+    def stage(self, published: Published, serving: Weights) -> Work[Weights]:
+        """Raises PolicyMismatch when the result is not the version that was announced."""
         if not published.version.fingerprint:
             raise PolicyMismatch(f"{published.version} was published without a fingerprint, so it cannot be verified")
         with beside(serving.decoder.embed.weight.device):
-            return self._stage(published, serving)
+            return (yield from self._stage(published, serving))
 
-    def _stage(self, published: Published, serving: Weights) -> Weights:
+    def _stage(self, published: Published, serving: Weights) -> Work[Weights]:
         version = published.version
         if self._spare is None:
             weight = serving.decoder.embed.weight
             self._spare = empty_decoder(serving.decoder.arch, weight.dtype, weight.device).requires_grad_(False)
         totals: dict[str, int | None] = {}
         try:
-            load_slices(self._spare, _noting(self._receiver.receive(published), totals))
+            yield from loading(self._spare, _noting(self._receiver.receive(published), totals))
         except ValueError as error:
             raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
-        held = Contents.of(self._spare, self._spare.embed.weight.dtype)
+        held = yield from Contents.summing(self._spare, self._spare.embed.weight.dtype)
         if held.fingerprint != version.fingerprint:
             raise PolicyMismatch(f"{version}: {_difference(held, version, totals, serving.version)}")
+        yield
         self._proven = version, words_by_matrix(self._spare, held.words)
-        return serve(self._spare, version, self._pack)
+        return (yield from _serving(self._spare, version, self._pack))
 
-    def prove(self, serving: Weights, version: Version) -> None:
-        """Blocking; runs in a thread while `serving` is in use. Raises PolicyMismatch unless it is what was staged last, as
-        `version`."""
+    def prove(self, serving: Weights, version: Version) -> Work[None]:
+        """Of weights that are in use. Raises PolicyMismatch unless they are what was staged last, as `version`."""
         assert self._proven is not None, "nothing was staged"
         proven, words = self._proven
         if not serving.version == proven == version:
@@ -100,8 +105,8 @@ class Staging:
         if (decoding and decoding.places) != (serving.decoding and serving.decoding.places):
             raise PolicyMismatch(f"{version} was staged and committed, but decoding steps compute with other weights")
         with beside(serving.decoder.embed.weight.device):
-            found = words_in_use(serving.decoder)
-            same_head = torch.equal(serving.head, serving.decoder.head_weight.detach().to(serving.head.dtype))
+            found = yield from words_in_use(serving.decoder)
+            same_head = yield from _same(serving.head, serving.decoder.head_weight.detach())
         if other := next((name for name in words if found.get(name) != words[name]), None):
             raise PolicyMismatch(f"{version} was staged and committed, but other weights are served: {other} differs")
         if not same_head:
@@ -112,14 +117,13 @@ class Staging:
         self._spare = weights.decoder
 
     def close(self) -> None:
-        self.pool.shutdown(wait=False)  # bounded: it does not wait
         self._receiver.close()
 
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
     """What is asked of a CUDA device in this context does not queue up with the steps that sample there. It is done at the
-    end of it."""
+    end of it, which must come in the thread of its beginning."""
     if device.type != "cuda":
         yield
         return
@@ -129,6 +133,14 @@ def beside(device: torch.device) -> Iterator[None]:
             yield
     finally:  # also of what failed: the next one writes to the same memory
         stream.synchronize()  # bounded: by the copies and sums above
+
+
+def _same(head: Tensor, weight: Tensor) -> Work[bool]:
+    for rows, theirs in by_rows(head, weight):
+        if not torch.equal(rows, theirs.to(rows.dtype)):
+            return False
+        yield
+    return True
 
 
 def _noting(slices: Iterable[Slice], totals: dict[str, int | None]) -> Iterator[Slice]:

@@ -23,6 +23,7 @@ from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.trained import layer_kernels
 from tidemill.models.architecture import Architecture
 from tidemill.models.linear import Linear, Packed
+from tidemill.models.pieces import Work, at_once
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]; causal, scaled by 1/sqrt(E), within the layer's window."""
@@ -102,8 +103,12 @@ class Decoder(nn.Module):
 
     def pack(self) -> None:
         """Keep every matrix a second time, for products without a gradient until the weights change: see `models.linear`."""
+        at_once(self.packing())
+
+    def packing(self) -> Work[None]:
+        """`pack`, in pieces."""
         for _, weight, packed in self.packed():
-            packed.pack(weight)
+            yield from packed.packing(weight)
 
     def packed(self) -> Iterator[tuple[str, Tensor, Packed]]:
         """Every matrix, by the name of its module."""

@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.library import native
-from tidemill.kernels.native import WIDENED
+from tidemill.kernels.native import BLOCK, WIDENED
+from tidemill.models.pieces import Work, at_once, by_rows
 
 NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
 MIXES = "dtype" in torch.ops.aten.mm.overloads()  # PyTorch 2.8 and later multiply narrow matrices into a wide one
@@ -42,9 +43,24 @@ class Packed:
 
     def pack(self, weight: Tensor) -> None:
         """In place where a matrix of this shape was packed before. Does nothing where no compiled product fits."""
-        compiled = native()
-        fits = compiled is not None and compiled.packs(weight)
-        self.numbers = compiled.pack(weight.detach(), self.numbers) if compiled is not None and fits else None
+        at_once(self.packing(weight))
+
+    def packing(self, weight: Tensor) -> Work[None]:
+        """`pack`, in pieces."""
+        compiled, (n, k) = native(), weight.shape
+        if compiled is None or not compiled.packs(weight):
+            self.numbers = None
+            return
+        if self.numbers is None:
+            self.numbers = torch.empty(-(-n // BLOCK) * BLOCK * k, dtype=weight.dtype)
+        blocks = self.numbers.view(-1, BLOCK * k)  # each of BLOCK rows, the last one filled up
+        at = 0
+        for (rows,) in by_rows(weight.detach()):
+            end = at + -(-len(rows) // BLOCK)
+            compiled.pack(rows, blocks[at:end])
+            at = end
+            yield
+        assert at == len(blocks), "it was packed for a matrix of another shape"
 
     def product(self, x: Tensor, outputs: int, bias: Tensor | None = None, wide: bool = False) -> Tensor | None:
         """x [n, K] times the matrix's transpose, in float32 when `wide`; None where it is not to be had."""

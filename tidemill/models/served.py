@@ -19,6 +19,7 @@ from torch import Tensor
 
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import WORD, Fingerprint, word_sum
+from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
 from tidemill.protocols import PolicyMismatch
@@ -37,11 +38,21 @@ class Contents:
 
     @classmethod
     def of(cls, decoder: Decoder, dtype: torch.dtype) -> Contents:
-        """Cast one tensor at a time. Raises PolicyMismatch when the names do not cover every parameter."""
+        """Raises PolicyMismatch when the names do not cover every parameter."""
+        return at_once(cls.summing(decoder, dtype))
+
+    @classmethod
+    def summing(cls, decoder: Decoder, dtype: torch.dtype) -> Work[Contents]:
+        """`of`, in pieces, cast one by one."""
         everything, words, outlines, named = Fingerprint(), {}, {}, 0
         for name, view in hf_views(decoder):
-            piece = Slice.whole(name, view.to(dtype))
-            words[name], outlines[name] = everything.add(piece, words=True), (piece.shape, dtype)
+            shape, at = tuple(view.shape), 0
+            words[name], outlines[name] = 0, (shape, dtype)
+            for (rows,) in by_rows(view):
+                piece = Slice(name, shape, (at, *(0,) * (view.ndim - 1)), rows.to(dtype))
+                words[name] = (words[name] + everything.add(piece, words=True)) % 2**64
+                at += len(rows)
+                yield
             named += view.numel()
         if named != (there := sum(p.numel() for p in decoder.parameters())):
             raise PolicyMismatch(f"the Hugging Face names cover {named} of {there} weights: the others would never be sent")
@@ -62,18 +73,25 @@ def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
     return found | {HEAD: found[next(iter(found))]} if decoder.head is None else found
 
 
-def words_in_use(decoder: Decoder) -> dict[str, int]:
+def words_in_use(decoder: Decoder) -> Work[dict[str, int]]:
     """The same of what is computed with: of a matrix that is packed, its packed copy's words, which are the same ones."""
     packed = {id(weight): copy for _, weight, copy in decoder.packed()}
     found = {}
     for key, parameter, _ in _matrices(decoder):
         copy = packed.get(id(parameter)) if parameter is not decoder.embed.weight else None
-        used = parameter if copy is None or copy.numbers is None else copy.numbers
-        found[key] = word_sum(used)
+        found[key] = yield from _word_sum(parameter if copy is None or copy.numbers is None else copy.numbers)
     if decoder.head is None:
         head = decoder.packed_head.numbers
-        found[HEAD] = found[next(iter(found))] if head is None else word_sum(head)
+        found[HEAD] = found[next(iter(found))] if head is None else (yield from _word_sum(head))
     return found
+
+
+def _word_sum(tensor: Tensor) -> Work[int]:
+    total = 0
+    for (rows,) in by_rows(tensor):
+        total += word_sum(rows)
+        yield
+    return total % 2**64
 
 
 def _matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, Tensor]]]]:

@@ -37,7 +37,8 @@ class Sender(Protocol):
 
     def send(self, version: Version, slices: Iterable[Slice]) -> Published:
         """Write the slices where receivers can stage them. `version` carries the fingerprint of what they should come to,
-        which is not taken from them: that is what receivers hold them against. Blocking."""
+        which is not taken from them: that is what receivers hold them against. Blocking. A tensor stays as it is, and shares
+        no memory with another one, until this returns."""
         ...
 
     def close(self) -> None: ...
@@ -56,11 +57,14 @@ class Receiver(Protocol):
     def close(self) -> None: ...
 
 
+_Block = tuple[tuple[int, ...], tuple[int, ...]]  # where it begins, its shape
+
+
 @dataclass(slots=True)
 class _Tensor:
     shape: tuple[int, ...]
     dtype: torch.dtype
-    blocks: list[tuple[tuple[int, ...], tuple[int, ...]]] = field(default_factory=list)  # where each begins, its shape
+    blocks: list[_Block] = field(default_factory=list)
     elements: int = 0
 
 
@@ -72,11 +76,16 @@ class Coverage:
 
     def add(self, piece: Slice) -> None:
         """Raises ValueError when the slice lies outside its tensor, contradicts an earlier one, or repeats elements."""
-        name, shape, offset, size = piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape)
+        self.add_block(piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), piece.tensor.dtype)
+
+    def add_block(
+        self, name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        """`add`, of what says of itself that it is such a slice."""
         if (seen := self.tensors.get(name)) is None:
-            seen = self.tensors[name] = _Tensor(shape, piece.tensor.dtype)
-        if (seen.shape, seen.dtype) != (shape, piece.tensor.dtype):
-            given, first = f"{_text(shape)} {piece.tensor.dtype}", f"{_text(seen.shape)} {seen.dtype}"
+            seen = self.tensors[name] = _Tensor(shape, dtype)
+        if (seen.shape, seen.dtype) != (shape, dtype):
+            given, first = f"{_text(shape)} {dtype}", f"{_text(seen.shape)} {seen.dtype}"
             raise ValueError(f"{name}: a slice says {given}, an earlier one said {first}")
         if not len(shape) == len(offset) == len(size):
             raise ValueError(f"{name}: shape, offset and block of a slice differ in their number of dimensions")
@@ -88,7 +97,10 @@ class Coverage:
         for at, other in seen.blocks:
             if all(a < c + d and c < a + b for a, b, c, d in zip(offset, size, at, other, strict=True)):
                 raise ValueError(f"{name}: elements at {offset} were given twice")
-        seen.blocks.append((offset, size))
+        if seen.blocks and (joined := _joined(*seen.blocks[-1], offset, size)):
+            seen.blocks[-1] = joined
+        else:
+            seen.blocks.append((offset, size))
         seen.elements += elements
 
     def complete(self) -> None:
@@ -96,6 +108,13 @@ class Coverage:
         for name, seen in self.tensors.items():
             if (total := math.prod(seen.shape)) != seen.elements:
                 raise ValueError(f"{name}: {seen.elements} of its {total} elements were given")
+
+
+def _joined(at: tuple[int, ...], size: tuple[int, ...], then: tuple[int, ...], more: tuple[int, ...]) -> _Block | None:
+    """One block of two, where the second one's rows follow the first one's."""
+    if not at or (then, more[1:]) != ((at[0] + size[0], *at[1:]), size[1:]):
+        return None
+    return at, (size[0] + more[0], *size[1:])
 
 
 def _text(shape: Iterable[int]) -> str:

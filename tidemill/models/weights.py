@@ -23,6 +23,7 @@ from tidemill.codec import CodecError, parse_json
 from tidemill.durable import put_in_place
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder, Layer
+from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.slices import Coverage, Slice
 
 TOKENIZER_FILES = (
@@ -78,7 +79,9 @@ def _rows(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tenso
     """The projections that are stacked in `linear`, in order."""
     for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
         if parameter is not None:
-            for name, view in zip(sizes, parameter.detach().split(list(sizes.values())), strict=True):
+            whole = parameter.detach()
+            views = whole.split_with_sizes(list(sizes.values())) if len(sizes) > 1 else (whole,)
+            for name, view in zip(sizes, views, strict=True):
                 yield f"{name}.{kind}", view
 
 
@@ -88,23 +91,30 @@ def serving_slices(decoder: Decoder, dtype: torch.dtype) -> Iterator[Slice]:
         yield Slice.whole(name, view.to(dtype))
 
 
-@torch.no_grad()
 def load_slices(decoder: Decoder, slices: Iterable[Slice]) -> None:
     """Copy slices into the decoder, casting to its dtype. Every element of every tensor must come exactly once.
 
     Raises ValueError that names what is unexpected, of the wrong shape, repeated or missing; the decoder then holds
     some of the new weights and must not be used.
     """
+    at_once(loading(decoder, slices))
+
+
+def loading(decoder: Decoder, slices: Iterable[Slice]) -> Work[None]:
+    """`load_slices`, in pieces."""
     views, coverage = dict(hf_views(decoder)), Coverage()
     for piece in slices:
         if piece.name not in views:
             raise ValueError(f"unexpected tensor {piece.name!r}: this {decoder.arch.family} model has no such weight")
         view = views[piece.name]
-        if piece.shape != tuple(view.shape):
+        if piece.shape != view.shape:
             raise ValueError(f"{piece.name}: shape {list(piece.shape)} where {list(view.shape)} is expected")
         coverage.add(piece)
-        target = view[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))]
-        target.copy_(piece.tensor)
+        if piece.tensor.shape != view.shape:
+            view = view[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))]
+        for rows, given in by_rows(view, piece.tensor.detach()):
+            rows.copy_(given)
+            yield
     coverage.complete()
     if missing := [name for name in views if name not in coverage.tensors]:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tidemill.durable import flush, remove_left
-from tidemill.models.slices import Slice
+from tidemill.models.slices import Coverage, Slice
 from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
 from tidemill.types import Published, Version
@@ -27,7 +27,7 @@ from tidemill.types import Published, Version
 _MARKER = ".tidemill-weights"
 _UNFINISHED = ".sending-"
 _NAME = re.compile(r"v(\d{6,})\.(\d+)")
-PART_BYTES = 1 << 30  # bounds the copies held in memory while a part is put together
+PART_BYTES = 1 << 30  # bounds what is held in memory until it is written: what was cast, or came from a device
 
 
 class CheckpointSender:
@@ -96,12 +96,13 @@ class CheckpointReceiver:
 
 
 def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_bytes: int) -> Manifest:
-    blocks = []
+    blocks, coverage = [], Coverage()
     pending: dict[str, Tensor] = {}
     part = held = 0
     for item in slices:
-        host = replace(item, tensor=_own(item.tensor))
+        host = replace(item, tensor=item.tensor.detach().cpu().contiguous())
         block = Block.of(host, part=part)
+        coverage.add(host)  # here already: safetensors does not take tensors that overlap
         if block.key in pending:
             raise ValueError(f"{block.key} was given twice")
         if pending and held + block.length > part_bytes:
@@ -114,12 +115,6 @@ def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_b
     if pending:
         save_file(pending, folder / _part_name(part))
     return Manifest(version, blocks)
-
-
-def _own(tensor: Tensor) -> Tensor:
-    """On the CPU, contiguous, and with a storage of its own: safetensors refuses tensors that share one."""
-    host = tensor.detach().cpu().contiguous()
-    return host.clone() if host.data_ptr() == tensor.data_ptr() else host
 
 
 def _part_name(part: int) -> str:

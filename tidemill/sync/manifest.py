@@ -11,6 +11,7 @@ takes it from its own parameters, the engine from what it would serve, so it cov
 from __future__ import annotations
 
 from collections import Counter
+from functools import lru_cache
 from math import prod
 from typing import Annotated
 
@@ -39,6 +40,9 @@ DTYPES = {
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Dims = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=16)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+
+
+Outline = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, int, int]
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -71,18 +75,15 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Its name among blocks: the Hugging Face name, and the offset when it is not the whole tensor."""
         return self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
 
-    def outline(self) -> Slice:
-        """This block without its elements. Raises ValueError when there can be no such tensor."""
-        if self.dtype not in DTYPES:
-            raise ValueError(f"{self.name}: unknown dtype {self.dtype[:40]!r}")
-        if max(prod(self.size), prod(self.shape)) > MAX_ELEMENTS:
-            raise ValueError(f"{self.name}: more than {MAX_ELEMENTS} elements")
-        return Slice(self.name, self.shape, self.offset, torch.empty(self.size, dtype=DTYPES[self.dtype], device="meta"))
+    @property
+    def outline(self) -> Outline:
+        """This block without its elements."""
+        return self.name, self.shape, self.offset, self.size, self.dtype, self.part, self.start
 
     def slice(self, tensor: Tensor) -> Slice:
         """`tensor` as this block. Raises PolicyMismatch when it is another one."""
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        if tuple(tensor.shape) != self.size or dtype != self.dtype:
+        if tensor.shape != self.size or tensor.dtype != DTYPES[self.dtype]:
+            dtype = str(tensor.dtype).removeprefix("torch.")
             raise PolicyMismatch(
                 f"{self.key}: the manifest says {self.dtype} {self.size}, found {dtype} {tuple(tensor.shape)}"
             )
@@ -116,15 +117,11 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Raise ValueError unless every tensor is tiled by its blocks, without gap or overlap."""
         if self.format != FORMAT:
             raise ValueError(f"format {self.format[:40]!r}: expected {FORMAT!r}")
-        if not self.blocks:
-            raise ValueError("no weights in it")
-        most = max(Counter(block.name for block in self.blocks).values())
-        if most > MAX_CUTS:
-            raise ValueError(f"a tensor is cut into {most} blocks; at most {MAX_CUTS} are allowed")
-        coverage = Coverage()
-        for block in self.blocks:
-            coverage.add(block.outline())
-        coverage.complete()
+        _check_layout(self.layout())
+
+    def layout(self) -> tuple[Outline, ...]:
+        """What of it is the same in every version of a policy."""
+        return tuple(block.outline for block in self.blocks)
 
     def expect(self, published: Published) -> None:
         """Raise PolicyMismatch unless this is the manifest of exactly that version, fingerprint included."""
@@ -133,6 +130,23 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
                 f"{published.location} holds {self.version} (fingerprint {self.version.fingerprint[:16] or 'none'}), "
                 f"announced was {published.version} (fingerprint {published.version.fingerprint[:16] or 'none'})"
             )
+
+
+@lru_cache(maxsize=4)  # those of a policy's versions are all the same
+def _check_layout(layout: tuple[Outline, ...]) -> None:
+    if not layout:
+        raise ValueError("no weights in it")
+    most = max(Counter(name for name, *_ in layout).values())
+    if most > MAX_CUTS:
+        raise ValueError(f"a tensor is cut into {most} blocks; at most {MAX_CUTS} are allowed")
+    coverage = Coverage()
+    for name, shape, offset, size, dtype, _, _ in layout:
+        if dtype not in DTYPES:
+            raise ValueError(f"{name}: unknown dtype {dtype[:40]!r}")
+        if max(prod(size), prod(shape)) > MAX_ELEMENTS:
+            raise ValueError(f"{name}: more than {MAX_ELEMENTS} elements")
+        coverage.add_block(name, shape, offset, size, DTYPES[dtype])
+    coverage.complete()
 
 
 _decoder = msgspec.json.Decoder(Manifest)

@@ -31,7 +31,7 @@ from torch import Tensor
 from tidemill.anonymous import anonymous_memory
 from tidemill.models.slices import Slice
 from tidemill.protocols import PolicyMismatch
-from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, raw_bytes
+from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, Outline, raw_bytes
 from tidemill.sync.pinning import Pinned
 from tidemill.types import Published, Version
 
@@ -78,7 +78,7 @@ class SharedMemorySender:
 
 class SharedMemoryReceiver:
     def __init__(self) -> None:
-        self._mappings: dict[tuple[int, int], mmap.mmap] = {}  # by device and inode; mapping anew costs page faults
+        self._mappings: dict[tuple[int, int], _Mapping] = {}  # by device and inode; mapping anew costs page faults
 
     def receive(self, published: Published) -> Iterator[Slice]:
         """Tensors are read-only views (writing to one is a segmentation fault), valid until the iterator moves on."""
@@ -87,30 +87,41 @@ class SharedMemoryReceiver:
             header = _read_header(fd, location)
             manifest = _read_manifest(fd, header, location)
             manifest.expect(published)
-            mapping = self._mapping(fd)
-            for block in manifest.blocks:
-                view = _view(mapping, block, location)
-                try:
-                    item = block.slice(view)
-                except PolicyMismatch:
-                    _unchanged(fd, header, location)  # an overwritten slot is the likelier reason: name that one
-                    raise
-                yield item
-                _unchanged(fd, header, location)
+            views, before = self._mapping(fd).views(manifest, location), _HEADER.pack(*header)
+            for block, view in zip(manifest.blocks, views, strict=True):
+                yield block.slice(view)
+                if os.pread(fd, _HEADER.size, 0) != before:
+                    raise PolicyMismatch(f"{location}: was overwritten with another version while it was read")
 
     def close(self) -> None:
         self._mappings.clear()  # unmapped with the last view of it
 
-    def _mapping(self, fd: int) -> mmap.mmap:
+    def _mapping(self, fd: int) -> _Mapping:
         status = os.fstat(fd)
         key = status.st_dev, status.st_ino
         known = self._mappings.pop(key, None)
-        if known is None or len(known) != status.st_size:
-            known = mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ)
+        if known is None or len(known.memory) != status.st_size:
+            known = _Mapping(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
         self._mappings[key] = known
         while len(self._mappings) > 2:  # a sender has two slots; older ones are of a sender that is gone
             del self._mappings[next(iter(self._mappings))]
         return known
+
+
+class _Mapping:
+    """A slot as a receiver sees it."""
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.memory = memory
+        self._layout: tuple[Outline, ...] = ()
+        self._views: list[Tensor] = []
+
+    def views(self, manifest: Manifest, location: str) -> list[Tensor]:
+        """Of each block. They are made once for all versions of the same layout."""
+        if (layout := manifest.layout()) != self._layout:
+            self._views = [_view(self.memory, block, location) for block in manifest.blocks]
+            self._layout = layout
+        return self._views
 
 
 class _Header(NamedTuple):
@@ -142,8 +153,8 @@ class _Slot:
         if self._map is not None and end <= len(self._map):
             if tensor.is_cuda and self._pinned is None:
                 self._pinned = Pinned(self._map)
-            into = torch.frombuffer(self._map, dtype=torch.uint8, offset=start, count=tensor.nbytes)
-            into.copy_(tensor.view(-1).view(torch.uint8))
+            into = torch.frombuffer(self._map, dtype=tensor.dtype, offset=start, count=tensor.numel())
+            into.copy_(tensor.view(-1))
         else:  # a write reports a full memory as OSError, a store to the mapping would kill the process
             _write(self.fd, memoryview(raw_bytes(tensor.cpu())), start)
 
@@ -216,11 +227,6 @@ def _read_header(fd: int, location: str) -> _Header:
     if len(raw) < _HEADER.size or not raw.startswith(_MAGIC):
         raise PolicyMismatch(f"{location}: no complete version in it (being written, or its sending failed)")
     return _Header(*_HEADER.unpack(raw))
-
-
-def _unchanged(fd: int, header: _Header, location: str) -> None:
-    if os.pread(fd, _HEADER.size, 0) != _HEADER.pack(*header):
-        raise PolicyMismatch(f"{location}: was overwritten with another version while it was read")
 
 
 def _read_manifest(fd: int, header: _Header, location: str) -> Manifest:
