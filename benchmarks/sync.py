@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import math
 import multiprocessing
 import os
 import statistics
@@ -67,18 +66,20 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     count = sum(p.numel() for p in source.parameters())
     flat = torch.ones(count * dtype.itemsize, dtype=torch.uint8)
     other = torch.zeros_like(flat)
-    times: dict[str, list[float]] = {"memcpy": [], "fingerprint": [], "send": [], "receive": [], "disk": []}
+    times: dict[str, list[float]] = {}
     for number in range(repeats + WARM):
         fingerprint_s, own = timed(lambda: Contents.of(source, dtype))
         version = Version(number, fingerprint=own.fingerprint)
         send_s, published = timed(lambda v=version: sender.send(v, serving_slices(source, dtype)))
         receive_s, _ = timed(lambda p=published: load_slices(target, receiver.receive(p)))
         memcpy_s, _ = timed(lambda: other.copy_(flat))
-        disk_s = timed(lambda: written(folder / "plain", flat.numpy()))[0] if carrier == "checkpoint" else math.inf
+        taken = {"memcpy": memcpy_s, "fingerprint": fingerprint_s, "send": send_s, "receive": receive_s}
+        if carrier == "checkpoint":
+            taken["disk"], _ = timed(lambda: written(folder / "plain", flat.numpy()))
         assert Contents.of(target, dtype).fingerprint == own.fingerprint
         if number >= WARM:
-            for name, seconds in zip(times, (memcpy_s, fingerprint_s, send_s, receive_s, disk_s), strict=True):
-                times[name].append(seconds)
+            for name, seconds in taken.items():
+                times.setdefault(name, []).append(seconds)
     sender.close()
     receiver.close()
     middle = {name: statistics.median(values) for name, values in times.items()}
@@ -87,10 +88,8 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     row |= {f"{name} ms": 1e3 * seconds for name, seconds in middle.items()}
     row |= {f"{name} GB/s": gb / middle[name] for name in ("memcpy", "send", "receive")}
     row |= {f"{name} / memcpy": middle["memcpy"] / middle[name] for name in ("send", "receive")}
-    if carrier != "checkpoint":
-        del row["disk ms"]
-        return row | {"target": TARGET_COPY}
-    return row | {"target": TARGET_COPY, "send / disk": middle["disk"] / middle["send"]}
+    row["target"] = TARGET_COPY
+    return row | {"send / disk": middle["disk"] / middle["send"]} if "disk" in middle else row
 
 
 def send_on_request(asked: Any, size: str, dtype: torch.dtype, folder: str) -> None:

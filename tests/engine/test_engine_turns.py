@@ -16,6 +16,7 @@ from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts
 from tidemill.engine import turns
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.turns import SHARE, TURN_S, in_turns
+from tidemill.engine.weights import Staging
 from tidemill.models import fingerprint, linear, pieces, served
 from tidemill.models.decoder import Decoder
 from tidemill.models.pieces import Work, at_once, by_rows
@@ -160,19 +161,13 @@ def test_every_pass_over_a_large_tensor_is_cut(monkeypatch):
     watch(torch, "equal", lambda one, other: one.nbytes)
     if (compiled := linear.native()) is not None:
         watch(type(compiled), "pack", lambda self, weight, into=None: weight.nbytes)
-    staging = turns_of(receiver)
+    staging = Staging(receiver, pack=True)
     staged = at_once(staging.stage(published, serving))
     at_once(staging.prove(staged, published.version))
     rows = 32 * model.layers[0].down.in_features * 4  # type: ignore[union-attr]
     assert {"_block_sum", "word_sum", "copy_", "equal"} <= set(largest)
     assert max(largest.values()) <= max(limit, rows) < max(p.nbytes for p in model.parameters()), largest
     assert staged.version == published.version
-
-
-def turns_of(receiver: Any) -> Any:
-    from tidemill.engine.weights import Staging
-
-    return Staging(receiver, pack=True)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -192,7 +187,7 @@ def test_pieces_come_to_what_the_whole_does(dtype: torch.dtype, limit: int, monk
 def packed(model: Decoder) -> dict[str, torch.Tensor]:
     for _, _, copy in model.packed():
         copy.numbers = None
-    model.pack()
+    at_once(model.packing())
     return {name: copy.numbers for name, _, copy in model.packed() if copy.numbers is not None}
 
 

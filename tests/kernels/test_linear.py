@@ -11,6 +11,7 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import word_sum
 from tidemill.models.fresh import Size, architecture
 from tidemill.models.linear import Linear
+from tidemill.models.pieces import at_once
 
 WAYS = {"floats": FLOATS, "widened": WIDENED, "pairs": PAIRED, "tiles": TILED}
 
@@ -99,14 +100,14 @@ def test_a_layer_uses_them_for_no_gradient(dtype: torch.dtype) -> None:
     layer = Linear(64, 32, bias=True).to(dtype).requires_grad_(False)
     x = torch.randn(9, 64).to(dtype)
     before = layer(x)
-    layer.packed.pack(layer.weight)
+    at_once(layer.packed.packing(layer.weight))
     with torch.no_grad():
         assert layer.packed.product(x, 32) is not None
         torch.testing.assert_close(layer(x), before, atol=2e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
         assert layer.packed.product(x.double(), 32) is None
     assert layer.packed.product(x, 32) is None, "a gradient could be wanted"
     layer.weight.mul_(2)
-    layer.packed.pack(layer.weight)
+    at_once(layer.packed.packing(layer.weight))
     with torch.no_grad():
         torch.testing.assert_close(layer(x) - layer.bias, 2 * (before - layer.bias), atol=5e-2, rtol=2e-2)
 
@@ -114,7 +115,7 @@ def test_a_layer_uses_them_for_no_gradient(dtype: torch.dtype) -> None:
 def test_a_decoder_that_moves_forgets_them(dtype: torch.dtype) -> None:
     size: Size = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96}
     model = Decoder(architecture(size, vocab=40, context=64, ends={})).to(dtype)
-    model.pack()
+    at_once(model.packing())
     assert all(packed.numbers is not None for _, _, packed in model.packed())
     model.to(torch.float64)
     assert all(packed.numbers is None for _, _, packed in model.packed())

@@ -27,7 +27,7 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.weights import Staging, Weights
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.pieces import Work
+from tidemill.models.pieces import Work, at_once
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
 from tidemill.observability.display import ProgressDisplay
@@ -402,7 +402,7 @@ def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Run) ->
         if tiny.sick:
             layer = staged.decoder.layers[1].o  # type: ignore[union-attr]
             layer.weight[0, 0] += 1e-3
-            layer.packed.pack(layer.weight)
+            at_once(layer.packed.packing(layer.weight))
         return staged
 
     tiny.monkeypatch.setattr(Staging, "stage", mutated)

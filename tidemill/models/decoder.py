@@ -23,7 +23,7 @@ from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.trained import layer_kernels
 from tidemill.models.architecture import Architecture
 from tidemill.models.linear import Linear, Packed
-from tidemill.models.pieces import Work, at_once
+from tidemill.models.pieces import Work
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]; causal, scaled by 1/sqrt(E), within the layer's window."""
@@ -101,12 +101,8 @@ class Decoder(nn.Module):
         self.inverse_frequencies = rope_frequencies(self.arch).to(self.embed.weight.device)
         return self
 
-    def pack(self) -> None:
-        """Keep every matrix a second time, for products without a gradient until the weights change: see `models.linear`."""
-        at_once(self.packing())
-
     def packing(self) -> Work[None]:
-        """`pack`, in pieces."""
+        """Keep every matrix a second time, for products without a gradient until the weights change: see `models.linear`."""
         for _, weight, packed in self.packed():
             yield from packed.packing(weight)
 

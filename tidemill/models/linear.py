@@ -16,7 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, WIDENED
-from tidemill.models.pieces import Work, at_once, by_rows
+from tidemill.models.pieces import Work, by_rows
 
 NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
 MIXES = "dtype" in torch.ops.aten.mm.overloads()  # PyTorch 2.8 and later multiply narrow matrices into a wide one
@@ -41,12 +41,8 @@ class Packed:
     def __init__(self) -> None:
         self.numbers: Tensor | None = None
 
-    def pack(self, weight: Tensor) -> None:
-        """In place where a matrix of this shape was packed before. Does nothing where no compiled product fits."""
-        at_once(self.packing(weight))
-
     def packing(self, weight: Tensor) -> Work[None]:
-        """`pack`, in pieces."""
+        """In place where a matrix of this shape was packed before. Does nothing where no compiled product fits."""
         compiled, (n, k) = native(), weight.shape
         if compiled is None or not compiled.packs(weight):
             self.numbers = None
