@@ -16,6 +16,7 @@ from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
 
 WORTH_THREADS = 16  # rows
 WORTH_THREADS_PRODUCTS = 1 << 22
+WORTH_THREADS_SEQUENCES = 1 << 14  # numbers of queries
 SHARES = 64  # of rows whose sums are added in order: as many threads at most
 NONE, FLOATS, WIDENED, PAIRED, TILED = range(-1, 4)  # ways to multiply, see linear.c
 BLOCK, STEP = 32, 32  # outputs that rows are filled up to; inputs that must divide, of bfloat16: see linear.c
@@ -313,7 +314,7 @@ class Native:
     def _sequences(self, families: Families, window: int | None, totals: Tensor, operands: dict[str, Tensor]) -> None:
         q, k = operands["q"], operands["k"]
         operands = {name: x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for name, x in operands.items()}
-        threads = torch.get_num_threads() if len(families.places) * q[0].numel() >= WORTH_THREADS_PRODUCTS else 1
+        threads = torch.get_num_threads() if len(families.places) * q[0].numel() >= WORTH_THREADS_SEQUENCES else 1
         given = tensors(totals, q.shape[2], operands)
         if self._library.tidemill_sequences(ctypes.byref(layout(families, q, k, window)), ctypes.byref(given), threads):
             raise MemoryError("there is no memory for the keys and values of the longest sequence")

@@ -22,6 +22,9 @@ typedef struct {
 /* Whether there are tiles, and the system lets us use them; the first call asks it. */
 int tidemill_tiles(void);
 
+/* Whether adding up pairs is quicker than widening them and adding up floats. */
+int tidemill_pairs_are_quick(void);
+
 /* Squares of 16 by 16 units of four bytes, turned. */
 #define EXCHANGE(n) INLINE void exchange##n(ints *a, ints *b) { const ints x = *a, y = *b; *a = EVEN##n(x, y); *b = ODD##n(x, y); }
 EXCHANGE(1)
