@@ -3,10 +3,10 @@
     python benchmarks/step.py [--sizes S M] [--dtypes float32 bfloat16] [--repeats 3] [--steps 3] [--device cpu]
 
 16 prompts x 8 samples a step, 64 + 128 tokens, no reply ends early. Tokens are sampled ones, per second of a whole step;
-memory is the peak over all processes of what is theirs (PSS). TRL takes a step in micro-batches of 32 rows: it is about as
-quick here as with 128, in less than half of the memory. In bfloat16 with weights of float32, as ours are, and with weights
-of bfloat16, whose small updates are lost, but for which alone its generation may use a static cache there. TRL needs
-`make peers`. Prints a table and writes `results/step.json`.
+memory is the peak over all processes of what is theirs (PSS). TRL takes a step in micro-batches of 32 rows and in one of all
+128, each a row of its own: which is quicker depends on the dtype, and all 128 take more than twice the memory. In bfloat16
+with weights of float32, as ours are, and with weights of bfloat16, whose small updates are lost, but for which alone its
+generation may use a static cache there. TRL needs `make peers`. Prints a table and writes `results/step.json`.
 """
 
 from __future__ import annotations
@@ -77,10 +77,13 @@ def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) ->
     work |= {"prompt": PROMPT, "alphabet": alphabet(size), "device": args.device}
     shared = {"HF_HUB_OFFLINE": "1"}
     theirs = shared | {"OMP_NUM_THREADS": str(args.threads)}
-    trl = work | {"threads": args.threads, "accumulate": args.accumulate, "weights": "float32"}
-    of_trl = {"trl": trl | {"cache": "static" if dtype == "float32" else None}}
-    if dtype != "float32":
-        of_trl[f"trl, {dtype} weights"] = trl | {"weights": dtype, "cache": "static"}
+    of_trl: dict[str, dict[str, Any]] = {}
+    for parts in args.accumulate:
+        trl = work | {"threads": args.threads, "accumulate": parts, "weights": "float32"}
+        name = f"trl, {GROUPS * SAMPLES // parts} rows"
+        of_trl[name] = trl | {"cache": "static" if dtype == "float32" else None}
+        if dtype != "float32":
+            of_trl[f"{name}, {dtype} weights"] = trl | {"weights": dtype, "cache": "static"}
     ours = {"max_lag": args.max_lag, "engine_threads": args.engine_threads, "trainer_threads": args.trainer_threads}
     return [
         System("tidemill", "step_tidemill.py", work | ours, environment=shared),
@@ -125,7 +128,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of TRL")
-    parser.add_argument("--accumulate", type=int, default=4, help="micro-batches of a step, of TRL")
+    parser.add_argument("--accumulate", type=int, nargs="+", default=[4, 1], help="micro-batches of a step, of TRL: of each row")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--engine-threads", type=int, default=torch.get_num_threads(), help="at most: they share the cores")

@@ -71,9 +71,7 @@ def test_it_is_attention_and_its_gradient(
 
 
 @settings(max_examples=30, deadline=None)
-@given(
-    families(), st.sampled_from([16, 32, 48, 64, 128]), st.sampled_from([None, 1, 3, 30, 256, 400]), st.integers(0, 99)
-)
+@given(families(), st.sampled_from([16, 32, 48, 64, 128]), st.sampled_from([None, 1, 3, 30, 256, 400]), st.integers(0, 99))
 def test_pairs_of_bfloat16_are_those_of_neighbours(of: Families, size: int, window: int | None, seed: int) -> None:
     """Where beginnings end at odd positions, too: what is paired with the wrong neighbour, or left out, is far off."""
     given = tuple(x.bfloat16() for x in operands(of.tokens, (3, 1), size, seed))
