@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from tidemill.config import Config, ConfigError, dump, load
+from tidemill.config import Config, dump, load
+from tidemill.errors import ConfigError
 
 
 class Nccl(Config):

@@ -9,8 +9,9 @@ import pytest
 
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.config import ConfigError, build
+from tidemill.config import build
 from tidemill.envs.template import prompt_tokens
+from tidemill.errors import ConfigError
 from tidemill.given import Given, HeldOut, check_given, replies
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.recipe import RunConfig

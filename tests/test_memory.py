@@ -14,10 +14,11 @@ from torch import Tensor
 
 from tidemill import memory, session
 from tidemill.build import EngineSpec, build_engine
-from tidemill.config import ConfigError, load
+from tidemill.config import load
 from tidemill.engine import cache_size
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
+from tidemill.errors import ConfigError
 from tidemill.kernels.library import native
 from tidemill.model_folder import architecture_of, resolve_model
 from tidemill.models import linear

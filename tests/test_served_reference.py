@@ -12,7 +12,8 @@ import pytest
 
 import tidemill
 from tidemill.build import TrainerSpec, placed
-from tidemill.config import ConfigError, build
+from tidemill.config import build
+from tidemill.errors import ConfigError
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.parts import Parts, start_parts
 from tidemill.recipe import RunConfig, check_same_run

@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.config import ConfigError, build
+from tidemill.config import build
 from tidemill.envs.environment import FunctionEnvironment, TaskSource
 from tidemill.envs.make import reward_environment
+from tidemill.errors import ConfigError
 from tidemill.loading import check_not_loading
 from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.sinks import Callback

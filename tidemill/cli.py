@@ -213,7 +213,7 @@ def _tell(error: Exception) -> None:
 
 def main() -> None:
     """Errors that are the user's affair, or the world's, are one sentence and a non-zero status; bugs are tracebacks."""
-    from tidemill.config import ConfigError
+    from tidemill.errors import ConfigError
     from tidemill.failures import KNOWN
 
     try:

@@ -15,6 +15,8 @@ from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from tidemill.errors import ConfigError
+
 
 class Config(BaseModel):
     """Base of every settings class."""
@@ -42,10 +44,6 @@ class Config(BaseModel):
 
 
 _TOO_DEEP = "the settings are nested too deep: expected tables of keys and values"
-
-
-class ConfigError(ValueError):
-    """The configuration, or something it names, is not usable. The message is for the user as it is."""
 
 
 C = TypeVar("C", bound=Config)

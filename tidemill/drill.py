@@ -29,7 +29,7 @@ from typing import IO, Any
 
 import psutil
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.faults import LOG_VARIABLE, VARIABLE
 from tidemill.health import STATUS
 from tidemill.ledger.database import has_ledger

@@ -16,8 +16,8 @@ import numpy as np
 
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.rows import POLICY
-from tidemill.config import ConfigError
 from tidemill.envs.template import Messages, Tokenizer, Turn, as_messages, conversation, too_long
+from tidemill.errors import ConfigError
 from tidemill.protocols import Trainer
 from tidemill.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
 

@@ -19,10 +19,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.config import ConfigError, build
+from tidemill.config import build
 from tidemill.engine.cache_size import page_bytes
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
+from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder

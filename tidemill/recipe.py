@@ -15,10 +15,11 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
-from tidemill.config import Config, ConfigError, load
+from tidemill.config import Config, load
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.curriculum import Order
 from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, environments_of, parse_env
+from tidemill.errors import ConfigError
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings

@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.protocols import Checkable, Engine, Environment, Gold
 from tidemill.rewards.outcome import SOLVED, clip
 from tidemill.rollout import Episodes

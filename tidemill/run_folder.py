@@ -16,9 +16,10 @@ from typing import Any
 
 from tidemill import faults
 from tidemill.codec import CodecError, parse_json
-from tidemill.config import ConfigError, build, dump
+from tidemill.config import build, dump
 from tidemill.controller import ROLE
 from tidemill.durable import flush, put_in_place, write_json
+from tidemill.errors import ConfigError
 from tidemill.recipe import RunConfig, check_same_run
 
 _BEFORE_CONFIG = {"config.json.partial"}

@@ -17,13 +17,14 @@ from typing import Any, TypeVar
 
 from tidemill.assembly import Session, train
 from tidemill.build import TrainerSpec, budget_of, placed, preparing
-from tidemill.config import ConfigError, dump
+from tidemill.config import dump
 from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.several import parts_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
+from tidemill.errors import ConfigError
 from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.ledger.database import has_ledger

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidemill.config import ConfigError
 from tidemill.envs.order import task_order
 from tidemill.envs.template import Tokenizer, as_messages, conversation
+from tidemill.errors import ConfigError
 from tidemill.evaluation import Evaluator
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Trainer

@@ -233,7 +233,8 @@ async def test_what_is_told_of_given_replies_is_what_can_be_said_of_them() -> No
     ],
 )
 def test_what_only_sampled_replies_have_is_refused_by_name(value: dict[str, Any], message: str) -> None:
-    from tidemill.config import Config, ConfigError, build
+    from tidemill.config import Config, build
+    from tidemill.errors import ConfigError
 
     class Recipe(Config):
         algorithm: AlgorithmSettings

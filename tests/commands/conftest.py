@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.cli import app
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 
 ENVIRONMENT = '''
 from zlib import crc32

@@ -16,10 +16,10 @@ import torch
 from engine_cases import BASE, FAMILIES, MemoryReceiver, decoder, engine, prompts, with_pages
 
 import tidemill.engine.core as core
-from tidemill.config import ConfigError
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.invariant import BLOCK
 from tidemill.engine.settings import EngineSettings
+from tidemill.errors import ConfigError
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.logprobs import token_logprobs
 from tidemill.types import Completion, SamplingParams, Scored, Version

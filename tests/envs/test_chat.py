@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
 
-from tidemill.config import ConfigError
 from tidemill.envs.chat import ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
 from tidemill.envs.template import TemplateRewritesHistory, check_prompts, prompt_tokens
+from tidemill.errors import ConfigError
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.protocols import Chat
 from tidemill.seeds import derive_seed

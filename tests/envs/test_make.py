@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tidemill.config import Config, ConfigError, build, dump
+from tidemill.config import Config, build, dump
 from tidemill.envs.environment import environment, splits_of
 from tidemill.envs.make import make_environment, reward_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.settings import EnvSettings
+from tidemill.errors import ConfigError
 from tidemill.scoring.pool import WorkerPool
 from tidemill.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 

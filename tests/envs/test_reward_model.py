@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
 from tidemill.envs.reward_model import score
 from tidemill.envs.settings import RowsSettings
+from tidemill.errors import ConfigError
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.models.value import ValueModel
 from tidemill.models.weights import load_folder

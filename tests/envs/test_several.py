@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from tidemill.config import ConfigError, build, dump
+from tidemill.config import build, dump
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import EnvironmentWorkers
 from tidemill.envs.several import Several, parts_of
 from tidemill.envs.workers import in_workers
+from tidemill.errors import ConfigError
 from tidemill.protocols import Checkable, Environment
 from tidemill.recipe import RunConfig
 from tidemill.scoring.pool import WorkerPool

@@ -19,10 +19,11 @@ from safetensors.torch import load_file
 from sources import ROOT
 
 from tidemill import codec
-from tidemill.config import Config, ConfigError, _models, build, load
+from tidemill.config import Config, _models, build, load
 from tidemill.envs.rows import row_splits
 from tidemill.envs.settings import RowsSettings
 from tidemill.envs.tasks import check_splits
+from tidemill.errors import ConfigError
 from tidemill.ledger import LedgerError, SqliteLedger
 from tidemill.ledger.rows import as_json
 from tidemill.ledger.segments import segment_path

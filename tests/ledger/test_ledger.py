@@ -15,7 +15,7 @@ import pytest
 from ledger_cases import assert_same, group, task, trajectory
 
 from tidemill import codec
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger, reads
 from tidemill.ledger.schema import SCHEMAS
 from tidemill.protocols import Ledger

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tidemill import faults
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Array, SamplingParams
 

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from echo_worker import WORKER, Echo, Other, build
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.orchestration.inline import Inline
 from tidemill.orchestration.local import Local
 from tidemill.orchestration.placement import Placement, StartFailed

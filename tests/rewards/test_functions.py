@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.loading import load_object
 from tidemill.rewards import functions as f
 from tidemill.rewards.named import NAMED, named_reward

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.loading import load_object, reference_of
 from tidemill.rewards.outcome import outcome_of, outcomes_of
 from tidemill.rewards.signature import group_values, signature_of, single_values

@@ -13,7 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.config import ConfigError, build
+from tidemill.config import build
+from tidemill.errors import ConfigError
 from tidemill.processes import stopped
 from tidemill.scoring import process
 from tidemill.scoring.pool import WorkerPool

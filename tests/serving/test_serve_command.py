@@ -16,7 +16,7 @@ from openai import OpenAI
 from serving_cases import Running
 
 from tidemill.commands.serve import serve, served_name
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 
 ASKED: dict[str, Any] = {
     "host": "127.0.0.1",

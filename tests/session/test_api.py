@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.models.fresh import SIZES, fresh_model
 
 SCRIPT = """

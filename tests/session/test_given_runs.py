@@ -15,7 +15,7 @@ import pytest
 
 import tidemill
 from tidemill import faults
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.faults import Fault, FaultError, Faults
 from tidemill.models.fresh import SIZES, fresh_model
 

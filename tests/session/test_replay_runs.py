@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 import tidemill
-from tidemill.config import ConfigError, load
+from tidemill.config import load
 from tidemill.controller import Controller
+from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.recipe import RunConfig

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from tidemill import faults, run_folder, warm_start
-from tidemill.config import ConfigError, build, dump
+from tidemill.config import build, dump
 from tidemill.durable import put_in_place, write_json
+from tidemill.errors import ConfigError
 from tidemill.faults import Fault, FaultError, Faults
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder

@@ -3,7 +3,8 @@ import sys
 
 import pytest
 
-from tidemill.config import ConfigError, build
+from tidemill.config import build
+from tidemill.errors import ConfigError
 from tidemill.trainer.settings import TrainerSettings
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import figures, sections, show
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.memory import in_words
 from tidemill.recipe import RunConfig, load_recipe
 

@@ -23,11 +23,11 @@ from tidemill.assembly import context_of, make_episodes
 from tidemill.build import budget_of, start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings, environments_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
+from tidemill.errors import ConfigError
 from tidemill.evaluation import Evaluator
 from tidemill.machine import usable_cores
 from tidemill.model_folder import ModelFolder

@@ -17,7 +17,7 @@ from tidemill.commands.given_tasks import task_rows, tasks_of
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import Row, figures, sections, show
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.recipe import RunConfig, load_recipe
 
 

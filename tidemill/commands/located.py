@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.run_folder import RunFolder
 
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from tidemill.commands.samples import tokenizer_of
 from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer, prompt_tokens
+from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import SampleRow
 from tidemill.run_folder import RunFolder

@@ -14,11 +14,11 @@ from rich.text import Text
 
 from tidemill.build import budget_of
 from tidemill.commands.screen import console, print_json, print_rows, visible
-from tidemill.config import ConfigError
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.settings import AnyEnv, environments_of
 from tidemill.envs.workers import in_workers
+from tidemill.errors import ConfigError
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.reward_check import Check, Line, Own, check
 from tidemill.scoring.pool import WorkerPool

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows, visible
-from tidemill.config import ConfigError
 from tidemill.envs.template import Tokenizer
+from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
 from tidemill.ledger.records import SampleRow

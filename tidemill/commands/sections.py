@@ -15,8 +15,8 @@ from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.commands import sizing
 from tidemill.commands.screen import console, print_rows
-from tidemill.config import ConfigError
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages
+from tidemill.errors import ConfigError
 from tidemill.memory import Models, demands, in_words, parameters, processes, refusal, row_tokens
 from tidemill.model_folder import architecture_of, check_companions, expect_model
 from tidemill.recipe import RunConfig

@@ -8,8 +8,9 @@ import socket
 from pathlib import Path
 
 from tidemill.commands.located import model_of
-from tidemill.config import ConfigError, build
+from tidemill.config import build
 from tidemill.engine.settings import EngineSettings
+from tidemill.errors import ConfigError
 from tidemill.types import Version
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.text import Text
 
 from tidemill.commands.screen import console, own_name
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.observability.display import ProgressDisplay
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.session import Ended, run

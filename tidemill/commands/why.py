@@ -10,7 +10,7 @@ import psutil
 from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows, visible
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.health import EVERY_S, FAILURE, STATUS
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.lock import holder

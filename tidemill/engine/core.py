@@ -20,7 +20,6 @@ import numpy as np
 import torch
 
 from tidemill import faults
-from tidemill.config import ConfigError
 from tidemill.cores import Cores
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache
@@ -36,6 +35,7 @@ from tidemill.engine.scheduler import Chunk, Plan, Salt, Scheduler, Sequence
 from tidemill.engine.settings import EngineSettings
 from tidemill.engine.turns import in_turns
 from tidemill.engine.weights import Staging, Weights, serve
+from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.pieces import Work, at_once

@@ -16,10 +16,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, overload
 
-from tidemill.config import ConfigError
 from tidemill.envs.chat import ContextFull
 from tidemill.envs.judge import Judge
 from tidemill.envs.tasks import Splits, check_splits, split_by_hash, task_of, told_apart
+from tidemill.errors import ConfigError
 from tidemill.protocols import Chat, Checkable, Gold
 from tidemill.rewards.gold import Teller, told_by
 from tidemill.rewards.outcome import outcome_of

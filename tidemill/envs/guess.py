@@ -13,9 +13,9 @@ from __future__ import annotations
 import random
 import re
 
-from tidemill.config import ConfigError
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.settings import GuessSettings
+from tidemill.errors import ConfigError
 from tidemill.protocols import Chat
 from tidemill.seeds import derive_seed
 from tidemill.types import Score, Task

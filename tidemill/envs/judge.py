@@ -12,8 +12,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
-from tidemill.config import ConfigError
 from tidemill.envs.bounded import Overdue, bounded
+from tidemill.errors import ConfigError
 from tidemill.loading import load_object, reference_of
 from tidemill.protocols import Gold
 from tidemill.rewards.gold import Teller, gold_reply, teller_beside

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tidemill.config import ConfigError
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn, TaskSource, splits_of
 from tidemill.envs.guess import guess_game
 from tidemill.envs.judge import RewardJudge, Scorer
@@ -15,6 +14,7 @@ from tidemill.envs.rows import row_splits, rows
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
 from tidemill.envs.several import Several
 from tidemill.envs.tasks import check_splits, columns_of
+from tidemill.errors import ConfigError
 from tidemill.loading import load_object
 from tidemill.protocols import Environment
 

@@ -15,10 +15,10 @@ from typing import Any
 import msgspec
 
 from tidemill import codec
-from tidemill.config import ConfigError
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import Scorer
 from tidemill.envs.settings import ReasoningGymSettings
+from tidemill.errors import ConfigError
 from tidemill.protocols import Gold
 from tidemill.types import InfraError, Outcome, Score, Task, Trajectory, Unscorable
 

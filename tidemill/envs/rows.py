@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.codec import CodecError, parse_json
-from tidemill.config import ConfigError
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import RewardJudge, Scorer
 from tidemill.envs.settings import NO_REWARD, PythonSettings, RowsSettings
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
+from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.types import Outcome, Task, Trajectory, Unscorable
 

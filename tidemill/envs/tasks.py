@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tidemill import codec
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.seeds import derive_seed
 from tidemill.types import Task
 

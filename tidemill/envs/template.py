@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import jinja2
 import numpy as np
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.types import Array, Task
 
 Messages = list[dict[str, str]]

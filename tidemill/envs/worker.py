@@ -21,7 +21,6 @@ from functools import partial
 from typing import Any
 
 from tidemill import codec, faults
-from tidemill.config import ConfigError
 from tidemill.envs.chat import ContextFull, EpisodeOver
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.frames import (
@@ -45,6 +44,7 @@ from tidemill.envs.frames import (
     Withdraw,
 )
 from tidemill.envs.template import TemplateRewritesHistory
+from tidemill.errors import ConfigError
 from tidemill.loading import load_object
 from tidemill.processes import inside
 from tidemill.processes.frames import HEADER_BYTES, size_of

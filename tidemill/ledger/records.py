@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.types import Metrics, Task
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.observability.metrics import finite
 from tidemill.observability.settings import LogSettings
 from tidemill.protocols import Sink

@@ -17,7 +17,7 @@ from typing import Any, get_type_hints
 import msgspec
 
 from tidemill.codec import CodecError
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.models.architecture import UnsupportedModel
 from tidemill.protocols import EngineFailed, PeerLost, PolicyMismatch, TrainingDiverged
 

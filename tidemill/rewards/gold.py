@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.protocols import Gold
 from tidemill.rewards.functions import boxed
 from tidemill.rewards.named import BOXED

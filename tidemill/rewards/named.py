@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 from dataclasses import dataclass
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.rewards.signature import Signature
 
 

@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.types import Task
 
 _SINGLE = ("completion", "prompt", "task")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.loading import load_object
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
 from tidemill.scoring.frames import Request

@@ -9,7 +9,7 @@ import socket
 import uvicorn
 from starlette.applications import Starlette
 
-from tidemill.config import ConfigError
+from tidemill.errors import ConfigError
 from tidemill.serving.connection import BoundedConnection
 
 GRACE_S = 5  # for what is being answered when the server is told to stop
