@@ -35,7 +35,7 @@ def packed_attention(
 ) -> Attend:
     """An `attend` for sequences packed one after another, of these lengths, or that share what they begin with.
 
-    On CPU it computes in float32 (float64 stays): there the bfloat16 kernel's backward is three times slower.
+    On CPU PyTorch's computes in float32 (float64 stays): its bfloat16 kernel's backward is three times slower there.
     """
     families = sequences if isinstance(sequences, Families) else Families.of(sequences)
 
@@ -76,7 +76,7 @@ def _padded_attention(families: Families, windows: Sequence[int | None], device:
         if q.device.type == "cpu" and dtype != torch.float64:
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast(q.device.type, enabled=False):
-            q, k = q.to(v.dtype), k.to(v.dtype)  # under autocast the rotary embedding leaves them in float32
+            q, k = q.to(v.dtype), k.to(v.dtype)  # they may be wider than what they weigh
             parts = []
             for query, key, value, (_, n) in zip(unpack(q), unpack(k), unpack(v), shapes, strict=True):
                 mask = None if window is None else masks.get((n, window))
