@@ -4,7 +4,7 @@
 
 16 prompts x 8 samples a step, 64 + 128 tokens, no reply ends early. Tokens are sampled ones, per second of a whole step;
 memory is the peak over all processes of what is theirs (PSS). TRL takes a step in micro-batches of 32 rows and in one of all
-128, each a row of its own: which is quicker depends on the dtype, and all 128 take more than twice the memory. In bfloat16
+128, each a row of its own: which is quicker differs from run to run; all 128 take more than twice the memory. In bfloat16
 with weights of float32, as ours are, and with weights of bfloat16, whose small updates are lost, but for which alone its
 generation may use a static cache there. TRL needs `make peers`. Prints a table and writes `results/step.json`.
 """

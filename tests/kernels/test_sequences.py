@@ -127,13 +127,17 @@ def test_operands_may_be_parts_of_larger_ones() -> None:
     assert all(torch.equal(a, b) for a, b in zip(apart, compiled(of, None, parts), strict=True))
 
 
-def test_what_is_not_a_number_stays_in_its_sequence() -> None:
+@pytest.mark.parametrize("at", [3, 9])  # where the next sequence has a token, and beyond its end
+@pytest.mark.parametrize("among", ["keys", "values"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_not_a_number_stays_in_its_sequence(dtype: torch.dtype, among: str, at: int) -> None:
     of = Families.of([20, 9])
-    given = operands(of.tokens, (2, 2), 16, 3)
-    given[1][3] = torch.nan
+    given = tuple(x.to(dtype) for x in operands(of.tokens, (2, 2), 16, 3))
+    given[1 if among == "keys" else 2][at] = torch.nan
     out, *gradients = compiled(of, None, given)
-    assert out[3:20].isnan().all() and not out[:3].isnan().any() and not out[20:].isnan().any()
-    assert all(bool(g[:20].isnan().any()) and not g[20:].isnan().any() for g in gradients)
+    assert out[at:20].isnan().all() and not out[20:].isnan().any()
+    assert among == "values" or not out[:at].isnan().any()
+    assert gradients[0][:20].isnan().any() and not any(bool(g[20:].isnan().any()) for g in gradients)
 
 
 def test_scores_may_be_far_apart() -> None:

@@ -139,7 +139,7 @@ INLINE void read_units(int paired, const operand *from, int64_t token, int head,
 }
 
 /* Where the numbers of an even row pair up with those of the next. */
-INLINE void pair_rows(const unit *rows, int size, int second, unit *pairs) {
+INLINE void pair_narrow(const unit *rows, int size, int second, unit *pairs) {
     for (int i = 0; i < size; i += WIDTH) {
         shorts bits;
         memcpy(&bits, (const uint16_t *)rows + i, sizeof bits);
@@ -160,7 +160,7 @@ static void lay_out(const int paired, const operand *from, const int64_t *places
         const int count = end - at < WIDTH ? end - at : WIDTH;
         for (int i = 0; i < count; i++) {
             read_units(paired, from, places[at + i], head, size, numbers[i]);
-            if (lying && paired) pair_rows(numbers[i], size, (at + i) % 2, lying + (int64_t)(at + i) / 2 * size);
+            if (lying && paired) pair_narrow(numbers[i], size, (at + i) % 2, lying + (int64_t)(at + i) / 2 * size);
             else if (lying) memcpy(lying + (int64_t)(at + i) * size, numbers[i], size * sizeof(unit));
         }
         int to = 0;
@@ -192,7 +192,7 @@ static float greatest(const float *scores, int low, int end) {
     return most;
 }
 
-/* Scores [low, end) become e^(score * scale - most), and the others of `wide` 0. Returns their sum. */
+/* Scores [low, end) become e^(score * scale - most), and the others of `wide` 0, whatever they were. Returns their sum. */
 static float exponentials(float *scores, int low, int end, int wide, float scale, float most) {
     vec sums = {0};
     float sum = 0;
@@ -259,8 +259,8 @@ INLINE void backward(const int paired, const layout *all, const room *kv, const 
         _Pragma("omp simd reduction(+ : sum)") for (int e = 0; e < size; e++) sum += seen[e] * d_seen[e];
         w->drawn[i] = sum, w->total[i] = totals[token * all->heads + head];
         if (paired) {
-            pair_rows(w->asked + i * units, size, i % 2, w->asked_pairs + i / 2 * size);
-            pair_rows(w->d_seen + i * units, size, i % 2, w->d_seen_pairs + i / 2 * size);
+            pair_narrow(w->asked + i * units, size, i % 2, w->asked_pairs + i / 2 * size);
+            pair_narrow(w->d_seen + i * units, size, i % 2, w->d_seen_pairs + i / 2 * size);
         }
     }
     memset(w->d_asked, 0, count * size * sizeof(float));
@@ -275,7 +275,7 @@ INLINE void backward(const int paired, const layout *all, const room *kv, const 
             int low, end;
             sight(begin + i, all->window, first, &low, &end);
             exponentials(weights, low, end, wide, scale, w->total[i]);
-            for (int j = 0; j < wide; j++) d_weights[j] = weights[j] * (d_weights[j] - drawn);
+            for (int j = 0; j < wide; j++) d_weights[j] = weights[j] ? weights[j] * (d_weights[j] - drawn) : 0; /* seen ones are not 0 */
             if (paired) {
                 pair_rounded(weights, wide, i % 2, w->weight_pairs + i / 2 * KEYS);
                 pair_rounded(d_weights, wide, i % 2, w->d_weight_pairs + i / 2 * KEYS);

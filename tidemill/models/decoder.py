@@ -116,7 +116,7 @@ class Decoder(nn.Module):
     def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, checkpointing: bool = False) -> Tensor:
         """Hidden states after the last norm [N, D] for `tokens` [N] at `positions` [N]."""
         x = self.embed(tokens)
-        cos, sin = self.rope(positions, _product_dtype(x))  # as where it is served, under autocast too
+        cos, sin = self.rope(positions, _product_dtype(x))  # autocast's too, as a bfloat16 model has them
         for layer in self.layers:
             x = recompute(layer, x, cos, sin, attend, use_reentrant=False) if checkpointing else layer(x, cos, sin, attend)
         return self.norm(x)
