@@ -13,10 +13,11 @@
 #include <math.h>
 
 #define MOST_QUERIES 16 /* that share a key/value head */
-#define MOST_VECTORS 8  /* of a head: 128 numbers */
+#define MOST_VECTORS (128 / WIDTH) /* of a head */
 #define TOGETHER 32     /* queries whose rows are taken together */
 #define MOST_ROWS 8     /* taken together though they share nothing: one's pages are asked for while another's are read */
-#define AT_A_TIME 16    /* vectors of queries, and of what they see, that are held in registers */
+#define AT_A_TIME (256 / WIDTH) /* vectors of queries whose scores are taken together */
+#define HELD (REGISTERS / 2)    /* vectors of what they see that are held in registers */
 #define WORTH_TILES 5   /* queries */
 #define FORE 4          /* rows whose places are asked for before they are written to */
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
@@ -48,7 +49,7 @@ INLINE const char *place(const heads *kv, span seen, int token) {
     return kv->pages + seen.table[token / kv->page_size] * kv->page_bytes + token % kv->page_size * kv->stride;
 }
 
-/* Where half of the sixteen tokens lies that will be read AHEAD tokens after `token`: of `seen` or, behind its end, of the spans
+/* Where half of a run of WIDTH tokens lies that will be read AHEAD tokens after `token`: of `seen` or, behind its end, of the spans
  * that follow, of which the last is empty; NULL behind that. */
 INLINE const char *ahead_of(const heads *kv, span seen, const span *next, int token, int half) {
     for (token += AHEAD; token >= seen.end; seen = *next++) {
@@ -67,16 +68,43 @@ INLINE void ask(const char **from, int64_t bytes) {
     *from += bytes;
 }
 
-/* Sixteen sums over lanes at once: each step adds the halves of two vectors and leaves one. */
-INLINE vec join1(vec a, vec b) { return EVEN1(a, b) + ODD1(a, b); }
-INLINE vec join2(vec a, vec b) { return EVEN2(a, b) + ODD2(a, b); }
-INLINE vec join4(vec a, vec b) { return EVEN4(a, b) + ODD4(a, b); }
-INLINE vec join8(vec a, vec b) { return EVEN8(a, b) + ODD8(a, b); }
+/* Sums over lanes, of as many vectors at once: each step adds the halves of two vectors and leaves one. */
+#define JOIN(n, a, b) (EVEN(n, a, b) + ODD(n, a, b))
 
-/* The products of G queries with four tokens' keys, each added up in each fourth of the lanes. Where the processor multiplies
- * bfloat16 itself, a query is V / 2 vectors of them, else V vectors of floats: `as_query` makes either. Two tokens at a time:
- * registers hold them, the sums and all queries. */
-INLINE void four_scores(const char *key, int64_t stride, const vec *q, int V, int G, int narrow, vec *fourths) {
+/* One vector of those that hold four tokens' sums each, in lanes four apart. */
+INLINE vec joined(const vec *fours) {
+#if WIDTH == 16
+    return JOIN(8, JOIN(4, fours[0], fours[1]), JOIN(4, fours[2], fours[3]));
+#elif WIDTH == 8
+    return JOIN(4, fours[0], fours[1]);
+#else
+    return fours[0];
+#endif
+}
+
+/* Vector v of a token's key or value. An even number of narrow vectors is taken apart into numbers at even and at odd places,
+ * which is quicker: `in_order` undoes it. */
+INLINE vec part_of(const char *numbers, int v, int V, int narrow) {
+    if (!narrow || V % 2) return load(numbers + v * WIDTH * (narrow ? 2 : 4), narrow);
+    ints bits;
+    memcpy(&bits, numbers + v / 2 * sizeof bits, sizeof bits);
+    return (vec)(v % 2 ? bits & (int32_t)0xffff0000 : bits << 16);
+}
+
+INLINE void in_order(vec *sums, int V, int narrow) {
+    if (narrow && V % 2 == 0)
+        UNROLL for (int v = 0; v < V; v += 2) {
+            const vec even = sums[v], odd = sums[v + 1];
+            sums[v] = FIRST(even, odd);
+            sums[v + 1] = LAST(even, odd);
+        }
+}
+
+/* The products of G queries with four tokens' keys, see `joined`. Where the processor multiplies bfloat16 itself, a query is V / 2
+ * vectors of them, else V vectors of floats: `as_query` makes either. Two tokens at a time: registers hold them, the sums and,
+ * where there are many, all queries. */
+INLINE void four_scores(const char *key, int64_t stride, const vec *q, int V, int G, int narrow, int which,
+                        vec (*fours)[WIDTH / 4]) {
     vec pairs[2][4], sums[4][2];
     UNROLL for (int pair = 0; pair < 2; pair++, key += 2 * stride) {
 #ifdef PAIRS
@@ -92,17 +120,17 @@ INLINE void four_scores(const char *key, int64_t stride, const vec *q, int V, in
 #endif
             UNROLL for (int v = 0; v < V; v++)
                 UNROLL for (int i = 0; i < 2; i++) {
-                    const vec part = load(key + i * stride + v * WIDTH * (narrow ? 2 : 4), narrow);
+                    const vec part = part_of(key + i * stride, v, V, narrow);
                     UNROLL for (int g = 0; g < G; g++) sums[g][i] = v ? sums[g][i] + q[g * V + v] * part : q[g * V + v] * part;
                 }
-        UNROLL for (int g = 0; g < G; g++) pairs[pair][g] = join1(sums[g][0], sums[g][1]);
+        UNROLL for (int g = 0; g < G; g++) pairs[pair][g] = JOIN(1, sums[g][0], sums[g][1]);
     }
-    UNROLL for (int g = 0; g < G; g++) fourths[g] = join2(pairs[0][g], pairs[1][g]);
+    UNROLL for (int g = 0; g < G; g++) fours[g][which] = JOIN(2, pairs[0][g], pairs[1][g]);
 }
 
 /* Scores of lanes outside [low, end) become the least there is. */
 INLINE vec only(vec scores, int low, int end) {
-    const ints lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}, seen = (lane >= low) & (lane < end);
+    const ints seen = (LANES >= low) & (LANES < end);
     return (vec)(((ints)scores & seen) | (0xff800000 & ~seen));
 }
 
@@ -113,25 +141,7 @@ INLINE void as_query(const char *from, int V, int narrow, vec *q) {
         return;
     }
 #endif
-    UNROLL for (int v = 0; v < V; v++) q[v] = load(from + v * WIDTH * (narrow ? 2 : 4), narrow);
-}
-
-/* Vector v of a token's value. An even number of narrow vectors is taken apart into numbers at even and at odd places, which is
- * quicker: `in_order` undoes it. */
-INLINE vec value_part(const char *value, int v, int V, int narrow) {
-    if (!narrow || V % 2) return load(value + v * WIDTH * (narrow ? 2 : 4), narrow);
-    ints bits;
-    memcpy(&bits, value + v / 2 * sizeof bits, sizeof bits);
-    return (vec)(v % 2 ? bits & (int32_t)0xffff0000 : bits << 16);
-}
-
-INLINE void in_order(vec *sums, int V, int narrow) {
-    if (narrow && V % 2 == 0)
-        UNROLL for (int v = 0; v < V; v += 2) {
-            const vec even = sums[v], odd = sums[v + 1];
-            sums[v] = FIRST(even, odd);
-            sums[v + 1] = LAST(even, odd);
-        }
+    UNROLL for (int v = 0; v < V; v++) q[v] = part_of(from, v, V, narrow);
 }
 
 /* Queries [from, from + G) of V vectors each see the first tokens of `seen`, AT_ONCE counted from where its first run of WIDTH
@@ -142,20 +152,21 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
     const int count = seen.end - first < AT_ONCE ? seen.end - first : AT_ONCE;
     const int whole = aligned(count + WIDTH - 1);
     float scores[4][AT_ONCE] __attribute__((aligned(64)));
-    vec q[AT_A_TIME], sums[AT_A_TIME];
+    const int most = HELD / G < V ? HELD / G : V; /* vectors of a value, at a time */
+    vec q[AT_A_TIME];
     UNROLL for (int g = 0; g < G; g++) as_query(queries + (from + g) * V * WIDTH * width, V, narrow, q + g * V);
     for (int at = 0; at < count; at += WIDTH) { /* a page holds a multiple of these */
         const char *key = place(kv, seen, first + at);
         const char *ahead = asks ? ahead_of(kv, seen, next, first + at, 0) : 0;
-        vec fourths[4][4];
-        UNROLL for (int i = 0; i < 4; i++) {
-            ask(&ahead, kv->stride * WIDTH / 8);
-            four_scores(key + 4 * i * kv->stride, kv->stride, q, V, G, narrow, fourths[i]);
+        vec fours[4][WIDTH / 4];
+        UNROLL for (int i = 0; i < WIDTH / 4; i++) {
+            ask(&ahead, kv->stride * 2);
+            four_scores(key + 4 * i * kv->stride, kv->stride, q, V, G, narrow, i, fours);
         }
         UNROLL for (int g = 0; g < G; g++) {
-            vec sixteen = join8(join4(fourths[0][g], fourths[1][g]), join4(fourths[2][g], fourths[3][g])) * scale;
-            if (at < skip || at + WIDTH > count) sixteen = only(sixteen, skip - at, count - at);
-            memcpy(&scores[g][at], &sixteen, sizeof sixteen);
+            vec all = joined(fours[g]) * scale;
+            if (at < skip || at + WIDTH > count) all = only(all, skip - at, count - at);
+            memcpy(&scores[g][at], &all, sizeof all);
         }
     }
     for (int g = 0; g < G; g++) {
@@ -171,21 +182,27 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
         known->greatest[from + g] = high;
         for (int v = 0; v < V; v++) known->sums[(from + g) * V + v] *= before;
     }
-    UNROLL for (int i = 0; i < G * V; i++) sums[i] = (vec){0};
-    for (int at = skip; at < count;) {
-        const int left = WIDTH - at % WIDTH, stop = at + left < count ? at + left : count;
-        const char *value = place(kv, seen, first + at) + kv->stride / 2;
-        const char *ahead = asks ? ahead_of(kv, seen, next, aligned(first + at), 1) : 0;
-        for (; at < stop; at++, value += kv->stride) {
-            ask(&ahead, kv->stride / 2);
-            UNROLL for (int v = 0; v < V; v++) {
-                const vec part = value_part(value, v, V, narrow);
-                UNROLL for (int g = 0; g < G; g++) sums[g * V + v] += scores[g][at] * part;
+    for (int part = 0; part < V; part += most, asks = 0) {
+        vec sums[HELD];
+        UNROLL for (int i = 0; i < G * most; i++) sums[i] = (vec){0};
+        for (int at = skip; at < count;) {
+            const int left = WIDTH - at % WIDTH, stop = at + left < count ? at + left : count;
+            const char *value = place(kv, seen, first + at) + kv->stride / 2 + part * WIDTH * width;
+            const char *ahead = asks ? ahead_of(kv, seen, next, aligned(first + at), 1) : 0;
+            for (; at < stop; at++, value += kv->stride) {
+                ask(&ahead, kv->stride / 2);
+                UNROLL for (int v = 0; v < most; v++) {
+                    const vec number = part_of(value, v, V, narrow);
+                    UNROLL for (int g = 0; g < G; g++) sums[g * most + v] += scores[g][at] * number;
+                }
             }
         }
+        UNROLL for (int g = 0; g < G; g++) {
+            vec *all = known->sums + (from + g) * V + part;
+            in_order(sums + g * most, most, narrow && V % 2 == 0);
+            UNROLL for (int v = 0; v < most; v++) all[v] += sums[g * most + v];
+        }
     }
-    UNROLL for (int g = 0; g < G; g++) in_order(sums + g * V, V, narrow);
-    UNROLL for (int i = 0; i < G * V; i++) known->sums[from * V + i] += sums[i];
 }
 
 typedef void attention(int, const heads *, span, const span *, const char *, int, float, state *);
@@ -195,20 +212,20 @@ typedef void attention(int, const heads *, span, const span *, const char *, int
     static void NAME(int G, const heads *kv, span seen, const span *next, const char *queries, int from, float scale,       \
                      state *known) {                                                                                        \
         int asks = 1;                                                                                                       \
-        for (; V <= 4 && G >= 4; G -= 4, from += 4, asks = 0)                                                               \
+        for (; 4 * V <= AT_A_TIME && G >= 4; G -= 4, from += 4, asks = 0)                                                   \
             attend(V, 4, NARROW, asks, kv, seen, next, queries, from, scale, known);                                        \
         for (; G >= 2; G -= 2, from += 2, asks = 0)                                                                         \
             attend(V, 2, NARROW, asks, kv, seen, next, queries, from, scale, known);                                        \
         if (G) attend(V, 1, NARROW, asks, kv, seen, next, queries, from, scale, known);                                     \
     }
-ATTENTION(wide_16, 1, 0)
-ATTENTION(wide_32, 2, 0)
-ATTENTION(wide_64, 4, 0)
-ATTENTION(wide_128, 8, 0)
-ATTENTION(narrow_16, 1, 1)
-ATTENTION(narrow_32, 2, 1)
-ATTENTION(narrow_64, 4, 1)
-ATTENTION(narrow_128, 8, 1)
+ATTENTION(wide_16, 16 / WIDTH, 0)
+ATTENTION(wide_32, 32 / WIDTH, 0)
+ATTENTION(wide_64, 64 / WIDTH, 0)
+ATTENTION(wide_128, 128 / WIDTH, 0)
+ATTENTION(narrow_16, 16 / WIDTH, 1)
+ATTENTION(narrow_32, 32 / WIDTH, 1)
+ATTENTION(narrow_64, 64 / WIDTH, 1)
+ATTENTION(narrow_128, 128 / WIDTH, 1)
 
 static attention *attention_for(int size, int narrow) {
     switch (size) {

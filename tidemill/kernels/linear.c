@@ -17,7 +17,9 @@
 #endif
 
 #define BLOCK 32
-#define ROWS 12  /* that share what is loaded of a block */
+#define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers */
+#define ROWS (FULL / 2) /* that share what is loaded of a block */
+#define PASSES (BLOCK / (2 * WIDTH)) /* over so many rows: two vectors of outputs each */
 #define STEP 32  /* inputs of a tile */
 #define HALF 512 /* bfloat16 numbers of a tile */
 #define NEAR (1 << 19) /* numbers of x that are gone over block by block: they stay in a second-level cache */
@@ -43,35 +45,36 @@ INLINE void ask(const char *ahead, int rate) {
  * Meanwhile `rate` bytes a step are asked for, from `ahead` on. */
 INLINE void float_rows(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept,
                        const char *ahead, int rate, const int rows) {
-    vec sums[ROWS][2];
-    UNROLL for (int r = 0; r < rows; r++) {
-        sums[r][0] = sums[r][1] = (vec){0};
-        if (!begins) memcpy(sums[r], kept + r * BLOCK, sizeof sums[r]);
-    }
-    for (int k = 0; k < inputs; k++, ahead += rate) {
-        vec low, high;
-        ask(ahead, rate);
-        memcpy(&low, block + (int64_t)k * BLOCK, sizeof low);
-        memcpy(&high, block + (int64_t)k * BLOCK + WIDTH, sizeof high);
-        UNROLL for (int r = 0; r < rows; r++) {
-            const float factor = x[r * stride + k];
-            sums[r][0] += low * factor;
-            sums[r][1] += high * factor;
+    const int across = rows * BLOCK / WIDTH <= FULL ? BLOCK / WIDTH : 2; /* few sums would wait for one another */
+    for (int c = 0; c < BLOCK; c += across * WIDTH) {
+        vec sums[ROWS][BLOCK / WIDTH];
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < across; v++)
+                sums[r][v] = begins ? (vec){0} : load(kept + r * BLOCK + c + v * WIDTH, 0);
+        for (int k = 0; k < inputs; k++, ahead += rate) {
+            vec weights[BLOCK / WIDTH];
+            ask(ahead, rate);
+            UNROLL for (int v = 0; v < across; v++) weights[v] = load(block + (int64_t)k * BLOCK + c + v * WIDTH, 0);
+            UNROLL for (int r = 0; r < rows; r++) {
+                const float factor = x[r * stride + k];
+                UNROLL for (int v = 0; v < across; v++) sums[r][v] += weights[v] * factor;
+            }
         }
+        UNROLL for (int r = 0; r < rows; r++)
+            UNROLL for (int v = 0; v < across; v++) memcpy(kept + r * BLOCK + c + v * WIDTH, &sums[r][v], sizeof(vec));
     }
-    UNROLL for (int r = 0; r < rows; r++) memcpy(kept + r * BLOCK, sums[r], sizeof sums[r]);
 }
 
 /* Weights of bfloat16 [inputs / 2, BLOCK] as floats [inputs, BLOCK]. */
 INLINE void widen_block(const uint16_t *block, int inputs, float *to) {
     for (int k = 0; k < inputs; k += STEP, block += 2 * HALF)
         for (int pair = 0; pair < STEP / 2; pair++, to += 2 * BLOCK)
-            for (int half = 0; half < 2; half++) {
+            UNROLL for (int c = 0; c < BLOCK; c += WIDTH) {
                 ints both;
-                memcpy(&both, block + half * HALF + pair * 32, sizeof both);
+                memcpy(&both, block + c / 16 * HALF + pair * 32 + c % 16 * 2, sizeof both);
                 const ints first = both << 16, second = both & (int32_t)0xffff0000;
-                memcpy(to + half * WIDTH, &first, sizeof first);
-                memcpy(to + BLOCK + half * WIDTH, &second, sizeof second);
+                memcpy(to + c, &first, sizeof first);
+                memcpy(to + BLOCK + c, &second, sizeof second);
             }
 }
 
@@ -103,26 +106,19 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
 
 /* Meanwhile `bytes` from `next` on are asked for, at most LINE * 2 a step, which will be read then; behind the last weights asking
  * is harmless. */
+#define SOME(ROWS_OF, n)                                                                                                    \
+    case n: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, n < ROWS ? n : ROWS); break;
 #define STRETCHES(NAME, NUMBER, ROWS_OF)                                                                                    \
     static void NAME(const NUMBER *x, int64_t stride, const NUMBER *block, int inputs, int begins, float *kept, int n,      \
                      const char *next, int64_t bytes) {                                                                     \
-        const int steps = inputs * (int)sizeof(NUMBER) / 4, asking = steps * ((n + ROWS - 1) / ROWS);                       \
+        const int steps = inputs * (int)sizeof(NUMBER) / 4 * PASSES, asking = steps * ((n + ROWS - 1) / ROWS);              \
         const int rate = n < WORTH_ASKING && sizeof(NUMBER) == 4 ? 0 : (int)((bytes + asking - 1) / asking);                \
         for (int r = 0; r < n; r += ROWS, next += (int64_t)steps * rate) {                                                  \
             const NUMBER *rows = x + r * stride;                                                                            \
             float *sums = kept + (int64_t)r * BLOCK;                                                                        \
             switch (n - r) {                                                                                                \
-            case 1: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 1); break;                               \
-            case 2: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 2); break;                               \
-            case 3: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 3); break;                               \
-            case 4: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 4); break;                               \
-            case 5: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 5); break;                               \
-            case 6: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 6); break;                               \
-            case 7: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 7); break;                               \
-            case 8: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 8); break;                               \
-            case 9: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 9); break;                               \
-            case 10: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 10); break;                             \
-            case 11: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, 11); break;                             \
+            SOME(ROWS_OF, 1) SOME(ROWS_OF, 2) SOME(ROWS_OF, 3) SOME(ROWS_OF, 4) SOME(ROWS_OF, 5) SOME(ROWS_OF, 6)           \
+            SOME(ROWS_OF, 7) SOME(ROWS_OF, 8) SOME(ROWS_OF, 9) SOME(ROWS_OF, 10) SOME(ROWS_OF, 11)                          \
             default: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, ROWS);                                  \
             }                                                                                                               \
         }                                                                                                                   \
@@ -256,7 +252,7 @@ int tidemill_tiles(void) {
 
 /* Whether there is code for it, and a processor that runs it. */
 int tidemill_multiplies(int kind) {
-#ifdef __AVX512F__
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
     if (kind == FLOATS || kind == WIDENED) return 1;
 #endif
 #ifdef PAIRS
@@ -275,21 +271,21 @@ int tidemill_pairs_are_quick(void) {
     return 0;
 }
 
-/* Both layouts are made of squares of 16 outputs by 16 units of four bytes, one float or two bfloat16 numbers, turned. */
-
-/* `bytes` from one output's weights to the next one's. */
+/* Both layouts are made of squares of 16 outputs by 16 units of four bytes, one float or two bfloat16 numbers, turned.
+ * `bytes` from one output's weights to the next one's. */
 INLINE void pack(int32_t *packed, const char *weight, int64_t bytes, int outputs, int units, int narrow) {
     const int64_t half = narrow ? HALF / 2 : 16, next = narrow ? 16 : BLOCK;
-    for (int64_t c = 0; c < (outputs + BLOCK - 1) / BLOCK * BLOCK; c += 16)
-        for (int k = 0; k < units; k += 16) {
-            const int count = units - k < 16 ? units - k : 16;
-            int32_t *to = packed + c / BLOCK * units * BLOCK + (int64_t)k * BLOCK + c % BLOCK / 16 * half;
-            ints square[16];
-            UNROLL for (int r = 0; r < 16; r++) {
+    for (int64_t c = 0; c < (outputs + BLOCK - 1) / BLOCK * BLOCK; c += WIDTH)
+        for (int k = 0; k < units; k += WIDTH) {
+            const int count = units - k < WIDTH ? units - k : WIDTH;
+            int32_t *square_of = packed + (c / BLOCK * units + k / 16 * 16) * BLOCK + c % BLOCK / 16 * half;
+            int32_t *to = square_of + k % 16 * next + c % 16;
+            ints square[WIDTH];
+            UNROLL for (int r = 0; r < WIDTH; r++) {
                 square[r] = (ints){0};
                 if (c + r < outputs) {
                     const char *from = weight + (c + r) * bytes + (int64_t)k * 4;
-                    if (count == 16) memcpy(&square[r], from, sizeof(ints));
+                    if (count == WIDTH) memcpy(&square[r], from, sizeof(ints));
                     else memcpy(&square[r], from, count * 4);
                 }
             }

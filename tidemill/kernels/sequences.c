@@ -16,7 +16,7 @@
 
 #define QUERIES 24     /* of one head and sequence that are taken together */
 #define KEYS 256       /* that they see at a time */
-#define FULL 24        /* vectors of sums that are held in registers */
+#define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers */
 #define MOST_NUMBERS 128 /* of a head */
 
 /* Numbers with `stride` from token to token, head after head. */
@@ -33,8 +33,6 @@ typedef struct {
     int32_t count, longest, heads, kv_heads, size, window; /* window: positions that are seen, 0: all before */
 } layout;
 
-static const ints LANES = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-
 /* ---- products --------------------------------------------------------------------------------------------------- */
 
 /* What is multiplied: floats, or pairs of bfloat16 that are neighbours in what is summed over. */
@@ -50,7 +48,7 @@ INLINE vec added(int paired, vec sum, unit left, vec right) {
     return sum + left.number * right;
 }
 
-/* c [R, 16 V] = or += a [R, K] b [K, 16 V]; a's rows lie `down` apart, its columns `along`. K units. */
+/* c [R, V vectors] = or += a [R, K] b [K, V vectors]; a's rows lie `down` apart, its columns `along`. K units. */
 INLINE void tile(int paired, int R, int V, float *c, int64_t ldc, const unit *a, int64_t down, int64_t along, const unit *b,
                  int64_t ldb, int K, int adds) {
     vec sums[FULL];
@@ -72,19 +70,19 @@ INLINE void columns(int paired, int V, float *c, int64_t ldc, const unit *a, int
                     int64_t ldb, int M, int K, int adds) {
     int m = 0;
 #define ROWS_OF(R) tile(paired, R, V, c + m * ldc, ldc, a + m * down, down, along, b, ldb, K, adds)
-    for (; m + 12 / V * 2 <= M && V > 1; m += 12 / V * 2) ROWS_OF(12 / V * 2);
-    for (; m + 12 <= M && V == 1; m += 12) ROWS_OF(12);
+    for (; m + FULL / V <= M && V > 1; m += FULL / V) ROWS_OF(FULL / V);
+    for (; m + FULL / 2 <= M && V == 1; m += FULL / 2) ROWS_OF(FULL / 2);
     for (; m + 3 <= M; m += 3) ROWS_OF(3);
     for (; m < M; m++) ROWS_OF(1);
 #undef ROWS_OF
 }
 
-/* c [M, N] = or += a [M, K] b [K, N], N a multiple of 16. */
+/* c [M, N] = or += a [M, K] b [K, N], N a multiple of WIDTH. */
 #define PRODUCT(NAME, PAIRED)                                                                                                  \
     static void NAME(float *c, int64_t ldc, const unit *a, int64_t down, int64_t along, const unit *b, int64_t ldb, int M,     \
                      int N, int K, int adds) {                                                                                 \
         int n = 0;                                                                                                             \
-        for (; n + 4 * WIDTH <= N; n += 4 * WIDTH) columns(PAIRED, 4, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);     \
+        for (; FULL >= 24 && n + 4 * WIDTH <= N; n += 4 * WIDTH) columns(PAIRED, 4, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);     \
         for (; n + 2 * WIDTH <= N; n += 2 * WIDTH) columns(PAIRED, 2, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);     \
         for (; n < N; n += WIDTH) columns(PAIRED, 1, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);                      \
     }

@@ -1,4 +1,4 @@
-/* Vectors of sixteen floats, which a compiler splits where a processor's are narrower, and bfloat16, which is `narrow`. */
+/* Vectors of floats, as many as a register of the processor holds, and bfloat16, which is `narrow`. */
 
 #pragma once
 
@@ -6,28 +6,71 @@
 #include <string.h>
 
 #define INLINE static inline __attribute__((always_inline))
-#define UNROLL _Pragma("GCC unroll 16")
-#define WIDTH 16
+#define UNROLL _Pragma("GCC unroll 32")
 
-typedef float vec __attribute__((vector_size(64)));
-typedef int32_t ints __attribute__((vector_size(64)));
-typedef uint16_t shorts __attribute__((vector_size(32)));
+/* Floats in a vector, and vectors that there are registers for. */
+#if defined(__AVX512F__)
+#define WIDTH 16
+#define REGISTERS 32
+#elif defined(__AVX2__)
+#define WIDTH 8
+#define REGISTERS 16
+#elif defined(__aarch64__)
+#define WIDTH 4
+#define REGISTERS 32
+#else
+#define WIDTH 4
+#define REGISTERS 16
+#endif
+
+typedef float vec __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t ints __attribute__((vector_size(WIDTH * 4)));
+typedef uint16_t shorts __attribute__((vector_size(WIDTH * 2)));
 
 /* ---- lanes ------------------------------------------------------------------------------------------------------ */
 
-/* Of two vectors the runs of n lanes that stand at even places (0) and at odd ones (1), in turns. */
-#define EVEN1(a, b) __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
-#define ODD1(a, b) __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
-#define EVEN2(a, b) __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29)
-#define ODD2(a, b) __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
-#define EVEN4(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27)
-#define ODD4(a, b) __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
-#define EVEN8(a, b) __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23)
-#define ODD8(a, b) __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+/* OF(n, lane) for every lane. */
+#define FOUR(OF, n, i) OF(n, i), OF(n, i + 1), OF(n, i + 2), OF(n, i + 3)
+#if WIDTH == 16
+#define EACH(OF, n) FOUR(OF, n, 0), FOUR(OF, n, 4), FOUR(OF, n, 8), FOUR(OF, n, 12)
+#elif WIDTH == 8
+#define EACH(OF, n) FOUR(OF, n, 0), FOUR(OF, n, 4)
+#else
+#define EACH(OF, n) FOUR(OF, n, 0)
+#endif
 
-/* Of two vectors by turns one lane each: the first eight lanes of both, and the last. */
-#define FIRST(a, b) __builtin_shufflevector(a, b, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23)
-#define LAST(a, b) __builtin_shufflevector(a, b, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31)
+#define ITSELF(n, i) (i)
+#define LANES ((ints){EACH(ITSELF, 0)})
+
+/* Of two vectors the runs of n lanes that stand at even places and at odd ones, in turns. */
+#define EVEN_LANE(n, i) ((i) & (n) ? WIDTH + (i) - (n) : (i))
+#define ODD_LANE(n, i) ((i) & (n) ? WIDTH + (i) : (i) + (n))
+#define EVEN(n, a, b) __builtin_shufflevector(a, b, EACH(EVEN_LANE, n))
+#define ODD(n, a, b) __builtin_shufflevector(a, b, EACH(ODD_LANE, n))
+
+/* Of two vectors by turns one lane each: those of their first halves, and of their last. */
+#define TURNS_LANE(n, i) ((i) & 1 ? WIDTH + (n) + (i) / 2 : (n) + (i) / 2)
+#define FIRST(a, b) __builtin_shufflevector(a, b, EACH(TURNS_LANE, 0))
+#define LAST(a, b) __builtin_shufflevector(a, b, EACH(TURNS_LANE, WIDTH / 2))
+
+/* A square of WIDTH by WIDTH units of four bytes, turned. */
+#define EXCHANGE(n)                                                                                                         \
+    UNROLL for (int i = 0; i < WIDTH; i++) if (!(i & n)) {                                                                  \
+        const ints x = square[i], y = square[i + n];                                                                        \
+        square[i] = EVEN(n, x, y);                                                                                          \
+        square[i + n] = ODD(n, x, y);                                                                                       \
+    }
+
+INLINE void turn(ints *square) {
+    EXCHANGE(1)
+    EXCHANGE(2)
+#if WIDTH > 4
+    EXCHANGE(4)
+#endif
+#if WIDTH > 8
+    EXCHANGE(8)
+#endif
+}
 
 /* ---- numbers ---------------------------------------------------------------------------------------------------- */
 
