@@ -41,6 +41,14 @@ def test_where_there_is_a_compiler_there_are_kernels() -> None:
     assert os.environ.get(SWITCH) == "off" or (native() is not None and why_not() == "")
 
 
+@needs_compiler
+@pytest.mark.parametrize("width", [4, 8, 16])
+def test_vectors_of_any_width_compute_the_same(width, cache, monkeypatch) -> None:
+    """Those of other processors as well as this one's."""
+    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, f"-DWIDTH={width}"))
+    assert native() is not None, why_not()
+
+
 def test_a_trainer_that_computes_in_bfloat16_may_be_the_first_to_ask(kernels: Native) -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expect_right(kernels)
@@ -134,7 +142,7 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("* sigmoid(gates[i], &lacks) * ups[i]", "* ups[i]"),
         ("(1.0f + gate * lacks)", "(1.0f + gate)"),
         ("return sum + word", "return sum + 1"),
-        ("sums[r][v] += weights[v] * factor", "sums[r][v] += weights[0] * factor"),
+        ("+ v] += weights[v] * factor", "+ v] += weights[0] * factor"),
         ("_mm512_dpbf16_ps(sums[r][1], high, factor)", "_mm512_dpbf16_ps(sums[r][1], low, factor)"),
         ("second = both & (int32_t)0xffff0000", "second = both"),
         ("load((char *)x + i * width, narrow) + ", ""),

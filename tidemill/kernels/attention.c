@@ -17,7 +17,7 @@
 #define TOGETHER 32     /* queries whose rows are taken together */
 #define MOST_ROWS 8     /* taken together though they share nothing: one's pages are asked for while another's are read */
 #define AT_A_TIME (256 / WIDTH) /* vectors of queries whose scores are taken together */
-#define HELD (REGISTERS / 2)    /* vectors of what they see that are held in registers */
+#define HELD (REGISTERS / 2)    /* vectors of what they see that are held in registers; a fourth of them an even number */
 #define WORTH_TILES 5   /* queries */
 #define FORE 4          /* rows whose places are asked for before they are written to */
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */

@@ -20,13 +20,14 @@
 #define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers */
 #define ROWS (FULL / 2) /* that share what is loaded of a block */
 #define PASSES (BLOCK / (2 * WIDTH)) /* over so many rows: two vectors of outputs each */
+#define ASKING (PASSES > 1 ? 4 : 2)  /* inputs, with which a line or two are asked for */
 #define STEP 32  /* inputs of a tile */
 #define HALF 512 /* bfloat16 numbers of a tile */
 #define NEAR (1 << 19) /* numbers of x that are gone over block by block: they stay in a second-level cache */
 #define MOST_ROWS 256  /* at a time, but in tiles */
 #define CROWDED 2048   /* bytes from row to row, of which a first-level cache holds few rows: such are copied, LINE apart */
 #define LINE 64
-#define WORTH_ASKING 12 /* rows: with fewer, floats are read sooner than they are asked for */
+#define WORTH_ASKING (PASSES > 1 ? ROWS + 1 : ROWS) /* rows: with fewer, floats are read sooner than they are asked for */
 #define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
 
 /* How products are computed; of bfloat16 in one of three ways. */
@@ -41,28 +42,71 @@ INLINE void ask(const char *ahead, int rate) {
     if (rate > LINE) __builtin_prefetch(ahead + LINE, 0, 3);
 }
 
+/* Keeps a vector in a register: compilers rather read what is used several times again and again from memory. */
+INLINE void keep(vec *value) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && WIDTH <= 8)
+    __asm__("" : "+v"(*value));
+#endif
+}
+
+/* Sums [rows, BLOCK / WIDTH] += factors, one of each row, times `across` vectors of weights. */
+INLINE void add_products(const float *factors, int64_t stride, vec *weights, vec *sums, const int rows, const int across) {
+    if (rows > across) UNROLL for (int v = 0; v < across; v++) keep(&weights[v]);
+    UNROLL for (int r = 0; r < rows; r++) {
+        const float factor = factors[r * stride];
+        UNROLL for (int v = 0; v < across; v++) sums[r * (BLOCK / WIDTH) + v] += weights[v] * factor;
+    }
+}
+
+/* Vectors of the weights of input k and, where they are narrow, of the next one; of outputs from `c` on. */
+INLINE void weights_at(const void *block, int narrow, int k, int c, vec *these, vec *next, const int across) {
+    UNROLL for (int v = 0; v < across; v++) {
+        const int at = c + v * WIDTH;
+        if (narrow) {
+            ints both;
+            memcpy(&both, (const uint16_t *)block + k / STEP * 2 * HALF + at / 16 * HALF + k % STEP * 16 + at % 16 * 2, sizeof both);
+            these[v] = (vec)(both << 16), next[v] = (vec)(both & (int32_t)0xffff0000);
+        } else these[v] = load((const float *)block + (int64_t)k * BLOCK + at, 0);
+    }
+}
+
 /* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them.
- * Meanwhile `rate` bytes a step are asked for, from `ahead` on. */
-INLINE void float_rows(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept,
+ * Meanwhile `rate` bytes each ASKING inputs are asked for, from `ahead` on. Of narrow weights, inputs are a multiple of STEP. */
+INLINE void float_rows(const float *x, int64_t stride, const void *block, int narrow, int inputs, int begins, float *kept,
                        const char *ahead, int rate, const int rows) {
     const int across = rows * BLOCK / WIDTH <= FULL ? BLOCK / WIDTH : 2; /* few sums would wait for one another */
     for (int c = 0; c < BLOCK; c += across * WIDTH) {
-        vec sums[ROWS][BLOCK / WIDTH];
+        vec sums[ROWS][BLOCK / WIDTH], these[BLOCK / WIDTH], next[BLOCK / WIDTH];
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < across; v++)
                 sums[r][v] = begins ? (vec){0} : load(kept + r * BLOCK + c + v * WIDTH, 0);
-        for (int k = 0; k < inputs; k++, ahead += rate) {
-            vec weights[BLOCK / WIDTH];
+        int k = 0;
+        for (; k + ASKING <= inputs; k += ASKING, ahead += rate) {
             ask(ahead, rate);
-            UNROLL for (int v = 0; v < across; v++) weights[v] = load(block + (int64_t)k * BLOCK + c + v * WIDTH, 0);
-            UNROLL for (int r = 0; r < rows; r++) {
-                const float factor = x[r * stride + k];
-                UNROLL for (int v = 0; v < across; v++) sums[r][v] += weights[v] * factor;
+            UNROLL for (int i = 0; i < ASKING; i += 1 + narrow) {
+                weights_at(block, narrow, k + i, c, these, next, across);
+                add_products(x + k + i, stride, these, sums[0], rows, across);
+                if (narrow) add_products(x + k + i + 1, stride, next, sums[0], rows, across);
             }
+        }
+        for (; k < inputs; k++) { /* narrow ones have none of these */
+            weights_at(block, narrow, k, c, these, next, across);
+            add_products(x + k, stride, these, sums[0], rows, across);
         }
         UNROLL for (int r = 0; r < rows; r++)
             UNROLL for (int v = 0; v < across; v++) memcpy(kept + r * BLOCK + c + v * WIDTH, &sums[r][v], sizeof(vec));
     }
+}
+
+INLINE void rows_of_floats(const float *x, int64_t stride, const float *block, int inputs, int begins, float *kept,
+                           const char *ahead, int rate, const int rows) {
+    float_rows(x, stride, block, 0, inputs, begins, kept, ahead, rate, rows);
+}
+
+/* Where each weight is used once it is simply widened there. */
+INLINE void rows_widening(const float *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
+                          const char *ahead, int rate, const int rows) {
+    float_rows(x, stride, block, 1, inputs, begins, kept, ahead, rate, rows);
 }
 
 /* Weights of bfloat16 [inputs / 2, BLOCK] as floats [inputs, BLOCK]. */
@@ -108,11 +152,11 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
  * is harmless. */
 #define SOME(ROWS_OF, n)                                                                                                    \
     case n: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, n < ROWS ? n : ROWS); break;
-#define STRETCHES(NAME, NUMBER, ROWS_OF)                                                                                    \
-    static void NAME(const NUMBER *x, int64_t stride, const NUMBER *block, int inputs, int begins, float *kept, int n,      \
+#define STRETCHES(NAME, NUMBER, WEIGHT, INPUTS, ROWS_OF)                                                                    \
+    static void NAME(const NUMBER *x, int64_t stride, const WEIGHT *block, int inputs, int begins, float *kept, int n,      \
                      const char *next, int64_t bytes) {                                                                     \
-        const int steps = inputs * (int)sizeof(NUMBER) / 4 * PASSES, asking = steps * ((n + ROWS - 1) / ROWS);              \
-        const int rate = n < WORTH_ASKING && sizeof(NUMBER) == 4 ? 0 : (int)((bytes + asking - 1) / asking);                \
+        const int steps = (inputs + INPUTS - 1) / INPUTS * PASSES, asking = steps * ((n + ROWS - 1) / ROWS);                \
+        const int rate = n < WORTH_ASKING && sizeof(WEIGHT) == 4 ? 0 : (int)((bytes + asking - 1) / asking);                \
         for (int r = 0; r < n; r += ROWS, next += (int64_t)steps * rate) {                                                  \
             const NUMBER *rows = x + r * stride;                                                                            \
             float *sums = kept + (int64_t)r * BLOCK;                                                                        \
@@ -123,9 +167,10 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
             }                                                                                                               \
         }                                                                                                                   \
     }
-STRETCHES(float_stretch, float, float_rows)
+STRETCHES(float_stretch, float, float, ASKING, rows_of_floats)
+STRETCHES(widening_stretch, float, uint16_t, ASKING, rows_widening)
 #ifdef PAIRS
-STRETCHES(pair_stretch, uint16_t, pair_rows)
+STRETCHES(pair_stretch, uint16_t, uint16_t, 2, pair_rows)
 #endif
 
 /* Sums [rows, BLOCK] to `out` [rows, outputs of all], with the bias, rounded where `narrow_out`: of a block of so many outputs. */
@@ -155,9 +200,13 @@ INLINE void vector_linear(const int kind, const void *x, int64_t stride, const v
             const char *weights = block + (int64_t)k * BLOCK * width;
             const int64_t bytes = (int64_t)some * BLOCK * width;
             const char *next = weights + bytes;
-            if (kind == WIDENED) widen_block((const uint16_t *)weights, some, wide);
             if (kind == FLOATS) float_stretch(from, stride, (const float *)weights, some, k == 0, kept, n, next, bytes);
-            if (kind == WIDENED) float_stretch(from, stride, wide, some, k == 0, kept, n, next, bytes);
+            if (kind == WIDENED && n <= ROWS)
+                widening_stretch(from, stride, (const uint16_t *)weights, some, k == 0, kept, n, next, bytes);
+            else if (kind == WIDENED) {
+                widen_block((const uint16_t *)weights, some, wide);
+                float_stretch(from, stride, wide, some, k == 0, kept, n, next, bytes);
+            }
 #ifdef PAIRS
             if (kind == PAIRED) pair_stretch(from, stride, (const uint16_t *)weights, some, k == 0, kept, n, next, bytes);
 #endif

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import product
 
 import numpy as np
 import torch
@@ -55,8 +56,8 @@ def _sums(library: Native) -> bool:
 
 def _products(library: Native) -> bool:
     right, bases = True, torch.arange(33)[:, None] * 0.5 + 1
-    for dtype in DTYPES:
-        weight, x = bases.to(dtype) + torch.arange(64).to(dtype) % 7, _numbers(3, 64).to(dtype)
+    for dtype, rows in product(DTYPES, (3, 13)):  # that are multiplied as they are, and beside others
+        weight, x = bases.to(dtype) + torch.arange(64).to(dtype) % 7, _numbers(rows, 64).to(dtype)
         if library.packs(weight):
             packed = library.pack(weight)
             products = x.float()[:, None] * weight.float()  # `@` may start threads, and autocast rounds what it gives
