@@ -20,7 +20,7 @@
 #define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers */
 #define ROWS (FULL / 2) /* that share what is loaded of a block */
 #define PASSES (BLOCK / (2 * WIDTH)) /* over so many rows: two vectors of outputs each */
-#define ASKING (PASSES > 1 ? 4 : 2)  /* inputs, with which a line or two are asked for */
+#define ASKING(narrow) (PASSES > 1 ? 4 : 1 + (narrow)) /* inputs, with which a line or two are asked for */
 #define STEP 32  /* inputs of a tile */
 #define HALF 512 /* bfloat16 numbers of a tile */
 #define NEAR (1 << 19) /* numbers of x that are gone over block by block: they stay in a second-level cache */
@@ -64,14 +64,15 @@ INLINE void weights_at(const void *block, int narrow, int k, int c, vec *these, 
         const int at = c + v * WIDTH;
         if (narrow) {
             ints both;
-            memcpy(&both, (const uint16_t *)block + k / STEP * 2 * HALF + at / 16 * HALF + k % STEP * 16 + at % 16 * 2, sizeof both);
+            const int tile = k / STEP * 2 + at / 16;
+            memcpy(&both, (const uint16_t *)block + tile * HALF + k % STEP * 16 + at % 16 * 2, sizeof both);
             these[v] = (vec)(both << 16), next[v] = (vec)(both & (int32_t)0xffff0000);
         } else these[v] = load((const float *)block + (int64_t)k * BLOCK + at, 0);
     }
 }
 
 /* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them.
- * Meanwhile `rate` bytes each ASKING inputs are asked for, from `ahead` on. Of narrow weights, inputs are a multiple of STEP. */
+ * Meanwhile `rate` bytes are asked for with each ASKING inputs, from `ahead` on. Of narrow weights, inputs are a multiple of STEP. */
 INLINE void float_rows(const float *x, int64_t stride, const void *block, int narrow, int inputs, int begins, float *kept,
                        const char *ahead, int rate, const int rows) {
     const int across = rows * BLOCK / WIDTH <= FULL ? BLOCK / WIDTH : 2; /* few sums would wait for one another */
@@ -81,9 +82,9 @@ INLINE void float_rows(const float *x, int64_t stride, const void *block, int na
             UNROLL for (int v = 0; v < across; v++)
                 sums[r][v] = begins ? (vec){0} : load(kept + r * BLOCK + c + v * WIDTH, 0);
         int k = 0;
-        for (; k + ASKING <= inputs; k += ASKING, ahead += rate) {
+        for (; k + ASKING(narrow) <= inputs; k += ASKING(narrow), ahead += rate) {
             ask(ahead, rate);
-            UNROLL for (int i = 0; i < ASKING; i += 1 + narrow) {
+            UNROLL for (int i = 0; i < ASKING(narrow); i += 1 + narrow) {
                 weights_at(block, narrow, k + i, c, these, next, across);
                 add_products(x + k + i, stride, these, sums[0], rows, across);
                 if (narrow) add_products(x + k + i + 1, stride, next, sums[0], rows, across);
@@ -103,7 +104,7 @@ INLINE void rows_of_floats(const float *x, int64_t stride, const float *block, i
     float_rows(x, stride, block, 0, inputs, begins, kept, ahead, rate, rows);
 }
 
-/* Where each weight is used once it is simply widened there. */
+/* Weights that one set of rows reads are widened on the way. */
 INLINE void rows_widening(const float *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
                           const char *ahead, int rate, const int rows) {
     float_rows(x, stride, block, 1, inputs, begins, kept, ahead, rate, rows);
@@ -167,8 +168,8 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
             }                                                                                                               \
         }                                                                                                                   \
     }
-STRETCHES(float_stretch, float, float, ASKING, rows_of_floats)
-STRETCHES(widening_stretch, float, uint16_t, ASKING, rows_widening)
+STRETCHES(float_stretch, float, float, ASKING(0), rows_of_floats)
+STRETCHES(widening_stretch, float, uint16_t, ASKING(1), rows_widening)
 #ifdef PAIRS
 STRETCHES(pair_stretch, uint16_t, uint16_t, 2, pair_rows)
 #endif
