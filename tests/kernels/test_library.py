@@ -144,7 +144,7 @@ def test_what_others_could_have_written_is_not_loaded(cache: Path, what: str) ->
         ("return sum + word", "return sum + 1"),
         ("+ v] += weights[v] * factor", "+ v] += weights[0] * factor"),
         ("_mm512_dpbf16_ps(sums[r][1], high, factor)", "_mm512_dpbf16_ps(sums[r][1], low, factor)"),
-        ("second = both & (int32_t)0xffff0000", "second = both"),
+        ("next[v] = (vec)(both & (int32_t)0xffff0000)", "next[v] = (vec)both"),
         ("load((char *)x + i * width, narrow) + ", ""),
         ("turned + q_heads * head", "turned"),
         ("memcpy(&square[r], from, sizeof(ints))", "memcpy(&square[r], from, sizeof(ints) - 4)"),
@@ -158,7 +158,7 @@ def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, mon
         "weights[v] * factor": FLOATS,
         "tile": TILED,
         "dpbf16_ps": PAIRED,
-        "second": WIDENED,
+        "next[v]": WIDENED,
     }
     if way := next((way for words, way in ways.items() if words in right), None):
         found = native()

@@ -17,7 +17,6 @@
 #endif
 
 #define BLOCK 32
-#define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers */
 #define ROWS (FULL / 2) /* that share what is loaded of a block */
 #define PASSES (BLOCK / (2 * WIDTH)) /* over so many rows: two vectors of outputs each */
 #define ASKING(narrow) (PASSES > 1 ? 4 : 1 + (narrow)) /* inputs, with which a line or two are asked for */
@@ -110,17 +109,14 @@ INLINE void rows_widening(const float *x, int64_t stride, const uint16_t *block,
     float_rows(x, stride, block, 1, inputs, begins, kept, ahead, rate, rows);
 }
 
-/* Weights of bfloat16 [inputs / 2, BLOCK] as floats [inputs, BLOCK]. */
+/* Weights of bfloat16 as floats [inputs, BLOCK]. */
 INLINE void widen_block(const uint16_t *block, int inputs, float *to) {
-    for (int k = 0; k < inputs; k += STEP, block += 2 * HALF)
-        for (int pair = 0; pair < STEP / 2; pair++, to += 2 * BLOCK)
-            UNROLL for (int c = 0; c < BLOCK; c += WIDTH) {
-                ints both;
-                memcpy(&both, block + c / 16 * HALF + pair * 32 + c % 16 * 2, sizeof both);
-                const ints first = both << 16, second = both & (int32_t)0xffff0000;
-                memcpy(to + c, &first, sizeof first);
-                memcpy(to + BLOCK + c, &second, sizeof second);
-            }
+    for (int k = 0; k < inputs; k += 2, to += 2 * BLOCK) {
+        vec these[BLOCK / WIDTH], next[BLOCK / WIDTH];
+        weights_at(block, 1, k, 0, these, next, BLOCK / WIDTH);
+        memcpy(to, these, sizeof these);
+        memcpy(to + BLOCK, next, sizeof next);
+    }
 }
 
 #ifdef PAIRS

@@ -16,7 +16,6 @@
 
 #define QUERIES 24     /* of one head and sequence that are taken together */
 #define KEYS 256       /* that they see at a time */
-#define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers */
 #define MOST_NUMBERS 128 /* of a head */
 
 /* Numbers with `stride` from token to token, head after head. */
@@ -82,7 +81,8 @@ INLINE void columns(int paired, int V, float *c, int64_t ldc, const unit *a, int
     static void NAME(float *c, int64_t ldc, const unit *a, int64_t down, int64_t along, const unit *b, int64_t ldb, int M,     \
                      int N, int K, int adds) {                                                                                 \
         int n = 0;                                                                                                             \
-        for (; FULL >= 24 && n + 4 * WIDTH <= N; n += 4 * WIDTH) columns(PAIRED, 4, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);     \
+        for (; FULL >= 24 && n + 4 * WIDTH <= N; n += 4 * WIDTH)                                                               \
+            columns(PAIRED, 4, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);                                            \
         for (; n + 2 * WIDTH <= N; n += 2 * WIDTH) columns(PAIRED, 2, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);     \
         for (; n < N; n += WIDTH) columns(PAIRED, 1, c + n, ldc, a, down, along, b + n, ldb, M, K, adds);                      \
     }

@@ -4,7 +4,7 @@
 
 #include "vectors.h"
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__)
+#if defined(__AVX512BF16__) && defined(__AVX512BW__) && defined(__AVX512VL__) && WIDTH == 16
 #define PAIRS
 #include <immintrin.h>
 #endif

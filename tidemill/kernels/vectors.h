@@ -26,6 +26,8 @@
 #define REGISTERS 16
 #endif
 
+#define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers, beside what is added to them */
+
 typedef float vec __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t ints __attribute__((vector_size(WIDTH * 4)));
 typedef uint16_t shorts __attribute__((vector_size(WIDTH * 2)));
