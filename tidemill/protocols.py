@@ -158,8 +158,13 @@ class Progressing(Protocol):
 class Chat(Protocol):
     """One seat's conversation with the policy. It owns template, tokens, logprobs, versions and masks."""
 
-    async def reply(self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None) -> str:
-        """Add `message` (a user turn, or several messages), sample the policy's answer and return its text."""
+    async def reply(
+        self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None, last: bool = False
+    ) -> str:
+        """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
+
+        last: that no further one will be asked for, so that engines need not remember this one; one that is asked for all
+        the same is only slower."""
         ...
 
 

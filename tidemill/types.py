@@ -83,6 +83,7 @@ class SamplingParams:
     ignore_eos: bool = False  # stop only at max_tokens or the context's end
     seed: int = 0  # 64 bits; see `derive_seed`
     top_logprobs: int = 0  # alternatives reported per token, of the unmodified model distribution
+    last: bool = False  # no prompt will go on where this ends: its KV beyond the prompt is not kept for one
 
     def __post_init__(self) -> None:
         checks = {

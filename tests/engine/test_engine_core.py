@@ -262,6 +262,37 @@ async def test_the_cache_does_not_fill_with_what_versions_long_gone_computed(sta
         assert ((0, version) in {key.salt for key in blocks._by_key} - blocks._retired.keys()) == (version > 28)
 
 
+@pytest.mark.parametrize("last", [True, False])
+async def test_of_a_last_turn_the_prompt_is_kept_and_no_more(started, last):
+    under_test = started(prefix_cache=True, page_size=4)
+    blocks = under_test._scheduler.blocks
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, last=last)
+    whole = await under_test.generate(prompt(), params, "policy", "a")
+    cached = {key.tokens for key in blocks._by_key}
+    row = np.concatenate([prompt(), whole.tokens])
+    pages = [row[at : at + 4].tobytes() for at in range(0, 36, 4)]  # its last token was not computed
+    assert cached == set(pages[:2] if last else pages)
+    sibling = await under_test.generate(prompt(), replace(params, seed=2), "policy", "b")
+    assert sibling.cached_tokens == 8
+    following = await under_test.generate(row, replace(params, max_tokens=1), "policy", "a")  # asked for all the same
+    assert following.cached_tokens == (8 if last else 36)
+    again = started(prefix_cache=False)
+    fresh = await again.generate(row, replace(params, max_tokens=1), "policy", "")
+    assert following.tokens.tolist() == fresh.tokens.tolist()
+
+
+async def test_a_last_turn_that_was_preempted_finds_what_it_had_sampled(started):
+    under_test = started(prefix_cache=True, page_size=4)
+    params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, last=True)
+    asked = asyncio.ensure_future(under_test.generate(prompt(), params, "policy", "a"))
+    scheduler = under_test._scheduler
+    await until(lambda: scheduler.running and scheduler.computed[0] == 30)
+    scheduler.preempt_all(renew=False)
+    assert len(scheduler.blocks._by_key) == 7
+    plain = await started().generate(prompt(), params, "policy", "")
+    assert (await asked).tokens.tolist() == plain.tokens.tolist()
+
+
 async def test_a_cancelled_update_leaves_the_spare_weights_alone_that_a_thread_writes_to(started):
     """As it is for a device: elsewhere an update is cancelled between two turns, see `test_engine_turns`."""
 

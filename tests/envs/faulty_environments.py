@@ -19,7 +19,7 @@ from tidemill.types import Outcome, Trajectory
 
 async def two_turns(task: Task, chat: Chat) -> Any:
     first = await chat.reply(task.prompt)
-    second = await chat.reply([{"role": "user", "content": f"you said {first}"}], max_tokens=np.int64(5))  # type: ignore[arg-type]
+    second = await chat.reply([{"role": "user", "content": f"you said {first}"}], max_tokens=np.int64(5), last=True)  # type: ignore[arg-type]
     return Score(len(first) / 7, {"second": float(len(second))})
 
 

@@ -167,9 +167,10 @@ async def test_seeds_and_limits_of_each_turn():
     chat = chat_with(engine, LETTERS, max_tokens=9, temperature=0.7)
     await chat.reply("a")
     await chat.reply("b", max_tokens=4)
-    await chat.reply("c")
+    await chat.reply("c", last=True)
     assert [p.seed for p in engine.params] == [derive_seed(1, "rollout", 7, 0, 0, turn) for turn in range(3)]
     assert [p.max_tokens for p in engine.params] == [9, 4, 9]
+    assert [p.last for p in engine.params] == [False, False, True]
     assert chat.trajectory().temperature == 0.7
     assert engine.keys == {"g7/0"}
 

@@ -310,7 +310,7 @@ class NativeEngine:
     def _submit(self, tokens: Array, params: SamplingParams, policy: str, key: str, *, stream: bool) -> Request:
         tokens = self._check(tokens, policy)
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
-        sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens)
+        sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, last=params.last)
         sequence.salt = self._episodes.salt(key, tokens)
         request = Request(sequence, time.monotonic(), params=params, key=key, stops=tuple(dict.fromkeys(stops)))
         if stream:
@@ -373,11 +373,11 @@ class NativeEngine:
             request.stream.put_nowait(None)
 
     def _complete(self, request: Request, finish: Finish) -> None:
-        slot = request.sequence.slot
+        sequence, slot = request.sequence, request.sequence.slot
         length = int(self._scheduler.length[slot]) if slot >= 0 else 0  # without a slot it never ran
-        if self.settings.in_flight == InFlight.KEEP and request.key and request.sequence.salt is not None:
-            self._episodes.remember(request.key, request.sequence.salt, self._scheduler.tokens[slot, :length])
-        tokens = self._scheduler.tokens[slot, len(request.sequence.prompt) : length]
+        if self.settings.in_flight == InFlight.KEEP and request.key and sequence.salt is not None and not sequence.last:
+            self._episodes.remember(request.key, sequence.salt, self._scheduler.tokens[slot, :length])
+        tokens = self._scheduler.tokens[slot, len(sequence.prompt) : length]
         self._finish(request, completion(request, finish, tokens, self._slots, self._versions, self.name))
 
     # -- weights ---------------------------------------------------------------------------------------------------

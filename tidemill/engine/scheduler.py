@@ -28,6 +28,7 @@ class Sequence:
     prompt: np.ndarray  # [P] int32
     limit: int  # tokens it may hold in the end
     probe: bool = False  # scored, not continued: neither reads nor feeds the prefix cache, samples nothing
+    last: bool = False  # no other one goes on where it ends: what it sampled does not feed the cache
     salt: Salt | None = None  # of the prefix cache; None until admission
     slot: int = -1  # kept while preempted
     pages: list[int] = field(default_factory=list)
@@ -148,7 +149,7 @@ class Scheduler:
         if sequence.waiting:
             self._released_waiting += 1  # it is skipped when its turn comes: no search through the queue
         else:
-            self._leave(sequence)
+            self._leave(sequence, len(sequence.prompt) if sequence.last else None)
         if sequence.slot >= 0:
             self._free_slots.append(sequence.slot)
 
@@ -245,9 +246,11 @@ class Scheduler:
         self.running[slot] = sequence
         self._order = None
 
-    def _leave(self, sequence: Sequence) -> None:
+    def _leave(self, sequence: Sequence, kept: int | None = None) -> None:
+        """Its pages go; those of its first `kept` tokens, of all by default, may be found again."""
         slot = sequence.slot
-        self._register(sequence, int(self.computed[slot]))
+        computed = int(self.computed[slot])
+        self._register(sequence, computed if kept is None else min(kept, computed))
         self.blocks.free(sequence.pages)
         self.table[slot, : len(sequence.pages)] = NULL_PAGE
         self._owned[slot] = 0

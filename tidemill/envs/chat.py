@@ -90,7 +90,9 @@ class EpisodeChat:
         """The last reply."""
         return self._text
 
-    async def reply(self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None) -> str:
+    async def reply(
+        self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None, last: bool = False
+    ) -> str:
         """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
 
         Raises ContextFull when there is no room for it; ValueError when that is so of the very first prompt.
@@ -100,7 +102,7 @@ class EpisodeChat:
             raise self._over
         self._busy = True
         try:
-            return await self._turn(self._added(message), max_tokens)
+            return await self._turn(self._added(message), max_tokens or self._params.max_tokens, last)
         finally:
             self._busy = False
 
@@ -144,9 +146,9 @@ class EpisodeChat:
             raise self._over
         return added
 
-    async def _turn(self, added: Array, max_tokens: int | None) -> str:
+    async def _turn(self, added: Array, max_tokens: int, last: bool) -> str:
         tokens = np.concatenate([self._tokens(), added])
-        params = replace(self._params, seed=self._seeds(self.turns), max_tokens=max_tokens or self._params.max_tokens)
+        params = replace(self._params, seed=self._seeds(self.turns), max_tokens=max_tokens, last=last)
         try:
             reply = await self._engine.generate(tokens, params, self._policy, self._key)
         except Exception as error:

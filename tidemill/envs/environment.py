@@ -41,7 +41,7 @@ class SingleTurn:
         return self._splits[split]
 
     async def run(self, task: Task, chat: Chat) -> Outcome | None:
-        await chat.reply(task.prompt)
+        await chat.reply(task.prompt, last=True)
         return None
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:

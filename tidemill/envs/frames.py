@@ -66,6 +66,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
     turn: int
     message: Message
     max_tokens: int | None
+    last: bool
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):

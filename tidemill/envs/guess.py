@@ -27,7 +27,7 @@ async def guess(task: Task, chat: Chat) -> Score:
     number, turns = task.data["number"], task.data["turns"]
     message = task.prompt
     for turn in range(turns):
-        said = re.search(r"\d{1,9}", await chat.reply(message))
+        said = re.search(r"\d{1,9}", await chat.reply(message, last=turn == turns - 1))
         if said is None:
             message = "a number"
         elif int(said[0]) == number:

@@ -88,7 +88,7 @@ class Call:
         if before is not None and not before.done():
             await asyncio.wait({before})  # bounded: it was withdrawn, so cancelled
         try:
-            text = await chat.reply(ask.message, max_tokens=ask.max_tokens)
+            text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
             self._player.post(Answer(self._number, ask.turn, text))
         except (EpisodeOver, ValueError) as error:  # an environment may catch these
             finish = error.finish if isinstance(error, EpisodeOver) else None

@@ -65,14 +65,16 @@ class RemoteChat:
         self._answer: asyncio.Future[str] | None = None
         self._over = False
 
-    async def reply(self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None) -> str:
+    async def reply(
+        self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None, last: bool = False
+    ) -> str:
         """As `EpisodeChat.reply`: raises what it raises there, and ValueError for a message that does not travel."""
         assert self._answer is None, "one reply at a time: await the one before"
         if self._over:
             raise asyncio.CancelledError("the episode was cancelled")
         faults.reach(ROLE, "reply", self._episode)
         self._turn += 1
-        self._worker.say(Ask(self._episode, self._turn, _message(message), _count(max_tokens)))
+        self._worker.say(Ask(self._episode, self._turn, _message(message), _count(max_tokens), bool(last)))
         self._answer = asyncio.get_running_loop().create_future()
         try:
             return await self._answer  # bounded: the controller cancels the episode at its deadline
