@@ -7,6 +7,7 @@ import pytest
 from scripted_engine import ScriptedEngine, says
 
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
+from tidemill.envs.environment import SingleTurn
 from tidemill.envs.guess import ALPHABET
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import GuessSettings
@@ -27,6 +28,20 @@ async def play(env, task: Task, *replies: str, context: int = 999):
     chat = EpisodeChat(engine, TOKENIZER, params, context=context, key="0/0", seeds=rollout_seeds(0, 0, 0))
     outcome = await env.run(task, chat)
     return outcome, chat.trajectory(outcome)
+
+
+async def test_which_reply_is_the_last_is_told():
+    told = []
+
+    class Says:
+        async def reply(self, message, *, max_tokens=None, last=False):
+            told.append(last)
+            return "1"
+
+    await game(low=1, high=16).run(Task("t", "guess 1-16", {"number": 5, "turns": 3}), Says())
+    assert told == [False, False, True]
+    await SingleTurn("one", {"train": [Task("t", "any")], "eval": [Task("e", "other")]}, None).run(Task("t", "any"), Says())
+    assert told[3:] == [True]
 
 
 async def test_an_episode():
