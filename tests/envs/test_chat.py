@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 
 import numpy as np
 import pytest
@@ -247,6 +248,24 @@ async def test_one_reply_at_a_time():
         await chat.reply("b")
     gate.set()
     assert await first == "1"
+
+
+@pytest.mark.parametrize("last, told", [(re.match("a", "a"), True), (None, False), (np.True_, True)])
+async def test_what_is_no_bool_does_not_reach_the_engine(last, told):
+    """It would fail there, and an engine's failure is not this episode's alone."""
+    engine = ScriptedEngine(says(LETTERS, "1"))
+    await chat_with(engine, LETTERS).reply("a", last=last)
+    assert engine.params[0].last is told
+
+
+@pytest.mark.parametrize("max_tokens", [2.5, "many"])
+async def test_a_limit_that_is_no_count_does_not_reach_the_engine(max_tokens):
+    engine = ScriptedEngine(says(LETTERS, "1"))
+    chat = chat_with(engine, LETTERS)
+    with pytest.raises(ValueError, match=r"max_tokens is a .*: expected a whole number"):
+        await chat.reply("a", max_tokens=max_tokens)
+    assert not engine.params and chat.failure is None
+    assert await chat.reply("a", max_tokens=np.int64(2)) == "1" and type(engine.params[0].max_tokens) is int
 
 
 async def test_a_message_that_is_none():

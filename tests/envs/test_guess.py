@@ -7,7 +7,6 @@ import pytest
 from scripted_engine import ScriptedEngine, says
 
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
-from tidemill.envs.environment import SingleTurn
 from tidemill.envs.guess import ALPHABET
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import GuessSettings
@@ -40,8 +39,6 @@ async def test_which_reply_is_the_last_is_told():
 
     await game(low=1, high=16).run(Task("t", "guess 1-16", {"number": 5, "turns": 3}), Says())
     assert told == [False, False, True]
-    await SingleTurn("one", {"train": [Task("t", "any")], "eval": [Task("e", "other")]}, None).run(Task("t", "any"), Says())
-    assert told[3:] == [True]
 
 
 async def test_an_episode():

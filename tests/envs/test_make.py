@@ -196,6 +196,17 @@ async def test_an_environment_from_a_file_on_other_tasks(tmp_path):
     assert await env.run(env.tasks("train")[0], Echo()) == Score(1.0)
 
 
+async def test_one_turn_is_asked_for_as_the_last(tmp_path):
+    class Says:
+        async def reply(self, message, *, last=False):
+            assert last
+            return "1"
+
+    env = make({"kind": "rows", "data": write(tmp_path / "rows.jsonl", ROWS), "reward": "exact"})
+    assert await env.run(env.tasks("train")[0], Says()) is None
+    await env.close()
+
+
 async def test_an_episode_that_does_not_decide_is_not_a_zero():
     @environment(tasks=[Task("a", "a"), Task("b", "b")])
     async def forgets(task, chat):

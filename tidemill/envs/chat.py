@@ -8,8 +8,10 @@ Text is derived from it, for the environment and for people; no text of the poli
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
@@ -102,7 +104,7 @@ class EpisodeChat:
             raise self._over
         self._busy = True
         try:
-            return await self._turn(self._added(message), max_tokens or self._params.max_tokens, last)
+            return await self._turn(self._added(message), count_of(max_tokens), bool(last))
         finally:
             self._busy = False
 
@@ -146,9 +148,10 @@ class EpisodeChat:
             raise self._over
         return added
 
-    async def _turn(self, added: Array, max_tokens: int, last: bool) -> str:
+    async def _turn(self, added: Array, max_tokens: int | None, last: bool) -> str:
         tokens = np.concatenate([self._tokens(), added])
-        params = replace(self._params, seed=self._seeds(self.turns), max_tokens=max_tokens, last=last)
+        limit = max_tokens or self._params.max_tokens
+        params = replace(self._params, seed=self._seeds(self.turns), max_tokens=limit, last=last)
         try:
             reply = await self._engine.generate(tokens, params, self._policy, self._key)
         except Exception as error:
@@ -181,6 +184,14 @@ class EpisodeChat:
             "prompt_tokens": float(sum(reply.prompt_tokens for reply in self._replies)),
             "cached_tokens": float(sum(reply.cached_tokens for reply in self._replies)),
         }
+
+
+def count_of(max_tokens: Any) -> int | None:
+    """What an environment gave as `max_tokens`, which may be anything. ValueError for what is no whole number."""
+    try:
+        return None if max_tokens is None else operator.index(max_tokens)
+    except TypeError:
+        raise ValueError(f"max_tokens is a {type(max_tokens).__name__}: expected a whole number") from None
 
 
 _KINDS = (np.int32, np.bool_, np.float32, np.int32)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import inspect
-import operator
 import os
 import signal
 import sys
@@ -21,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from tidemill import codec, faults
-from tidemill.envs.chat import ContextFull, EpisodeOver
+from tidemill.envs.chat import ContextFull, EpisodeOver, count_of
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.frames import (
     MAX_FRAME,
@@ -74,7 +73,7 @@ class RemoteChat:
             raise asyncio.CancelledError("the episode was cancelled")
         faults.reach(ROLE, "reply", self._episode)
         self._turn += 1
-        self._worker.say(Ask(self._episode, self._turn, _message(message), _count(max_tokens), bool(last)))
+        self._worker.say(Ask(self._episode, self._turn, _message(message), count_of(max_tokens), bool(last)))
         self._answer = asyncio.get_running_loop().create_future()
         try:
             return await self._answer  # bounded: the controller cancels the episode at its deadline
@@ -227,13 +226,6 @@ def _text(text: str) -> str:
     if len(text) > MAX_FRAME:
         raise ValueError(f"a message of {len(text)} characters: at most {MAX_FRAME} bytes are taken")
     return str.__str__(text)  # of str itself, not of a subclass
-
-
-def _count(max_tokens: Any) -> int | None:
-    try:
-        return None if max_tokens is None else operator.index(max_tokens)
-    except TypeError:
-        raise ValueError(f"max_tokens is a {type(max_tokens).__name__}: expected a whole number") from None
 
 
 def main(memory_mb: int, parent: int) -> None:
