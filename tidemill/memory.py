@@ -193,14 +193,14 @@ def step_rows(config: RunConfig) -> int:
 def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> int:
     """Bytes alive between the passes of a micro-batch, at most; with the head's chunk of logits and what products widen.
 
-    A layer keeps, for each token: its input and, with what the attention adds, its middle, both norms' outputs, the
-    projections q|k|v, q and k rotated, what attention gives, gate|up and their product; where these are not compiled,
-    rotated, padded and normed copies and silu besides.
+    A layer keeps, for each token: its input and, with what the attention adds, its middle, the projections q|k|v, q and k
+    rotated, what attention gives, and gate|up; where these are not compiled, both norms' outputs, the product of gate and
+    up, rotated, padded and normed copies and silu besides.
     """
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     on_cpu, narrows = device_of(settings.device) == "cpu", settings.dtype == "bfloat16"
     if on_cpu and native() is not None and Native.trains(torch.float32, arch.head_dim):
-        narrow = 2 * (arch.hidden + q + kv) + 3 * arch.intermediate  # what comes out of products, or goes into them
+        narrow = 2 * (q + kv + arch.intermediate)  # what comes out of products, or of attention
         layer, share = 2 * arch.hidden + q + kv + arch.heads + narrow * (0.5 if narrows else 1), 1.0
     else:
         layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8

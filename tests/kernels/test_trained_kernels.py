@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill.kernels.library import native
 from tidemill.kernels.native import Native
 from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.trained import Trained, layer_kernels
+from tidemill.kernels.trained import Trained, as_tensor, layer_kernels
 from tidemill.models.decoder import rotate
 
 FLOAT, NARROW = torch.float32, torch.bfloat16
@@ -20,9 +20,19 @@ ERROR = {FLOAT: 1e-6, NARROW: 2**-8}  # of a tensor, in proportion to its norm
 SIZES = [(1, 2), (1, 64), (3, 17), (70, 48), (200, 128), (33, 1000)]
 
 
+class Made(Trained):
+    """What products make is made at once."""
+
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
+        return as_tensor(super().norm(x, weight, eps, dtype))
+
+    def gate(self, gate_up: Tensor) -> Tensor:
+        return as_tensor(super().gate(gate_up))
+
+
 @pytest.fixture
-def trained(kernels: Native) -> Trained:
-    return Trained(kernels)
+def trained(kernels: Native) -> Made:
+    return Made(kernels)
 
 
 @pytest.fixture
@@ -62,7 +72,7 @@ def normed(x: Tensor, weight: Tensor, eps: float = 1e-5) -> Tensor:
 
 @pytest.mark.parametrize("read, weighed, wrote", [(FLOAT, FLOAT, None), (FLOAT, FLOAT, NARROW), (NARROW, NARROW, None)])
 @pytest.mark.parametrize("rows, size", SIZES)
-def test_norm(trained: Trained, rows, size, read, weighed, wrote) -> None:
+def test_norm(trained: Made, rows, size, read, weighed, wrote) -> None:
     x, weight = learnt(drawn(rows, size, dtype=read, scale=3), drawn(size, seed=1, dtype=weighed))
     out = trained.norm(x, weight, 1e-5, wrote)
     expected = normed(*(wide := exact(x, weight)))
@@ -77,7 +87,7 @@ def test_norm(trained: Trained, rows, size, read, weighed, wrote) -> None:
 @pytest.mark.parametrize(
     "n, queries, keys, size", [(1, 1, 1, 2), (5, 4, 2, 16), (60, 3, 1, 24), (70, 4, 4, 32), (33, 8, 2, 64), (130, 2, 1, 128)]
 )
-def test_rotate(trained: Trained, n, queries, keys, size, with_norms, read, weighed, turned) -> None:
+def test_rotate(trained: Made, n, queries, keys, size, with_norms, read, weighed, turned) -> None:
     angles = torch.rand(n, 1, size // 2, generator=torch.Generator().manual_seed(n)) * 6
     cos, sin = angles.cos().to(turned), angles.sin().to(turned)
     heads = drawn(n, queries + 2 * keys, size, dtype=read, scale=2)
@@ -96,7 +106,7 @@ def test_rotate(trained: Trained, n, queries, keys, size, with_norms, read, weig
         close(part, right, ERROR[read])
 
 
-def test_what_is_narrow_is_rounded_where_a_narrow_model_rounds(trained: Trained) -> None:
+def test_what_is_narrow_is_rounded_where_a_narrow_model_rounds(trained: Made) -> None:
     """Under autocast weights and angles are wide: a narrow row is rounded, weights are, and what comes of both."""
     x, weight = drawn(50, 3, 64, dtype=NARROW), drawn(64, seed=1)
     right = F.rms_norm(x.float(), (64,), None, 1e-5).to(NARROW) * weight.to(NARROW)
@@ -108,7 +118,7 @@ def test_what_is_narrow_is_rounded_where_a_narrow_model_rounds(trained: Trained)
 
 @pytest.mark.parametrize("dtype", [FLOAT, NARROW])
 @pytest.mark.parametrize("n, size", [(1, 1), (7, 13), (50, 256), (20, 700)])
-def test_gate(trained: Trained, n, size, dtype) -> None:
+def test_gate(trained: Made, n, size, dtype) -> None:
     (x,) = learnt(drawn(n, 2 * size, dtype=dtype, scale=4))
     with torch.no_grad():
         x[0, 0], x[-1, 0] = -200.0, 200.0
@@ -119,7 +129,7 @@ def test_gate(trained: Trained, n, size, dtype) -> None:
     close(*gradients([out], (x,)), *gradients([expected], (wide,)), ERROR[dtype])
 
 
-def test_a_number_alone(trained: Trained) -> None:
+def test_a_number_alone(trained: Made) -> None:
     """Its norm does not depend on it but for eps: what is left of two large numbers is small."""
     x, weight = learnt(torch.tensor([[0.01], [3.0]]), torch.tensor([2.0]))
     expected = torch.autograd.grad(normed(*(wide := exact(x, weight))).sum(), wide)
@@ -129,7 +139,7 @@ def test_a_number_alone(trained: Trained) -> None:
 
 
 @pytest.mark.parametrize("dtype", [FLOAT, NARROW])
-def test_any_strides(trained: Trained, dtype) -> None:
+def test_any_strides(trained: Made, dtype) -> None:
     """Of what comes in, and of the gradients that come back."""
 
     def apart(*shape: int, seed: int) -> Tensor:  # no dimension is dense
@@ -158,7 +168,7 @@ def test_any_strides(trained: Trained, dtype) -> None:
 
 
 @pytest.mark.parametrize("n", [17, 64, 1000])
-def test_the_same_bits_with_any_number_of_threads(trained: Trained, threads: None, n) -> None:
+def test_the_same_bits_with_any_number_of_threads(trained: Made, threads: None, n) -> None:
     x, weight, gate_up = drawn(n, 40), drawn(40, seed=1), drawn(n, 50, seed=2)
     heads, angles = drawn(n, 8, 32, seed=3), drawn(n, 1, 16, seed=4)
     weights = drawn(32, seed=5), drawn(32, seed=6)
@@ -176,7 +186,7 @@ def test_the_same_bits_with_any_number_of_threads(trained: Trained, threads: Non
         assert all(torch.equal(a, b) for a, b in zip(every(), expected, strict=True))
 
 
-def test_what_has_no_use_for_a_gradient(trained: Trained) -> None:
+def test_what_has_no_use_for_a_gradient(trained: Made) -> None:
     """Outputs that no loss reads, no rows at all, and weights that are not trained."""
     (heads,) = learnt(drawn(5, 4, 16))
     cos, sin = drawn(5, 1, 8, seed=1), drawn(5, 1, 8, seed=2)
@@ -192,7 +202,16 @@ def test_what_has_no_use_for_a_gradient(trained: Trained) -> None:
     assert found[0].shape == (0, 8) and torch.equal(found[1], torch.zeros(8))
 
 
-def test_a_second_derivative_is_refused(trained: Trained) -> None:
+def test_a_gradient_that_comes_in_is_only_read(trained: Made) -> None:
+    """Others may read it: of a sum, all that was added gets the same one."""
+    x, weight = learnt(drawn(9, 40), drawn(40, seed=1))
+    for out in (trained.norm(x, weight, 1e-5), trained.gate(x)):
+        d = drawn(*out.shape, seed=2)
+        torch.autograd.grad(out, x, given := d.clone())
+        assert torch.equal(given, d)
+
+
+def test_a_second_derivative_is_refused(trained: Made) -> None:
     (x,) = learnt(drawn(3, 8))
     (once,) = torch.autograd.grad(trained.gate(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -1,5 +1,6 @@
 /* What lies between the matrix products: norms, rotations and gates. Each has a way back, from what a loss changes by with
- * what came out (`d`) to what it changes by with what went in. Numbers are float32, or bfloat16 where they are `narrow`;
+ * what came out (`d`) to what it changes by with what went in. Where `again` says so, the way back writes over `d` what came
+ * out, number by number as it did, so that nobody has to keep it. Numbers are float32, or bfloat16 where they are `narrow`;
  * what is computed in between is float32.
  */
 
@@ -27,17 +28,20 @@ INLINE float scale_of(const float *x, float eps, int size) {
     return 1.0f / __builtin_sqrtf(sum / (float)size + eps);
 }
 
-/* One row of a root-mean-square norm: x * rsqrt(mean(x^2) + eps) * weight. Of a narrow row, what the weight is applied to is
- * rounded, as the models of this family were trained. */
-INLINE void norm_row(float *x, const float *weight, float eps, int size, int narrow) {
-    const float scale = scale_of(x, eps, size);
+INLINE void scale_row(float *x, const float *weight, float scale, int size, int narrow) {
     for (int i = 0; i < size; i++) x[i] *= scale;
     round_off(x, size, narrow);
     for (int i = 0; i < size; i++) x[i] *= weight[i];
 }
 
-/* The way back of one row, in place of d; what the loss changes by with the weights is added to `sums`. */
-INLINE void norm_row_back(const float *x, const float *weight, float eps, int size, float *d, float *sums) {
+/* One row of a root-mean-square norm: x * rsqrt(mean(x^2) + eps) * weight. Of a narrow row, what the weight is applied to is
+ * rounded, as the models of this family were trained. */
+INLINE void norm_row(float *x, const float *weight, float eps, int size, int narrow) {
+    scale_row(x, weight, scale_of(x, eps, size), size, narrow);
+}
+
+/* The way back of one row, in place of d; what the loss changes by with the weights is added to `sums`. Gives the scale. */
+INLINE float norm_row_back(const float *x, const float *weight, float eps, int size, float *d, float *sums) {
     const float scale = scale_of(x, eps, size);
     float along = 0;
     for (int i = 0; i < size; i++) sums[i] += d[i] * x[i] * scale;
@@ -45,6 +49,7 @@ INLINE void norm_row_back(const float *x, const float *weight, float eps, int si
     _Pragma("omp simd reduction(+ : along)") for (int i = 0; i < size; i++) along += d[i] * x[i];
     along *= scale * scale / (float)size;
     for (int i = 0; i < size; i++) d[i] = (d[i] - x[i] * along) * scale;
+    return scale;
 }
 
 /* Weights [size] as floats, in the dtype of what they are applied to. */
@@ -69,7 +74,7 @@ void tidemill_norm(const void *x, int64_t stride, int narrow, const void *weight
 
 /* d [n, size] dense, as `tidemill_norm` wrote; dx dense, as x. sums [shares, size], whose first becomes the weights'. */
 void tidemill_norm_back(const void *x, int64_t stride, int narrow, const void *weight, int narrow_weight, float eps,
-                        const void *d, int narrow_d, void *dx, float *sums, int shares, int n, int size, int threads) {
+                        void *d, int narrow_d, void *dx, float *sums, int again, int shares, int n, int size, int threads) {
     float weights[size];
     weights_for(narrow, weight, narrow_weight, size, weights);
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -79,8 +84,12 @@ void tidemill_norm_back(const void *x, int64_t stride, int narrow, const void *w
         for (int row = first_row(share, shares, n); row < first_row(share + 1, shares, n); row++) {
             widen(x, row * stride, size, narrow, wide);
             widen(d, (int64_t)row * size, size, narrow_d, back);
-            norm_row_back(wide, weights, eps, size, back, sum);
+            const float scale = norm_row_back(wide, weights, eps, size, back, sum);
             put(back, size, narrow, dx, (int64_t)row * size);
+            if (again) {
+                scale_row(wide, weights, scale, size, narrow);
+                put(wide, size, narrow_d, d, (int64_t)row * size);
+            }
         }
     }
     add_up(sums, shares, size);
@@ -210,7 +219,7 @@ void tidemill_gate(const void *x, int narrow, void *out, int n, int size, int th
 }
 
 /* d [n, size] and dx [n, 2 * size] dense, as x. */
-void tidemill_gate_back(const void *x, int narrow, const void *d, void *dx, int n, int size, int threads) {
+void tidemill_gate_back(const void *x, int narrow, void *d, void *dx, int again, int n, int size, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int row = 0; row < n; row++)
         for (int at = 0; at < size; at += PIECE) {
@@ -221,11 +230,13 @@ void tidemill_gate_back(const void *x, int narrow, const void *d, void *dx, int 
             widen(x, from + size, count, narrow, ups);
             widen(d, (int64_t)row * size + at, count, narrow, back);
             for (int i = 0; i < count; i++) {
-                const float gate = gates[i], share = sigmoid(gate, &lacks) * back[i];
-                gates[i] = share * (1.0f + gate * lacks) * ups[i];
-                ups[i] = share * gate;
+                const float gate = gates[i], up = ups[i], share = sigmoid(gate, &lacks), changes = share * back[i];
+                gates[i] = changes * (1.0f + gate * lacks) * up;
+                ups[i] = changes * gate;
+                back[i] = gate * share * up;
             }
             put(gates, count, narrow, dx, from);
             put(ups, count, narrow, dx, from + size);
+            if (again) put(back, count, narrow, d, (int64_t)row * size + at);
         }
 }

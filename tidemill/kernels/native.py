@@ -30,11 +30,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tidemill_decode": (_Int, [_Pointer, _Pointer, _Int]),
     "tidemill_write": (None, [_Pointer, _Int, _Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
     "tidemill_norm": (None, [*_NORM, _Pointer] + [_Int] * 4),
-    "tidemill_norm_back": (None, [*_NORM, _Pointer, _Int, _Pointer, _Pointer] + [_Int] * 4),
+    "tidemill_norm_back": (None, [*_NORM, _Pointer, _Int, _Pointer, _Pointer] + [_Int] * 5),
     "tidemill_rotate": (None, [*_ROTATE, _Pointer] + [_Int] * 5),
     "tidemill_rotate_back": (None, [*_ROTATE, *(_Pointer, _Long) * 3, _Pointer, _Pointer] + [_Int] * 7),
     "tidemill_gate": (None, [_Pointer, _Int, _Pointer, _Int, _Int, _Int]),
-    "tidemill_gate_back": (None, [_Pointer, _Int, _Pointer, _Pointer, _Int, _Int, _Int]),
+    "tidemill_gate_back": (None, [_Pointer, _Int, _Pointer, _Pointer] + [_Int] * 4),
     "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
     "tidemill_sequences": (_Int, [_Pointer, _Pointer, _Int]),
     "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer]),
@@ -163,15 +163,16 @@ class Native:
         )
         return out
 
-    def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor) -> tuple[Tensor, Tensor]:
-        """What a loss changes by with x and, in float32, with weight; given is d, with what `norm` gave."""
+    def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with x and, in float32, with weight; given is d, with what `norm` gave. `again`: that is
+        written over d."""
         dx = torch.empty(x.shape, dtype=x.dtype)
         rows, arguments = _norm(x, weight, eps)
         sums = torch.empty((_shares(len(rows)), rows.shape[1]))
         assert d.is_contiguous()
         self._library.tidemill_norm_back(
             *(*arguments, d.data_ptr(), d.dtype == torch.bfloat16, dx.data_ptr()),
-            *(sums.data_ptr(), len(sums), *rows.shape, _threads(len(rows))),
+            *(sums.data_ptr(), again, len(sums), *rows.shape, _threads(len(rows))),
         )
         return dx, sums[0].clone()
 
@@ -215,13 +216,14 @@ class Native:
         )
         return out
 
-    def gate_back(self, gate_up: Tensor, d: Tensor) -> Tensor:
-        """What a loss changes by with gate_up; given is d, with what `gate` gave."""
+    def gate_back(self, gate_up: Tensor, d: Tensor, again: bool = False) -> Tensor:
+        """What a loss changes by with gate_up; given is d, with what `gate` gave. `again`: that is written over d."""
         n, size = d.shape
         out = torch.empty(gate_up.shape, dtype=gate_up.dtype)
         assert gate_up.is_contiguous() and d.is_contiguous() and d.dtype == gate_up.dtype and gate_up.shape == (n, 2 * size)
         self._library.tidemill_gate_back(
-            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, d.data_ptr(), out.data_ptr(), n, size, _threads(n))
+            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, d.data_ptr(), out.data_ptr()),
+            *(again, n, size, _threads(n)),
         )
         return out
 

@@ -7,7 +7,7 @@ Sums over rows, the gradients of weights, do not depend on the number of threads
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -22,22 +22,75 @@ from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import Families
 
 
+@dataclass(frozen=True)
+class Normed:
+    """The norm of rows x [..., D] by a weight [D]."""
+
+    compiled: Native
+    eps: float
+    dtype: torch.dtype
+
+    def make(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        assert weight is not None
+        return self.compiled.norm(x, weight, self.eps, self.dtype)
+
+    def back(self, x: Tensor, weight: Tensor | None, d: Tensor, again: bool) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with x and with the weight; given is d, with what `make` gave. `again`: that is written
+        over d."""
+        assert weight is not None
+        d_x, d_weight = self.compiled.norm_back(x, weight, self.eps, d, again)
+        return d_x, d_weight.to(weight.dtype)
+
+
+@dataclass(frozen=True)
+class Gated:
+    """silu(gate) * up of both side by side, x [n, 2 I]."""
+
+    compiled: Native
+    dtype: torch.dtype
+
+    def make(self, x: Tensor, weight: Tensor | None) -> Tensor:
+        return self.compiled.gate(x)
+
+    def back(self, x: Tensor, weight: Tensor | None, d: Tensor, again: bool) -> tuple[Tensor, None]:
+        """As `Normed.back`."""
+        return self.compiled.gate_back(x, d, again), None
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """What `how` makes of x, before it does. A product that reads it need not keep it: its way back makes it again."""
+
+    how: Normed | Gated
+    x: Tensor
+    weight: Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.how.dtype
+
+
+def as_tensor(given: Tensor | Deferred) -> Tensor:
+    return given if isinstance(given, Tensor) else _Made.apply(given.x, given.weight, given.how)
+
+
 class Trained:
     """The same methods as those of `Native`, on any strides."""
 
     def __init__(self, compiled: Native) -> None:
         self._compiled = compiled
 
-    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        return _Norm.apply(x if x.stride(-1) == 1 else x.contiguous(), weight, eps, dtype, self._compiled)
+    def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Deferred:
+        rows = x if x.stride(-1) == 1 else x.contiguous()
+        return Deferred(Normed(self._compiled, eps, dtype or x.dtype), rows, weight)
 
     def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         of_queries, of_keys = (None, None) if how.norms is None else how.norms
         how = replace(how, cos=how.cos.contiguous(), sin=how.sin.contiguous())
         return _Rotate.apply(_dense(heads), of_queries, of_keys, how, self._compiled)
 
-    def gate(self, gate_up: Tensor) -> Tensor:
-        return _Gate.apply(gate_up.contiguous(), self._compiled)
+    def gate(self, gate_up: Tensor) -> Deferred:
+        return Deferred(Gated(self._compiled, gate_up.dtype), gate_up.contiguous())
 
 
 def layer_kernels(*tensors: Tensor) -> Native | Gpu | Trained | None:
@@ -79,19 +132,17 @@ class _Attention(torch.autograd.Function):
         return None, *compiled.see_back(*ctx.saved_tensors, grads[0], families, window), None, None
 
 
-class _Norm(torch.autograd.Function):
+class _Made(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None, compiled: Native) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, how: Normed | Gated) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps, ctx.compiled = eps, compiled
-        return compiled.norm(x, weight, eps, dtype)
+        ctx.how = how
+        return how.make(x, weight)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, weight = ctx.saved_tensors
-        d_x, d_weight = ctx.compiled.norm_back(x, weight, ctx.eps, grads[0].contiguous())
-        return d_x, d_weight.to(weight.dtype), None, None, None
+        return *ctx.how.back(*ctx.saved_tensors, grads[0].contiguous(), again=False), None
 
 
 class _Rotate(torch.autograd.Function):
@@ -114,17 +165,3 @@ class _Rotate(torch.autograd.Function):
         d_heads, sums = ctx.compiled.rotate_back(heads, how, (d_q, d_k, d_v))
         d_weights = (None, None) if how.norms is None else sums.to(how.norms[0].dtype).unbind()
         return d_heads, *d_weights, None, None
-
-
-class _Gate(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, compiled: Native) -> Tensor:
-        ctx.save_for_backward(gate_up)
-        ctx.compiled = compiled
-        return compiled.gate(gate_up)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (gate_up,) = ctx.saved_tensors
-        return ctx.compiled.gate_back(gate_up, grads[0].contiguous()), None

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.trained import layer_kernels
+from tidemill.kernels.trained import Deferred, as_tensor, layer_kernels
 from tidemill.models.architecture import Architecture
 from tidemill.models.linear import Linear, Packed
 from tidemill.models.pieces import Work
@@ -30,16 +30,18 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class RMSNorm(nn.Module):
-    """multiplied: nothing reads it but products, so that it may come out in the dtype to which autocast would narrow it."""
+    """multiplied: nothing reads it but products, so that it may come out in the dtype to which autocast would narrow it, and
+    be made by the product."""
 
     def __init__(self, size: int, eps: float, *, multiplied: bool = False) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(size))
         self.eps, self.multiplied = eps, multiplied
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Tensor | Deferred:
         if (compiled := layer_kernels(x, self.weight)) is not None:
-            return compiled.norm(x, self.weight, self.eps, _product_dtype(x) if self.multiplied else x.dtype)
+            normed = compiled.norm(x, self.weight, self.eps, _product_dtype(x) if self.multiplied else x.dtype)
+            return normed if self.multiplied else as_tensor(normed)
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
         wide = F.rms_norm(x.float(), self.weight.shape, None, self.eps)  # statistics in float32 whatever the activations are
@@ -160,8 +162,8 @@ def _product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if narrows else x.dtype
 
 
-def gated(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up of both side by side [N, 2 I] (SwiGLU, 2002.05202)."""
+def gated(gate_up: Tensor) -> Tensor | Deferred:
+    """silu(gate) * up of both side by side [N, 2 I] (SwiGLU, 2002.05202), for a product."""
     if (compiled := layer_kernels(gate_up)) is not None:
         return compiled.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)

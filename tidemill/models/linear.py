@@ -1,8 +1,9 @@
 """A linear layer that can keep its weights once more, in the order in which a compiled product reads them.
 
 The copy is for weights that are served, not for ones that are trained: it is used where no gradient is wanted, and is right
-only until the weights change. It holds the weights' own words, in another order: see `models.served`. Products that are
-trained in bfloat16 are widened on a CPU that is quicker so.
+only until the weights change. It holds the weights' own words, in another order: see `models.served`. A product that is
+trained does not keep the norm or the gate it reads: its way back makes that again. In bfloat16 it is widened on a CPU that
+is quicker so.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, WIDENED
+from tidemill.kernels.trained import Deferred, Gated, Normed, as_tensor
 from tidemill.models.pieces import Work, by_rows
 
 NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
@@ -73,17 +75,23 @@ class Linear(nn.Linear):
         super().__init__(inputs, outputs, bias)
         self.packed = Packed()
 
-    def onto(self, x: Tensor, input: Tensor) -> Tensor:
+    def onto(self, x: Tensor, input: Tensor | Deferred) -> Tensor:
         """x + what comes out of `input`. On a device, and without a gradient, x itself takes it: it is used up."""
-        if x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None and not torch.is_grad_enabled():
+        adds = x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None
+        if adds and not torch.is_grad_enabled() and isinstance(input, Tensor):
             return x.addmm_(input, self.weight.T)
         return x + self(input)
 
-    def forward(self, input: Tensor) -> Tensor:
-        product = self.packed.product(input, self.out_features, self.bias)
-        if product is None and _would_be_narrowed(input, self.weight) and floats_are_quicker():
-            return _Rounded.apply(input, self.weight, self.bias)
-        return F.linear(input, self.weight, self.bias) if product is None else product
+    def forward(self, input: Tensor | Deferred) -> Tensor:
+        if isinstance(input, Tensor) and (product := self.packed.product(input, self.out_features, self.bias)) is not None:
+            return product
+        narrows = _narrows(input, self.weight)
+        rounds = narrows and floats_are_quicker()
+        if isinstance(input, Deferred) and (narrows or input.dtype == self.weight.dtype):
+            return _Product.apply(input.x, input.weight, self.weight, self.bias, input.how, rounds)
+        if rounds:
+            return _Product.apply(input, None, self.weight, self.bias, None, rounds)
+        return F.linear(as_tensor(input), self.weight, self.bias)
 
 
 def prepares_sizes(device: str, narrow: bool) -> bool:
@@ -97,47 +105,84 @@ def floats_are_quicker() -> bool:
     return compiled is not None and compiled.products[NARROW] == WIDENED
 
 
-def _would_be_narrowed(x: Tensor, weight: Tensor) -> bool:
+def _narrows(x: Tensor | Deferred, weight: Tensor) -> bool:
     """Whether autocast multiplies these as bfloat16, on a CPU."""
-    on_cpu = x.device.type == weight.device.type == "cpu" and torch.is_autocast_enabled("cpu")
-    known = x.ndim == 2 and x.dtype in (torch.float32, NARROW) and weight.dtype == torch.float32
-    return on_cpu and known and torch.get_autocast_dtype("cpu") == NARROW
+    if isinstance(x, Tensor) and (x.device.type != "cpu" or x.ndim != 2):
+        return False
+    known = weight.device.type == "cpu" and x.dtype in (torch.float32, NARROW) and weight.dtype == torch.float32
+    return known and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == NARROW
 
 
-class _Rounded(torch.autograd.Function):
-    """x W^T + b of what is rounded to bfloat16, summed up in float32 and rounded once, as autocast's is. Gradients of the
-    weights are not rounded, where autocast's are, once a micro-batch."""
+class _Product(torch.autograd.Function):
+    """made W^T + b, where `made` is x [n, K], or what `how` makes of x and its own weight: then it is not kept, but made
+    again on the way back. `rounds`: of what is rounded to bfloat16, summed up in float32 and rounded once, as autocast's
+    is; gradients of the weights are not rounded then, where autocast's are, once a micro-batch."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        narrow, out = x.to(NARROW), x.new_empty((len(x), len(weight)), dtype=NARROW)
-        ctx.save_for_backward(narrow, weight)
-        ctx.dtype = x.dtype
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        own: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        how: Normed | Gated | None,
+        rounds: bool,
+    ) -> Tensor:
+        made = (x.to(NARROW) if rounds else x) if how is None else how.make(x, own)
+        multiplied = weight if rounds else weight.to(made.dtype)
+        ctx.save_for_backward(made if how is None else x, own, multiplied)
+        ctx.how, ctx.rounds, ctx.dtypes = how, rounds, (x.dtype, weight.dtype)
         with torch.autocast("cpu", enabled=False):
+            if not rounds:
+                return F.linear(made, multiplied, None if bias is None else bias.to(made.dtype))
+            out = x.new_empty((len(x), len(weight)), dtype=NARROW)
             wide, added = _rounded(weight), None if bias is None else _rounded(bias)
             for rows in _parts(len(x)):
-                out[rows] = F.linear(narrow[rows].float(), wide, added)
-        return out
+                out[rows] = F.linear(made[rows].float(), wide, added)
+            return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        (narrow, weight), (d,) = ctx.saved_tensors, grads
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        d_x = torch.empty_like(narrow) if for_x else None
-        d_weight = torch.zeros_like(weight) if for_weight else None
-        d_bias = weight.new_zeros(len(weight)) if for_bias else None
+        x, own, weight = ctx.saved_tensors
+        how, rounds, (dtype, weight_dtype), d = ctx.how, ctx.rounds, ctx.dtypes, grads[0]
+        for_x, for_own, for_weight, for_bias, *_ = ctx.needs_input_grad
+        d_x = d_own = d_weight = d_bias = None
         with torch.autocast("cpu", enabled=False):
-            wide = _rounded(weight)
-            for rows in _parts(len(d)):
-                part = d[rows].float()
-                if d_x is not None:
-                    d_x[rows] = part @ wide
-                if d_weight is not None:
-                    d_weight.addmm_(part.T, narrow[rows].float())
-                if d_bias is not None:
-                    d_bias += part.sum(0)
-        return None if d_x is None else d_x.to(ctx.dtype), d_weight, d_bias
+            if for_x or for_own:
+                d_x = _product(d, weight, rounds)
+            if how is None:
+                made, d_x = x, None if d_x is None else d_x.to(dtype)
+            elif d_x is None:
+                made = how.make(x, own)
+            else:
+                made = d_x
+                d_x, d_own = how.back(x, own, made, again=True)
+            if for_weight:
+                d_weight = _outer(d, made, rounds).to(weight_dtype)
+            if for_bias:
+                d_bias = d.sum(0, dtype=torch.float32 if rounds else None).to(weight_dtype)
+        return d_x, d_own, d_weight, d_bias, None, None
+
+
+def _product(d: Tensor, weight: Tensor, rounds: bool) -> Tensor:
+    """d [n, N] times a weight [N, K]."""
+    if not rounds:
+        return d @ weight
+    out, wide = d.new_empty((len(d), weight.shape[1])), _rounded(weight)
+    for rows in _parts(len(d)):
+        out[rows] = d[rows].float() @ wide
+    return out
+
+
+def _outer(d: Tensor, x: Tensor, rounds: bool) -> Tensor:
+    """The transpose of d [n, N] times x [n, K]."""
+    if not rounds:
+        return d.T @ x
+    out = d.new_zeros((d.shape[1], x.shape[1]), dtype=torch.float32)
+    for rows in _parts(len(d)):
+        out.addmm_(d[rows].float().T, x[rows].float())
+    return out
 
 
 def _rounded(numbers: Tensor) -> Tensor:
