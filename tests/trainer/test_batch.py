@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -35,6 +37,28 @@ def test_every_row_is_packed_once_within_the_budget(shapes, budget):
             np.testing.assert_array_equal(positions[own], np.arange(row.length))
         assert len(families.places) == sum(row.length for row in rows) and families.tokens == len(tokens)
         np.testing.assert_array_equal(np.unique(families.places), np.arange(len(tokens)))
+
+
+@given(shapes=shapes, budget=st.integers(1, 80))
+def test_micro_batches_are_few_and_the_largest_is_as_small_as_may_be(shapes, budget):
+    """Against every way to cut the rows, in order, into so many: by what the longest of all that end there costs."""
+    rows = [row for part in split(rows_of(samples_of(shapes)), 10_000) for row in part]
+    one = [len(pack([replace(row, shared=0)], CPU).tokens) for row in rows]
+    least = {(0, 0): 0}  # (micro-batches, rows in them) -> tokens of the largest
+
+    def tokens(begin, end):
+        return one[begin] + sum(row.length - row.shared for row in rows[begin + 1 : end])
+
+    for n in range(1, len(rows) + 1):
+        for end in range(n, len(rows) + 1):
+            least[n, end] = min(max(least[n - 1, i], tokens(i, end)) for i in range(n - 1, end) if (n - 1, i) in least)
+    found = split(rows_of(samples_of(shapes)), budget)
+    allowed = max(budget, *one)
+    fewest = next(n for n in range(1, len(rows) + 1) if least[n, len(rows)] <= allowed)
+    sizes = [len(pack(part, CPU).tokens) for part in found]
+    assert max(one) > budget or len(found) == fewest
+    assert max(sizes) == least[len(found), len(rows)]
+    assert split([], budget) == []
 
 
 @given(shapes=shapes, budget=st.integers(1, 80))

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -76,18 +77,34 @@ def rows_of(samples: Sequence[Sample]) -> list[Row]:
 
 
 def split(rows: Iterable[Row], budget: int) -> list[list[Row]]:
-    """Micro-batches of at most `budget` tokens, shared ones counted once; a longer row goes alone."""
-    batches: list[list[Row]] = []
-    used, before = budget, None
-    for row in sorted(rows, key=lambda row: row.sample.tokens[: row.length].tobytes()):
-        shared = 0 if before is None else _common(before, row)
-        if used + row.length - shared > budget:
-            batches.append([])
-            used = shared = 0
-        batches[-1].append(replace(row, shared=shared))
-        used += row.length - shared
-        before = row
-    return batches
+    """Micro-batches of at most `budget` tokens, shared ones counted once, as few as rows in order allow and the largest of
+    them as small as that number allows; a longer row goes alone."""
+    ordered = sorted(rows, key=lambda row: row.sample.tokens[: row.length].tobytes())
+    common = [0] * bool(ordered) + [_common(a, b) for a, b in pairwise(ordered)]
+    lengths = [row.length for row in ordered]
+    starts = _starts(lengths, common, budget)
+    enough, low = budget, budget // 2
+    while enough - low > 1:
+        middle = (low + enough) // 2
+        if len(found := _starts(lengths, common, middle)) > len(starts):
+            low = middle
+        else:
+            starts, enough = found, middle
+    return [
+        [replace(row, shared=common[i] if i > begin else 0) for i, row in enumerate(ordered[begin:end], begin)]
+        for begin, end in pairwise([*starts, len(ordered)])
+    ]
+
+
+def _starts(lengths: Sequence[int], common: Sequence[int], budget: int) -> list[int]:
+    """Where micro-batches begin that are filled one after another."""
+    starts, used = [], budget
+    for i, (length, shared) in enumerate(zip(lengths, common, strict=True)):
+        used += length - shared
+        if used > budget:
+            starts.append(i)
+            used = length
+    return starts
 
 
 def _common(a: Row, b: Row) -> int:

@@ -136,24 +136,29 @@ def forward_backward(
     moving = [_has_gradient(row.sample, proportional) for row in rows]
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
     sums = _Sums({"loss": torch.zeros((), device=compute.device), "tokens": torch.zeros((), device=compute.device)})
+
+    def run(part: list[Row], before_backward: Callable[[], object] | None) -> None:
+        """Nothing of it lives on: that would lie in the way of what the next one allocates."""
+        batch = compute.pack(part)
+        hidden = compute.hidden(decoder, batch)
+        live, entropy = compute.logprobs(decoder, batch, hidden)
+        own = hidden if critic is not None and critic.decoder is decoder else None
+        values = None if critic is None else compute.values(critic, batch, own)
+        total = _losses(batch, functions, live, entropy, values, sums)
+        if total.requires_grad:
+            if before_backward is not None:
+                before_backward()
+            compute.cores.take()
+            total.backward()
+        _scatter(logprobs, batch, live.detach())
+
     for with_gradient in (True, False):
         chosen = [row for row, moves in zip(rows, moving, strict=True) if moves is with_gradient]
         parts = split(chosen, compute.budget)
         largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
-        for part in parts:
-            batch = compute.pack(part)
-            with torch.set_grad_enabled(with_gradient):
-                hidden = compute.hidden(decoder, batch)
-                live, entropy = compute.logprobs(decoder, batch, hidden)
-                own = hidden if critic is not None and critic.decoder is decoder else None
-                values = None if critic is None else compute.values(critic, batch, own)
-                total = _losses(batch, functions, live, entropy, values, sums)
-            if with_gradient:
-                if part is largest and at_peak is not None:
-                    at_peak()
-                compute.cores.take()
-                total.backward()
-            _scatter(logprobs, batch, live.detach())
+        with torch.set_grad_enabled(with_gradient):
+            for part in parts:
+                run(part, at_peak if part is largest else None)
     return TrainResult(sums.floats(), logprobs)
 
 
