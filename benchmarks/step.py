@@ -37,7 +37,11 @@ def alphabet(size: str) -> str:
 
 
 class Memory:
-    """The greatest sum of PSS over a process and all that it started, while the context is open."""
+    """The greatest sum of PSS over a process and all that it started, while the context is open.
+
+    A page that processes share passes to those that are left where one ends, and would be counted twice by a look that takes
+    a while. So each is looked at twice, in turn and back, and the smaller number is taken.
+    """
 
     def __init__(self, pid: int) -> None:
         self.peak, self._over, self._root = 0, threading.Event(), psutil.Process(pid)
@@ -50,7 +54,10 @@ class Memory:
     def _watch(self) -> None:
         with suppress(psutil.NoSuchProcess):  # it has ended: whoever waits for its answer is told
             while not self._over.wait(SAMPLED_S):
-                self.peak = max(self.peak, sum(map(_pss, [self._root, *self._root.children(recursive=True)])))
+                every = [self._root, *self._root.children(recursive=True)]
+                once = [_pss(process) for process in every]
+                twice = [_pss(process) for process in reversed(every)]
+                self.peak = max(self.peak, sum(map(min, once, reversed(twice))))
 
     def __exit__(self, *_: object) -> None:
         self._over.set()
@@ -85,6 +92,7 @@ def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) ->
         if dtype != "float32":
             of_trl[f"{name}, {dtype} weights"] = trl | {"weights": dtype, "cache": "static"}
     ours = {"max_lag": args.max_lag, "engine_threads": args.engine_threads, "trainer_threads": args.trainer_threads}
+    ours["micro_batch"] = args.micro_batch or (8192 if args.device == "cuda" else 2048)
     return [
         System("tidemill", "step_tidemill.py", work | ours, environment=shared),
         *(System(name, "step_trl.py", given, "trl", theirs) for name, given in of_trl.items()),
@@ -133,6 +141,7 @@ def main() -> None:
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--engine-threads", type=int, default=torch.get_num_threads(), help="at most: they share the cores")
     parser.add_argument("--trainer-threads", type=int, default=torch.get_num_threads(), help="at most")
+    parser.add_argument("--micro-batch", type=int, help="tokens of ours; by default 2,048, on a GPU 8,192")
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
     about: dict[str, Any] = {}

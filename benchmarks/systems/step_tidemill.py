@@ -42,7 +42,7 @@ def answer(steps: int) -> dict:
             rollout={"groups": wanted["groups"], "group_size": wanted["samples"], "max_tokens": wanted["tokens"]},
             trainer={
                 **{"lr": 1e-5, "dtype": wanted["dtype"], "serving_dtype": wanted["dtype"], "device": wanted["device"]},
-                "micro_batch_tokens": 8192 if wanted["device"] == "cuda" else 2048,
+                "micro_batch_tokens": wanted["micro_batch"],
             },
             engine={"dtype": wanted["dtype"], "device": wanted["device"]},
             placement={"engine_threads": wanted["engine_threads"], "trainer_threads": wanted["trainer_threads"]},
