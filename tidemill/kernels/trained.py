@@ -75,7 +75,7 @@ def as_tensor(given: Tensor | Deferred) -> Tensor:
 
 
 class Trained:
-    """The same methods as those of `Native`, on any strides."""
+    """The same methods as those of `Native`, on any strides; norms and gates are deferred to the product that reads them."""
 
     def __init__(self, compiled: Native) -> None:
         self._compiled = compiled
