@@ -41,7 +41,7 @@ def test_every_row_is_packed_once_within_the_budget(shapes, budget):
 
 @given(shapes=shapes, budget=st.integers(1, 80))
 def test_micro_batches_are_few_and_the_largest_is_as_small_as_may_be(shapes, budget):
-    """Against every way to cut the rows, in order, into so many: by what the longest of all that end there costs."""
+    """Against every way to cut the rows, in order, into so many."""
     rows = [row for part in split(rows_of(samples_of(shapes)), 10_000) for row in part]
     one = [len(pack([replace(row, shared=0)], CPU).tokens) for row in rows]
     least = {(0, 0): 0}  # (micro-batches, rows in them) -> tokens of the largest
@@ -58,7 +58,10 @@ def test_micro_batches_are_few_and_the_largest_is_as_small_as_may_be(shapes, bud
     sizes = [len(pack(part, CPU).tokens) for part in found]
     assert max(one) > budget or len(found) == fewest
     assert max(sizes) == least[len(found), len(rows)]
-    assert split([], budget) == []
+
+
+def test_no_rows_are_no_micro_batches():
+    assert split([], 512) == []
 
 
 @given(shapes=shapes, budget=st.integers(1, 80))

@@ -131,6 +131,13 @@ def test_rows_without_gradient_are_not_run_backward(monkeypatch):
     assert nothing == {} and result.metrics["tokens"] == 10 and result.metrics["entropy"] > 0
 
 
+def test_rows_whose_gradient_reaches_no_weight_are_loud():
+    """A model that was frozen by mistake would train on nothing, in silence."""
+    model = decoder().requires_grad_(False)
+    with pytest.raises(RuntimeError, match="does not require grad"):
+        gradients(batch(), model)
+
+
 def test_a_users_loss_is_always_run_backward(tmp_path):
     """Nothing is known about it: a zero advantage may still have a gradient, here that of an entropy bonus."""
     (tmp_path / "mine.py").write_text(

@@ -114,9 +114,9 @@ def _narrows(x: Tensor | Deferred, weight: Tensor) -> bool:
 
 
 class _Product(torch.autograd.Function):
-    """made W^T + b, where `made` is x [n, K], or what `how` makes of x and its own weight: then it is not kept, but made
-    again on the way back. `rounds`: of what is rounded to bfloat16, summed up in float32 and rounded once, as autocast's
-    is; gradients of the weights are not rounded then, where autocast's are, once a micro-batch."""
+    """made W^T + b, where `made` is what `how` makes of x and its own weight, which is not kept, but made again on the way
+    back; or x [n, K] itself, where it is rounded. `rounds`: of what is rounded to bfloat16, summed up in float32 and rounded
+    once, as autocast's is; gradients of the weights are not rounded then, where autocast's are, once a micro-batch."""
 
     @staticmethod
     def forward(
@@ -128,7 +128,7 @@ class _Product(torch.autograd.Function):
         how: Normed | Gated | None,
         rounds: bool,
     ) -> Tensor:
-        made = (x.to(NARROW) if rounds else x) if how is None else how.make(x, own)
+        made = x.to(NARROW) if how is None else how.make(x, own)
         multiplied = weight if rounds else weight.to(made.dtype)
         ctx.save_for_backward(made if how is None else x, own, multiplied)
         ctx.how, ctx.rounds, ctx.dtypes = how, rounds, (x.dtype, weight.dtype)

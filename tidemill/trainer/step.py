@@ -145,7 +145,7 @@ def forward_backward(
         own = hidden if critic is not None and critic.decoder is decoder else None
         values = None if critic is None else compute.values(critic, batch, own)
         total = _losses(batch, functions, live, entropy, values, sums)
-        if total.requires_grad:
+        if torch.is_grad_enabled():
             if before_backward is not None:
                 before_backward()
             compute.cores.take()
