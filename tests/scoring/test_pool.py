@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 
 import psutil
@@ -53,6 +55,28 @@ async def good(pool: WorkerPool) -> None:
     """The pool goes on after whatever happened, and tells right from wrong."""
     assert await pool.call(f"{FAULTY}:good", ["a", "a"], limit_s=10) == Score(1.0)
     assert await pool.call(f"{FAULTY}:good", ["a", "b"], limit_s=10) == Score(0.0)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="takes hold of a pipe through /proc")
+def test_pipes_of_a_killed_worker_are_closed_whoever_holds_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio closes them when it has read them to their end, which may be never, or in a loop that is closed by then."""
+    heard: list[object] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda told: heard.append(told.exc_value))
+
+    async def one_call() -> list[int]:
+        pool = WorkerPool(workers=1, limit_s=LIMIT_S)
+        await good(pool)
+        held = [os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY) for pid in pool._all for fd in (1, 2)]
+        await pool.close()
+        return held
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ResourceWarning)
+        held = asyncio.run(one_call())
+        gc.collect()
+    for fd in held:
+        os.close(fd)
+    assert len(held) == 2 and not heard
 
 
 FAULTS = {

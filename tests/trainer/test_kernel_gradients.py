@@ -86,3 +86,12 @@ def test_what_only_products_read_is_narrowed_at_once():
             with torch.autocast("cpu", torch.bfloat16, enabled=enabled), torch.set_grad_enabled(learning):
                 assert layer.input_norm(x).dtype == layer.post_norm(x).dtype == expected
                 assert model.norm(x).dtype == torch.float32
+
+
+def test_what_no_kernel_writes_is_left_to_autocast(monkeypatch):
+    """Half precision: the norm's kernel writes floats or bfloat16."""
+    model = decoder(**SHAPES)
+    with torch.autocast("cpu", torch.float16):
+        assert model.layers[0].input_norm(torch.randn(5, 48)).dtype == torch.float32
+    ours, own = (found(monkeypatch, model, own, autocast=torch.float16)[1] for own in (False, True))
+    np.testing.assert_allclose(ours, own, atol=0.03)  # halves are rounded in other places

@@ -22,7 +22,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.trained import Deferred, as_tensor, layer_kernels
 from tidemill.models.architecture import Architecture
-from tidemill.models.linear import Linear, Packed
+from tidemill.models.linear import NARROW, Linear, Packed
 from tidemill.models.pieces import Work
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
@@ -157,9 +157,10 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """In which a product reads x."""
-    narrows = x.dtype == torch.float32 and torch.is_autocast_enabled(x.device.type)
-    return torch.get_autocast_dtype(x.device.type) if narrows else x.dtype
+    """In which a product reads x, where that is bfloat16 or x's own; autocast narrows to others itself."""
+    device = x.device.type
+    narrows = x.dtype == torch.float32 and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == NARROW
+    return NARROW if narrows else x.dtype
 
 
 def gated(gate_up: Tensor) -> Tensor | Deferred:

@@ -93,6 +93,9 @@ class Child:
         guard.sweep(self._mark.encode())
         self._draining.cancel()
         await asyncio.wait([self._draining], timeout=REAP_LIMIT_S)
+        # asyncio closes the pipes when it has read them to their end, which may be after the last turn of its loop.
+        self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
+        await asyncio.sleep(0)
 
     async def epitaph(self) -> str:
         """How it ended, and the last of what it said."""
