@@ -107,7 +107,7 @@ class Deaf:
 class World:
     """Rollouts, trainer and publications that take the measured time and nothing else."""
 
-    asks = ()
+    asks, by_group = (), True
 
     def __init__(self, rates: dict[str, float]) -> None:
         self.rates, self.serving, self.ends = rates, Version(0, fingerprint="f0"), []

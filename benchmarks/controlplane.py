@@ -34,7 +34,7 @@ TARGET = 2000.0  # trajectories a second
 class World:
     """Engines, trainer, algorithm and observer in one: they take no time."""
 
-    asks = ()
+    asks, by_group = (), True
 
     def __init__(self, tokens: int) -> None:
         rng = np.random.default_rng(0)

@@ -114,7 +114,7 @@ class World:
         pass
 
     # algorithm
-    asks = ()
+    asks, by_group = (), True
 
     def drop_reason(self, group: Group) -> str | None:
         return "zero-variance" if group.trajectories[0].reward == 0 else None

@@ -36,6 +36,7 @@ L0 = {
 L1 = {"breaker", "buffer", "algorithms", "catalogue", "diagnosis", "kernels", "rewards", "models"}
 L2 = {"engine", "sync", "trainer", "envs", "scoring", "ledger", "orchestration"}
 L3 = {"agreement", "pool", "supervision", "rollout", "given", "controller", "monitor", "evaluation", "served_reference"}
+L3 |= {"gradient"}
 L4 = {"recipe", "run_folder", "checkpoints", "model_folder", "build", "remote_worker", "warmup", "warm_start", "resume"}
 L4 |= {
     "session",
@@ -99,11 +100,12 @@ def test_imports_point_up():
     assert not bad, "\n".join(bad)
 
 
-def test_the_controller_knows_protocols_only():
-    names = {name.split(".")[0] for name, _ in imported(PACKAGE / "controller.py")}
+@pytest.mark.parametrize("module", ["controller", "gradient"])
+def test_the_controller_knows_protocols_only(module):
+    names = {name.split(".")[0] for name, _ in imported(PACKAGE / f"{module}.py")}
     assert not names & CONTROLLER_NEVER
-    ours = {name.split(".")[1] for name, _ in imported(PACKAGE / "controller.py") if name.startswith("tidemill.")}
-    assert ours <= L0 | {"breaker", "buffer"}
+    ours = {name.split(".")[1] for name, _ in imported(PACKAGE / f"{module}.py") if name.startswith("tidemill.")}
+    assert ours <= L0 | {"breaker", "buffer", "gradient"}
 
 
 LIGHT = dict.fromkeys(["tidemill.cli", "tidemill.controller", "tidemill.recipe", "tidemill", "tidemill.api"], ())

@@ -9,6 +9,9 @@ those that hold a slot when g is admitted, at most B - 1 (a step whose weights a
 and, second, those that overtake g, at most W - 1 (only ids in [head, head + W) are taken, and head <= g while g waits).
 That is at most (max_lag + 1) * P - 1 groups, hence at most max_lag whole steps, so g is in step v + max_lag or before.
 Every token of g was sampled by v or later.
+
+Without look-ahead (W = 1) a step is of the P oldest groups that are not dropped, and whoever fills n places of it may take
+the n oldest in any order: what is taken leaves n - 1 places and the n - 1 oldest of the others, so nothing leaves the step.
 """
 
 from __future__ import annotations
@@ -58,6 +61,10 @@ class Buffer:
         """Finished groups that wait for the trainer."""
         return sum(group is not None for group in self._live.values())
 
+    def takeable(self, places: int = 1) -> bool:
+        """Whether `take` has something to give, now."""
+        return self._candidate(places) is not None
+
     @property
     def next_id(self) -> int:
         return self._next_id
@@ -91,12 +98,13 @@ class Buffer:
                 self._quota += 1
             self._changed.notify_all()
 
-    async def take(self) -> Group:
-        """The oldest finished group among the `window` ids that start at the oldest one still waiting."""
+    async def take(self, places: int = 1) -> Group:
+        """The oldest finished group among the `window` ids that start at the oldest one still waiting. places: that are left
+        in the step, where its order does not matter: without look-ahead, one of so many that are the oldest."""
         async with self._changed:
             # bounded: an episode and its judging have limits
-            await self._changed.wait_for(lambda: self._candidate() is not None)
-            group = self._candidate()
+            await self._changed.wait_for(lambda: self._candidate(places) is not None)
+            group = self._candidate(places)
             assert group is not None
             del self._live[group.id]
             self._changed.notify_all()
@@ -116,12 +124,12 @@ class Buffer:
             self._used -= count
             self._changed.notify_all()
 
-    def _candidate(self) -> Group | None:
+    def _candidate(self, places: int) -> Group | None:
         if not self._live:
             return None
-        head = next(iter(self._live))
-        for group_id, group in self._live.items():
-            if group_id >= head + self.window:
+        head, oldest = next(iter(self._live)), places if self.window == 1 else 1
+        for place, (group_id, group) in enumerate(self._live.items()):
+            if group_id >= head + self.window and place >= oldest:
                 return None
             if group is not None:
                 return group

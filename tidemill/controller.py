@@ -6,17 +6,17 @@
       +------------------------ release the step's slots <-----+
 
 Step s trains weights s into weights s + 1. Its forward and backward run while version s is still being published; its
-update waits until that has ended, because weights must not change under a reader. A step's composition is in the ledger
-before its gradient (I3), every token's version is one that this run published (I1), and none is older than max_lag (I2),
-but for groups that are trained once more (`again`), which are as old as asked for.
+update waits until that has ended, because weights must not change under a reader. With `stream`, groups that have finished
+are gone through while the step's others are still sampled. A step's composition is in the ledger before its gradient is
+complete, and before any weight changes (I3), every token's version is one that this run published (I1), and none is older
+than max_lag (I2), but for groups that are trained once more (`again`), which are as old as asked for.
 This module knows protocols only: no torch, no engine, no process. Tests run it under virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
@@ -24,53 +24,13 @@ from typing import Any, Protocol
 from tidemill import faults
 from tidemill.breaker import Gate
 from tidemill.buffer import Buffer
+from tidemill.gradient import Algorithm, Begun, Update, computed_tokens, train_on
 from tidemill.observability.timeline import Timeline
 from tidemill.observability.waits import waiting
 from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
-from tidemill.types import Array, Group, LossSpec, Metrics, Sample, Task, TrainResult, Version
+from tidemill.types import Array, Group, Metrics, Sample, Task, TrainResult, Version
 
 ROLE = "controller"  # of this process, to faults
-
-
-class Update(Protocol):
-    """One update of the optimizer: its samples, and the one scale of their gradient (I6)."""
-
-    @property
-    def samples(self) -> list[Sample]: ...
-    @property
-    def scale(self) -> float: ...
-
-
-class Prepared(Protocol):
-    """A step's samples, and the updates that are made with them."""
-
-    @property
-    def samples(self) -> list[Sample]: ...
-    @property
-    def losses(self) -> dict[str, LossSpec]: ...
-    @property
-    def updates(self) -> Sequence[Update]: ...
-    @property
-    def metrics(self) -> Metrics: ...
-
-
-class Algorithm(Protocol):
-    def drop_reason(self, group: Group) -> str | None:
-        """Why this group carries no gradient, or None."""
-        ...
-
-    def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
-        """What is trained at this step, without advantages and weights yet."""
-        ...
-
-    @property
-    def asks(self) -> Sequence[str]:
-        """Whose logprobs of the rows `prepare` needs: the "policy"'s at the start of the step, the "reference"'s."""
-        ...
-
-    def prepare(
-        self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Mapping[str, Sequence[Array]]
-    ) -> Prepared: ...
 
 
 class Observer(Protocol):
@@ -101,6 +61,7 @@ class Schedule:
     checkpoint_every: int = 0  # 0: only at the end
     probe_every: int = 0  # 0: never
     deterministic: bool = False  # what samples a group is a function of the group alone
+    stream: int = 0  # tokens: with so many finished, a trainer that waits for the others begins with them; 0: it waits
     barren: int = 100  # times a step's groups dropped in a row, before the run is stopped
 
 
@@ -210,24 +171,20 @@ class Controller:
         if step > self._saved:  # steps were trained again: not once more
             await self._checkpoint(tasks, step)
         while step < self.schedule.steps:
-            groups = await self._take_batch()
-            if groups is None:
+            gathered = await self._gather(step, publishing)
+            if gathered is None:
                 break
-            with self.timeline.phase("freshness"):
-                known = self._known(groups)
-            if not known:  # one engine serves the new version already, another has yet to commit it
-                await self._published(publishing)
+            groups, begun = gathered
             with self.timeline.phase("ledger"):
                 again = self.again(step)
-            with self.timeline.phase("freshness"):
-                self._check(step, groups, again)
+            await self._expect_fresh(step, groups[len(begun.groups) :], again, publishing)
             with self.timeline.phase("ledger"):
                 incarnation = self.schedule.incarnation
                 self.ledger.begin_step(step, incarnation, [g.id for g in groups], [g.id for g in again])
             faults.reach(ROLE, "train", step)
             before = partial(self._before_update, publishing, step, groups)
             with self.timeline.phase("train"):
-                prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, again, step, before)
+                prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, again, step, before, begun)
             faults.reach(ROLE, "apply", step)
             self.step = step = step + 1
             with self.timeline.phase("ledger"):
@@ -271,18 +228,36 @@ class Controller:
         with self.timeline.phase("publication"):
             return await publishing  # bounded: its calls have deadlines
 
-    async def _take_batch(self) -> list[Group] | None:
-        """A step's groups, or None when the run was asked to stop before they were complete."""
+    async def _gather(self, step: int, publishing: asyncio.Task[Version]) -> tuple[list[Group], Begun] | None:
+        """A step's groups, and the gradient of those that the trainer began with; None when the run was asked to stop before
+        they were complete. Then what was taken stays pending, and its gradient, of which nothing was applied, is lost."""
+        groups, begun, tokens, stream = list[Group](), Begun(), 0, self.schedule.stream
+        while left := self.buffer.batch - len(groups):
+            group = await self._take(left if stream else 1)
+            if group is None:
+                return None
+            groups.append(group)
+            if not stream:
+                continue
+            tokens += computed_tokens(self.algorithm.rows([group], step))
+            if tokens >= stream and left > 1 and not self.buffer.takeable(left - 1):
+                part, tokens = groups[len(begun.groups) :], 0
+                await self._expect_fresh(step, part, (), publishing)
+                with self.timeline.phase("train"):
+                    await begun.add(self.trainer, self.algorithm, part, step)
+        return groups, begun
 
-        async def take() -> list[Group]:
-            return [await self.buffer.take() for _ in range(self.buffer.batch)]
-
-        taking, stopping = asyncio.ensure_future(take()), asyncio.ensure_future(self._stopping.wait())
+    async def _take(self, places: int) -> Group | None:
+        """One of the groups of a step, or None when the run was asked to stop."""
+        if self.buffer.takeable(places):
+            return None if self._stopping.is_set() else await self.buffer.take(places)
+        taking = asyncio.ensure_future(self.buffer.take(places))
+        stopping = asyncio.ensure_future(self._stopping.wait())
         try:
             with self.timeline.phase("rollouts"), waiting("the rollouts", "a step's groups"):
                 # bounded: episodes and judging have limits
                 await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
-            return None if stopping.done() else taking.result()  # what was taken stays pending: it was never begun
+            return None if stopping.done() else taking.result()
         finally:
             taking.cancel()
             stopping.cancel()
@@ -320,6 +295,16 @@ class Controller:
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0
 
+    async def _expect_fresh(
+        self, step: int, groups: Sequence[Group], again: Sequence[Group], publishing: asyncio.Task[Version]
+    ) -> None:
+        with self.timeline.phase("freshness"):
+            known = self._known(groups)
+        if not known:  # one engine serves the new version already, another has yet to commit it
+            await self._published(publishing)
+        with self.timeline.phase("freshness"):
+            self._check(step, groups, again)
+
     def _known(self, groups: Sequence[Group]) -> bool:
         sources = {source for group in groups for trajectory in group.trajectories for source in trajectory.sources}
         return all(self.versions.get((source.incarnation, source.step)) == source for source in sources)
@@ -348,37 +333,6 @@ class Controller:
                 f"{self._dropped} groups in a row were dropped, the latest as {reason!r}: the policy solves all of them or "
                 "none; use harder or easier tasks, a warm-up, or algorithm.zero_variance = 'keep'"
             )
-
-
-async def train_on(
-    trainer: Trainer,
-    algorithm: Algorithm,
-    fresh: Sequence[Group],
-    again: Sequence[Group],
-    step: int,
-    before_update: Callable[[Update, TrainResult], Awaitable[None]] | None = None,
-) -> tuple[Prepared, TrainResult, Metrics]:
-    """All of a step but its record: its samples, what their forward passes gave, and what the optimizer said last.
-
-    again: groups that an earlier step was made of, which differ from fresh ones in nothing but their age.
-    `before_update` is awaited once, with the gradient of the first update accumulated and no weight touched.
-    """
-    groups = [*fresh, *again]
-    rows = algorithm.rows(groups, step)
-    logprobs = {policy: await trainer.forward(rows, policy) for policy in algorithm.asks}
-    prepared = algorithm.prepare(groups, step, rows, logprobs)
-    result, sums, metrics = TrainResult({}, []), Counter[str](), Metrics()
-    for number, update in enumerate(prepared.updates):
-        result = await trainer.forward_backward(update.samples, prepared.losses)
-        sums.update(result.metrics)
-        if number == 0 and before_update is not None:
-            await before_update(update, result)
-        metrics = await trainer.apply(update.scale)
-    if again:
-        metrics = metrics | {"replayed": float(len(again))}
-    if len(prepared.updates) > 1:  # the later passes were of other weights than the step began with
-        result = TrainResult({}, list(logprobs["policy"]))
-    return prepared, TrainResult(dict(sums), result.logprobs), metrics
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:

@@ -228,8 +228,8 @@ class Ledger(Protocol):
 
     def drop(self, group_id: int, reason: str) -> None: ...
     def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
-        """The composition of a step, written before its gradient: these groups are trained at this step, and those that an
-        earlier step trained already are trained again."""
+        """The composition of a step, written before any weight changes: these groups are trained at this step, and those
+        that an earlier step trained already are trained again."""
         ...
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None: ...

@@ -34,6 +34,7 @@ class PlacementSettings(Config):
     engines: int = Field(1, ge=1)
     engine_threads: int = Field(1, ge=1)  # of each engine. Where all together have more than there are cores,
     trainer_threads: int = Field(1, ge=1)  # whoever computes alone has all of his, and the others share: see `cores`
+    stream: bool = False  # the trainer begins a step with the groups that have finished, where the algorithm allows it
     reference_engines: int = Field(0, ge=0)  # processes that serve algorithm.reference; 0: the trainer holds it as well
     sync: SyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()
@@ -184,6 +185,11 @@ class RunConfig(Config):
     def shares_cores(self) -> bool:
         """Whether processes may compute with fewer threads than they were given: not where the bits of sums have to stay."""
         return self.placement.kind == "local" and not (self.deterministic or self.engine.batch_invariant)
+
+    @property
+    def streams(self) -> bool:
+        """Whether a step's gradient may be added up as its groups finish: not where the bits of sums have to stay."""
+        return self.placement.stream and not self.deterministic
 
     @property
     def updates(self) -> int:

@@ -10,8 +10,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tidemill.checkpoints import Checkpoints
-from tidemill.controller import Algorithm, train_on
 from tidemill.errors import ConfigError
+from tidemill.gradient import Algorithm, train_on
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.protocols import Trainer
 from tidemill.types import Group, Task, Version

@@ -13,8 +13,8 @@ from torch.nn.functional import logsigmoid
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.controller import train_on
 from tidemill.given import Given
+from tidemill.gradient import train_on
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.tokenizer import character_tokenizer

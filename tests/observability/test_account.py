@@ -191,7 +191,7 @@ class World(Told):
     record_s: float = 0.0
     serving: Version = field(default_factory=lambda: Version(0, fingerprint="f0"))
     spans: dict[str, list[Span]] = field(default_factory=lambda: {"trainer": [], "engine-0": []})
-    asks = ()
+    asks, by_group = (), True
 
     def __post_init__(self) -> None:
         self.clock = lambda: asyncio.get_event_loop().time()

@@ -71,10 +71,11 @@ class Run:
         zero_variance: str = "drop",
         lr: float = 3e-3,
         more: str = "",
+        overrides: tuple[str, ...] = (),
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.env, self.steps, self.groups, self.max_lag = folder / "run", env, steps, groups, max_lag
-        self.log = folder / "faults.log"
+        self.log, self.overrides = folder / "faults.log", overrides
         self._temporary = TemporaryDirectory(prefix="t-")  # short: a socket's path may not be long
         if not (folder / "model").exists():
             fresh_model(folder / "model", alphabet=ALPHABET, context=64, **SIZES["0.1m"])
@@ -98,7 +99,7 @@ class Run:
 
     def start(self, faults: str = "", *overrides: str) -> subprocess.Popen[str]:
         mark = {VARIABLE: faults, LOG_VARIABLE: str(self.log), "OMP_NUM_THREADS": "1", "TMPDIR": self._temporary.name}
-        command = [sys.executable, "-m", "tidemill", "train", str(self.recipe), "--json", *overrides]
+        command = [sys.executable, "-m", "tidemill", "train", str(self.recipe), "--json", *self.overrides, *overrides]
         pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL}
         return subprocess.Popen(command, env=os.environ | mark, text=True, start_new_session=True, **pipes)
 
@@ -154,6 +155,12 @@ class Run:
         assert not (left := self.leftovers(15)), [p.cmdline() for p in left]
         assert not (left := list(Path(self._temporary.name).glob("tidemill*"))), left
         assert not list(self.folder.glob("**/*.partial")) or not complete
+
+    def streamed(self) -> int:
+        """Groups that were gone through before their step was complete."""
+        with closing(sqlite3.connect(self.folder / "ledger.sqlite")) as db:
+            said = [json.loads(row[0]) for row in db.execute("SELECT metrics FROM steps WHERE metrics IS NOT NULL")]
+        return int(sum(metrics.get("streamed", 0) for metrics in said))
 
     def report(self) -> dict[str, Any]:
         return json.loads((self.folder / "report.json").read_text())

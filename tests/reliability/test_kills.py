@@ -149,6 +149,23 @@ def test_deterministic_runs_killed_ten_times(tmp_path, engines, max_lag, seed):
     deterministic(tmp_path, engines, max_lag, "local" if seed == 1 else "inline", 100 * engines + 10 * max_lag + seed, KILLS)
 
 
+STREAMING = ("placement.stream=true", "trainer.micro_batch_tokens=8")
+
+
+def test_killed_in_a_part_of_a_step_it_goes_on_and_nothing_is_lost(tmp_path):
+    """The gradient of groups that finished early goes with the trainer: they were pending, and are trained later, once."""
+    run, step = Run(tmp_path, steps=6, max_lag=0, zero_variance="keep", overrides=STREAMING), 4
+    fault = f"trainer:train:{step}:kill-all"
+    ended = run.train(fault)
+    assert ended.status == -signal.SIGKILL and fault in run.happened(), ended.errors
+    assert standing(run)[0] == step, "it was in a part: the step was not begun in the ledger"
+    run.check(complete=False)
+    ended = run.train()
+    assert ended.status == 0, ended.errors
+    run.check()
+    assert run.streamed() > 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(8))
 def test_runs_killed_ten_times_learn_all_the_same(tmp_path, seed):
@@ -159,6 +176,7 @@ def test_runs_killed_ten_times_learn_all_the_same(tmp_path, seed):
     env, placement = ("repeat", "score")[seed % 2], ("local", "inline")[seed // 2 % 2]
     max_lag, engines = (0, 1, 4)[seed % 3], 1 + seed % 2
     settings = {"steps": LONG, "groups": 8, "lr": 5e-4, "zero_variance": "keep"}
-    run = Run(tmp_path, env=env, max_lag=max_lag, engines=engines, placement=placement, **settings)
+    streams = STREAMING if seed % 4 < 2 else ()
+    run = Run(tmp_path, env=env, max_lag=max_lag, engines=engines, placement=placement, overrides=streams, **settings)
     assert len(torment(run, seed, KILLS, ahead=(LONG - 20) // KILLS)) == KILLS
     assert run.report()["accuracy_after"] >= LEARNT > run.report()["accuracy_before"]

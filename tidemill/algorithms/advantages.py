@@ -315,6 +315,7 @@ _AMONG = (grpo, grpo_batch, dr_grpo, rloo, reinforce_pp_baseline, maxrl, opo, gd
 ADVANTAGES: dict[str, Callable[..., Array]] = {f.__name__: f for f in (*_AMONG, *_ALONE)}
 COMPARING = frozenset(f.__name__ for f in _AMONG)  # they compare siblings: a cohort of one trains nothing
 ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # they compare the seats of an episode: one seat trains nothing
+OVER_THE_STEP = frozenset({"grpo_batch", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "gae"})  # others see one group
 USING_GIVEN = frozenset({"reinforce_pp", "remax", "gae", "process", "turn_level"})  # the others take no notice of `given`
 # what of Scores must not be None
 NEEDS = {"remax": "greedy", "gae": "values", "turn_level": "turns", "leave_one_out_seats": "episodes"}

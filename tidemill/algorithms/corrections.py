@@ -153,6 +153,7 @@ CORRECTIONS: dict[str, Callable[..., Array]] = {
     f.__name__: f for f in (tis, tis_sequence, icepop, mis_sequence, mis_geometric, veto, opsm, m2po, age)
 }
 PER_TOKEN = frozenset({"tis", "icepop", "m2po"})  # factors differ within an attempt
+SELECTING = frozenset({"m2po"})  # among all tokens of a step; the others see one attempt
 WITHOUT_OLD = frozenset({"age"})  # the others are 1 everywhere unless p_hat is recomputed
 
 

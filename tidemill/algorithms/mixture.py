@@ -40,6 +40,11 @@ class Mixture:
         wanted = {who for part in self._parts.values() for who in part.asks}
         return tuple(who for who in (POLICY, REFERENCE, CRITIC) if who in wanted)
 
+    @property
+    def by_group(self) -> bool:
+        """Not: what an algorithm's losses weigh follows from its share of the step."""
+        return False
+
     def recall(self, recorded: Callable[[int], Metrics]) -> None:
         """No step follows from those before it: what would is refused by `check_mixture`."""
 

@@ -16,6 +16,8 @@ import numpy as np
 
 from tidemill.algorithms.advantages import (
     ACROSS_SEATS,
+    ADVANTAGES,
+    OVER_THE_STEP,
     USING_GIVEN,
     Scores,
     advantage_by_name,
@@ -23,7 +25,7 @@ from tidemill.algorithms.advantages import (
     overlong,
     returns,
 )
-from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
+from tidemill.algorithms.corrections import CORRECTIONS, SELECTING, Ratios, correct, correction_by_name
 from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reduce import reduction
@@ -69,6 +71,16 @@ class Algorithm:
         s = self.settings
         wanted = {POLICY: s.recomputes, REFERENCE: s.reference is not None, CRITIC: s.critic is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
+
+    @property
+    def by_group(self) -> bool:
+        """Whether a group's rows and samples are the same alone and among the step's others, and the step is one update. Of
+        functions of a user's own, nobody knows."""
+        s = self.settings
+        if s.preference or s.entropy.target is not None or s.updates.count > 1:
+            return False
+        corrections = {each.name for each in s.corrections}
+        return s.advantage in ADVANTAGES.keys() - OVER_THE_STEP and corrections <= CORRECTIONS.keys() - SELECTING
 
     def recall(self, recorded: Callable[[int], Metrics]) -> None:
         """Where a step that an earlier process did has its metrics: what follows from them goes on where it stood."""

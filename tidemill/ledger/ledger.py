@@ -1,6 +1,6 @@
 """The durable record of a run (I3): SQLite for what happened, segments for the tokens.
 
-    admit -> finish (payloads written; rows follow) -> begin_step (fate 'trained', before the gradient) -> end_step
+    admit -> finish (payloads written; rows follow) -> begin_step (fate 'trained', before the update) -> end_step
                                                      \\-> drop (fate 'dropped', with its reason)
 
 Every call survives the death of this process at any instant once it has returned. Only the admission of a group that has not

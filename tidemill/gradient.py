@@ -1,0 +1,166 @@
+"""A step's gradient and update: of all its groups at once, or part by part while the rest of them is still sampled.
+
+    groups -> rows -> logprobs that the algorithm asks for -> prepare -> forward and backward -> (the last part) apply
+
+A part is computed with what `prepare` makes of its groups alone. That is what it makes of them among the whole step, where
+an algorithm is `by_group`: a reduction's weight follows from the row and its siblings, and what follows from the step, its
+scale, is applied once, at the end (I6). The whole step is prepared all the same, and a part that was trained with other
+numbers than these ends the run before any weight has changed.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from tidemill.protocols import Trainer
+from tidemill.types import Array, Group, LossSpec, Metrics, Sample, TrainResult
+
+
+class Update(Protocol):
+    """One update of the optimizer: its samples, and the one scale of their gradient (I6)."""
+
+    @property
+    def samples(self) -> list[Sample]: ...
+    @property
+    def scale(self) -> float: ...
+
+
+class Prepared(Protocol):
+    """A step's samples, and the updates that are made with them."""
+
+    @property
+    def samples(self) -> list[Sample]: ...
+    @property
+    def losses(self) -> dict[str, LossSpec]: ...
+    @property
+    def updates(self) -> Sequence[Update]: ...
+    @property
+    def metrics(self) -> Metrics: ...
+
+
+class Algorithm(Protocol):
+    def drop_reason(self, group: Group) -> str | None:
+        """Why this group carries no gradient, or None."""
+        ...
+
+    def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
+        """What is trained at this step, without advantages and weights yet."""
+        ...
+
+    @property
+    def asks(self) -> Sequence[str]:
+        """Whose logprobs of the rows `prepare` needs: the "policy"'s at the start of the step, the "reference"'s."""
+        ...
+
+    @property
+    def by_group(self) -> bool:
+        """Whether rows and samples of a group are the same alone and among the step's others, and the step is one update."""
+        ...
+
+    def prepare(
+        self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Mapping[str, Sequence[Array]]
+    ) -> Prepared: ...
+
+
+@dataclass(slots=True)
+class Begun:
+    """Those of a step's groups, the first ones, whose gradient the trainer has added up already."""
+
+    groups: list[Group] = field(default_factory=list)
+    rows: list[Sample] = field(default_factory=list)
+    known: dict[str, list[Array]] = field(default_factory=dict)  # logprobs of the rows, by policy
+    samples: list[Sample] = field(default_factory=list)
+    losses: dict[str, LossSpec] | None = None  # of the samples
+    logprobs: list[Array] = field(default_factory=list)  # as the passes gave them
+    sums: Counter[str] = field(default_factory=Counter)  # metrics of the passes
+
+    async def ask(self, trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group], step: int) -> None:
+        """The rows of more groups, and what is asked of them."""
+        rows = algorithm.rows(groups, step)
+        for policy in algorithm.asks:
+            self.known.setdefault(policy, []).extend(await trainer.forward(rows, policy))
+        self.groups += groups
+        self.rows += rows
+
+    async def add(self, trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group], step: int) -> None:
+        """The gradient of more groups, of an algorithm that is `by_group`. Nothing is applied."""
+        first = len(self.rows)
+        await self.ask(trainer, algorithm, groups, step)
+        known = {policy: found[first:] for policy, found in self.known.items()}
+        prepared = algorithm.prepare(groups, step, self.rows[first:], known)
+        self._expect(self.losses in (None, prepared.losses))
+        self.samples += prepared.samples
+        self.losses = prepared.losses
+        await self.train(trainer, prepared.samples, prepared.losses)
+
+    async def train(self, trainer: Trainer, samples: list[Sample], losses: dict[str, LossSpec]) -> None:
+        result = await trainer.forward_backward(samples, losses)
+        self.logprobs += result.logprobs
+        self.sums.update(result.metrics)
+
+    def check(self, prepared: Prepared) -> None:
+        """That what was begun is the beginning of what the whole step came to."""
+        if self.losses is not None:
+            (update,) = prepared.updates
+            self._expect(len(self.samples) <= len(update.samples) and prepared.losses == self.losses)
+            self._expect(all(map(_same, self.samples, update.samples)))
+
+    @staticmethod
+    def _expect(same: bool) -> None:
+        if not same:
+            raise AssertionError("a part of this step was trained with other numbers than the whole came to: bound broken")
+
+
+def computed_tokens(rows: Sequence[Sample]) -> int:
+    """Tokens that a pass over these rows computes, where siblings share what comes before the first sampled one."""
+    prompts, own = dict[int, int](), 0
+    for row in rows:
+        begins = int(np.argmax(row.mask))
+        own += len(row.tokens) - begins
+        prompts[row.group] = max(prompts.get(row.group, 0), begins)
+    return own + sum(prompts.values())
+
+
+async def train_on(
+    trainer: Trainer,
+    algorithm: Algorithm,
+    fresh: Sequence[Group],
+    again: Sequence[Group],
+    step: int,
+    before_update: Callable[[Update, TrainResult], Awaitable[None]] | None = None,
+    begun: Begun | None = None,
+) -> tuple[Prepared, TrainResult, Metrics]:
+    """All of a step but its record: its samples, what their forward passes gave, and what the optimizer said last.
+
+    again: groups that an earlier step was made of, which differ from fresh ones in nothing but their age.
+    `before_update` is awaited once, with the gradient of the first update accumulated and no weight touched.
+    begun: of the first of `fresh`.
+    """
+    groups, begun = [*fresh, *again], begun or Begun()
+    early = len(begun.groups)
+    await begun.ask(trainer, algorithm, groups[early:], step)
+    prepared = algorithm.prepare(groups, step, begun.rows, begun.known)
+    begun.check(prepared)
+    result, sums, metrics = TrainResult({}, []), Counter[str](), Metrics()
+    for number, update in enumerate(prepared.updates):
+        passes = begun if number == 0 else Begun()
+        await passes.train(trainer, update.samples[len(passes.samples) :], prepared.losses)
+        result = TrainResult({}, passes.logprobs)
+        sums.update(passes.sums)
+        if number == 0 and before_update is not None:
+            await before_update(update, result)
+        metrics = await trainer.apply(update.scale)
+    counts = {"streamed": float(early), "replayed": float(len(again))}
+    metrics = metrics | {name: count for name, count in counts.items() if count}
+    if len(prepared.updates) > 1:  # the later passes were of other weights than the step began with
+        result = TrainResult({}, list(begun.known["policy"]))
+    return prepared, TrainResult(dict(sums), result.logprobs), metrics
+
+
+def _same(one: Sample, other: Sample) -> bool:
+    return all(np.array_equal(getattr(one, name), getattr(other, name)) for name in ("tokens", "advantages", "weights"))
