@@ -218,6 +218,9 @@ def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch: pytest.Monk
     ) as e:
         memory.check_memory(config, arch)
     assert "trainer.checkpointing = true" in str(e.value) and "KV" not in str(e.value)
+    with_free(monkeypatch, 16 << 30)
+    with pytest.raises(ConfigError, match=r"32,000,000 attempts under way.*first: fewer rollout.groups \(now 2,000,000\)"):
+        memory.check_memory(recipe("rollout.groups=2000000", "rollout.group_size=8", "max_lag=1"), arch)
     memory.check_memory(recipe("trainer.micro_batch_tokens=4096", "placement.engines=2", model="new:2m"), arch)
 
 
@@ -277,8 +280,8 @@ def test_a_row_beyond_the_budget_counts_whole():
 def test_what_a_trainer_on_a_device_keeps_outside_of_it():
     """Snapshots, and versions on their way, are in the machine's own memory."""
     arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
-    there, host, engine = memory.processes(recipe("trainer.device=cuda", "engine.device=cpu"), memory.Models(arch))
-    here, also = memory.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory.Models(arch))
+    there, host, engine, _ = memory.processes(recipe("trainer.device=cuda", "engine.device=cpu"), memory.Models(arch))
+    here, also, _ = memory.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory.Models(arch))
     assert (there.device, host.device, engine.device) == ("cuda", "cpu", "cpu") and also == engine
     assert {h.what for h in host.held} == {"copy while a checkpoint is written", "two versions on their way to engines"}
     assert not {h.what for h in host.held} & {h.what for h in there.held}

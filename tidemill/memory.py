@@ -30,6 +30,7 @@ from tidemill.trainer.settings import TrainerSettings
 
 MIB, GIB = 2**20, 2**30
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
+ATTEMPT = 5 << 10  # bytes of one that is under way, in the controller: its coroutines, calls and record, without its tokens
 AUTOCAST = 0.8  # of what is kept in float32, at most: norms and attention stay in it, on CPU
 
 
@@ -92,7 +93,7 @@ def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Proce
     if models.reference is not None and placement.reference_engines:
         serving = engine_memory(config.engine, models.reference, free, updated=False)
         found.append(Process("reference engine", placement.reference_engines, device, serving))
-    return found
+    return [*found, Process("controller", 1, "cpu", [attempts_memory(config)])]
 
 
 def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> None:
@@ -143,6 +144,15 @@ def refusal(found: Sequence[Process]) -> str:
 
 def _listed(held: Iterable[Held]) -> str:
     return ", ".join(h.said for h in held if not h.lazy)
+
+
+def attempts_memory(config: RunConfig) -> Held:
+    """Of what has been admitted and is not trained yet, see `buffer`."""
+    rollout = config.rollout
+    slots = (config.max_lag + 1) * rollout.groups - rollout.window + 1
+    count = slots * rollout.group_size
+    lever = f"fewer rollout.groups (now {rollout.groups:,}), or a lower max_lag"
+    return Held(f"{count:,} attempts under way, without their tokens", count * ATTEMPT, lever)
 
 
 def trainer_memory(
