@@ -53,6 +53,10 @@ class Streaming(World):
         self.seen.append([])
         return await super().apply(scale)
 
+    async def publish_to_engines(self, version: Version) -> Version:
+        self.log.append(f"publishing {version.step}")
+        return await super().publish_to_engines(version)
+
     def begin_step(self, step: int, incarnation: int, group_ids, again=()) -> None:
         super().begin_step(step, incarnation, group_ids, again)
         self.steps.append([*group_ids, *again])
@@ -106,6 +110,7 @@ def test_what_holds_of_a_run_holds_of_one_that_streams(seed):
     for step in range(steps):  # a step is on record before its last gradient, and before any weight changes
         last = max(i for i, line in enumerate(world.log) if line == f"gradient {step}")
         assert world.log.index(f"begin {step}") < last < world.log.index(f"apply {step}")
+        assert world.log.index(f"publishing {step}") < world.log.index(f"gradient {step}"), "engines wait for it"
 
 
 def test_it_is_sooner_and_says_what_it_did():

@@ -200,6 +200,8 @@ class Controller:
                     await told  # bounded: its calls have deadlines
                 await self._checkpoint(tasks, step)
             publishing = tasks.create_task(self._publish(step, len(groups)))
+            with self.timeline.phase("publication"):
+                await asyncio.sleep(0)  # its call of the trainer comes before that of the next gradient
             if not saves:
                 self._telling = tasks.create_task(told)
         await self._told()
@@ -233,14 +235,14 @@ class Controller:
         they were complete. Then what was taken stays pending, and its gradient, of which nothing was applied, is lost."""
         groups, begun, tokens, stream = list[Group](), Begun(), 0, self.schedule.stream
         while left := self.buffer.batch - len(groups):
-            group = await self._take(left if stream else 1)
-            if group is None:
-                return None
-            groups.append(group)
-            if not stream:
-                continue
-            tokens += computed_tokens(self.algorithm.rows([group], step))
-            if tokens >= stream and left > 1 and not self.buffer.takeable(left - 1):
+            with self.timeline.phase("rollouts"):
+                group = await self._take(left if stream else 1)
+                if group is None:
+                    return None
+                groups.append(group)
+                if stream:
+                    tokens += computed_tokens(self.algorithm.rows([group], step))
+            if stream and tokens >= stream and left > 1 and not self.buffer.takeable(left - 1):
                 part, tokens = groups[len(begun.groups) :], 0
                 await self._expect_fresh(step, part, (), publishing)
                 with self.timeline.phase("train"):
@@ -254,7 +256,7 @@ class Controller:
         taking = asyncio.ensure_future(self.buffer.take(places))
         stopping = asyncio.ensure_future(self._stopping.wait())
         try:
-            with self.timeline.phase("rollouts"), waiting("the rollouts", "a step's groups"):
+            with waiting("the rollouts", "a step's groups"):
                 # bounded: episodes and judging have limits
                 await asyncio.wait({taking, stopping}, return_when=asyncio.FIRST_COMPLETED)
             return None if stopping.done() else taking.result()

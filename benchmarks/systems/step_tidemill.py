@@ -45,7 +45,7 @@ def answer(steps: int) -> dict:
                 "micro_batch_tokens": wanted["micro_batch"],
             },
             engine={"dtype": wanted["dtype"], "device": wanted["device"]},
-            placement={"engine_threads": wanted["engine_threads"], "trainer_threads": wanted["trainer_threads"]},
+            placement={name: wanted[name] for name in ("engine_threads", "trainer_threads", "stream")},
             algorithm={"name": "grpo", "zero_variance": "keep"},
             eval={"every": 0, "tasks": 1, "final_tasks": 1},
             record={"checkpoint_every": 0, "probe_every": 0, "trace": False},
