@@ -9,7 +9,7 @@ import pytest
 from test_controller import World, controller
 from virtual_time import run_virtually
 
-from tidemill.breaker import LEAST, LONGEST_S, PROBES, WINDOW, Breaker, Change, Gate
+from tidemill.breaker import LEAST, LONGEST_S, PROBES, TOLD_S, WINDOW, Breaker, Change, Gate
 from tidemill.controller import RunFailed
 from tidemill.types import Group, InfraError, Outcome, Score, Task, Unscorable
 
@@ -96,7 +96,13 @@ def test_a_probe_that_fails_doubles_the_back_off_to_a_bound():
     for _ in range(10):
         waits.append(breaker.wait_s(now))
         now += waits[-1]
-        assert probe(breaker, now, GOOD, BAD) is None
+        said = probe(breaker, now, GOOD, BAD)
+        assert (said is None) is (breaker.wait_s(now) < TOLD_S)
+        if said is not None:
+            assert isinstance(said, Change) and said.kind == "tried" and said.reason == "the sandbox is down"
+            assert (
+                f"still paused, after {now - 10:.0f} s: v says" in said.text and f"{breaker.wait_s(now):.0f} s" in said.text
+            )
     assert waits == [1, 2, 4, 8, 16, 32, 60, 60, 60, 60] and waits[-1] == LONGEST_S
 
 
@@ -106,7 +112,7 @@ def test_it_gives_up_with_the_first_cause_and_not_without_a_last_try():
         now += breaker.wait_s(now)
         tries.append(now)
         said = probe(breaker, now, InfraError("still nothing"))
-        if said is not None:
+        if isinstance(said, str):
             break
     assert said == "v has failed for 100 s, since: the sandbox is down; now: still nothing"
     assert tries[-1] == 110.0
@@ -191,9 +197,10 @@ def outage(down: tuple[float, float], **settings) -> tuple[Outage, list[Change],
 def test_a_run_outlives_an_outage_of_its_verifier():
     world, told, run = outage((300.0, 420.0))
     assert run_virtually(run.run()) == 60  # type: ignore[attr-defined]
-    assert [change.kind for change in told] == ["paused", "resumed"]
+    assert [change.kind for change in told if change.kind != "tried"] == ["paused", "resumed"]
+    assert told[0].kind == "paused" and told[-1].kind == "resumed"
     assert told[0].verifier == "sandbox" and told[0].reason == "connection refused"
-    assert 60 < told[1].seconds < 300
+    assert 60 < told[-1].seconds < 300
     assert all(len(fate) == 1 for fate in world.fates.values())
     assert sum(fate == ["trained"] for fate in world.fates.values()) == 240
     failed = sum(fate == ["unscored"] for fate in world.fates.values())
@@ -205,7 +212,7 @@ def test_a_run_whose_verifier_stays_down_ends_and_says_since_when():
     _, told, run = outage((300.0, math.inf), pause_s=100.0)
     with pytest.raises(RunFailed, match=r"sandbox has failed for 1\d\d s, since: connection refused"):
         run_virtually(run.run())  # type: ignore[attr-defined]
-    assert [change.kind for change in told] == ["paused"]
+    assert [change.kind for change in told] == ["paused", *["tried"] * (len(told) - 1)] and len(told) > 2
 
 
 def test_a_pause_does_not_keep_a_run_from_being_stopped():
@@ -216,7 +223,7 @@ def test_a_pause_does_not_keep_a_run_from_being_stopped():
         return await run.run()  # type: ignore[attr-defined]
 
     done = run_virtually(main())
-    assert 0 < done < 60 and world.saved[-1] == done and told[-1].kind == "paused"
+    assert 0 < done < 60 and world.saved[-1] == done and told[-1].kind == "tried"
     paused = [at for at in world.admitted if at > 330]
     assert len(paused) <= 2 * PROBES * (2 + (2000 - 330) / LONGEST_S) + PROBES * 7
 

@@ -224,6 +224,16 @@ def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch: pytest.Monk
     memory.check_memory(recipe("trainer.micro_batch_tokens=4096", "placement.engines=2", model="new:2m"), arch)
 
 
+def test_a_device_that_is_not_here_is_refused():
+    arch = architecture_of("new:0.1m")
+    assert arch is not None
+    if torch.cuda.is_available():
+        pytest.skip("it is here")
+    for key in ("trainer", "engine"):
+        with pytest.raises(ConfigError, match=f"^{key} on 'cuda': no such device is visible here; set trainer.device"):
+            memory.check_memory(recipe(f"{key}.device=cuda"), arch)
+
+
 def test_a_cache_counts_where_its_size_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     arch = architecture_of("new:0.1m")
     assert arch is not None

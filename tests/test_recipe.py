@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
+from tidemill import recipe
 from tidemill.config import dump
 from tidemill.errors import ConfigError
 from tidemill.recipe import MAY_CHANGE, RunConfig, check_same_run, load_recipe
@@ -58,19 +60,39 @@ def test_mistakes_are_caught_at_once(override, message):
         load(override)
 
 
+@pytest.mark.parametrize(
+    ("overrides", "streams"),
+    [
+        ([], True),
+        (["placement.trainer_threads=2"], False),
+        (["placement.trainer_threads=2", "placement.stream=true"], True),
+        (["placement.stream=false"], False),
+        (["placement=inline"], False),
+        (["placement.engines=2"], False),
+        (["placement.engines=2", "trainer.device=cuda:1", "engine.device=cuda"], True),
+        (["placement.engines=2", "trainer.device=cuda:0", "engine.device=cuda"], False),
+        (["placement.engines=2", "trainer.device=cpu"], False),
+        (["deterministic=true", "placement.stream=true"], False),
+    ],
+)
+def test_a_trainer_begins_early_where_it_takes_nothing_from_engines(overrides, streams, monkeypatch):
+    monkeypatch.setattr(recipe, "usable_cores", lambda: 2)
+    assert load(*overrides).streams is streams
+
+
 def test_a_run_that_goes_on_keeps_its_recipe(tmp_path):
     old = dump(load())
     for fine in ("steps=500", "placement=inline", "eval.every=3", "record.checkpoints=5", "scoring.workers=1"):
         check_same_run(old, dump(load(fine)), tmp_path)
-    for not_fine in (
-        "seed=1",
-        "max_lag=3",
-        "model=new:2m",
-        "env.high=9",
-        "trainer.lr=1",
-        "algorithm=rloo",
-        "rollout.groups=3",
-    ):
-        with pytest.raises(ConfigError, match=f"another recipe: {not_fine.split('=')[0].split('.')[0]} differ"):
+    for not_fine, said in {
+        "seed=1": "seed was 0 and is 1",
+        "max_lag=3": "max_lag was 1 and is 3",
+        "model=new:2m": "model was 'new:0.1m' and is 'new:2m'",
+        "env.high=9": "env.high was 16 and is 9",
+        "trainer.lr=1": "trainer.lr was 1e-06 and is 1.0",
+        "algorithm=rloo": "algorithm.advantage was 'grpo' and is 'rloo'",
+        "rollout.groups=3": "rollout.groups was 16 and is 3",
+    }.items():
+        with pytest.raises(ConfigError, match=re.escape(f"another recipe: {said}")):
             check_same_run(old, dump(load(not_fine)), tmp_path)
     assert set(RunConfig.model_fields) >= MAY_CHANGE

@@ -133,9 +133,11 @@ async def train(session: Session, parts: Parts) -> int:
     else:
         reached = _made_up(session, publisher, evaluate)
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
+    if ledger.next_group_id() > 0:
+        session.note(f"going on from step {standing.step} of {config.steps}")
     recorded = Recorded(ledger, roller) if config.deterministic else None
     curriculum = session.remembered()
-    session.monitor.attach(parts.trainer, parts.pools, config.rollout.groups, curriculum.figures)
+    session.monitor.attach(parts.trainer, parts.pools, curriculum.figures)
     controller = Controller(
         _schedule(config, standing, config.trainer.micro_batch_tokens if config.streams and algorithm.by_group else 0),
         _buffer(config, standing),
@@ -169,10 +171,12 @@ def _gate(session: Session) -> Gate:
     scoring = session.config.scoring
 
     def tell(change: Change) -> None:
+        session.monitor.judging(change)
+        if change.kind == "tried":
+            return
         paused = {"share": change.share, "reason": change.reason}
         detail = {"verifier": change.verifier, **(paused if change.kind == "paused" else {"seconds": change.seconds})}
         session.ledger.event(f"judging_{change.kind}", detail)
-        session.monitor.judging(change)
 
     return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
 

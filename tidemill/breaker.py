@@ -24,13 +24,14 @@ from tidemill.types import InfraError, Outcome, Score
 WINDOW, LEAST = 200, 20  # outcomes of a verifier that are looked at: the latest, and how many it takes to say anything
 PROBES = 2  # groups
 FIRST_S, LONGEST_S = 1.0, 60.0  # back-off
+TOLD_S = 8.0  # a back-off that is worth a word
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
     """What the user, the ledger and the metrics are told."""
 
-    kind: Literal["paused", "resumed"]
+    kind: Literal["paused", "tried", "resumed"]  # tried: in vain, and not for the first time
     verifier: str
     text: str
     share: float = 0.0  # of its outcomes that were infrastructure errors, when it paused
@@ -68,7 +69,8 @@ class Breaker:
             self._probes[group] = False
 
     def judged(self, group: int, verifier: str, outcomes: Sequence[Outcome | None], now: float) -> Change | str | None:
-        """A group came back. A Change when admission pauses or resumes; a sentence when the run has to end; else None."""
+        """A group came back. A Change when admission pauses, is still paused, or resumes; a sentence when the run has to
+        end; else None."""
         if any(isinstance(outcome, Score) for outcome in outcomes):
             self._scored.add(verifier)
         if verifier not in self._scored:
@@ -116,7 +118,7 @@ class Breaker:
             self._reason,
         )
 
-    def _open_again(self, errors: Sequence[InfraError | None], now: float) -> str | None:
+    def _open_again(self, errors: Sequence[InfraError | None], now: float) -> Change | str | None:
         assert self._since is not None
         latest = next(error.reason for error in errors if error is not None)
         if now - self._since >= self.pause_s:
@@ -124,7 +126,11 @@ class Breaker:
             return f"{self._verifier} has failed for {now - self._since:.0f} s, since: {self._reason}{then}"
         self._backoff = min(2 * self._backoff, LONGEST_S)
         self._wait(now)
-        return None
+        if self._backoff < TOLD_S:
+            return None
+        text = f"still paused, after {now - self._since:.0f} s: {self._verifier} says {latest}; "
+        text += f"next try in {self._until - now:.0f} s, the run ends after {self.pause_s:g} s of this"
+        return Change("tried", self._verifier, text, reason=latest)
 
     def _close(self, now: float) -> Change:
         assert self._since is not None

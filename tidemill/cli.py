@@ -225,4 +225,5 @@ def main() -> None:
         _tell(error)
         sys.exit(1)
     except (KeyboardInterrupt, asyncio.CancelledError):
+        print("interrupted", file=sys.stderr)
         sys.exit(130)

@@ -129,7 +129,13 @@ def demands(found: Sequence[Process]) -> dict[str, Demand]:
 def refusal(found: Sequence[Process]) -> str:
     """What `check_memory` says of these processes; empty where they fit."""
     for device, demand in demands(found).items():
-        if demand.free is None or demand.needed <= demand.free:
+        if demand.free is None:
+            names = " and ".join(p.name for p in found if p.device == device)
+            return (
+                f"{names} on {device!r}: no such device is visible here; set trainer.device and engine.device to 'auto', "
+                "which takes what there is, or to 'cpu'"
+            )
+        if demand.needed <= demand.free:
             continue
         there = [p for p in found if p.device == device]
         parts = [(p, h) for p in there for h in p.held if not h.lazy]

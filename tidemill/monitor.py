@@ -61,7 +61,7 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
 
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
-    """What the policy does. Groups finish in bursts, so this looks at the latest batch's worth of them, dropped or not."""
+    """What the policy does."""
     for env, t in ((group.task.env, t) for group in groups for t in group.trajectories if t.sample != GREEDY):
         length = int(t.learnt.sum())
         metrics.mean("length/mean", length)
@@ -108,7 +108,7 @@ class Monitor:
         self._trainer: Trainer | None = None
         self._pools: Sequence[EnginePool] = ()
         self._window, self.totals = StepMetrics(), Totals()
-        self._recent: deque[Group] = deque(maxlen=1)  # the latest groups that were rolled out
+        self._dropped: list[Group] = []  # since the latest step
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
         self._held_out: Metrics = {}  # of the latest evaluation, for the steps after it
         self._versions: dict[int, Version] = {}  # by step, those that no step has been told of yet
@@ -118,13 +118,10 @@ class Monitor:
         self._memory = PeakMemory()  # of this process
         self._figures: Callable[[], Metrics] = dict  # of the tasks that are given
 
-    def attach(
-        self, trainer: Trainer, pools: Sequence[EnginePool], batch: int, figures: Callable[[], Metrics] = dict
-    ) -> None:
-        """The parts to ask for telemetry. batch: groups a step. figures: of the tasks, asked for once a step."""
+    def attach(self, trainer: Trainer, pools: Sequence[EnginePool], figures: Callable[[], Metrics] = dict) -> None:
+        """The parts to ask for telemetry. figures: of the tasks, asked for once a step."""
         self._figures = figures
         self._trainer, self._pools, self._last = trainer, pools, time.monotonic()
-        self._recent = deque(maxlen=batch)
         self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up is over, it sampled nothing
         self.loop.take(), self.beside.take()
         self._later = {}
@@ -137,7 +134,8 @@ class Monitor:
 
     def rolled_out(self, group: Group, dropped: str | None) -> None:
         count(self._window, group, dropped)
-        self._recent.append(group)
+        if dropped:
+            self._dropped.append(group)
         self.totals.tokens += sum(t.sampled for t in group.trajectories)
         self._judged(group)
 
@@ -159,7 +157,7 @@ class Monitor:
         if change.kind == "paused":
             self._window.add("judging/pauses", 1)
             self.totals.pauses += 1
-        else:
+        elif change.kind == "resumed":
             self._window.add("judging/paused_s", change.seconds)
             self.totals.paused_s += change.seconds
 
@@ -207,7 +205,10 @@ class Monitor:
         self.totals.lags.update(lags)
         self.totals.max_lag = max([self.totals.max_lag, *lags])
         self.totals.trained_tokens += int(result.metrics["tokens"])
-        describe(self._window, self._recent)
+        # Each group once: with its step, or with the step that followed when it was dropped. Else a policy whose groups are
+        # dropped for being solved would not be seen to solve them.
+        describe(self._window, [*groups, *self._dropped])
+        self._dropped.clear()
         matched, rolled_out = self.totals.matched, self._window.take()
         record = {
             "step": float(step + 1),

@@ -6,7 +6,7 @@ the run folder. No torch here: the command line reads recipes long before anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.envs.curriculum import Order
 from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, environments_of, parse_env
 from tidemill.errors import ConfigError
+from tidemill.machine import usable_cores
 from tidemill.observability.settings import LogSettings
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
@@ -34,7 +35,9 @@ class PlacementSettings(Config):
     engines: int = Field(1, ge=1)
     engine_threads: int = Field(1, ge=1)  # of each engine. Where all together have more than there are cores,
     trainer_threads: int = Field(1, ge=1)  # whoever computes alone has all of his, and the others share: see `cores`
-    stream: bool = False  # the trainer begins a step with the groups that have finished, where the algorithm allows it
+    # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: where trainer and
+    # engines do not share their cores, nor a device
+    stream: bool | Literal["auto"] = "auto"
     reference_engines: int = Field(0, ge=0)  # processes that serve algorithm.reference; 0: the trainer holds it as well
     sync: SyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()
@@ -189,7 +192,16 @@ class RunConfig(Config):
     @property
     def streams(self) -> bool:
         """Whether a step's gradient may be added up as its groups finish: not where the bits of sums have to stay."""
-        return self.placement.stream and not self.deterministic
+        asked = self.placement.stream
+        return not self.deterministic and (self._apart if asked == "auto" else asked)
+
+    @property
+    def _apart(self) -> bool:
+        """Whether trainer and engines compute beside one another without taking anything from each other."""
+        p, given = self.placement, (self.trainer.device, self.engine.device)
+        devices = {"cuda:0" if device == "cuda" else device for device in given}
+        enough = p.trainer_threads + p.engines * p.engine_threads <= usable_cores()
+        return p.kind == "local" and (enough or (len(devices) == 2 and "auto" not in devices))
 
     @property
     def updates(self) -> int:
@@ -351,6 +363,7 @@ def _as_given(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "rollout": {**rollout, "group_size": ATTEMPTS[given]}}
 
 
+MOST_TOLD = 5  # differences between two recipes
 MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "record", "scoring", "supervise"})
 """Keys that may differ when a run goes on. Any other one would change what the recorded part of the run means."""
 
@@ -374,9 +387,18 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
                 f"{folder} is deterministic, and trainer and engines round differently: leave "
                 "placement.reference_engines as it was"
             )
-    changed = sorted(k for k in old.keys() | new.keys() if old.get(k) != new.get(k) and k not in MAY_CHANGE)
-    if changed:
+    fixed = [{k: v for k, v in tree.items() if k not in MAY_CHANGE} for tree in (old, new)]
+    if changed := list(_differences(*fixed)):
+        more = f" and {len(changed) - MOST_TOLD} more" if len(changed) > MOST_TOLD else ""
         raise ConfigError(
-            f"{folder} holds a run of another recipe: {', '.join(changed)} differ. Use another run_dir, or change only "
-            f"{', '.join(sorted(MAY_CHANGE - {'run_dir'}))}"
+            f"{folder} holds a run of another recipe: {'; '.join(changed[:MOST_TOLD])}{more}. Use another run_dir, or "
+            f"change only {', '.join(sorted(MAY_CHANGE - {'run_dir'}))}"
         )
+
+
+def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted(old.keys() | new.keys()):
+            yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
+    elif old != new:
+        yield f"{key} was {old!r} and is {new!r}"

@@ -11,7 +11,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
 from tidemill.machine import usable_cores
 from tidemill.monitor import Totals
-from tidemill.observability.account import CONTROLLER, GENERATE, REWARD, TRAIN, Account
+from tidemill.observability.account import CONTROLLER, GENERATE, REWARD, TRAIN, TRAINER, Account
 from tidemill.observability.advice import Setup, advise
 from tidemill.observability.trace import Trace, busy_seconds, overlap
 from tidemill.recipe import RunConfig
@@ -105,6 +105,8 @@ def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
         workers=config.scoring.workers,
         cores=usable_cores(),
         shared=config.shares_cores,
+        paused=totals.paused_s / max(sum(totals.time.seconds.get(TRAINER, {}).values()), 1e-9),
+        failed=next((reason for reason, _ in totals.reasons.most_common(1)), ""),
     )
     found = advise(totals.time, setup)
     if found is None:

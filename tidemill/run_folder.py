@@ -45,6 +45,13 @@ class RunFolder:
     def open(cls, config: RunConfig) -> RunFolder:
         """Create the folder, or take up one that holds a run."""
         folder = cls(config.run_dir)
+        try:
+            return folder._opened(config)
+        except OSError as error:
+            raise ConfigError(f"run_dir {folder.path} cannot be written: {error}; give another run_dir") from None
+
+    def _opened(self, config: RunConfig) -> RunFolder:
+        folder = self
         if not folder.config.exists() and folder.path.exists() and {p.name for p in folder.path.iterdir()} - _BEFORE_CONFIG:
             raise ConfigError(f"run_dir {folder.path} is not empty and holds no run: give another run_dir, or empty it")
         folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)

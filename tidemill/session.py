@@ -151,8 +151,7 @@ def _in_one_sentence() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        error.__notes__ = []
-        raise
+        raise ConfigError(str(error)) from None
 
 
 def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], None]) -> Callable[[str], float]:

@@ -25,9 +25,9 @@ def db(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Connection]
             if i < 7:
                 ledger.finish(group(i))
         ledger.begin_step(0, 0, [0, 1])
-        ledger.end_step(0, 0, {"reward/mean": 0.5})
+        ledger.end_step(0, 0, {"reward": 0.5})
         ledger.begin_step(1, 0, [2, 5])
-        ledger.end_step(1, 0, {"reward/mean": 0.75})
+        ledger.end_step(1, 0, {"reward": 0.75})
         ledger.replay_step(1, 1)
         ledger.drop(3, "zero_variance")
         ledger.drop(6, "infra_error")

@@ -340,6 +340,14 @@ def test_without_a_step_there_is_nothing_to_tell() -> None:
     assert advise(Account(), Setup(1, 16)) is None and Account().overall() == {}
 
 
+def test_a_judge_that_fails_comes_before_all_speed() -> None:
+    _, max_lag, planted = CAUSES["a starved trainer, slow engines"]
+    _, total, _ = advice_for(max_lag, **planted)
+    found = advise(total, Setup(max_lag, 16, cores=2, paused=0.96, failed="reward raised KeyError: 'answer'"))
+    assert found is not None and found.cause == "judging"
+    assert "nothing was admitted 96% of the time" in str(found) and "KeyError: 'answer'; mend that first" in str(found)
+
+
 @pytest.mark.parametrize(
     ("name", "more", "said"),
     [

@@ -17,7 +17,7 @@ from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
 from tidemill.observability.trace import Trace
 from tidemill.protocols import PeerLost
-from tidemill.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, Trajectory
+from tidemill.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
 
 
 class Engine:
@@ -57,7 +57,7 @@ async def test_a_step_ends_before_processes_are_asked_and_what_they_tell_of_afte
     """Else what they did while others were still to answer would be nobody's, in every step."""
     trace = Trace(100)
     watched, trainer = Monitor(Fanout([], print), ProgressDisplay(3, io.StringIO(), "quiet"), trace), Busy()
-    watched.attach(trainer, [], 1)  # type: ignore[arg-type]
+    watched.attach(trainer, [])  # type: ignore[arg-type]
     begin, ends, told = time.monotonic(), [], []
     for _ in range(3):
         await asyncio.sleep(0.05)
@@ -77,6 +77,40 @@ def test_a_greedy_baseline_is_no_part_of_what_the_policy_does() -> None:
     metrics = StepMetrics()
     monitor.describe(metrics, [Group(0, Task("t", "p"), [attempt(0.0, 0), attempt(0.5, 1), attempt(1.0, GREEDY)])])
     assert metrics.take()["reward/mean"] == 0.25
+
+
+class Told:
+    """A sink."""
+
+    def __init__(self) -> None:
+        self.lines: list[dict[str, float]] = []
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        self.lines.append(metrics)
+
+    def close(self) -> None: ...
+
+
+async def test_a_step_tells_of_what_it_was_made_of_and_of_what_was_dropped_meanwhile() -> None:
+    """Each group once, whatever finished first."""
+
+    def group(number: int, reward: float) -> Group:
+        mask, zero = np.array([False, True]), np.zeros(2, np.float32)
+        attempt = Trajectory(
+            np.arange(2, dtype=np.int32), mask, zero, np.array([-1, 0], np.int32), Finish.STOP, Score(reward)
+        )
+        return Group(number, Task("t", "p"), [attempt])
+
+    told, groups = Told(), [group(i, reward) for i, reward in enumerate((0.0, 0.5, 1.0, 1.0))]
+    watched = Monitor(Fanout([told], print), ProgressDisplay(3, io.StringIO(), "quiet"), Trace(100))
+    watched.attach(Busy(), [])  # type: ignore[arg-type]
+    for step in (0, 1):
+        watched.published(Version(step, fingerprint=f"f{step}"))
+    for each in groups:
+        watched.rolled_out(each, "zero-variance" if each.id == 2 else None)
+    for step, trained in enumerate(([groups[0]], [groups[1], groups[3]])):
+        await watched.trained(step, trained, [], TrainResult({"tokens": 1.0}, []), {})
+    assert [line["reward/mean"] for line in told.lines] == [0.5, 0.75]
 
 
 def test_rewards_are_told_for_each_environment_that_tasks_name() -> None:

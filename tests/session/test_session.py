@@ -102,13 +102,17 @@ def test_a_run_in_processes_leaves_what_it_promises_and_nothing_else(recipe):
     trace = json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert {"generate", "train", "publish", "commit"} <= {e["name"] for e in trace if e["ph"] == "X"}
 
+    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [each for each in told if "train/reward" in each]
+    assert len(steps) == 10 and all(each["reward/mean"] == pytest.approx(each["train/reward"]) for each in steps)
+
     again = start(recipe)  # a finished run is not run again
     lines = finish(again)
     assert again.returncode == 0 and "complete" in lines[0]["text"] and lines[-1]["steps"] == 10
 
     other = start(recipe, "max_lag=3")
     out, _ = other.communicate(timeout=LIMIT_S)
-    assert other.returncode == 2 and "max_lag differ" in out
+    assert other.returncode == 2 and "max_lag was 1 and is 3" in out
 
 
 def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
@@ -130,6 +134,7 @@ def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     assert process.returncode == 0, lines
     notes = [line["text"] for line in lines if line["kind"] == "note"]
     assert any("recorded steps again" in note for note in notes), "the kill left steps after the checkpoint of step 4"
+    assert any(note.startswith("going on from step ") and note.endswith(" of 14") for note in notes)
     with sqlite3.connect(folder / "ledger.sqlite") as db:
         lives = dict(db.execute("SELECT step, max(incarnation) FROM steps GROUP BY step").fetchall())
     assert lives[0] == 0 and lives[13] == 1, "a replayed step is a new incarnation"

@@ -150,7 +150,7 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
         behind = f"nothing trained on is more than {_n(config.max_lag, 'version')} old"
     if about["step"]["replayed"]:
         behind += f"; what is trained once more is of the {_n(config.data.replay.within, 'step')} before"
-    slots = f"({config.max_lag} + 1) × {about['step']['groups']}{window} = {about['slots']:,}"
+    slots = f"({config.max_lag} + 1) × {about['step']['groups']:,}{window} = {about['slots']:,}"
     if config.given:
         behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
     return [

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.codec import CodecError, parse_json
+from tidemill.errors import ConfigError
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MOST = {  # the largest numbers that are believed: a config.json from elsewhere must not decide how much memory is taken
@@ -30,7 +31,7 @@ _KV_HEADS_DEFAULT = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _CONTEXT_DEFAULT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(ConfigError):
     """A model this decoder cannot compute exactly. The message names what it asked for and what to do."""
 
 

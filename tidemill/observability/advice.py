@@ -5,6 +5,7 @@
     ...               while engines compute       -> the engines are; or, with few groups in flight, the longest episodes
     ...               while engines wait for verifiers or environments -> these are
     it waits for engines, an evaluation, ...      -> that
+    nothing was admitted, because judging failed  -> what it failed of, before all else
 
 The gain is what is left when that waiting ends and nothing else comes in its place: at most so much.
 """
@@ -30,12 +31,14 @@ class Setup:
     trainer_threads: int = 1
     workers: int = 1  # of the scorer
     cores: int = 1
+    paused: float = 0.0  # share of the time in which nothing was admitted, because judging failed
+    failed: str = ""  # its commonest reason
     shared: bool = False  # trainer and engines may be given more threads than there are cores
 
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    cause: str  # trainer, engines, straggler, turns, reward, environment, sync, evaluation, reference, ledger, controller
+    cause: str  # judging, trainer, engines, straggler, turns, reward, environment, sync, evaluation, reference, ledger, ...
     share: float  # of the run's time
     text: str
 
@@ -53,6 +56,9 @@ def advise(found: Account, setup: Setup) -> Advice | None:
     trainer = found.shares().get(TRAINER)
     if not trainer or sum(found.seconds[TRAINER].values()) <= 0:
         return None
+    if setup.paused >= LITTLE:
+        what = f"nothing was admitted {setup.paused:.0%} of the time, because judging failed: {setup.failed}"
+        return Advice("judging", setup.paused, f"{what}; mend that first")
     waits = {key.removeprefix(WAIT): share for key, share in trainer.items() if key.startswith(WAIT)}
     whom = max(waits, key=waits.__getitem__, default="")
     share = waits.get(whom, 0.0)
