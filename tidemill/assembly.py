@@ -135,6 +135,8 @@ async def train(session: Session, parts: Parts) -> int:
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
     if ledger.next_group_id() > 0:
         session.note(f"going on from step {standing.step} of {config.steps}")
+        if known := ledger.evaluations():
+            session.monitor.remember(known[-1].metrics)
     recorded = Recorded(ledger, roller) if config.deterministic else None
     curriculum = session.remembered()
     session.monitor.attach(parts.trainer, parts.pools, curriculum.figures)

@@ -165,8 +165,12 @@ class Monitor:
         self._versions[version.step] = version
         self.totals.versions += 1
 
-    def evaluated(self, step: int, results: Metrics) -> None:
+    def remember(self, results: Metrics) -> None:
+        """Of the latest evaluation, for the steps until the next one."""
         self._held_out = {f"eval/{name}": results[name] for name in HELD_OUT if name in results}
+
+    def evaluated(self, step: int, results: Metrics) -> None:
+        self.remember(results)
         self._sinks.log(step, {f"eval/{name}": value for name, value in results.items()})
         self._display.evaluated(step, results)
 

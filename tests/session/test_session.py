@@ -135,6 +135,7 @@ def test_after_sigkill_the_same_command_goes_on_and_nothing_is_lost(recipe):
     notes = [line["text"] for line in lines if line["kind"] == "note"]
     assert any("recorded steps again" in note for note in notes), "the kill left steps after the checkpoint of step 4"
     assert any(note.startswith("going on from step ") and note.endswith(" of 14") for note in notes)
+    assert "eval/accuracy" in next(line for line in lines if line["kind"] == "step"), "known from before the kill"
     with sqlite3.connect(folder / "ledger.sqlite") as db:
         lives = dict(db.execute("SELECT step, max(incarnation) FROM steps GROUP BY step").fetchall())
     assert lives[0] == 0 and lives[13] == 1, "a replayed step is a new incarnation"
