@@ -20,7 +20,7 @@ from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.controller import RunFailed
 from tidemill.gradient import Begun, computed_tokens, train_on
 from tidemill.protocols import PolicyMismatch
-from tidemill.types import GREEDY, Finish, Group, Sample, Score, Task, TrainResult, Trajectory, Version
+from tidemill.types import GREEDY, Finish, Group, LossSpec, Sample, Score, Task, TrainResult, Trajectory, Version
 
 TOKENS = 8  # of a group of `World`
 STEP = 6
@@ -154,6 +154,33 @@ def test_a_part_that_comes_out_otherwise_ends_the_run_before_its_update():
     with pytest.raises(AssertionError, match="trained with other numbers"):
         run(world, 1, steps=5, max_lag=0)
     assert world.weights == 1 and "apply 1" not in world.log
+
+
+async def test_parts_of_different_losses_are_no_step():
+    world = Streaming(batch=4, train_s=0)
+    groups = [
+        Group(i, Task("t", "?"), [(await World(gen_s=0).rollout(i, Task("t", "?"))).trajectories[0]]) for i in range(2)
+    ]
+    prepare, begun = world.prepare, Begun()
+
+    def weighed(groups, *more):
+        return replace(prepare(groups, *more), losses={"policy": LossSpec("ppo_clip", weight=1.0 + groups[0].id)})
+
+    world.prepare = weighed
+    await begun.add(world, world, groups[:1], 0)
+    with pytest.raises(AssertionError, match="trained with other numbers"):
+        await begun.add(world, world, groups[1:], 0)
+
+
+def test_a_stop_is_heard_while_everything_is_ready():
+    world = Streaming(gen_s=0.1, sigma=0.1, train_s=50, batch=4)
+    loop = controller(world, steps=100, batch=4, max_lag=2, stream=1)
+
+    async def main() -> int:
+        asyncio.get_running_loop().call_later(220, loop.stop)
+        return await loop.run()
+
+    assert run_virtually(main()) == 5, "after the step it was in"
 
 
 def test_a_policy_that_nobody_published_is_refused_before_its_part():

@@ -10,8 +10,9 @@ and, second, those that overtake g, at most W - 1 (only ids in [head, head + W) 
 That is at most (max_lag + 1) * P - 1 groups, hence at most max_lag whole steps, so g is in step v + max_lag or before.
 Every token of g was sampled by v or later.
 
-Without look-ahead (W = 1) a step is of the P oldest groups that are not dropped, and whoever fills n places of it may take
-the n oldest in any order: what is taken leaves n - 1 places and the n - 1 oldest of the others, so nothing leaves the step.
+Who has n places of a step to fill may also take any of the n oldest that wait, whatever the window (`take(places)`). Such an
+x, beyond the window of a waiting g < x, does not overtake g into an earlier step: fewer than n wait before it, g among them,
+so that there is a place left for each; and only these can be taken after it, or another such one, of which the same is true.
 """
 
 from __future__ import annotations
@@ -99,8 +100,8 @@ class Buffer:
             self._changed.notify_all()
 
     async def take(self, places: int = 1) -> Group:
-        """The oldest finished group among the `window` ids that start at the oldest one still waiting. places: that are left
-        in the step, where its order does not matter: without look-ahead, one of so many that are the oldest."""
+        """The oldest finished group among the `window` ids that start at the oldest one still waiting, or among as many of
+        the oldest as there are `places` left in the step, where its order does not matter."""
         async with self._changed:
             # bounded: an episode and its judging have limits
             await self._changed.wait_for(lambda: self._candidate(places) is not None)
@@ -127,9 +128,9 @@ class Buffer:
     def _candidate(self, places: int) -> Group | None:
         if not self._live:
             return None
-        head, oldest = next(iter(self._live)), places if self.window == 1 else 1
+        head = next(iter(self._live))
         for place, (group_id, group) in enumerate(self._live.items()):
-            if group_id >= head + self.window and place >= oldest:
+            if group_id >= head + self.window and place >= places:
                 return None
             if group is not None:
                 return group
