@@ -312,10 +312,16 @@ def test_functions_of_a_users_own_and_mixtures_are_not_by_group(tmp_path):
 
 
 def test_tokens_that_siblings_share_are_counted_once():
-    def row(group: int, prompt: int, sampled: int) -> Sample:
+    def attempt(prompt: int, sampled: int) -> Trajectory:
         mask = np.arange(prompt + sampled) >= prompt
-        zeros = np.zeros(len(mask), np.float32)
-        return Sample(np.zeros(len(mask), np.int32), mask, zeros, zeros.astype(np.int32), zeros, zeros, group=group)
+        zeros, steps = np.zeros(len(mask), np.float32), np.where(mask, 0, -1).astype(np.int32)
+        return Trajectory(np.zeros(len(mask), np.int32), mask, zeros, steps, Finish.STOP, Score(0.0))
 
-    assert computed_tokens([row(0, 10, 3), row(0, 10, 4), row(1, 5, 2)]) == 10 + 3 + 4 + 5 + 2
-    assert computed_tokens([]) == 0
+    assert computed_tokens(Group(0, Task("t", "?"), [attempt(10, 3), attempt(10, 4)])) == 10 + 3 + 4
+
+
+def test_an_algorithm_that_looks_at_the_whole_step_is_not_streamed():
+    world = Streaming(gen_s=20, sigma=0.8, train_s=1, batch=4)
+    world.by_group = False
+    run(world, 1, steps=5, max_lag=0)
+    assert [groups for _, groups in world.parts] == [4] * 5

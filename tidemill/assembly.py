@@ -141,7 +141,7 @@ async def train(session: Session, parts: Parts) -> int:
     curriculum = session.remembered()
     session.monitor.attach(parts.trainer, parts.pools, curriculum.figures)
     controller = Controller(
-        _schedule(config, standing, config.trainer.micro_batch_tokens if config.streams and algorithm.by_group else 0),
+        _schedule(config, standing),
         _buffer(config, standing),
         giving(curriculum),
         recorded or roller,
@@ -183,7 +183,7 @@ def _gate(session: Session) -> Gate:
     return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
 
 
-def _schedule(config: RunConfig, standing: Standing, stream: int) -> Schedule:
+def _schedule(config: RunConfig, standing: Standing) -> Schedule:
     return Schedule(
         steps=config.steps,
         first=standing.step,
@@ -193,7 +193,7 @@ def _schedule(config: RunConfig, standing: Standing, stream: int) -> Schedule:
         checkpoint_every=config.record.checkpoint_every,
         probe_every=config.record.probe_every,
         deterministic=config.deterministic,
-        stream=stream,
+        stream=config.trainer.micro_batch_tokens if config.streams else 0,
     )
 
 

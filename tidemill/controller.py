@@ -61,7 +61,7 @@ class Schedule:
     checkpoint_every: int = 0  # 0: only at the end
     probe_every: int = 0  # 0: never
     deterministic: bool = False  # what samples a group is a function of the group alone
-    stream: int = 0  # tokens: with so many finished, a trainer that waits for the others begins with them; 0: it waits
+    stream: int = 0  # tokens: with so many finished, a trainer that waits begins with them, if by_group; 0: it waits
     barren: int = 100  # times a step's groups dropped in a row, before the run is stopped
 
 
@@ -233,7 +233,8 @@ class Controller:
     async def _gather(self, step: int, publishing: asyncio.Task[Version]) -> tuple[list[Group], Begun] | None:
         """A step's groups, and the gradient of those that the trainer began with; None when the run was asked to stop before
         they were complete. Then what was taken stays pending, and its gradient, of which nothing was applied, is lost."""
-        groups, begun, tokens, stream = list[Group](), Begun(), 0, self.schedule.stream
+        groups, begun, tokens = list[Group](), Begun(), 0
+        stream = self.schedule.stream if self.algorithm.by_group else 0
         while left := self.buffer.batch - len(groups):
             with self.timeline.phase("rollouts"):
                 group = await self._take(left if stream else 1)
@@ -241,7 +242,7 @@ class Controller:
                     return None
                 groups.append(group)
                 if stream:
-                    tokens += computed_tokens(self.algorithm.rows([group], step))
+                    tokens += computed_tokens(group)
             if stream and tokens >= stream and left > 1 and not self.buffer.takeable(left - 1):
                 part, tokens = groups[len(begun.groups) :], 0
                 await self._expect_fresh(step, part, (), publishing)

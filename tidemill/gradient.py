@@ -116,14 +116,10 @@ class Begun:
             raise AssertionError("a part of this step was trained with other numbers than the whole came to: bound broken")
 
 
-def computed_tokens(rows: Sequence[Sample]) -> int:
-    """Tokens that a pass over these rows computes, where siblings share what comes before the first sampled one."""
-    prompts, own = dict[int, int](), 0
-    for row in rows:
-        begins = int(np.argmax(row.mask))
-        own += len(row.tokens) - begins
-        prompts[row.group] = max(prompts.get(row.group, 0), begins)
-    return own + sum(prompts.values())
+def computed_tokens(group: Group) -> int:
+    """Tokens that a pass over its attempts computes, at most: what comes before the first sampled one they share."""
+    begins = [int(np.argmax(t.mask)) for t in group.trajectories]
+    return max(begins) + sum(len(t.tokens) - begin for t, begin in zip(group.trajectories, begins, strict=True))
 
 
 async def train_on(

@@ -155,8 +155,7 @@ def _listed(held: Iterable[Held]) -> str:
 def attempts_memory(config: RunConfig) -> Held:
     """Of what has been admitted and is not trained yet, see `buffer`."""
     rollout = config.rollout
-    slots = (config.max_lag + 1) * rollout.groups - rollout.window + 1
-    count = slots * rollout.group_size
+    count = min(config.slots, config.steps * rollout.groups) * rollout.group_size
     lever = f"fewer rollout.groups (now {rollout.groups:,}), or a lower max_lag"
     return Held(f"{count:,} attempts under way, without their tokens", count * ATTEMPT, lever)
 

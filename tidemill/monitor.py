@@ -89,6 +89,7 @@ class Totals:
     reasons: Counter[str] = field(default_factory=Counter)  # why there is no score; the first MOST_REASONS kinds of it
     pauses: int = 0  # of admission, by the breaker
     paused_s: float = 0.0
+    paused_for: str = ""  # why judging failed, the latest time
     memory: dict[str, int] = field(default_factory=dict)  # process -> peak bytes
     time: Account = field(default_factory=Account)
     symptoms: Symptoms = field(default_factory=Symptoms)
@@ -157,6 +158,7 @@ class Monitor:
         if change.kind == "paused":
             self._window.add("judging/pauses", 1)
             self.totals.pauses += 1
+            self.totals.paused_for = change.reason
         elif change.kind == "resumed":
             self._window.add("judging/paused_s", change.seconds)
             self.totals.paused_s += change.seconds

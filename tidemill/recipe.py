@@ -35,8 +35,8 @@ class PlacementSettings(Config):
     engines: int = Field(1, ge=1)
     engine_threads: int = Field(1, ge=1)  # of each engine. Where all together have more than there are cores,
     trainer_threads: int = Field(1, ge=1)  # whoever computes alone has all of his, and the others share: see `cores`
-    # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: where trainer and
-    # engines do not share their cores, nor a device
+    # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: where there is a
+    # core for each thread of trainer and engines, or these name different devices
     stream: bool | Literal["auto"] = "auto"
     reference_engines: int = Field(0, ge=0)  # processes that serve algorithm.reference; 0: the trainer holds it as well
     sync: SyncSettings = SyncSettings()
@@ -170,6 +170,11 @@ class RunConfig(Config):
         return next((each.critic for each in self.algorithms.values() if each.critic), None)
 
     @property
+    def slots(self) -> int:
+        """Groups that may be admitted and not trained yet, see `buffer`."""
+        return (self.max_lag + 1) * self.rollout.groups - self.rollout.window + 1
+
+    @property
     def replayed(self) -> int:
         """Groups of earlier steps that a step trains once more, at most."""
         return int(self.data.replay.share * self.rollout.groups)
@@ -197,7 +202,7 @@ class RunConfig(Config):
 
     @property
     def _apart(self) -> bool:
-        """Whether trainer and engines compute beside one another without taking anything from each other."""
+        """Whether there is a core for each of their threads, or trainer and engines name different devices."""
         p, given = self.placement, (self.trainer.device, self.engine.device)
         devices = {"cuda:0" if device == "cuda" else device for device in given}
         enough = p.trainer_threads + p.engines * p.engine_threads <= usable_cores()

@@ -98,7 +98,7 @@ def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
     placement = config.placement
     setup = Setup(
         max_lag=config.max_lag,
-        slots=(config.max_lag + 1) * config.rollout.groups,
+        slots=config.slots,
         engines=placement.engines,
         engine_threads=placement.engine_threads,
         trainer_threads=placement.trainer_threads,
@@ -106,7 +106,7 @@ def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
         cores=usable_cores(),
         shared=config.shares_cores,
         paused=totals.paused_s / max(sum(totals.time.seconds.get(TRAINER, {}).values()), 1e-9),
-        failed=next((reason for reason, _ in totals.reasons.most_common(1)), ""),
+        failed=totals.paused_for,
     )
     found = advise(totals.time, setup)
     if found is None:

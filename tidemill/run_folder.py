@@ -46,21 +46,20 @@ class RunFolder:
         """Create the folder, or take up one that holds a run."""
         folder = cls(config.run_dir)
         try:
-            return folder._opened(config)
+            folder._make(config)
         except OSError as error:
             raise ConfigError(f"run_dir {folder.path} cannot be written: {error}; give another run_dir") from None
-
-    def _opened(self, config: RunConfig) -> RunFolder:
-        folder = self
-        if not folder.config.exists() and folder.path.exists() and {p.name for p in folder.path.iterdir()} - _BEFORE_CONFIG:
-            raise ConfigError(f"run_dir {folder.path} is not empty and holds no run: give another run_dir, or empty it")
-        folder.path.mkdir(parents=True, exist_ok=True, mode=0o700)
-        if not folder.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
-            write_json(folder.config, dump(config))
-        faults.reach(ROLE, "config", path=folder.config)
-        folder.logs.mkdir(exist_ok=True)
-        folder.checkpoints.mkdir(exist_ok=True)
         return folder
+
+    def _make(self, config: RunConfig) -> None:
+        if not self.config.exists() and self.path.exists() and {p.name for p in self.path.iterdir()} - _BEFORE_CONFIG:
+            raise ConfigError(f"run_dir {self.path} is not empty and holds no run: give another run_dir, or empty it")
+        self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if not self.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
+            write_json(self.config, dump(config))
+        faults.reach(ROLE, "config", path=self.config)
+        self.logs.mkdir(exist_ok=True)
+        self.checkpoints.mkdir(exist_ok=True)
 
     def claim(self, config: RunConfig, begun: bool) -> None:
         """Write the recipe; one that has begun (admitted a group) goes on only under its own. Under the ledger's lock."""

@@ -46,7 +46,7 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         "steps": config.steps,
         "samples": config.steps * step.sequences,
         "max_lag": config.max_lag,
-        "slots": (config.max_lag + 1) * step.groups - config.rollout.window + 1,
+        "slots": config.slots,
         "memory": memory,
     }
 

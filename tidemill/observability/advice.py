@@ -32,7 +32,7 @@ class Setup:
     workers: int = 1  # of the scorer
     cores: int = 1
     paused: float = 0.0  # share of the time in which nothing was admitted, because judging failed
-    failed: str = ""  # its commonest reason
+    failed: str = ""  # of what, the latest time
     shared: bool = False  # trainer and engines may be given more threads than there are cores
 
 
