@@ -86,7 +86,7 @@ async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int
     settings = EngineSettings.model_validate({"dtype": dtype, "device": "cpu", "kv_memory_mb": kv, "max_sequences": 7})
     engine = build_engine(EngineSpec(model=tmp_path / "model", engine=settings))
     assert isinstance(engine, NativeEngine) and engine._cache is not None
-    said, decoder = of(memory.engine_memory(settings, arch)), engine._weights.decoder
+    said, decoder = of(memory.engine_memory(settings, arch)), engine._updates.weights.decoder
     assert said["weights"] == said["spare for the next version"] == size(decoder.parameters())
     assert said["KV cache"] == size([engine._cache.kv])
     assert memory.row_tokens(settings, arch) == (await engine.capabilities()).context == context

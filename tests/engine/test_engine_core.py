@@ -188,7 +188,7 @@ async def test_update_finish(started, monkeypatch):
     receiver, new = MemoryReceiver(), decoder(seed=1)
     under_test = started(receiver=receiver, in_flight="finish", max_sequences=2)
     call, update = await in_the_middle(under_test, receiver, new, monkeypatch)
-    await until(lambda: under_test._draining is not None)
+    await until(lambda: under_test._updates._draining is not None)
     late = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=5, seed=5), "policy", "episode"))
     assert (await call).sources == (Version(0),) and not (await call).versions.any()
     assert (await update).step == 1
@@ -201,7 +201,7 @@ async def test_finish_commits_when_what_was_in_flight_is_aborted(started, monkey
     receiver = MemoryReceiver()
     under_test = started(receiver=receiver, in_flight="finish", max_sequences=1)
     call, update = await in_the_middle(under_test, receiver, decoder(seed=1), monkeypatch)
-    await until(lambda: under_test._draining is not None)
+    await until(lambda: under_test._updates._draining is not None)
     late = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=5), "policy", ""))
     await asyncio.sleep(0)
     await under_test.abort("episode")
@@ -306,7 +306,7 @@ async def test_a_cancelled_update_leaves_the_spare_weights_alone_that_a_thread_w
 
     receiver = Slow()
     under_test = started(receiver=receiver)
-    under_test._tells_device = background("staging")
+    under_test._updates._tells_device = background("staging")
     first = asyncio.ensure_future(under_test.update(receiver.publish(1, decoder(seed=1))))
     await asyncio.to_thread(receiver.reading.wait)
     second = asyncio.ensure_future(under_test.update(receiver.publish(2, decoder(seed=2))))
@@ -370,7 +370,7 @@ async def test_a_failing_step_fails_everybody(started, monkeypatch):
 
 async def test_nan_weights_are_noticed(started):
     under_test = started()
-    under_test._weights.decoder.norm.weight[:] = torch.nan
+    under_test._updates.weights.decoder.norm.weight[:] = torch.nan
     with pytest.raises(EngineFailed, match="not finite"):
         await under_test.generate(prompt(), SamplingParams(), "policy", "")
 

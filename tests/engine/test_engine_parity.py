@@ -85,10 +85,10 @@ async def test_compiled_steps_equal_a_full_forward(family, path, whole, monkeypa
         with_pages(monkeypatch, 10)
     under_test = engine(arch, **{**PATHS[path], "page_size": 16})
     assert under_test._cache is not None and under_test._cache._native is not None
-    if whole and under_test._weights.decoding is None:
+    if whole and under_test._updates.weights.decoding is None:
         pytest.skip("nothing is packed on this processor")
     if not whole:
-        under_test._weights.decoding = None
+        under_test._updates.weights.decoding = None
     texts = siblings()
     params = [SamplingParams(max_tokens=20, seed=i) for i in range(len(texts))]
     completions = await run(under_test, texts, params)
@@ -131,7 +131,7 @@ async def test_the_engine_tells_the_kernel_who_shares(monkeypatch):
         return attend(pages, q, table, slots, lows, ends, order, threads)
 
     monkeypatch.setattr(kernels, "attend", watch)
-    under_test._weights.decoding = None
+    under_test._updates.weights.decoding = None
     texts = prompts(3, 20, 30) * 4
     await run(under_test, texts, [SamplingParams(max_tokens=5, seed=i) for i in range(12)])
     assert all(len(list(groupby(first))) == len(set(first)) for first in given)

@@ -70,7 +70,7 @@ async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_
     sender = make_sender(SyncSettings(carrier=carrier), tmp_path)
     receiver = Paused(make_receiver(carrier))
     under_test = engine(receiver=receiver)  # type: ignore[arg-type]
-    under_test._tells_device = background("staging")
+    under_test._updates._tells_device = background("staging")
     new, text, params = decoder(seed=2), prompts(1)[0], SamplingParams(max_tokens=6, seed=1)
     try:
         updating = asyncio.ensure_future(under_test.update(announce(sender, 1, decoder(seed=1))))

@@ -154,7 +154,7 @@ def test_every_pass_over_a_large_tensor_is_cut(monkeypatch):
 
         monkeypatch.setattr(where, name, watched)
 
-    published, serving = receiver.publish(1, model), engine()._weights
+    published, serving = receiver.publish(1, model), engine()._updates.weights
     watch(fingerprint, "_block_sum", lambda piece, words: piece.tensor.nbytes)
     watch(served, "word_sum", lambda tensor: tensor.nbytes)
     watch(torch.Tensor, "copy_", lambda to, given: to.nbytes)
@@ -271,7 +271,7 @@ async def test_weights_staged_between_steps_are_those_that_were_published(carrie
         first = int(np.flatnonzero(completion.versions)[0])
         assert taken > 40 and first > 40, "steps were taken between the pieces"
         same(completion, await alone(0, text), first)
-        weights = under_test._weights
+        weights = under_test._updates.weights
         held = dict(weights.decoder.named_parameters())
         assert all(torch.equal(held[name], p) for name, p in new.named_parameters())
         if weights.decoding is not None:
@@ -344,7 +344,7 @@ async def test_closing_ends_an_update_between_two_pieces(asleep, a_piece_a_turn)
     with pytest.raises(EngineFailed, match="was closed"):
         await updating
     assert receiver.given <= 6 and len(receiver.left) == 1 and memory.closed
-    assert under_test._weights.version == Version(0)
+    assert under_test._updates.weights.version == Version(0)
 
 
 @pytest.mark.parametrize("asleep", [True, False])
@@ -390,7 +390,7 @@ async def test_an_engine_that_finishes_first_drains_what_was_in_flight_when_all_
     try:
         call = await busy(under_test, text)
         updating = asyncio.ensure_future(under_test.update(memory.publish(1, decoder(ARCH, seed=1))))
-        await until(lambda: under_test._draining is not None)
+        await until(lambda: under_test._updates._draining is not None)
         assert not call.done() and not updating.done()
         same(await call, await alone(0, text))
         assert (await updating).step == 1

@@ -24,6 +24,7 @@ from tidemill.config import build
 from tidemill.engine import core
 from tidemill.engine import weights as staging
 from tidemill.engine.core import NativeEngine
+from tidemill.engine.updates import Updates
 from tidemill.engine.weights import Staging, Weights
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model
@@ -383,12 +384,12 @@ COMMITS: dict[str, tuple[Callable[[Weights, Weights], Weights], str]] = {
 
 @pytest.mark.parametrize(("name", "in_flight"), across(COMMITS, ("keep", "finish", "recompute")))
 def test_an_engine_that_commits_something_else(tiny: Run, name: str, in_flight: str) -> None:
-    swap, (commit, message) = NativeEngine._swap, COMMITS[name]
+    swap, (commit, message) = Updates._swap, COMMITS[name]
 
-    def mutated(engine: NativeEngine, staged: Weights) -> None:
-        swap(engine, commit(engine._weights, staged) if tiny.sick else staged)
+    def mutated(updates: Updates, staged: Weights) -> None:
+        swap(updates, commit(updates.weights, staged) if tiny.sick else staged)
 
-    tiny.monkeypatch.setattr(NativeEngine, "_swap", mutated)
+    tiny.monkeypatch.setattr(Updates, "_swap", mutated)
     with pytest.raises(PolicyMismatch, match=message):
         tiny.until("shared_memory", engine={"in_flight": in_flight})
     assert_nothing_after(tiny)

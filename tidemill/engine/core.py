@@ -2,10 +2,9 @@
 
     generate/score/stream -> Request -> scheduler.plan -> run -> record -> Completion
 
-Everything happens in one event loop: `_step` runs while there is work, and between two steps callers get their turn, as does
-the staging of weights (a CUDA device is told of it by a thread). So whatever a method does outside of an `await` happens
-between two steps, and that is where new weights are committed. Every sampled token is stamped with the version whose step
-sampled it (I1).
+Everything happens in one event loop: `_step` runs while there is work, and between two steps callers get their turn, as do
+`updates`. Whatever a method does outside of an `await` happens between two steps. Every sampled token is stamped with the
+version whose step sampled it (I1).
 """
 
 from __future__ import annotations
@@ -13,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,21 +29,17 @@ from tidemill.engine.invariant import run_invariant
 from tidemill.engine.machine_check import check_machine
 from tidemill.engine.requests import Request, Slots, Stream, completion, scored
 from tidemill.engine.runner import Output, Probe, Probed, run
-from tidemill.engine.scheduler import Chunk, Plan, Salt, Scheduler, Sequence
+from tidemill.engine.scheduler import Chunk, Plan, Scheduler, Sequence
 from tidemill.engine.settings import EngineSettings
-from tidemill.engine.turns import in_turns
-from tidemill.engine.weights import Staging, Weights, serve
+from tidemill.engine.updates import Updates
+from tidemill.engine.weights import Staging, serve
 from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
-from tidemill.models.pieces import Work, at_once
 from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
-from tidemill.protocols import Capabilities, EngineFailed, EngineStats, PolicyMismatch
-from tidemill.threads import background, in_thread
+from tidemill.protocols import Capabilities, EngineFailed, EngineStats
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
-
-T = TypeVar("T")
 
 
 class NativeEngine:
@@ -78,27 +72,31 @@ class NativeEngine:
         decoder = decoder.to(self._device, getattr(torch, settings.dtype)).requires_grad_(False)
         self._arch, self._dtype = decoder.arch, decoder.embed.weight.dtype
         pack = not settings.batch_invariant  # those products have a shape of their own
-        self._weights = serve(decoder, version, pack)
+        weights = serve(decoder, version, pack)
         if settings.batch_invariant:
-            check_machine(self._weights, settings.page_size)
-        self._staging = Staging(receiver, pack) if receiver is not None else None
-        self._tells_device: ThreadPoolExecutor | None = background("staging") if device == "cuda" else None
-        self._cached_versions = cached_versions
-        self._versions = [version]  # every version served, in order; tokens are stamped with an index into it
+            check_machine(weights, settings.page_size)
         self._pages = _pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
         self._scheduler = Scheduler(blocks, settings.max_sequences, context_of(settings, self._arch), settings.prefill_chunk)
-        self._scheduler.salt = _salt(version)
         self._slots = Slots(settings.max_sequences, self._scheduler.context)
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
         self._requests: dict[Sequence, Request] = {}  # everything that waits or runs
         self._by_key: dict[str, set[Request]] = {}
         self._episodes = Episodes()
         self._activity, self._cores = Activity(), cores or Cores()
+        self._updates = Updates(
+            weights,
+            Staging(receiver, pack) if receiver is not None else None,
+            self._scheduler,
+            self._activity,
+            name=name,
+            in_flight=settings.in_flight,
+            cached_versions=cached_versions,
+            check=self._check_alive,
+            asleep=lambda: self._cache is None,
+        )
         self._memory = PeakMemory()
         self._loop: asyncio.Task[None] | None = None
-        self._updating = asyncio.Lock()  # bounded: an update has its caller's deadline
-        self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for what is in flight
         self._failure: Exception | None = None
 
     # -- what callers see ------------------------------------------------------------------------------------------
@@ -122,27 +120,14 @@ class NativeEngine:
         shape = (len(tokens), min(top_k, self._arch.vocab))
         probed = Probed(np.zeros(len(tokens), np.float32), np.full(shape, -1, np.int32), np.zeros(shape, np.float32))
         if len(tokens) == 1:
-            return scored(probed, self._weights.version)
+            return scored(probed, self._updates.weights.version)
         sequence = Sequence(tokens, limit=len(tokens), probe=True)
         request = Request(sequence, time.monotonic(), temperature=temperature, top_k=top_k, probed=probed)
         self._enqueue(request)
         return await self._result(request)
 
     async def update(self, published: Published) -> Version:
-        async with self._updating:
-            self._check_alive()
-            if self._staging is None:
-                raise RuntimeError(f"engine {self.name} was built without a receiver: it cannot be updated")
-            self._check_forward(published.version)
-            faults.reach(self.name, "stage", published.version.step)
-            step, staging = published.version.step, self._staging.stage(published, self._weights)
-            await self._commit(await self._beside_steps("stage", staging, step=step, bytes=published.bytes))
-            try:
-                await self._beside_steps("prove", self._staging.prove(self._weights, published.version), step=step)
-            except PolicyMismatch as error:
-                self._fail(error)  # nobody knows what it serves: nothing more is sampled from it
-                raise
-            return self._weights.version
+        return await self._updates.update(published, self._fail)
 
     async def abort(self, key: str) -> None:
         for request in list(self._by_key.get(key, ())):
@@ -170,7 +155,7 @@ class NativeEngine:
         return EngineStats(
             waiting=scheduler.waiting_count,
             running=len(scheduler.running),
-            version=self._weights.version,
+            version=self._updates.weights.version,
             kv_used=1 - scheduler.blocks.available / scheduler.blocks.usable,
             generated=int(counters["generated_tokens"]),
             preemptions=scheduler.preemptions,
@@ -191,12 +176,7 @@ class NativeEngine:
             self._fail(EngineFailed(f"engine {self.name} was closed"))
         if self._loop is not None:
             await asyncio.wait([self._loop])  # bounded: by one step
-        async with self._updating:  # an update may still be reading the carrier
-            if self._staging is not None:
-                self._staging.close()
-                self._staging = None
-        if self._tells_device is not None:
-            self._tells_device.shutdown(wait=False)  # bounded: it does not wait
+        await self._updates.close()
         self._cache = None
 
     # -- the loop --------------------------------------------------------------------------------------------------
@@ -211,7 +191,7 @@ class NativeEngine:
         try:
             self._activity.back()
             while self._cache is not None:
-                self._commit_when_drained()
+                self._updates.commit_when_drained()
                 if not self._requests:
                     break
                 self._step(self._cache)
@@ -231,7 +211,7 @@ class NativeEngine:
 
     def _step(self, cache: PagedCache) -> None:
         """Schedule, run, postprocess."""
-        faults.reach(self.name, "generate", self._weights.version.step)
+        faults.reach(self.name, "generate", self._updates.weights.version.step)
         start = time.monotonic()
         self._cores.take()
         plan = self._scheduler.plan()
@@ -245,7 +225,7 @@ class NativeEngine:
         top = int(self._slots.top[slots].max(initial=0))
         compute = run_invariant if self.settings.batch_invariant else run
         probes = [self._probe(c) for c in plan.probes]
-        output = compute(self._weights, cache, plan, self._scheduler.table, params, top, probes)
+        output = compute(self._updates.weights, cache, plan, self._scheduler.table, params, top, probes)
         self._record(plan, output, positions)
         self._activity.step(start, time.monotonic())
 
@@ -266,7 +246,7 @@ class NativeEngine:
         slots, rows, sampled = plan.sample_slots, self._slots, output.sampled
         rows.logprobs[slots, positions] = sampled.logprobs
         rows.model_logprobs[slots, positions] = sampled.model_logprobs
-        rows.epochs[slots, positions] = len(self._versions) - 1
+        rows.epochs[slots, positions] = len(self._updates.versions) - 1
         self._scheduler.advance(plan, sampled.tokens)
         self._activity.counters["generated_tokens"] += len(slots)
         for i in np.flatnonzero(rows.detailed[slots]).tolist():
@@ -303,7 +283,7 @@ class NativeEngine:
         request.probed.top_ids[rows], request.probed.top_logprobs[rows] = part.top_ids, part.top_logprobs
         if rows.stop == len(request.probed.logprobs):
             # A commit restarts what is scored, so this one version did it all.
-            self._finish(request, scored(request.probed, self._weights.version))
+            self._finish(request, scored(request.probed, self._updates.weights.version))
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -320,9 +300,9 @@ class NativeEngine:
 
     def _check(self, tokens: Array, policy: str) -> np.ndarray:
         self._check_alive()
-        if policy != self._weights.version.policy:
+        if policy != self._updates.weights.version.policy:
             raise ValueError(
-                f"policy {policy!r} is not served here: engine {self.name} serves {self._weights.version.policy!r}"
+                f"policy {policy!r} is not served here: engine {self.name} serves {self._updates.weights.version.policy!r}"
             )
         if self._cache is None:
             raise RuntimeError(f"engine {self.name} is asleep: call wake() before giving it work")
@@ -378,75 +358,7 @@ class NativeEngine:
         if self.settings.in_flight == InFlight.KEEP and request.key and sequence.salt is not None and not sequence.last:
             self._episodes.remember(request.key, sequence.salt, self._scheduler.tokens[slot, :length])
         tokens = self._scheduler.tokens[slot, len(sequence.prompt) : length]
-        self._finish(request, completion(request, finish, tokens, self._slots, self._versions, self.name))
-
-    # -- weights ---------------------------------------------------------------------------------------------------
-
-    def _check_forward(self, new: Version) -> None:
-        now = self._weights.version
-        if new.policy != now.policy:
-            raise PolicyMismatch(f"{new} is not of the policy that engine {self.name} serves ({now})")
-        if (new.incarnation, new.step) < (now.incarnation, now.step):
-            raise PolicyMismatch(f"{new} is older than {now}, which engine {self.name} serves: versions only go forward")
-
-    async def _beside_steps(self, name: str, work: Work[T], **args: float) -> T:
-        if self._tells_device is not None:
-            with self._activity.beside(name, **args):
-                return await in_thread(at_once, work, pool=self._tells_device)
-        return await in_turns(work, lambda begin, end: self._activity.span(name, begin, end, **args), self._check_alive)
-
-    async def _commit(self, staged: Weights) -> None:
-        self._check_alive()
-        if self.settings.in_flight == InFlight.FINISH and self._scheduler.in_flight:
-            if self._cache is None:
-                raise RuntimeError(f"engine {self.name} is asleep with sequences in flight: wake() it, they finish first")
-            self._scheduler.admitting = False
-            drained = asyncio.get_running_loop().create_future()
-            self._draining = (staged, drained)
-            try:
-                await drained  # bounded: by the longest sequence in flight, and the caller's deadline
-            finally:
-                self._draining, self._scheduler.admitting = None, True
-        else:
-            self._swap(staged)
-
-    def _commit_when_drained(self) -> None:
-        if self._draining is not None and not self._scheduler.in_flight:
-            (staged, drained), self._draining = self._draining, None
-            self._swap(staged)
-            self._scheduler.admitting = True
-            drained.set_result(None)
-
-    def _swap(self, staged: Weights) -> None:
-        """The commit: the next step runs on `staged`."""
-        assert self._staging is not None
-        faults.reach(self.name, "commit", staged.version.step)
-        begin = time.monotonic()
-        self._staging.retire(self._weights)
-        self._weights = staged
-        self._versions.append(staged.version)
-        before, self._scheduler.salt = self._scheduler.salt, _salt(staged.version)
-        self._scheduler.blocks.retire({_salt(version) for version in self._versions[-self._cached_versions :]})
-        if self.settings.in_flight == InFlight.RECOMPUTE:
-            self._scheduler.preempt_all(renew=True)
-        else:
-            self._begin_again(before)
-        self._activity.span("commit", begin, time.monotonic(), step=staged.version.step)
-
-    def _begin_again(self, before: Salt) -> None:
-        """What is scored, and what began under the weights of `before` and has sampled nothing yet, starts again: all its
-        tokens are of the new version, so its KV must be too."""
-        scheduler = self._scheduler
-        for sequence in [s for s in scheduler.running.values() if s.probe or self._only_prompt(s, before)]:
-            scheduler.preempt(sequence)
-        for sequence in scheduler.waiting:
-            if self._only_prompt(sequence, before):
-                sequence.salt = None
-
-    def _only_prompt(self, sequence: Sequence, salt: Salt) -> bool:
-        """It has begun, under this salt, and has sampled nothing yet."""
-        begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt
-        return begun and self._scheduler.length[sequence.slot] == len(sequence.prompt)
+        self._finish(request, completion(request, finish, tokens, self._slots, self._updates.versions, self.name))
 
     # -- ends and means --------------------------------------------------------------------------------------------
 
@@ -465,8 +377,7 @@ class NativeEngine:
                 request.future.set_exception(error)
             if request.stream is not None:
                 request.stream.put_nowait(None)
-        if self._draining is not None and not self._draining[1].done():
-            self._draining[1].set_exception(error)
+        self._updates.fail(error)
 
     def _new_cache(self) -> PagedCache:
         return paged_cache(self._arch, self._pages, self.settings.page_size, self._dtype, self._device)
@@ -479,7 +390,3 @@ def _pages_of(settings: EngineSettings, arch: Architecture, device: str) -> int:
             f"kv_memory_mb={settings.kv_memory_mb}: less than two pages of {settings.page_size} tokens: give the cache more"
         )
     return pages
-
-
-def _salt(version: Version) -> Salt:
-    return version.incarnation, version.step

@@ -1,0 +1,156 @@
+"""The weights an engine serves, and their change between two of its steps.
+
+    stage, in turns with steps -> commit, at once or when nothing is in flight -> prove, in turns with steps
+
+(On a CUDA device a thread stages and proves, beside the steps.) Whatever is done outside of an `await` happens between two
+steps: that is where new weights are committed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
+
+from tidemill import faults
+from tidemill.engine.activity import Activity
+from tidemill.engine.scheduler import Salt, Scheduler, Sequence
+from tidemill.engine.turns import in_turns
+from tidemill.engine.weights import Staging, Weights
+from tidemill.models.pieces import Work, at_once
+from tidemill.protocols import PolicyMismatch
+from tidemill.threads import background, in_thread
+from tidemill.types import InFlight, Published, Version
+
+T = TypeVar("T")
+
+
+class Updates:
+    def __init__(
+        self,
+        weights: Weights,
+        staging: Staging | None,
+        scheduler: Scheduler,
+        activity: Activity,
+        *,
+        name: str,
+        in_flight: InFlight,
+        cached_versions: int,
+        check: Callable[[], None],
+        asleep: Callable[[], bool],
+    ) -> None:
+        """`staging`: None where nothing is ever updated. `cached_versions`: of so many, the latest, KV may be found again.
+        `check` raises when the engine has failed; `asleep`: it takes no steps, so nothing in flight can finish."""
+        self.weights = weights
+        self.versions = [weights.version]  # every version served, in order; tokens are stamped with an index into it
+        self._staging, self._scheduler, self._activity = staging, scheduler, activity
+        self._name, self._in_flight, self._cached_versions = name, in_flight, cached_versions
+        self._check, self._asleep = check, asleep
+        on_cuda = weights.decoder.embed.weight.device.type == "cuda"
+        self._tells_device: ThreadPoolExecutor | None = background("staging") if on_cuda else None
+        self._one_at_a_time = asyncio.Lock()  # bounded: an update has its caller's deadline
+        self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for what is in flight
+        scheduler.salt = _salt(weights.version)
+
+    async def update(self, published: Published, fail: Callable[[Exception], None]) -> Version:
+        """`fail` is told when it cannot be proven what is served: nothing more may be sampled from it."""
+        async with self._one_at_a_time:
+            self._check()
+            if self._staging is None:
+                raise RuntimeError(f"engine {self._name} was built without a receiver: it cannot be updated")
+            self._check_forward(published.version)
+            step = published.version.step
+            faults.reach(self._name, "stage", step)
+            staged = self._staging.stage(published, self.weights)
+            await self._commit(await self._beside_steps("stage", staged, step=step, bytes=published.bytes))
+            try:
+                await self._beside_steps("prove", self._staging.prove(self.weights, published.version), step=step)
+            except PolicyMismatch as error:
+                fail(error)
+                raise
+            return self.weights.version
+
+    def commit_when_drained(self) -> None:
+        if self._draining is not None and not self._scheduler.in_flight:
+            (staged, drained), self._draining = self._draining, None
+            self._swap(staged)
+            self._scheduler.admitting = True
+            drained.set_result(None)
+
+    def fail(self, error: Exception) -> None:
+        """Whoever waits for a commit gets `error`."""
+        if self._draining is not None and not self._draining[1].done():
+            self._draining[1].set_exception(error)
+
+    async def close(self) -> None:
+        async with self._one_at_a_time:  # an update may still be reading the carrier
+            if self._staging is not None:
+                self._staging.close()
+                self._staging = None
+        if self._tells_device is not None:
+            self._tells_device.shutdown(wait=False)  # bounded: it does not wait
+
+    def _check_forward(self, new: Version) -> None:
+        now = self.weights.version
+        if new.policy != now.policy:
+            raise PolicyMismatch(f"{new} is not of the policy that engine {self._name} serves ({now})")
+        if (new.incarnation, new.step) < (now.incarnation, now.step):
+            raise PolicyMismatch(f"{new} is older than {now}, which engine {self._name} serves: versions only go forward")
+
+    async def _beside_steps(self, name: str, work: Work[T], **args: float) -> T:
+        if self._tells_device is not None:
+            with self._activity.beside(name, **args):
+                return await in_thread(at_once, work, pool=self._tells_device)
+        return await in_turns(work, lambda begin, end: self._activity.span(name, begin, end, **args), self._check)
+
+    async def _commit(self, staged: Weights) -> None:
+        self._check()
+        if self._in_flight == InFlight.FINISH and self._scheduler.in_flight:
+            if self._asleep():
+                raise RuntimeError(f"engine {self._name} is asleep with sequences in flight: wake() it, they finish first")
+            self._scheduler.admitting = False
+            drained = asyncio.get_running_loop().create_future()
+            self._draining = (staged, drained)
+            try:
+                await drained  # bounded: by the longest sequence in flight, and the caller's deadline
+            finally:
+                self._draining, self._scheduler.admitting = None, True
+        else:
+            self._swap(staged)
+
+    def _swap(self, staged: Weights) -> None:
+        """The commit: the next step runs on `staged`."""
+        assert self._staging is not None
+        faults.reach(self._name, "commit", staged.version.step)
+        begin = time.monotonic()
+        self._staging.retire(self.weights)
+        self.weights = staged
+        self.versions.append(staged.version)
+        before, self._scheduler.salt = self._scheduler.salt, _salt(staged.version)
+        self._scheduler.blocks.retire({_salt(version) for version in self.versions[-self._cached_versions :]})
+        if self._in_flight == InFlight.RECOMPUTE:
+            self._scheduler.preempt_all(renew=True)
+        else:
+            self._begin_again(before)
+        self._activity.span("commit", begin, time.monotonic(), step=staged.version.step)
+
+    def _begin_again(self, before: Salt) -> None:
+        """What is scored, and what began under the weights of `before` and has sampled nothing yet, starts again: all its
+        tokens are of the new version, so its KV must be too."""
+        scheduler = self._scheduler
+        for sequence in [s for s in scheduler.running.values() if s.probe or self._only_prompt(s, before)]:
+            scheduler.preempt(sequence)
+        for sequence in scheduler.waiting:
+            if self._only_prompt(sequence, before):
+                sequence.salt = None
+
+    def _only_prompt(self, sequence: Sequence, salt: Salt) -> bool:
+        """It has begun, under this salt, and has sampled nothing yet."""
+        begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt
+        return begun and self._scheduler.length[sequence.slot] == len(sequence.prompt)
+
+
+def _salt(version: Version) -> Salt:
+    return version.incarnation, version.step
