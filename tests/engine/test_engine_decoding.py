@@ -11,10 +11,10 @@ import pytest
 import torch
 from engine_cases import BASE, FAMILIES, decoder, engine, prompts, reference_logprobs
 
-from tidemill.engine import attention
 from tidemill.engine.attention import PagedCache, siblings_together
 from tidemill.engine.scheduler import Plan
 from tidemill.engine.weights import serve
+from tidemill.kernels import worth
 from tidemill.kernels.library import native
 from tidemill.kernels.native import NONE
 from tidemill.models.architecture import Architecture
@@ -104,10 +104,10 @@ def test_few_rows_of_large_layers_are_shared_out_by_products(
     rows: int, small: bool, passes: int, dtype: torch.dtype, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewer than so many a thread, each thread reads a part of every matrix instead."""
-    monkeypatch.setattr(attention, "WORTH_ROWS", rows)
+    monkeypatch.setattr(worth, "PASS_ROWS", rows)
     layers = serve(decoder(SHAPES["llama"], dtype=dtype), Version(0), pack=True).decoding
     assert layers is not None and layers.largest >= dtype.itemsize * 64 * (3 * 96 + 16 * (2 * 4 + 2 * 2))
-    monkeypatch.setattr(attention, "WORTH_BYTES", layers.largest - (not small))
+    monkeypatch.setattr(worth, "LAYER_BYTES", layers.largest - (not small))
     compiled, calls = native(), []
     assert compiled is not None
     decode = compiled.decode

@@ -28,13 +28,12 @@ from tidemill.engine.weights import Weights
 from tidemill.kernels.decoding import DecodingWeights
 from tidemill.kernels.library import native
 from tidemill.kernels.native import Native
+from tidemill.kernels.worth import whole_pass
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
-WORTH_BYTES = 16 << 20  # a layer: where none is larger, a thread reads it sooner than it would meet the others five times
-WORTH_ROWS = 24  # a thread: with as many, multiplying by larger ones takes longer than reading them
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 
 
@@ -87,11 +86,9 @@ class PagedCache:
 
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray) -> Tensor:
         """[N, D] of the step's tokens, whose keys and values are in the cache afterwards. `table` as for `attend`."""
-        threads, layers = torch.get_num_threads(), weights.decoding
-        few = threads > 1 and len(plan.singles) < WORTH_ROWS * threads
-        worth = layers is not None and not (few and layers.largest > WORTH_BYTES)
-        if self._native is not None and layers is not None and worth and not plan.chunks:
-            return self._decoded(self._native, layers, weights.decoder, plan, table, threads)
+        layers = weights.decoding if not plan.chunks else None
+        if self._native is not None and layers is not None and whole_pass(len(plan.singles), layers.largest):
+            return self._decoded(self._native, layers, weights.decoder, plan, table, torch.get_num_threads())
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
         return weights.decoder(tokens, positions, self.attend(plan, table))

@@ -9,14 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.kernels import worth
 from tidemill.kernels.decoding import DecodingWeights, rows
 from tidemill.kernels.gpu import DTYPES
 from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
+from tidemill.kernels.worth import threads_for
 
-WORTH_THREADS = 16  # rows
-WORTH_THREADS_PRODUCTS = 1 << 22
-WORTH_THREADS_SEQUENCES = 1 << 14  # numbers of queries
 SHARES = 64  # of rows whose sums are added in order: as many threads at most
 NONE, FLOATS, WIDENED, PAIRED, TILED = range(-1, 4)  # ways to multiply, see linear.c
 BLOCK, STEP = 32, 32  # outputs that rows are filled up to; inputs that must divide, of bfloat16: see linear.c
@@ -159,7 +158,7 @@ class Native:
         rows, arguments = _norm(x, weight, eps)
         self._library.tidemill_norm(
             *(*arguments, out.data_ptr(), out.dtype == torch.bfloat16),
-            *(*rows.shape, _threads(len(rows))),
+            *(*rows.shape, threads_for(len(rows), worth.ROWS)),
         )
         return out
 
@@ -172,7 +171,7 @@ class Native:
         assert d.is_contiguous()
         self._library.tidemill_norm_back(
             *(*arguments, d.data_ptr(), d.dtype == torch.bfloat16, dx.data_ptr()),
-            *(sums.data_ptr(), again, len(sums), *rows.shape, _threads(len(rows))),
+            *(sums.data_ptr(), again, len(sums), *rows.shape, threads_for(len(rows), worth.ROWS)),
         )
         return dx, sums[0].clone()
 
@@ -184,7 +183,7 @@ class Native:
         out = torch.empty((n, turned, size), dtype=torch.promote_types(heads.dtype, how.cos.dtype))
         self._library.tidemill_rotate(
             *(*_rotate(heads, how), out.data_ptr()),
-            *(n, turned, how.queries, size, _threads(n)),
+            *(n, turned, how.queries, size, threads_for(n, worth.ROWS)),
         )
         q, k = out.split([how.queries, how.keys], dim=1)
         return q, k, heads[:, turned:]
@@ -202,7 +201,7 @@ class Native:
             *_rotate(heads, how),
             *(number for part in d for number in (part.data_ptr(), part.stride(0))),
             *(d_heads.data_ptr(), sums.data_ptr(), len(sums)),
-            *(n, turned, how.queries, others, size, _threads(n)),
+            *(n, turned, how.queries, others, size, threads_for(n, worth.ROWS)),
         )
         return d_heads, sums[0].clone()
 
@@ -212,7 +211,7 @@ class Native:
         out = torch.empty((n, size), dtype=gate_up.dtype)
         assert gate_up.is_contiguous()
         self._library.tidemill_gate(
-            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, out.data_ptr(), n, size, _threads(n))
+            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, out.data_ptr(), n, size, threads_for(n, worth.ROWS))
         )
         return out
 
@@ -223,7 +222,7 @@ class Native:
         assert gate_up.is_contiguous() and d.is_contiguous() and d.dtype == gate_up.dtype and gate_up.shape == (n, 2 * size)
         self._library.tidemill_gate_back(
             *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, d.data_ptr(), out.data_ptr()),
-            *(again, n, size, _threads(n)),
+            *(again, n, size, threads_for(n, worth.ROWS)),
         )
         return out
 
@@ -243,7 +242,7 @@ class Native:
         assert logits.is_contiguous() and logits.dtype == torch.float32
         self._library.tidemill_sample(
             *(logits.data_ptr(), n, vocab, sharpness.ctypes.data, uniform.ctypes.data),
-            *(tokens.ctypes.data, logprobs.ctypes.data, model.ctypes.data, _threads(n)),
+            *(tokens.ctypes.data, logprobs.ctypes.data, model.ctypes.data, threads_for(n, worth.ROWS)),
         )
         return tokens, logprobs, model
 
@@ -274,7 +273,7 @@ class Native:
         out = torch.empty((n, outputs), dtype=torch.float32 if wide else x.dtype)
         assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // BLOCK) * BLOCK * k
         assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs)
-        threads = torch.get_num_threads() if n * outputs * k >= WORTH_THREADS_PRODUCTS else 1
+        threads = threads_for(n * outputs * k, worth.MULTIPLICATIONS)
         if self._library.tidemill_linear(
             *(x.data_ptr(), x.stride(0), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
             *(self.products[x.dtype], out.dtype == torch.bfloat16, n, outputs, k, threads),
@@ -316,7 +315,7 @@ class Native:
     def _sequences(self, families: Families, window: int | None, totals: Tensor, operands: dict[str, Tensor]) -> None:
         q, k = operands["q"], operands["k"]
         operands = {name: x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for name, x in operands.items()}
-        threads = torch.get_num_threads() if len(families.places) * q[0].numel() >= WORTH_THREADS_SEQUENCES else 1
+        threads = threads_for(len(families.places) * q[0].numel(), worth.QUERY_NUMBERS)
         given = tensors(totals, q.shape[2], operands)
         if self._library.tidemill_sequences(ctypes.byref(layout(families, q, k, window)), ctypes.byref(given), threads):
             raise MemoryError("there is no memory for the keys and values of the longest sequence")
@@ -338,11 +337,6 @@ class Native:
         """Of a dense tensor's bytes as little-endian words of four, modulo 2^64; the last may be short."""
         assert tensor.is_contiguous()
         return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes)
-
-
-def _threads(rows: int) -> int:
-    """For work that is small: waking a thread takes as long as some rows do."""
-    return torch.get_num_threads() if rows >= WORTH_THREADS else 1
 
 
 def _shares(rows: int) -> int:
