@@ -53,6 +53,12 @@ def test_a_new_kind_replaces_the_table(tmp_path):
     assert load(Run, [a], ["sync.kind=nccl"]).sync == Nccl()
 
 
+def test_a_kind_that_is_named_last_drops_nothing_that_was_given_before_it():
+    assert load(Run, [], ["model=m", "sync.threshold=2", "sync.kind=delta"]).sync == Delta(threshold=2)
+    with pytest.raises(ConfigError, match=r"unknown key 'sync.threshold'"):
+        load(Run, [], ["model=m", "sync.threshold=2", "sync.kind=nccl"])
+
+
 def test_dump_loads_to_the_same():
     config = load(Run, [], ["model=m", "sync.kind=delta", "sync.threshold=2"])
     assert load(Run, base=dump(config)) == config

@@ -111,7 +111,7 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
     for key, value in tree.items():
         old = into.get(key)
         if isinstance(value, Mapping):
-            if not isinstance(old, dict) or value.get("kind", old.get("kind")) != old.get("kind"):
+            if not isinstance(old, dict) or ("kind" in old and value.get("kind", old["kind"]) != old["kind"]):
                 old = {}
             merged = dict(old)
             _merge(merged, value)
