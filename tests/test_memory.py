@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
+import numpy as np
+import psutil
 import pytest
 import torch
 from torch import Tensor
 
 from tidemill import memory, session
-from tidemill.build import EngineSpec, build_engine
+from tidemill.build import EngineSpec, build_engine, start_engine
 from tidemill.config import load
 from tidemill.engine import cache_size
 from tidemill.engine.core import NativeEngine
@@ -25,16 +28,18 @@ from tidemill.models import linear
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
-from tidemill.models.fresh import Size, fresh_model
+from tidemill.models.fresh import SIZES, Size, fresh_model
 from tidemill.models.logprobs import token_logprobs
 from tidemill.models.value import ValueModel
 from tidemill.models.weights import empty_decoder
 from tidemill.recipe import RunConfig
+from tidemill.scoring.pool import WorkerPool
 from tidemill.trainer.checkpoint import Snapshot
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.types import SamplingParams
 from tidemill.warm_start import WarmStart
 
 SHAPE = {
@@ -290,12 +295,49 @@ def test_a_row_beyond_the_budget_counts_whole():
 def test_what_a_trainer_on_a_device_keeps_outside_of_it():
     """Snapshots, and versions on their way, are in the machine's own memory."""
     arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
-    there, host, engine, _ = memory.processes(recipe("trainer.device=cuda", "engine.device=cpu"), memory.Models(arch))
-    here, also, _ = memory.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory.Models(arch))
+    there, host, engine, *_ = memory.processes(recipe("trainer.device=cuda", "engine.device=cpu"), memory.Models(arch))
+    here, also, *_ = memory.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory.Models(arch))
     assert (there.device, host.device, engine.device) == ("cuda", "cpu", "cpu") and also == engine
-    assert {h.what for h in host.held} == {"copy while a checkpoint is written", "two versions on their way to engines"}
+    kept = {"copy while a checkpoint is written", "two versions on their way to engines"}
+    assert {h.what for h in host.held} == kept | {"Python itself"}
     assert not {h.what for h in host.held} & {h.what for h in there.held}
     assert {h.what for h in here.held} == {h.what for h in (*there.held, *host.held)}
+
+
+def test_each_process_counts_for_itself(monkeypatch: pytest.MonkeyPatch):
+    """However small the model is: thousands of engines do not fit."""
+    arch = architecture_of("new:0.1m")
+    assert arch is not None
+    with_free(monkeypatch, 16 << 30)
+    memory.check_memory(recipe("placement.engines=50"), arch)
+    with pytest.raises(ConfigError, match=r"16.0 MiB Python itself.*first: fewer placement.engines \(now 5,000\)"):
+        memory.check_memory(recipe("placement.engines=5000"), arch)
+    with pytest.raises(ConfigError, match=r"first: fewer placement.environment.workers \(now 5,000\)"):
+        memory.check_memory(recipe("placement.environment.workers=5000"), arch)
+    given = [f"{name}.device=cuda" for name in ("trainer", "engine")] + ["placement.engines=3", "scoring.workers=5"]
+    for kind, counts in (("local", [1, 3, 1, 5]), ("inline", [1, 5])):  # inline, only the controller and its workers are
+        found = memory.processes(recipe(f"placement.kind={kind}", *given), memory.Models(arch))
+        own = [(p.count, p.device) for p in found for h in p.held if h.what == "Python itself" and h.bytes == memory.PYTHON]
+        assert own == [(count, "cpu") for count in counts]
+
+
+@pytest.mark.skipif(not Path("/proc/self/smaps_rollup").exists(), reason="the system does not tell what is shared")
+async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
+    """What it shares with no other, without its model: an engine that has begun to work, and one that judges."""
+    arch = fresh_model(tmp_path / "model", alphabet="abcdef", **SIZES["0.1m"])
+    config = recipe("engine.device=cpu", "engine.kv_memory_mb=1")
+    model = sum(of(memory.engine_memory(config.engine, arch)).values())
+    async with start_engine(config, tmp_path / "model", tmp_path / "logs", 1) as engine:
+        prompts = np.arange(48, dtype=np.int32).reshape(16, 3) % arch.vocab
+        replies = (engine.generate(prompt, SamplingParams(max_tokens=8), "policy", str(prompt)) for prompt in prompts)
+        await asyncio.gather(*replies)
+        others, pool = psutil.Process().children(), WorkerPool(workers=1)
+        await pool.call("operator:eq", [1, 1])
+        (scorer,) = (p for p in psutil.Process().children() if p not in others and "tidemill.scoring.worker" in p.cmdline())
+        taken = {psutil.Process((await engine.telemetry()).pid): model, scorer: 0}
+        own = [process.memory_full_info().uss - held for process, held in taken.items()]
+        await pool.close()
+    assert all(0.75 * memory.PYTHON < each < 2 * memory.PYTHON for each in own), own
 
 
 @pytest.mark.parametrize(("steps", "every", "beside"), [(9, 3, True), (9, 9, False), (9, 50, False), (9, 0, False)])

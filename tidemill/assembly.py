@@ -30,6 +30,7 @@ from tidemill.giving import giving, remembered
 from tidemill.health import reporting
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
+from tidemill.models.architecture import Architecture
 from tidemill.monitor import Monitor
 from tidemill.observability.account import EVALUATE
 from tidemill.observability.events import worded
@@ -101,6 +102,13 @@ def make_episodes(config: RunConfig, environment: Environment, model: ModelFolde
 def context_of(config: RunConfig, model: ModelFolder) -> int:
     """Tokens that a sequence may hold."""
     return min(config.engine.context or model.architecture.context, model.architecture.context)
+
+
+def context_cut(config: RunConfig, policy: Architecture) -> str:
+    """What is used where more is asked for than the model can hold; else empty."""
+    asked, has = config.engine.context or 0, policy.context
+    said = f"engine.context = {asked:,}, but the model has {has:,} positions (max_position_embeddings): {has:,} are used"
+    return said if asked > has else ""
 
 
 async def train(session: Session, parts: Parts) -> int:

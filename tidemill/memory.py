@@ -1,8 +1,8 @@
 """Memory that a run takes, process by process, from the shapes of its models: for `explain`, and to refuse what cannot fit.
 
 Bytes of weights, optimizer and caches are exact. Activations are an upper bound for the largest micro-batch that there can
-be: the tensors that a layer keeps for the backward pass, with what padding adds to its attention. Buffers of matrix
-products, and what Python and torch take themselves, come on top.
+be: the tensors that a layer keeps for the backward pass, with what padding adds to its attention. Of Python and torch each
+process counts with what little ones share with no other. The rest of that, and buffers of matrix products, come on top.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.given import ROWS as HELD_OUT_ROWS
 from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, STEP, Native
 from tidemill.model_folder import architecture_of
-from tidemill.models.architecture import Architecture
+from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.linear import MIXES, floats_are_quicker, prepares_sizes
 from tidemill.models.logprobs import chunk_rows
 from tidemill.recipe import RunConfig
@@ -31,6 +31,7 @@ from tidemill.trainer.settings import TrainerSettings
 MIB, GIB = 2**20, 2**30
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
 ATTEMPT = 5 << 10  # bytes of one that is under way, in the controller: its coroutines, calls and record, without its tokens
+PYTHON = 16 << 20  # bytes of Python and torch that a process shares with no other: its own heap, and what it wrote to
 AUTOCAST = 0.8  # of what is kept in float32, at most: norms and attention stay in it, on CPU
 
 
@@ -82,18 +83,33 @@ class Models:
 
 def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Process]:
     """longest: tokens of the longest row, where that is known: one beyond the budget is a micro-batch by itself."""
-    placement, free = config.placement, free_memory(device_of(config.engine.device))
+    placement, on, free = config.placement, config.engine.device, free_memory(device_of(config.engine.device))
+    own = placement.kind == "local"  # they are processes
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
-    device = device_of(config.trainer.device)
-    found = [Process("trainer", 1, device, [h for h in held if device == "cpu" or not h.host])]
-    if device != "cpu":
-        found.append(Process("trainer's host", 1, "cpu", [h for h in held if h.host]))
-    device = device_of(config.engine.device)
-    found += [Process("engine", placement.engines, device, engine_memory(config.engine, models.policy, free))]
-    if models.reference is not None and placement.reference_engines:
-        serving = engine_memory(config.engine, models.reference, free, updated=False)
-        found.append(Process("reference engine", placement.reference_engines, device, serving))
-    return [*found, Process("controller", 1, "cpu", [attempts_memory(config)])]
+    found = _processes("trainer", 1, config.trainer.device, held, "" if own else None)
+    count, held = placement.engines, engine_memory(config.engine, models.policy, free)
+    found += _processes("engine", count, on, held, f"fewer placement.engines (now {count:,})" if own else None)
+    if models.reference is not None and (count := placement.reference_engines):
+        held = engine_memory(config.engine, models.reference, free, updated=False)
+        lever = f"fewer placement.reference_engines (now {count:,})"
+        found += _processes("reference engine", count, on, held, lever if own else None)
+    found += _processes("controller", 1, "cpu", [attempts_memory(config)], "")
+    if config.judged and (count := config.scoring.workers):
+        found += _processes("scorer", count, "cpu", [], f"fewer scoring.workers (now {count:,})")
+    if count := placement.environment.workers:
+        found += _processes("environment", count, "cpu", [], f"fewer placement.environment.workers (now {count:,})")
+    return found
+
+
+def _processes(name: str, count: int, device: str, held: list[Held], lever: str | None) -> list[Process]:
+    """So many alike, and beside a device what they keep in the machine's own memory. lever: to have fewer of them; None:
+    they are no processes."""
+    device = device_of(device)
+    held = held if lever is None else [*held, Held("Python itself", PYTHON, lever, host=True)]
+    if device == "cpu":
+        return [Process(name, count, device, held)]
+    host = Process(f"{name}'s host", count, "cpu", [h for h in held if h.host])
+    return [Process(name, count, device, [h for h in held if not h.host]), *([host] if host.held else [])]
 
 
 def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> None:
@@ -226,21 +242,6 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> i
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
     logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
-
-
-def matrices(arch: Architecture) -> list[tuple[int, int]]:
-    """[N, K] of every matrix that something is multiplied with, the head last."""
-    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    layer = [(q + 2 * kv, arch.hidden), (arch.hidden, q), (2 * arch.intermediate, arch.hidden)]
-    return [*layer, (arch.hidden, arch.intermediate)] * arch.layers + [(arch.vocab, arch.hidden)]
-
-
-def parameters(arch: Architecture) -> int:
-    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
-    vectors = 2 * arch.hidden + 2 * arch.head_dim * arch.qk_norm + (q + 2 * kv) * arch.qkv_bias + arch.hidden * arch.o_bias
-    vectors += (2 * arch.intermediate + arch.hidden) * arch.mlp_bias
-    embedding = 0 if arch.tied else arch.vocab * arch.hidden
-    return sum(n * k for n, k in matrices(arch)) + embedding + arch.layers * vectors + arch.hidden
 
 
 def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None, updated: bool = True) -> list[Held]:

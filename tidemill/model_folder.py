@@ -14,7 +14,7 @@ from tidemill.models.fresh import SIZES, Size, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, generation_config, load_tokenizer, stop_ids
 
 ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
-NEW = "new:"
+NEW, MADE = "new:", "new-"  # of a model that is to be made; of its folder
 NEW_CONTEXT = 512
 
 
@@ -54,7 +54,7 @@ def named_folder(model: str, beside: Path, seed: int) -> Path:
     if not model.startswith(NEW):
         return Path(model).expanduser()
     _new_size(model)
-    return beside / f"new-{model.removeprefix(NEW)}-{seed}"
+    return beside / f"{MADE}{model.removeprefix(NEW)}-{seed}"
 
 
 def resolve_model(model: str, beside: Path, seed: int) -> Path:

@@ -91,6 +91,7 @@ class Totals:
     paused_s: float = 0.0
     paused_for: str = ""  # why judging failed, the latest time
     memory: dict[str, int] = field(default_factory=dict)  # process -> peak bytes
+    counters: dict[str, Metrics] = field(default_factory=dict)  # process -> what it has done since it began
     time: Account = field(default_factory=Account)
     symptoms: Symptoms = field(default_factory=Symptoms)
 
@@ -280,6 +281,7 @@ class Monitor:
     def _collect(self, telemetry: Telemetry) -> None:
         name = telemetry.process
         self.totals.memory[name] = max(self.totals.memory.get(name, 0), telemetry.memory_bytes)
+        self.totals.counters[name] = telemetry.counters
         self.trace.add(name, telemetry.pid, [span for span in telemetry.spans if span.name != IDLE])
 
     def close(self) -> None:

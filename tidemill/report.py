@@ -10,8 +10,9 @@ from tidemill.given import FIGURES
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
 from tidemill.machine import usable_cores
+from tidemill.models.architecture import Architecture, parameters
 from tidemill.monitor import Totals
-from tidemill.observability.account import CONTROLLER, GENERATE, REWARD, TRAIN, TRAINER, Account
+from tidemill.observability.account import CONTROLLER, GENERATE, REFERENCE, REWARD, TRAIN, TRAINER, Account
 from tidemill.observability.advice import Setup, advise
 from tidemill.observability.trace import Trace, busy_seconds, overlap
 from tidemill.recipe import RunConfig
@@ -26,9 +27,12 @@ def make_report(
     ledger: SqliteLedger,
     start: WarmStart,
     config: RunConfig,
+    policy: Architecture,
+    before: int,
     wall_s: float,
 ) -> dict[str, Any]:
-    """wall_s: of this process, warm-up and start of the parts included. Counts of groups are the whole run's, by ledger."""
+    """before: steps that earlier processes began. wall_s: of this process, warm-up and start of the parts included. Counts
+    of groups are the whole run's, by ledger."""
     counts, evaluations, last = ledger.counts(), ledger.evaluations(), ledger.last_step()
     begin, end = _extent(trace)
     matched, lagged = totals.matched.metrics(), totals.mismatch.lagged.metrics()
@@ -39,6 +43,7 @@ def make_report(
         "held_out_given": _given(evaluations),
         "unlearned": unlearned(evaluations),
         "steps": 0 if last is None else last + 1,
+        "steps_before": before,
         "wall_s": round(wall_s, 2),
         "train_s": round(end - begin, 2),
         "warmup_s": round(start.warmed.seconds, 2) if start.warmed else 0.0,
@@ -66,7 +71,7 @@ def make_report(
             name: {kind: round(share, 4) for kind, share in kinds.items() if share >= 0.00005}
             for name, kinds in totals.time.shares().items()
         },
-        "advice": advice(totals, config),
+        "advice": advice(totals, config, policy),
         "warnings": dict(totals.symptoms.told),
     }
 
@@ -93,7 +98,7 @@ def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:
     return {**accuracies, "errors": round(errors, 2), "unjudged": unjudged}
 
 
-def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
+def advice(totals: Totals, config: RunConfig, policy: Architecture) -> dict[str, Any] | None:
     """The one change that would help most, by what was measured."""
     placement = config.placement
     setup = Setup(
@@ -101,6 +106,7 @@ def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
         slots=config.slots,
         engines=placement.engines,
         engine_threads=placement.engine_threads,
+        engine_step=tokens_per_step(totals) * parameters(policy),
         trainer_threads=placement.trainer_threads,
         workers=config.scoring.workers,
         cores=usable_cores(),
@@ -112,6 +118,13 @@ def advice(totals: Totals, config: RunConfig) -> dict[str, Any] | None:
     if found is None:
         return None
     return {"cause": found.cause, "share": round(found.share, 4), "at_most": round(found.gain, 2), "text": str(found)}
+
+
+def tokens_per_step(totals: Totals) -> float:
+    """That an engine computed, on average; 0 where none told."""
+    engines = [done for name, done in totals.counters.items() if done.get("steps") and not name.startswith(REFERENCE)]
+    tokens = sum(done["generated_tokens"] + done["prompt_tokens"] - done["cached_tokens"] for done in engines)
+    return tokens / max(sum(done["steps"] for done in engines), 1)
 
 
 def judging(totals: Totals) -> dict[str, Any]:

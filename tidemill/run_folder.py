@@ -8,6 +8,7 @@ The folder is private to its owner. It belongs to one recipe: `open` refuses to 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Awaitable, Callable
@@ -20,10 +21,17 @@ from tidemill.config import build, dump
 from tidemill.controller import ROLE
 from tidemill.durable import flush, put_in_place, write_json
 from tidemill.errors import ConfigError
+from tidemill.health import FAILURE
+from tidemill.ledger.lock import FolderLock
+from tidemill.ledger.records import RunFolderError
+from tidemill.model_folder import MADE
 from tidemill.recipe import RunConfig, check_same_run
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """What a start that was killed may leave before there is a config.json."""
+_EVERY_START = {"config.json", "ledger.lock", "ledger.sqlite", "metrics.jsonl", FAILURE}
+_EMPTY = {"logs", "checkpoints", "trajectories"}
+"""What every start makes before anything is computed: files, and folders that hold nothing yet."""
 
 
 class RunFolder:
@@ -40,6 +48,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.weights = path / "weights"  # of the checkpoint carrier
+        self._made = False  # by this process
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
@@ -54,6 +63,7 @@ class RunFolder:
     def _make(self, config: RunConfig) -> None:
         if not self.config.exists() and self.path.exists() and {p.name for p in self.path.iterdir()} - _BEFORE_CONFIG:
             raise ConfigError(f"run_dir {self.path} is not empty and holds no run: give another run_dir, or empty it")
+        self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
             write_json(self.config, dump(config))
@@ -72,6 +82,23 @@ class RunFolder:
             os.rename(self.initial, beside)  # never half of it under its name
             shutil.rmtree(beside)
         write_json(self.config, dump(config))
+
+    def withdraw(self) -> None:
+        """Remove the folder of a start that was refused, if that start made it and all that is in it. Nothing here may hide
+        why it was refused."""
+        names = {p.name for p in self.path.iterdir() if not p.name.startswith(MADE)} if self._made else set[str]()
+        if not self._made or names - _EVERY_START - _EMPTY:
+            return
+        if any(p.is_file() and p.stat().st_size for name in _EMPTY for p in (self.path / name).rglob("*")):
+            return
+        with contextlib.suppress(RunFolderError, OSError):  # another start has taken it up, or the disk is to blame
+            lock = FolderLock(self.path)  # until it is gone
+            try:
+                away = self.path.with_name(f".{self.path.name}.withdrawn")
+                os.rename(self.path, away)  # never half of it under its name
+                shutil.rmtree(away)
+            finally:
+                lock.release()
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:

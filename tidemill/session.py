@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from tidemill.assembly import Session, train
+from tidemill.assembly import Session, context_cut, train
 from tidemill.build import TrainerSpec, budget_of, placed, preparing
 from tidemill.config import dump
 from tidemill.controller import first_cause
@@ -193,6 +193,7 @@ async def _describe(session: Session, preparation: Preparation) -> None:
             f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {config.model}",
             f"{algorithms}, {how}{config.rollout.group_size} = {per_step} samples",
             rows,
+            *filter(None, [context_cut(config, architecture)]),
         ]
     )
 
@@ -234,10 +235,12 @@ async def _vouch(session: Session) -> None:
 
 async def _run(session: Session) -> Ended:
     config, begin, budget = session.config, time.monotonic(), budget_of(session.config.supervise)
+    before = session.ledger.next_step()
     start = await _despite_losses(session, budget, partial(_start, session))
     done = await _despite_losses(session, budget, partial(_attempt, session, start))
     wall_s = time.monotonic() - begin
-    report = make_report(session.monitor.totals, session.monitor.trace, session.ledger, start, config, wall_s)
+    measured, policy = session.monitor, session.model.architecture
+    report = make_report(measured.totals, measured.trace, session.ledger, start, config, policy, before, wall_s)
     if config.record.trace:
         session.monitor.trace.write(session.folder.trace)
     if config.profile:
@@ -301,8 +304,14 @@ async def _start(session: Session) -> WarmStart:
 
 @contextmanager
 def _ledger(folder: RunFolder) -> Iterator[SqliteLedger]:
-    ledger = SqliteLedger(folder.path, mode="open" if has_ledger(folder.path) else "create")
+    """A start that is refused takes its folder away, unless something was found out that is recorded there."""
+    ledger, refused = SqliteLedger(folder.path, mode="open" if has_ledger(folder.path) else "create"), False
     try:
         yield ledger
+    except ConfigError:
+        refused = not ledger.events()
+        raise
     finally:
         ledger.close()
+        if refused:
+            folder.withdraw()

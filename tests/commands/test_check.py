@@ -59,9 +59,13 @@ def test_what_cannot_fit_is_refused_as_train_refuses_it(tidemill, recipe: Path, 
 
     monkeypatch.setattr("tidemill.session._run", begun)
     with_free(monkeypatch, 1 << 30)
-    refused, folder = tidemill("check", recipe, *TOO_LARGE), f"run_dir={recipe.parent / 'run'}"
-    ended = tidemill("train", recipe, *TOO_LARGE, folder, "placement=inline")
-    assert refused.code == ended.code == 2 and refused.out == ended.out
+    folder = f"run_dir={recipe.parent / 'run'}"
+    here, ended = (
+        tidemill("check", recipe, *TOO_LARGE, "placement=inline"),
+        tidemill("train", recipe, *TOO_LARGE, folder, "placement=inline"),
+    )
+    assert here.code == ended.code == 2 and here.out == ended.out
+    refused = tidemill("check", recipe, *TOO_LARGE)
     elsewhere = tidemill("train", recipe, *TOO_LARGE, folder)  # looks in a process of its own, at what is free in truth
     assert elsewhere.code == 2 and re.sub("and .{,12} is free", "and 1.0 GiB is free", elsewhere.out) == refused.out
     assert "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in refused.out
@@ -79,6 +83,19 @@ def test_the_last_byte_decides(tidemill, recipe: Path, monkeypatch):
     for free, code in ((needed, 0), (needed - 1, 2)):
         with_free(monkeypatch, free)
         assert tidemill("check", recipe).code == code
+
+
+@pytest.mark.parametrize(("asked", "cut"), [(512, False), (513, True)])
+def test_a_context_that_the_model_lacks_is_said_to_be_cut(tidemill, recipe: Path, asked: int, cut: bool):
+    given, said = (
+        f"engine.context={asked}",
+        "engine.context = 513, but the model has 512 positions (max_position_embeddings): 512 are used",
+    )
+    checked = tidemill("check", recipe, given)
+    assert (said in " ".join(checked.out.split())) is cut and "rows of at most 512 tokens" in checked.out
+    short = ("steps=1", "eval.final_tasks=2", "rollout.groups=1", "placement=inline", f"run_dir={recipe.parent / 'run'}")
+    trained = tidemill("train", recipe, given, *short)
+    assert trained.code == 0 and (said in " ".join(trained.out.split())) is cut
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from math import sqrt
 from pathlib import Path
 
@@ -100,3 +101,11 @@ def test_what_comes_next(tidemill, run: Path, trained: Path, monkeypatch: pytest
     assert f"samples {run} " in last and "eval" not in last and "serve" not in last  # there is no model yet
     monkeypatch.setattr(training, "DEMO", recipe)
     assert again(tidemill, run, trained).splitlines()[-1].endswith("new mytask")
+
+
+def test_the_time_of_a_run_that_went_on_is_that_of_its_last_process(tidemill, run: Path, trained: Path):
+    """No other is recorded: those before may have been killed."""
+    assert read_json(run / "report.json")["steps_before"] == 0 and "done: 3 steps in " in again(tidemill, run, trained)
+    env = read_json(run / "config.json")["env"]["path"]
+    said = tidemill("train", trained.parent / "recipe.toml", f"run_dir={run}", f"env={env}", "steps=5")
+    assert said.code == 0 and re.search(r"done: 5 steps, \d+s since it went on after step 3   model: ", said.out)

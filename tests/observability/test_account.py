@@ -357,9 +357,25 @@ def test_a_judge_that_fails_comes_before_all_speed() -> None:
         ("a starved trainer, slow engines", {"engine_threads": 1, "shared": True}, "raise placement.engine_threads (now 1)"),
         ("a starved trainer, slow engines", {"engine_threads": 2, "shared": True}, "more of the machine"),
         ("a starved trainer, slow engines", {"engine_threads": 1}, "more of the machine"),
+        ("a starved trainer, slow engines", {"shared": True, "engine_step": 2e9}, "raise placement.engine_threads (now 1)"),
+        (
+            "a starved trainer, slow engines",
+            {"shared": True, "engine_step": 2e8},
+            "not more threads: their steps are too small",
+        ),
+        (
+            "a starved trainer, slow engines",
+            {"cores": 4, "engine_step": 2e9},
+            "placement.engines or placement.engine_threads",
+        ),
+        (
+            "a starved trainer, slow engines",
+            {"cores": 4, "engine_step": 2e8},
+            "2 of 4 cores are free: raise placement.engines (",
+        ),
     ],
 )
 def test_threads_are_advised_where_cores_are_shared(name: str, more: dict[str, Any], said: str) -> None:
     _, max_lag, planted = CAUSES[name]
     _, total, _ = advice_for(max_lag, **planted)
-    assert said in str(advise(total, Setup(max_lag, 16, cores=2, **more)))
+    assert said in str(advise(total, Setup(max_lag, 16, **{"cores": 2, **more})))

@@ -5,18 +5,23 @@ from __future__ import annotations
 import asyncio
 import io
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from tidemill import monitor
-from tidemill.monitor import Monitor
+from tidemill import monitor, report
+from tidemill.config import load
+from tidemill.model_folder import architecture_of
+from tidemill.monitor import Monitor, Totals
+from tidemill.observability.account import TRAINER, Account
 from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
 from tidemill.observability.trace import Trace
 from tidemill.protocols import PeerLost
+from tidemill.recipe import RunConfig
 from tidemill.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
 
 
@@ -66,6 +71,41 @@ async def test_a_step_ends_before_processes_are_asked_and_what_they_tell_of_afte
     assert [each["time/trainer/train"] for each in told] == pytest.approx([1.0] * 3, abs=1e-3)
     assert sum(each["time/step_s"] for each in told) == pytest.approx(ends[-1] - begin, abs=0.02)
     assert len(trace.spans("trainer")) == 3  # what is kept for the next step is in the trace once
+
+
+class Counting:
+    """An engine that has decoded three times as many rows as were prefilled, in steps of 64 tokens."""
+
+    def __init__(self, process: str, tokens: float = 64.0) -> None:
+        self.process, self.tokens, self.steps = process, tokens, 0.0
+
+    async def telemetry(self) -> Telemetry:
+        self.steps += 10
+        shares = {"generated_tokens": 0.75, "prompt_tokens": 1.0, "cached_tokens": 0.75}
+        counters = {name: share * self.tokens * self.steps for name, share in shares.items()}
+        return Telemetry(self.process, 2, [], {"steps": self.steps, **counters})
+
+
+@pytest.mark.parametrize(("name", "threads"), [("2m", False), ("25m", True)])
+async def test_threads_are_advised_to_engines_whose_steps_they_are_worth(name: str, threads: bool, monkeypatch) -> None:
+    """Small ones wait for their threads."""
+    watched = Monitor(Fanout([], print), ProgressDisplay(3, io.StringIO(), "quiet"), Trace(100))
+    engines = [Counting("engine-0"), Counting("reference-0", 1e6)]
+    watched.attach(Busy(), [SimpleNamespace(engines=engines)])  # type: ignore[arg-type]
+    for _ in range(2):
+        await watched._times()
+    assert report.tokens_per_step(watched.totals) == 64
+    starved = {TRAINER: {"train": 1.0, "wait for rollouts": 9.0}, "engine-0": {"generate": 10.0}}
+    wall = dict.fromkeys(starved, 10.0)
+    watched.totals.time = Account(starved, wall, starved={"generate": 9.0}, starved_s=9.0, in_flight=100.0)
+    config = load(RunConfig, [], ["max_lag=1"], {"run_dir": "runs/x", "model": f"new:{name}", "env": "guess"})
+    monkeypatch.setattr(report, "usable_cores", lambda: 2)
+    policy = architecture_of(config.model)
+    assert policy is not None and report.tokens_per_step(Totals()) == 0
+    found = report.advice(watched.totals, config, policy)
+    assert (
+        found is not None and found["cause"] == "engines" and ("raise placement.engine_threads" in found["text"]) is threads
+    )
 
 
 def test_a_greedy_baseline_is_no_part_of_what_the_policy_does() -> None:

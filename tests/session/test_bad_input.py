@@ -84,6 +84,19 @@ def refused(monkeypatch, capsys, tmp_path: Path, command: str, **settings: str) 
 )
 def test_settings(settings, sentence, monkeypatch, capsys, tmp_path, model):
     assert sentence in train(monkeypatch, capsys, tmp_path, **{"model": f'"{model}"', **settings})
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("placement", ['"inline"', '"local"'])
+def test_a_start_that_is_refused_leaves_no_folder_unless_it_was_there(placement, monkeypatch, capsys, tmp_path):
+    """Also where it came as far as to make a model."""
+    settings = {"model": '"new:0.1m"', "engine": "{ context = 4 }", "placement": placement}
+    before = {*tmp_path.iterdir(), tmp_path / "recipe.toml"}
+    assert "the context holds 4" in train(monkeypatch, capsys, tmp_path, **settings)
+    assert {*tmp_path.iterdir()} == before
+    (tmp_path / "run").mkdir()
+    assert "the context holds 4" in train(monkeypatch, capsys, tmp_path, **settings)
+    assert (tmp_path / "run" / "config.json").exists() and (tmp_path / "run" / "failure.json").exists()
 
 
 @pytest.mark.parametrize(

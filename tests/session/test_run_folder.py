@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,8 @@ from tidemill.config import build, dump
 from tidemill.durable import put_in_place, write_json
 from tidemill.errors import ConfigError
 from tidemill.faults import Fault, FaultError, Faults
+from tidemill.ledger import lock
+from tidemill.ledger.records import RunFolderError
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder
 
@@ -55,6 +58,43 @@ def test_somebody_elses_folder_is_refused(config, tmp_path):
     with pytest.raises(ConfigError, match="not empty and holds no run"):
         RunFolder.open(config)
     assert [p.name for p in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+
+
+def test_only_what_this_start_made_is_withdrawn(config, tmp_path):
+    """And never what another writer has, or would be left with."""
+    run = tmp_path / "run"
+    for name in ("thesis.txt", "logs/trainer.log", "trajectories/seg-000001.bin", "initial/config.json"):
+        folder = RunFolder.open(config)
+        (run / name).parent.mkdir(exist_ok=True)
+        (run / name).write_text("work")
+        folder.withdraw()
+        assert (run / name).exists()
+        shutil.rmtree(run)
+    folder = RunFolder.open(config)
+    held = lock.FolderLock(run)
+    folder.withdraw()
+    held.release()
+    RunFolder.open(config).withdraw()  # it was there
+    assert folder.config.exists()
+    folder.withdraw()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_that_was_waited_for_is_none_when_the_folder_went(tmp_path, monkeypatch):
+    """Two that begin at once: one is refused and takes its folder away, while the other has opened the lock's file in it."""
+    folder, aside, real = tmp_path / "run", tmp_path / "aside", lock.fcntl.lockf
+
+    def removed_before(descriptor: int, how: int) -> None:
+        folder.rename(aside)
+        folder.mkdir()
+        real(descriptor, how)
+
+    folder.mkdir()
+    monkeypatch.setattr(lock.fcntl, "lockf", removed_before)
+    with pytest.raises(RunFolderError, match="was removed meanwhile: start it again"):
+        lock.FolderLock(folder)
+    monkeypatch.undo()
+    lock.FolderLock(folder).release()
 
 
 def test_initial_is_whole_or_not_there(config, tmp_path, start, monkeypatch):

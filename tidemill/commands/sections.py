@@ -13,12 +13,14 @@ from rich.text import Text
 
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
+from tidemill.assembly import context_cut
 from tidemill.commands import sizing
 from tidemill.commands.screen import console, print_rows
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages
 from tidemill.errors import ConfigError
-from tidemill.memory import Models, demands, in_words, parameters, processes, refusal, row_tokens
+from tidemill.memory import Models, demands, in_words, processes, refusal, row_tokens
 from tidemill.model_folder import architecture_of, check_companions, expect_model
+from tidemill.models.architecture import parameters
 from tidemill.recipe import RunConfig
 
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
@@ -89,6 +91,7 @@ def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
         "refused": refusal(found),
         "refused_at_context": refusal(processes(config, models, context)),  # were a task as long as a row can be
         "without_reference": config.reference is not None and models.reference is None,
+        "context_cut": context_cut(config, arch),
         "short_of_kv": kv_pages(config.engine, arch, free)[1],
     }
 
@@ -167,12 +170,14 @@ def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Ro
     rows: list[Row] = [
         ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
     ]
+    if memory["context_cut"]:
+        rows.append(("context", memory["context_cut"]))
     for process, found in memory["processes"].items():
         held, times = found["bytes"], f", each of {found['count']}" if found["count"] > 1 else ""
         each = [f"{in_words(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
         rows.append((process, f"{in_words(sum(held.values()))}{times}: {', '.join(each)}"))
     left = "the reference, whose folder is not here, and " if memory["without_reference"] else ""
-    beside = f"beside it: {left}what Python and torch take in each process"
+    beside = f"beside it: {left}what processes share of Python and torch"
     for device, demand in memory["devices"].items():
         free = "what is free is not known here" if demand["free"] is None else f"of {in_words(demand['free'])} that are free"
         where = "together" if len(memory["devices"]) == 1 else f"on {device}"

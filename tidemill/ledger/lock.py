@@ -28,12 +28,16 @@ class FolderLock:
             holder = os.pread(self._descriptor, 32, 0).strip()
             os.close(self._descriptor)
             raise _refusal(folder, int(holder) if holder.isdigit() else None) from None
+        if not path.exists() or not os.path.samestat(os.fstat(self._descriptor), path.stat()):
+            os.close(self._descriptor)
+            raise RunFolderError(f"{str(folder)!r} was removed meanwhile: start it again")
         os.pwrite(self._descriptor, f"{os.getpid():<31}\n".encode(), 0)
         self._identity = _identity(path)
         _held.add(self._identity)
 
     def release(self) -> None:
-        """Give the lock back. The file stays: removing it would let two writers lock two different files."""
+        """Give the lock back. The file stays: removing it would let two writers lock two different files. With its whole
+        folder it may go, for whoever takes the lock looks whether its file is still there."""
         if self._identity in _held:
             _held.remove(self._identity)
             os.close(self._descriptor)

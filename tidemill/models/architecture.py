@@ -125,6 +125,21 @@ class Architecture:
         )
 
 
+def matrices(arch: Architecture) -> list[tuple[int, int]]:
+    """[N, K] of every matrix that something is multiplied with, the head last."""
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    layer = [(q + 2 * kv, arch.hidden), (arch.hidden, q), (2 * arch.intermediate, arch.hidden)]
+    return [*layer, (arch.hidden, arch.intermediate)] * arch.layers + [(arch.vocab, arch.hidden)]
+
+
+def parameters(arch: Architecture) -> int:
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    vectors = 2 * arch.hidden + 2 * arch.head_dim * arch.qk_norm + (q + 2 * kv) * arch.qkv_bias + arch.hidden * arch.o_bias
+    vectors += (2 * arch.intermediate + arch.hidden) * arch.mlp_bias
+    embedding = 0 if arch.tied else arch.vocab * arch.hidden
+    return sum(n * k for n, k in matrices(arch)) + embedding + arch.layers * vectors + arch.hidden
+
+
 def _whole(given: dict[str, Any], key: str, default: int | None = None) -> int:
     """A count of config.json; null means the default, where there is one."""
     value = default if given.get(key) is None else given[key]

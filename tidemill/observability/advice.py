@@ -18,6 +18,10 @@ from tidemill.observability.account import CONTROLLER, REFERENCE, TRAINER, WAIT,
 
 LITTLE = 0.1  # of the time: nothing to speak of
 FEW = 0.2  # of the groups that may be in flight
+# Multiplications of an engine's step, from which on more threads may help: they meet in it, and whoever else computes on one
+# of their cores (the controller, a verifier) keeps all of them waiting. Of 0.15e9 (the demo's) a run took 38 s with two
+# threads and 25 with one, of 0.4e9 as long with two as with one.
+WORTH_THREADS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +32,7 @@ class Setup:
     slots: int  # groups that may be in flight
     engines: int = 1
     engine_threads: int = 1
+    engine_step: float = 0.0  # multiplications, on average; 0: not known
     trainer_threads: int = 1
     workers: int = 1  # of the scorer
     cores: int = 1
@@ -96,13 +101,16 @@ _LONGEST = "raise max_lag or rollout.window, so that others are trained meanwhil
 
 
 def _engines(setup: Setup) -> str:
-    threads = setup.engine_threads
+    threads, small = setup.engine_threads, 0 < setup.engine_step < WORTH_THREADS
     used = setup.engines * threads + setup.trainer_threads
     if used < setup.cores:
-        return f"{setup.cores - used} of {setup.cores} cores are free: raise placement.engines or placement.engine_threads"
-    if setup.shared and threads < setup.cores:
+        more = "placement.engines" if small else "placement.engines or placement.engine_threads"
+        return f"{setup.cores - used} of {setup.cores} cores are free: raise {more}"
+    if setup.shared and threads < setup.cores and not small:
         return f"raise placement.engine_threads (now {threads}): while the trainer waits, its cores are theirs"
-    return "give the engines more of the machine, a lower precision (engine.dtype), or shorter replies"
+    return "give the engines more of the machine, a lower precision (engine.dtype), or shorter replies" + (
+        "; not more threads: their steps are too small for them" if small else ""
+    )
 
 
 def _slow(what: str, setup: Setup) -> str:
