@@ -51,12 +51,18 @@ def draw_curve(axes, lines: list[dict], report: dict) -> None:
         at, [line["eval/accuracy"] for line in evaluations], "o-", color=TRAIN, ms=4, label="held-out accuracy (greedy)"
     )
     axes.set(xlabel="seconds of reinforcement learning", ylim=(0, 1), xlim=(0, None))
-    lag = f"max_lag {report['max_lag_allowed']}, seen {report['max_lag_seen']}"
-    axes.set_title(
-        f"held-out {report['accuracy_before']:.3f} → {report['accuracy_after']:.3f}, {report['steps']} steps, {lag}"
-    )
+    axes.set_title(title(report), fontsize=11)
     axes.legend(loc="lower right", frameon=False)
     axes.grid(alpha=0.2)
+
+
+def title(report: dict) -> str:
+    before, after, seen = (report[key] for key in ("accuracy_before", "accuracy_after", "max_lag_seen"))
+    old = f"{seen} version{'' if seen == 1 else 's'} old"
+    return (
+        f"held-out accuracy {before:.3f} → {after:.3f} in {report['steps']} steps\n"
+        f"what was trained on was sampled by weights at most {old} (max_lag allows {report['max_lag_allowed']})"
+    )
 
 
 def draw_busy(axes, path: Path) -> None:

@@ -47,6 +47,16 @@ def test_a_run_that_goes_on(tidemill, waiting: Path, monkeypatch: pytest.MonkeyP
     assert "processes" in said.out and "at " in said.out
 
 
+def test_calls_that_are_alike_are_told_of_once(tidemill, waiting: Path):
+    """With the longest of them: an engine has a call for each attempt that is under way."""
+    status = read_json(waiting / STATUS)
+    calls = [["generate", 2.0], ["generate", 1.9], ["update", 0.3], ["generate", 0.1]]
+    status["processes"][0]["busy"] = calls
+    (waiting / STATUS).write_text(json.dumps(status))
+    out = tidemill("why", unfinished(waiting)).out
+    assert "heard 0.1 s before, generate × 3 for 2.0 s, update for 0.3 s\n" in out
+
+
 def test_a_complete_one_waits_for_nobody(tidemill, waiting: Path):
     said = tidemill("why", waiting)
     assert said.code == 0 and "complete: it came to its last step" in said.out and "step 2 of 3" in said.out

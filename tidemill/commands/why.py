@@ -109,13 +109,21 @@ def _state(about: dict[str, Any]) -> str:
 
 
 def _wait(wait: dict[str, Any], now: float) -> str:
-    times = f" × {wait['count']}" if wait["count"] > 1 else ""
+    times = _times(wait["count"])
     limit = f" of at most {wait['limit_s']:g} s" if wait["limit_s"] is not None else ""
     return f"the controller for {wait['peer']}: {wait['what']}{times}, since {now - wait['since']:.1f} s{limit}"
 
 
+def _times(count: int) -> str:
+    return f" × {count}" if count > 1 else ""
+
+
 def _process(process: dict[str, Any]) -> str:
-    busy = ", ".join(f"{method} for {seconds:.1f} s" for method, seconds in process["busy"][:3]) or "idle"
+    alike = dict[str, list[float]]()  # seconds of each, oldest first
+    for method, seconds in process["busy"]:
+        alike.setdefault(method, []).append(seconds)
+    calls = [f"{method}{_times(len(each))} for {each[0]:.1f} s" for method, each in alike.items()]
+    busy = ", ".join(calls[:3]) or "idle"
     alive = f"heard {process['heard']:.1f} s before" if process["alive"] else "ended"
     return f"{process['name']} ({process['pid']}): {alive}, {busy}"
 
