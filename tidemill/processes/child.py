@@ -12,6 +12,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Self
 
 import psutil
@@ -32,6 +33,13 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib",
 MARK_NAME = "TIDEMILL_WORKER"
 MARK = f"{MARK_NAME}={secrets.token_hex(8)}."  # begins the mark of each of this process's workers, see `guard`
 _numbers = itertools.count()
+
+
+async def closed(stdin: asyncio.StreamWriter) -> None:
+    """Until a process's stdin, which was closed, is. What it did not read is lost with it, which nobody but asyncio would
+    tell of: once more when the pipe is collected, in the middle of whatever goes on then."""
+    with suppress(OSError):
+        await asyncio.wait_for(asyncio.shield(stdin.wait_closed()), REAP_LIMIT_S)
 
 
 class Child:
@@ -95,7 +103,7 @@ class Child:
         await asyncio.wait([self._draining], timeout=REAP_LIMIT_S)
         # asyncio closes the pipes when it has read them to their end, which may be after the last turn of its loop.
         self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
-        await asyncio.sleep(0)
+        await closed(self._stdin)
 
     async def epitaph(self) -> str:
         """How it ended, and the last of what it said."""

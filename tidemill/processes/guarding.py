@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from tidemill.processes import guard
-from tidemill.processes.child import MARK, REAP_LIMIT_S
+from tidemill.processes.child import MARK, REAP_LIMIT_S, closed
 
 
 class Guard:
@@ -41,6 +41,7 @@ class Guard:
         if self._process is not None and self._process.stdin is not None:
             self._process.stdin.close()
             await asyncio.wait_for(self._process.wait(), REAP_LIMIT_S)
+            await closed(self._process.stdin)
             self._process = None
 
     def _tell(self, sign: str, group: int) -> None:
