@@ -48,8 +48,8 @@ def _tell(config: RunConfig, recipe: Path, ended: Ended, as_json: bool) -> None:
     parts = [f"{groups['trained']:,} trained", *([dropped] if dropped else []), f"{groups['pending']:,} pending"]
     before, after, n = report["accuracy_before"], report["accuracy_after"], report["held_out"]
     if ended.complete:
-        took, before = _duration(report["wall_s"]), report.get("steps_before", 0)  # an older run's report has none
-        took = f", {took} since it went on after step {before}" if before else f" in {took}"
+        took, earlier = _duration(report["wall_s"]), report.get("steps_before", 0)  # an older run's report has none
+        took = f", {took} since it went on after step {earlier}" if earlier else f" in {took}"
         print(f"  done: {report['steps']} steps{took}   model: {folder / 'final'} (Hugging Face)")
     else:
         print(f"  stopped after step {report['steps']} of {config.steps}; the same command goes on from there")
