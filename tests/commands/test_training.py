@@ -109,3 +109,5 @@ def test_the_time_of_a_run_that_went_on_is_that_of_its_last_process(tidemill, ru
     env = read_json(run / "config.json")["env"]["path"]
     said = tidemill("train", trained.parent / "recipe.toml", f"run_dir={run}", f"env={env}", "steps=5")
     assert said.code == 0 and re.search(r"done: 5 steps, \d+s since it went on after step 3   model: ", said.out)
+    report = read_json(run / "report.json")
+    assert f"held-out accuracy {report['accuracy_before']:.3f} -> {report['accuracy_after']:.3f} on " in said.out
