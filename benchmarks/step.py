@@ -93,7 +93,7 @@ def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) ->
             of_trl[f"{name}, {dtype} weights"] = trl | {"weights": dtype, "cache": "static"}
     ours = {"max_lag": args.max_lag, "engine_threads": args.engine_threads, "trainer_threads": args.trainer_threads}
     ours["stream"] = args.stream
-    ours["micro_batch"] = args.micro_batch or (8192 if args.device == "cuda" else 2048)
+    ours["micro_batch"] = args.micro_batch or (8192 if args.device == "cuda" else 1152)
     return [
         System("tidemill", "step_tidemill.py", work | ours, environment=shared),
         *(System(name, "step_trl.py", given, "trl", theirs) for name, given in of_trl.items()),
@@ -143,7 +143,7 @@ def main() -> None:
     parser.add_argument("--engine-threads", type=int, default=torch.get_num_threads(), help="at most: they share the cores")
     parser.add_argument("--trainer-threads", type=int, default=torch.get_num_threads(), help="at most")
     parser.add_argument("--stream", action="store_true", help="ours begins a step with the groups that have finished")
-    parser.add_argument("--micro-batch", type=int, help="tokens of ours; by default 2,048, on a GPU 8,192")
+    parser.add_argument("--micro-batch", type=int, help="tokens of ours; by default 1,152, on a GPU 8,192")
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
     about: dict[str, Any] = {}

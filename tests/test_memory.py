@@ -24,11 +24,12 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.errors import ConfigError
 from tidemill.kernels.library import native
 from tidemill.model_folder import architecture_of, resolve_model
-from tidemill.models import linear
+from tidemill.models import products
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.fresh import SIZES, Size, fresh_model
+from tidemill.models.linear import Linear, gathering
 from tidemill.models.logprobs import token_logprobs
 from tidemill.models.value import ValueModel
 from tidemill.models.weights import empty_decoder
@@ -162,8 +163,8 @@ def test_a_critic_holds_what_was_said(model: str, tied: bool):
     assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied]) - 3 * head
 
 
-def kept_by(decoder: Decoder, settings: TrainerSettings, lengths: list[int]) -> int:
-    """Bytes that the forward pass of these rows leaves for the backward pass, beside the weights."""
+def kept_by(decoder: Decoder, settings: TrainerSettings, lengths: list[int]) -> tuple[int, int]:
+    """Bytes that the forward pass of these rows leaves for the backward pass, beside the weights; and of copies of these."""
     alive: dict[int, int] = {}
     weights = {p.untyped_storage().data_ptr() for p in decoder.parameters()}
 
@@ -175,12 +176,15 @@ def kept_by(decoder: Decoder, settings: TrainerSettings, lengths: list[int]) -> 
 
     tokens, attend = torch.zeros(sum(lengths), dtype=torch.long), packed_attention(lengths, decoder.arch.windows)
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=settings.dtype == "bfloat16")
-    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        with autocast:
-            hidden = decoder(tokens, packed_positions(lengths), attend, checkpointing=settings.checkpointing)
-        kept = token_logprobs(decoder, hidden, tokens, entropy=True)
-    assert len(kept) == 2
-    return sum(alive.values())
+    with gathering(decoder):
+        with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+            with autocast:
+                hidden = decoder(tokens, packed_positions(lengths), attend, checkpointing=settings.checkpointing)
+            kept, _ = token_logprobs(decoder, hidden, tokens, entropy=True)
+        seen = sum(alive.values())
+        kept.sum().backward()
+        matrices = [each.gathered for each in decoder.modules() if isinstance(each, Linear)]
+        return seen, sum(each.copied for each in matrices if each is not None)
 
 
 @pytest.mark.parametrize("lengths", [[100] * 4, [100, 60, 33, 20, 90, 90]], ids=["even", "ragged"])
@@ -193,14 +197,14 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: bool, l
     settings = TrainerSettings.model_validate({"dtype": dtype, "checkpointing": checkpointing, "device": "cpu"})
     plain = settings.model_copy(update={"checkpointing": False})
 
-    def kept(layers: int, settings: TrainerSettings) -> int:
+    def kept(layers: int, settings: TrainerSettings) -> tuple[int, int]:
         decoder = empty_decoder(replace(arch, layers=layers, windows=arch.windows[:layers]))
         decoder.initialise(torch.Generator())
         return kept_by(decoder, settings, lengths)
 
-    alive = kept(6, settings)
+    alive = sum(kept(6, settings))
     if checkpointing:  # one layer at a time is run again in the backward pass
-        alive += kept(2, plain) - kept(1, plain)
+        alive += kept(2, plain)[0] - kept(1, plain)[0]
     said = memory.activations(arch, settings, sum(lengths))
     assert alive <= said <= 1.6 * alive
 
@@ -276,7 +280,7 @@ def test_no_more_tokens_count_than_a_call_can_have(overrides: list[str], rows: i
 
 @pytest.mark.parametrize(("budget", "tokens"), [(10**6, 3008), (10**6, 3000), (3001, 3001), (2999, 2999)])
 def test_what_fills_a_micro_batch_up_counts(monkeypatch: pytest.MonkeyPatch, budget: int, tokens: int):
-    monkeypatch.setattr(linear, "floats_are_quicker", lambda: tokens == 3000)
+    monkeypatch.setattr(products, "_way", lambda: products.WIDENED if tokens == 3000 else None)
     arch = architecture_of("new:0.1m")
     assert arch is not None
     narrow = ["trainer.dtype=bfloat16", "trainer.device=cpu", f"trainer.micro_batch_tokens={budget}"]

@@ -22,8 +22,9 @@ from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, STEP, Native
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture, matrices, parameters
-from tidemill.models.linear import MIXES, floats_are_quicker, prepares_sizes
+from tidemill.models.linear import MIXES
 from tidemill.models.logprobs import chunk_rows
+from tidemill.models.products import floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import filled
 from tidemill.trainer.settings import TrainerSettings
@@ -237,7 +238,9 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> i
         layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
         share = AUTOCAST if narrows else 1.0
     copies = 2 * parameters(arch) if narrows else 0
-    if narrows and on_cpu and floats_are_quicker():
+    if narrows and on_cpu and pairs_are_ours():
+        copies *= 2  # as products read them, and as their ways back do
+    elif narrows and on_cpu and floats_are_quicker():
         copies = 8 * max(n * k for n, k in matrices(arch)[:-1])  # one at a time: widened, and its gradient
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
     logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab

@@ -119,3 +119,34 @@ def test_a_decoder_that_moves_forgets_them(dtype: torch.dtype) -> None:
     assert all(packed.numbers is not None for _, _, packed in model.packed())
     model.to(torch.float64)
     assert all(packed.numbers is None for _, _, packed in model.packed())
+
+
+@pytest.mark.parametrize(
+    "n, outputs, inputs", [(1, 1, 32), (2, 12, 64), (5, 13, 96), (511, 40, 32), (513, 96, 160), (1030, 25, 64)]
+)
+def test_gradients_of_weights(kernels: Native, n: int, outputs: int, inputs: int) -> None:
+    """Added to what is there; of rows that lie apart, too."""
+    torch.manual_seed(n)
+    d, x = torch.randn(n, outputs + 3).bfloat16()[:, :outputs], torch.randn(n, inputs + 5).bfloat16()[:, 2 : 2 + inputs]
+    if not kernels.adds_outer(d, x):
+        pytest.skip("no such products on this processor")
+    begun = torch.randn(outputs, inputs)
+    found = []
+    for threads in (1, 2, 3):
+        before = torch.get_num_threads()
+        torch.set_num_threads(threads)
+        try:
+            found.append(begun.clone())
+            kernels.add_outer(d, x, found[-1])
+        finally:
+            torch.set_num_threads(before)
+    expected = begun.double() + d.double().T @ x.double()
+    assert float((found[0] - expected).abs().max()) < 1e-6 * n**0.5 * float(expected.abs().max())
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+def test_gradients_of_weights_are_for_whole_blocks_of_bfloat16(kernels: Native) -> None:
+    x, narrow = torch.zeros(4, 64), torch.zeros(4, 64, dtype=torch.bfloat16)
+    assert (
+        not kernels.adds_outer(x, x) and not kernels.adds_outer(narrow, x) and not kernels.adds_outer(narrow, narrow[:, :48])
+    )

@@ -14,7 +14,7 @@ from trainer_cases import CPU, batch, decoder, gradients
 
 from tidemill.kernels.library import native
 from tidemill.kernels.native import NONE, PAIRED, TILED, WIDENED
-from tidemill.models import linear
+from tidemill.models import products
 from tidemill.models.linear import Linear
 from tidemill.trainer import step
 from tidemill.trainer.batch import filled, rows_of
@@ -80,7 +80,7 @@ def apart(found: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [FLOAT, NARROW])
 @pytest.mark.parametrize("n, inputs, outputs", SHAPES)
 def test_they_are_autocasts(way, monkeypatch, n, inputs, outputs, dtype, bias, rows) -> None:
-    monkeypatch.setattr(linear, "ROWS", rows)
+    monkeypatch.setattr(products, "ROWS", rows)
     module, x = layer(inputs, outputs, bias), drawn(n, inputs, seed=1, dtype=dtype)
     found, autocasts, right = computed(module, x), computed(module, x, F.linear), exact(module, x)
     assert type(found[0].grad_fn).__name__ == "_ProductBackward"
@@ -184,7 +184,8 @@ def test_sizes_are_few_only_where_products_are_onednns(way) -> None:
     rows = rows_of([s for s in batch() if s.weights.any()])
     tokens = sum(row.length for row in rows)
     assert filled(tokens, 1000) > tokens
-    for other, expected in ((WIDENED, tokens), (PAIRED, filled(tokens, 1000))):
+    few = filled(tokens, 1000)
+    for other, expected in ((WIDENED, tokens), (PAIRED, tokens), (TILED, few), (NONE, few)):
         way(other)
         assert len(step.Compute(CPU, 1000, NARROW).pack(rows).tokens) == expected
         assert len(step.Compute(CPU, 1000).pack(rows).tokens) == tokens

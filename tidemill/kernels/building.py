@@ -18,9 +18,8 @@ from pathlib import Path
 
 import torch
 
-SOURCES = tuple(
-    Path(__file__).with_name(f"{name}.c") for name in ("cpu", "layers", "attention", "sequences", "linear", "decoding")
-)
+NAMES = ("cpu", "layers", "attention", "sequences", "linear", "outer", "decoding")
+SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in NAMES)
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "rows.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")

@@ -41,6 +41,7 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tidemill_multiplies": (_Int, [_Int]),
     "tidemill_pairs_are_quick": (_Int, []),
     "tidemill_pack": (None, [_Pointer, _Pointer, _Long] + [_Int] * 3),
+    "tidemill_outer": (_Int, [_Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
     "tidemill_linear": (_Int, [_Pointer, _Long, _Pointer, _Pointer, _Pointer] + [_Int] * 6),
 }
 
@@ -280,6 +281,22 @@ class Native:
         ):
             raise MemoryError(f"there is no memory for a copy of {n} rows of {k} numbers")
         return out
+
+    def adds_outer(self, d: Tensor, x: Tensor) -> bool:
+        """Whether `add_outer` is for these, on this processor."""
+        narrow = d.dtype == x.dtype == torch.bfloat16 and d.device.type == x.device.type == "cpu"
+        return narrow and self.products[torch.bfloat16] == PAIRED and x.shape[1] % STEP == 0
+
+    def add_outer(self, d: Tensor, x: Tensor, sums: Tensor) -> None:
+        """sums [N, K] float32 += the transpose of d [n, N] times x [n, K], both bfloat16. The same bits for any number of
+        threads."""
+        (n, outputs), inputs = d.shape, x.shape[1]
+        assert self.adds_outer(d, x) and len(x) == n and d.stride(1) == x.stride(1) == 1
+        assert sums.shape == (outputs, inputs) and sums.dtype == torch.float32 and sums.is_contiguous()
+        threads = threads_for(n * outputs * inputs, worth.MULTIPLICATIONS)
+        given = d.data_ptr(), d.stride(0), x.data_ptr(), x.stride(0), sums.data_ptr(), n, outputs, inputs, threads
+        if self._library.tidemill_outer(*given):
+            raise MemoryError(f"there is no memory for pairs of {n} rows of {outputs} and {inputs} numbers")
 
     @staticmethod
     def trains(dtype: torch.dtype, size: int) -> bool:

@@ -67,6 +67,16 @@ def _products(library: Native) -> bool:
     return right
 
 
+def _outers(library: Native) -> bool:
+    """Of an odd number of rows, and more outputs than are held at a time."""
+    d, x, sums = _numbers(5, 15).bfloat16(), _numbers(5, 32).flip(0).bfloat16(), _numbers(15, 32)
+    if not library.adds_outer(d, x):
+        return True
+    expected = sums + (d.float()[:, :, None] * x.float()[:, None]).sum(0)
+    library.add_outer(d, x, sums)
+    return _near(sums, expected)
+
+
 def _sequences(library: Native) -> bool:
     return all(_attends(library, dtype) for dtype in DTYPES)
 
@@ -167,7 +177,7 @@ def _decodes(library: Native, dtype: torch.dtype) -> bool:
     return right and torch.allclose(found.float(), _norm(x, last.float()), atol=error, rtol=error)
 
 
-TRIALS = (_pages, _sums, _products, _sequences, _norms, _rotations, _gates, _decoding)
+TRIALS = (_pages, _sums, _products, _outers, _sequences, _norms, _rotations, _gates, _decoding)
 
 
 def _numbers(*shape: int) -> Tensor:

@@ -8,6 +8,8 @@ is quicker so.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,11 +18,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.library import native
-from tidemill.kernels.native import BLOCK, WIDENED
+from tidemill.kernels.native import BLOCK
 from tidemill.kernels.trained import Deferred, Gated, Normed, as_tensor
 from tidemill.models.pieces import Work, by_rows
+from tidemill.models.products import NARROW, Matrix, floats_are_quicker
 
-NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
 MIXES = "dtype" in torch.ops.aten.mm.overloads()  # PyTorch 2.8 and later multiply narrow matrices into a wide one
 
 
@@ -74,6 +76,7 @@ class Linear(nn.Linear):
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias)
         self.packed = Packed()
+        self.gathered: Matrix | None = None  # see `gathering`
 
     def onto(self, x: Tensor, input: Tensor | Deferred) -> Tensor:
         """x + what comes out of `input`. On a device, and without a gradient, x itself takes it: it is used up."""
@@ -85,38 +88,43 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor | Deferred) -> Tensor:
         if isinstance(input, Tensor) and (product := self.packed.product(input, self.out_features, self.bias)) is not None:
             return product
-        narrows = _narrows(input, self.weight)
-        rounds = narrows and floats_are_quicker()
-        if isinstance(input, Deferred) and (narrows or input.dtype == self.weight.dtype):
-            return _Product.apply(input.x, input.weight, self.weight, self.bias, input.how, rounds)
-        if rounds:
-            return _Product.apply(input, None, self.weight, self.bias, None, rounds)
+        if (dtype := _multiplied_in(input, self.weight)) is not None:
+            matrix = self.gathered or Matrix(self.weight)
+            if isinstance(input, Deferred):
+                return _Product.apply(input.x, input.weight, self.weight, self.bias, input.how, dtype, matrix)
+            if self.gathered is not None or (dtype != self.weight.dtype and floats_are_quicker()):
+                return _Product.apply(input, None, self.weight, self.bias, None, dtype, matrix)
         return F.linear(as_tensor(input), self.weight, self.bias)
 
 
-def prepares_sizes(device: str, narrow: bool) -> bool:
-    """Whether products of the trainer prepare something for each size they meet, and keep it: oneDNN's of bfloat16."""
-    return device == "cpu" and narrow and not floats_are_quicker()
+@contextmanager
+def gathering(*modules: nn.Module) -> Iterator[None]:
+    """While passes are computed, between which no weight changes: matrices on a CPU are prepared once, and their gradients
+    are added up in their `.grad`, where autograd does not see them."""
+    found = {each for module in modules for each in module.modules() if isinstance(each, Linear)}
+    here = [each for each in found if each.weight.device.type == "cpu"]
+    for each in here:
+        each.gathered = Matrix(each.weight, gathers=True)
+    try:
+        yield
+    finally:
+        for each in here:
+            each.gathered = None
 
 
-def floats_are_quicker() -> bool:
-    """Whether the CPU multiplies what is bfloat16 faster when it is widened before."""
-    compiled = native()
-    return compiled is not None and compiled.products[NARROW] == WIDENED
-
-
-def _narrows(x: Tensor | Deferred, weight: Tensor) -> bool:
-    """Whether autocast multiplies these as bfloat16, on a CPU."""
-    if isinstance(x, Tensor) and (x.device.type != "cpu" or x.ndim != 2):
-        return False
-    known = weight.device.type == "cpu" and x.dtype in (torch.float32, NARROW) and weight.dtype == torch.float32
-    return known and torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") == NARROW
+def _multiplied_in(x: Tensor | Deferred, weight: Tensor) -> torch.dtype | None:
+    """The dtype to which autocast narrows these on a CPU, or their own; None where products are PyTorch's own."""
+    if weight.device.type != "cpu" or (isinstance(x, Tensor) and x.ndim != 2):
+        return None
+    if not torch.is_autocast_enabled("cpu"):
+        return x.dtype if x.dtype == weight.dtype else None
+    known = x.dtype in (torch.float32, NARROW) and weight.dtype == torch.float32
+    return NARROW if known and torch.get_autocast_dtype("cpu") == NARROW else None
 
 
 class _Product(torch.autograd.Function):
     """made W^T + b, where `made` is what `how` makes of x and its own weight, which is not kept, but made again on the way
-    back; or x [n, K] itself, where it is rounded. `rounds`: of what is rounded to bfloat16, summed up in float32 and rounded
-    once, as autocast's is; gradients of the weights are not rounded then, where autocast's are, once a micro-batch."""
+    back; or x [n, K] itself. It is multiplied in `dtype`."""
 
     @staticmethod
     def forward(
@@ -126,68 +134,34 @@ class _Product(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         how: Normed | Gated | None,
-        rounds: bool,
+        dtype: torch.dtype,
+        matrix: Matrix,
     ) -> Tensor:
-        made = x.to(NARROW) if how is None else how.make(x, own)
-        multiplied = weight if rounds else weight.to(made.dtype)
-        ctx.save_for_backward(made if how is None else x, own, multiplied)
-        ctx.how, ctx.rounds, ctx.dtypes = how, rounds, (x.dtype, weight.dtype)
+        """matrix: of the weight, which is given for autograd."""
+        made = x.to(dtype) if how is None else how.make(x, own)
+        ctx.save_for_backward(made if how is None else x, own, weight)
+        ctx.how, ctx.matrix, ctx.dtype = how, matrix, x.dtype
         with torch.autocast("cpu", enabled=False):
-            if not rounds:
-                return F.linear(made, multiplied, None if bias is None else bias.to(made.dtype))
-            out = x.new_empty((len(x), len(weight)), dtype=NARROW)
-            wide, added = _rounded(weight), None if bias is None else _rounded(bias)
-            for rows in _parts(len(x)):
-                out[rows] = F.linear(made[rows].float(), wide, added)
-            return out
+            return matrix.forward(made, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, own, weight = ctx.saved_tensors
-        how, rounds, (dtype, weight_dtype), d = ctx.how, ctx.rounds, ctx.dtypes, grads[0]
+        (x, own, _), how, matrix, d = ctx.saved_tensors, ctx.how, ctx.matrix, grads[0]
         for_x, for_own, for_weight, for_bias, *_ = ctx.needs_input_grad
         d_x = d_own = d_weight = d_bias = None
         with torch.autocast("cpu", enabled=False):
             if for_x or for_own:
-                d_x = _product(d, weight, rounds)
+                d_x = matrix.back(d)
             if how is None:
-                made, d_x = x, None if d_x is None else d_x.to(dtype)
+                made, d_x = x, None if d_x is None else d_x.to(ctx.dtype)
             elif d_x is None:
                 made = how.make(x, own)
             else:
                 made = d_x
                 d_x, d_own = how.back(x, own, made, again=True)
             if for_weight:
-                d_weight = _outer(d, made, rounds).to(weight_dtype)
+                d_weight = matrix.gradient(d, made)
             if for_bias:
-                d_bias = d.sum(0, dtype=torch.float32 if rounds else None).to(weight_dtype)
-        return d_x, d_own, d_weight, d_bias, None, None
-
-
-def _product(d: Tensor, weight: Tensor, rounds: bool) -> Tensor:
-    """d [n, N] times a weight [N, K]."""
-    if not rounds:
-        return d @ weight
-    out, wide = d.new_empty((len(d), weight.shape[1])), _rounded(weight)
-    for rows in _parts(len(d)):
-        out[rows] = d[rows].float() @ wide
-    return out
-
-
-def _outer(d: Tensor, x: Tensor, rounds: bool) -> Tensor:
-    """The transpose of d [n, N] times x [n, K]."""
-    if not rounds:
-        return d.T @ x
-    out = d.new_zeros((d.shape[1], x.shape[1]), dtype=torch.float32)
-    for rows in _parts(len(d)):
-        out.addmm_(d[rows].float().T, x[rows].float())
-    return out
-
-
-def _rounded(numbers: Tensor) -> Tensor:
-    return numbers.to(NARROW).float()
-
-
-def _parts(rows: int) -> list[slice]:
-    return [slice(begin, begin + ROWS) for begin in range(0, rows, ROWS)]
+                d_bias = matrix.bias_gradient(d)
+        return d_x, d_own, d_weight, d_bias, None, None, None

@@ -21,8 +21,9 @@ from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, los
 from tidemill.cores import Cores
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
-from tidemill.models.linear import prepares_sizes
+from tidemill.models.linear import gathering
 from tidemill.models.logprobs import token_logprobs
+from tidemill.models.products import prepares_sizes
 from tidemill.models.value import ValueModel
 from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
 from tidemill.trainer.telemetry import Offload
@@ -105,7 +106,7 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
     """[T] float32 logprobs of each sample at its temperature: where it was sampled or has a weight, 0 elsewhere. Of a critic
     its values there."""
     found = [np.zeros(len(s.tokens), np.float32) for s in samples]
-    with torch.no_grad():
+    with torch.no_grad(), gathering(model.decoder if isinstance(model, ValueModel) else model):
         for rows in split(rows_of(samples), compute.budget):
             batch = compute.pack(rows)
             if isinstance(model, ValueModel):
@@ -152,13 +153,14 @@ def forward_backward(
             total.backward()
         _scatter(logprobs, batch, live.detach())
 
-    for with_gradient in (True, False):
-        chosen = [row for row, moves in zip(rows, moving, strict=True) if moves is with_gradient]
-        parts = split(chosen, compute.budget)
-        largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
-        with torch.set_grad_enabled(with_gradient):
-            for part in parts:
-                run(part, at_peak if part is largest else None)
+    with gathering(decoder, *([] if critic is None else [critic.decoder])):
+        for with_gradient in (True, False):
+            chosen = [row for row, moves in zip(rows, moving, strict=True) if moves is with_gradient]
+            parts = split(chosen, compute.budget)
+            largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
+            with torch.set_grad_enabled(with_gradient):
+                for part in parts:
+                    run(part, at_peak if part is largest else None)
     return TrainResult(sums.floats(), logprobs)
 
 

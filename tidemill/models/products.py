@@ -1,0 +1,136 @@
+"""Products with a matrix W [N, K] that is trained, on a CPU: x W^T + b; on the way back d W and the matrix's gradient d^T x.
+
+An input is x [n, K]; d [n, N] is what a loss changes by with the output. While passes are computed between which no weight
+changes (`models.linear.gathering`) a matrix is prepared once for all of them: where the engine's compiled products of
+bfloat16 add up pairs, they are the trainer's, too. And gradients are added up where they lie, unrounded: autograd would have
+rounded each micro-batch's as its output is, in a tensor of its own, and widened it, and added it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tidemill.kernels.library import native
+from tidemill.kernels.native import PAIRED, WIDENED, Native
+
+NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
+
+
+class Matrix:
+    """A weight as products read it. What is narrower than it is multiplied narrow, summed up in float32 and rounded once, as
+    autocast's is; where a CPU is quicker so, it is widened before."""
+
+    def __init__(self, weight: Tensor, *, gathers: bool = False) -> None:
+        """gathers: the weight does not change meanwhile, and gradients go to its `.grad`."""
+        self._weight, self._gathers = weight, gathers
+        self._narrow: Tensor | None = None
+        self._packed: dict[bool, Tensor] = {}  # by whether for the way back
+
+    @property
+    def copied(self) -> int:
+        """Bytes that it holds beside the weight."""
+        copies = [*self._packed.values(), *([] if self._narrow is None else [self._narrow])]
+        return sum(each.nbytes for each in copies)
+
+    def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        """x W^T + b, in the dtype of x."""
+        bias = None if bias is None else bias.detach().to(x.dtype)
+        if self._widens(x):
+            out, wide = x.new_empty((len(x), len(self._weight))), self._rounded()
+            for rows in parts(len(x)):
+                out[rows] = F.linear(x[rows].float(), wide, None if bias is None else bias.float())
+            return out
+        if (compiled := self._compiled(x)) is not None:
+            return compiled.linear(_dense(x), self._in_order(compiled, back=False), len(self._weight), bias)
+        return F.linear(x, self._read(x.dtype), bias)
+
+    def back(self, d: Tensor) -> Tensor:
+        """d W, in the dtype of d."""
+        if self._widens(d):
+            out, wide = d.new_empty((len(d), self._weight.shape[1])), self._rounded()
+            for rows in parts(len(d)):
+                out[rows] = d[rows].float() @ wide
+            return out
+        if (compiled := self._compiled(d)) is not None:
+            return compiled.linear(_dense(d), self._in_order(compiled, back=True), self._weight.shape[1])
+        return d @ self._read(d.dtype)
+
+    def gradient(self, d: Tensor, x: Tensor) -> Tensor | None:
+        """d^T x in the dtype of the weight; None where it has been added to the weight's gradient."""
+        sums = self._sums() if self._gathers else None
+        if self._widens(d):
+            added = d.new_zeros(self._weight.shape, dtype=torch.float32) if sums is None else sums
+            for rows in parts(len(d)):
+                added.addmm_(d[rows].float().T, x[rows].float())
+            return None if added is sums else added
+        if sums is None:
+            return (d.T @ x).to(self._weight.dtype)
+        if (compiled := self._compiled(d)) is not None and compiled.adds_outer(d, x):
+            compiled.add_outer(_dense(d), _dense(x), sums)
+        elif d.dtype == sums.dtype:
+            sums.addmm_(d.T, x)
+        else:
+            sums.add_(d.T @ x)
+        return None
+
+    def bias_gradient(self, d: Tensor) -> Tensor:
+        return d.sum(0, dtype=torch.float32 if self._widens(d) else None).to(self._weight.dtype)
+
+    def _sums(self) -> Tensor:
+        if self._weight.grad is None:
+            self._weight.grad = torch.zeros_like(self._weight, memory_format=torch.contiguous_format)
+        return self._weight.grad
+
+    def _widens(self, x: Tensor) -> bool:
+        return x.dtype == NARROW != self._weight.dtype and floats_are_quicker()
+
+    def _compiled(self, x: Tensor) -> Native | None:
+        """The kernels, where they are to multiply this."""
+        compiled = native() if self._gathers and x.dtype == NARROW and pairs_are_ours() else None
+        return compiled if compiled is not None and not any(size % 32 for size in self._weight.shape) else None
+
+    def _in_order(self, compiled: Native, back: bool) -> Tensor:
+        if back not in self._packed:
+            narrow = self._weight.detach().to(NARROW)
+            self._packed[back] = compiled.pack(narrow.T.contiguous() if back else narrow)
+        return self._packed[back]
+
+    def _read(self, dtype: torch.dtype) -> Tensor:
+        if dtype == self._weight.dtype:
+            return self._weight.detach()
+        if self._narrow is None:
+            self._narrow = self._weight.detach().to(dtype)
+        return self._narrow
+
+    def _rounded(self) -> Tensor:
+        return self._weight.detach().to(NARROW).float()
+
+
+def prepares_sizes(device: str, narrow: bool) -> bool:
+    """Whether products of the trainer prepare something for each size they meet, and keep it: oneDNN's of bfloat16."""
+    return device == "cpu" and narrow and not floats_are_quicker() and not pairs_are_ours()
+
+
+def floats_are_quicker() -> bool:
+    """Whether the CPU multiplies what is bfloat16 faster when it is widened before."""
+    return _way() == WIDENED
+
+
+def pairs_are_ours() -> bool:
+    """Whether it adds up pairs of bfloat16: compiled products are as fast as oneDNN's then, and with two threads faster."""
+    return _way() == PAIRED
+
+
+def parts(rows: int) -> list[slice]:
+    return [slice(begin, begin + ROWS) for begin in range(0, rows, ROWS)]
+
+
+def _way() -> int | None:
+    compiled = native()
+    return None if compiled is None else compiled.products[NARROW]
+
+
+def _dense(rows: Tensor) -> Tensor:
+    return rows if rows.stride(1) == 1 else rows.contiguous()
