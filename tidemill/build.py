@@ -72,6 +72,7 @@ class TrainerSpec(Config):
     folder: Path  # for carriers that need one
     seed: int = 0
     seat: Seat | None = None
+    threads: int = 1  # that may have a micro-batch of their own
     profile: Path | None = None
 
 
@@ -143,6 +144,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
         offload=one_thread() if offload else inline,
         process=spec.name,
         cores=_cores(spec.seat, spec.trainer.device),
+        threads=spec.threads,
         checkpoints=spec.checkpoints,
     )
     if spec.profile is not None:

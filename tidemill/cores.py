@@ -38,8 +38,12 @@ class Seat(Config):
 class Cores:
     """Those of a process that shares them with none: it computes with as many threads as it was given."""
 
+    def share(self) -> int | None:
+        """With how many threads this process computes from now on; None: with all that it was given."""
+        return None
+
     def take(self) -> None:
-        """Before a piece of work."""
+        """Before a piece of work, in the thread that computes it."""
 
     def leave(self) -> None:
         """There is nothing to compute, until further notice."""
@@ -56,10 +60,13 @@ class SharedCores(Cores):
         self._seat, self._use, self._used = seat, use, 0
         self.leave()  # what another one left there when it died
 
-    def take(self) -> None:
+    def share(self) -> int:
         seat = self._seat
         self._board[seat.place] = seat.wanted
-        share = max(1, min(seat.wanted, seat.wanted * seat.cores // sum(self._board)))
+        return max(1, min(seat.wanted, seat.wanted * seat.cores // sum(self._board)))
+
+    def take(self) -> None:
+        share = self.share()
         if share != self._used:
             self._used = share
             self._use(share)

@@ -204,10 +204,15 @@ def trainer_memory(
     every, budget = most_rows(config) * context_of(config.engine, arch), settings.micro_batch_tokens
     fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as the trainer's `Compute.pack` does
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
-    alive = sum(activations(each, settings, tokens) for each in (arch, critic) if each is not None)
+    alive = sum(activations(each, settings, tokens, trainer_lanes(config)) for each in (arch, critic) if each is not None)
     less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"
     return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
+
+
+def trainer_lanes(config: RunConfig) -> int:
+    """Micro-batches that the trainer runs at a time, at most."""
+    return config.lanes if device_of(config.trainer.device) == "cpu" else 1
 
 
 def most_rows(config: RunConfig) -> int:
@@ -222,8 +227,9 @@ def step_rows(config: RunConfig) -> int:
     return (config.rollout.groups + config.replayed) * config.rollout.group_size * (2 if mismatched else 1)
 
 
-def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> int:
-    """Bytes alive between the passes of a micro-batch, at most; with the head's chunk of logits and what products widen.
+def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lanes: int = 1) -> int:
+    """Bytes alive between the passes of a micro-batch, or of so many that hold those tokens together, at most; with the
+    head's chunks of logits and what products widen.
 
     A layer keeps, for each token: its input and, with what the attention adds, its middle, the projections q|k|v, q and k
     rotated, what attention gives, and gate|up; where these are not compiled, both norms' outputs, the product of gate and
@@ -241,9 +247,9 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int) -> i
     if narrows and on_cpu and pairs_are_ours():
         copies *= 2  # as products read them, and as their ways back do
     elif narrows and on_cpu and floats_are_quicker():
-        copies = 8 * max(n * k for n, k in matrices(arch)[:-1])  # one at a time: widened, and its gradient
+        copies = 8 * lanes * max(n * k for n, k in matrices(arch)[:-1])  # one at a time: widened, and its gradient
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
-    logits = 3 * 4 * min(tokens, chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
+    logits = 3 * 4 * min(tokens, lanes * chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
 
 

@@ -109,7 +109,7 @@ async def start_parts(
         wanted |= {f"{role}-{i}": threads for role in counts for i in range(counts[role])}
         shared = stack.enter_context(seats(wanted if config.shares_cores else {}))
         stack.push_async_callback(_stop_all, started)
-        trainer = trainer.model_copy(update={"seat": shared.get("trainer")})
+        trainer = trainer.model_copy(update={"seat": shared.get("trainer"), "threads": config.lanes})
         starting = start_role(placement, Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES)
         async with asyncio.TaskGroup() as group:
             first = group.create_task(kept(starting))

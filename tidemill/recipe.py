@@ -195,6 +195,11 @@ class RunConfig(Config):
         return self.placement.kind == "local" and not (self.deterministic or self.engine.batch_invariant)
 
     @property
+    def lanes(self) -> int:
+        """Micro-batches that the trainer may run at a time on a CPU: one where the bits of sums have to stay."""
+        return self.placement.trainer_threads if self.shares_cores else 1
+
+    @property
     def streams(self) -> bool:
         """Whether a step's gradient may be added up as its groups finish: not where the bits of sums have to stay."""
         asked = self.placement.stream

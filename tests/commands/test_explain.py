@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tidemill.algorithms.presets import PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS, reduction
@@ -17,7 +18,10 @@ from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.config import load
 from tidemill.recipe import RunConfig
-from tidemill.trainer.batch import rows_of, split
+from tidemill.trainer import lanes
+from tidemill.trainer.batch import Row, rows_of, split
+from tidemill.trainer.lanes import Lanes
+from tidemill.trainer.step import Compute
 from tidemill.types import Sample
 
 
@@ -25,20 +29,32 @@ def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunC
     return load(RunConfig, [], overrides, {"run_dir": "runs/x", "model": model, "env": env, "algorithm": "grpo"})
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_no_step_has_more_micro_batches(seed: int):
+@pytest.mark.parametrize("seed", range(40))
+def test_no_step_has_more_micro_batches(monkeypatch: pytest.MonkeyPatch, seed: int):
     draw = np.random.default_rng(seed)
+    threads = int(draw.integers(1, 5))
+    monkeypatch.setattr(lanes, "LEAST", 1)
     groups, group_size, context = int(draw.integers(1, 6)), int(draw.integers(2, 6)), int(draw.integers(4, 60))
     budget = int(draw.integers(1, 150))
-    config = recipe(f"rollout.groups={groups}", f"rollout.group_size={group_size}", f"trainer.micro_batch_tokens={budget}")
+    given = (f"trainer.micro_batch_tokens={budget}", f"placement.trainer_threads={threads}", "trainer.device=cpu")
+    config = recipe(f"rollout.groups={groups}", f"rollout.group_size={group_size}", *given)
     said = sizing.step_size(config, context)
     samples = [sample(draw, int(draw.integers(2, context + 1))) for _ in range(said.sequences)]
     rows = rows_of(samples)
     assert max(row.length for row in rows) <= (said.row_tokens or 0)
-    assert len(split(rows, budget)) <= said.forward_micro_batches
+    compute = Compute(torch.device("cpu"), budget, lanes=Lanes(threads))
+
+    def parts(rows: list[Row]) -> int:
+        found, at_a_time = compute.split(rows)
+        assert at_a_time <= said.lanes == threads
+        held = max((sum(row.length - row.shared for row in part) for part in found), default=0)
+        assert at_a_time * held <= budget or at_a_time == 1
+        return len(found)
+
+    assert parts(rows) <= said.forward_micro_batches
     moving = draw.random(len(rows)) < draw.random()
     with_gradient, without = ([row for row, m in zip(rows, moving, strict=True) if m is want] for want in (True, False))
-    assert len(split(with_gradient, budget)) + len(split(without, budget)) <= said.train_micro_batches
+    assert parts(with_gradient) + parts(without) <= said.train_micro_batches
 
 
 @pytest.mark.parametrize(("budget", "batches"), [(64, 8), (63, 16), (20, 16), (1000, 1)])

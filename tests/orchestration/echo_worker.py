@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import subprocess
@@ -163,6 +164,10 @@ async def build(spec: dict[str, Any]) -> tuple[object, type]:
             os.kill(os.getpid(), signal.SIGKILL)
         case "grandchild":
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", spec["mark"]])
+        case "leaves":
+            atexit.register(print, "taken apart")
+            print("not flushed by itself")
+            return Echoing(spec), Echo
     print("printed to stdout", flush=True)
     return Echoing(spec), Echo
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import platform
 import signal
 import socket
 import subprocess
@@ -142,6 +143,39 @@ async def test_a_start_that_was_cancelled_leaves_nobody(start: Start) -> None:
     server.resume()
     second = await start(name="engine-2")  # asked for after it, so forked after it
     await until(lambda: {child.pid for child in server.children()} == {first.pid, second.pid})
+
+
+ARENAS = """
+import ctypes, threading
+kept, meet = [], threading.Barrier(4)
+
+def takes():
+    meet.wait(20)
+    kept.append(bytearray(100_000))
+    meet.wait(20)
+
+threads = [threading.Thread(target=takes) for _ in range(4)]
+[each.start() for each in threads]
+[each.join() for each in threads]
+libc = ctypes.CDLL(None)
+libc.fdopen.restype = ctypes.c_void_p
+stream = ctypes.c_void_p(libc.fdopen(1, b"w"))
+libc.malloc_info(0, stream)
+libc.fflush(stream)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other libraries have no such arenas")
+@pytest.mark.parametrize("own", [None, "3"])
+def test_what_one_thread_has_given_back_another_may_take(monkeypatch: pytest.MonkeyPatch, own: str | None) -> None:
+    monkeypatch.delenv("MALLOC_ARENA_MAX", raising=False)
+    if own is not None:
+        monkeypatch.setenv("MALLOC_ARENA_MAX", own)
+    told = subprocess.run(
+        [sys.executable, "-c", ARENAS], env=server_environment(), capture_output=True, text=True, timeout=60
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.count("<heap nr=") == int(own or 1)  # a user's own word stands
 
 
 async def test_a_child_has_the_environment_and_the_folder_of_the_time_of_its_start(

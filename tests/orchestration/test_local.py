@@ -130,6 +130,15 @@ async def test_stop_says_when_close_failed_and_still_ends_it(start: Start) -> No
     assert gone_within(child.pid, 1)
 
 
+async def test_a_child_that_was_closed_is_not_taken_apart_and_has_printed_everything(tmp_path: Path, start: Start) -> None:
+    """Else it would write to, and so copy, what it shares with the process it was forked from."""
+    child = await start({"start": "leaves"})
+    await child.stop(deadline=20)
+    assert gone_within(child.pid, 1)
+    said = "".join(path.read_text() for path in (tmp_path / "logs").iterdir())
+    assert "not flushed by itself" in said and "taken apart" not in said
+
+
 async def test_stop_cancelled_half_way_still_reaps(start: Start) -> None:
     child = await start({"close": "hangs"})
     stopping = asyncio.create_task(child.stop(deadline=60))

@@ -15,6 +15,7 @@ from tidemill.kernels.library import native
 from tidemill.kernels.native import NONE, PAIRED, TILED, WIDENED, Native
 from tidemill.models.linear import Linear, gathering
 from tidemill.trainer import step
+from tidemill.trainer.lanes import Lanes
 
 NARROW = torch.bfloat16
 WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
@@ -106,15 +107,15 @@ def test_pairs_are_prepared_once_and_multiplied_in_every_micro_batch(counted: di
     compiled = native()
     if compiled is None or compiled.products[NARROW] != PAIRED:
         pytest.skip("no such products on this processor")
-    model, passes = decoder(**WIDE), [0]
+    model = decoder(**WIDE)
     matrices = sum(isinstance(each, Linear) for each in model.modules())
     for _ in range(2):
         counted.update(dict.fromkeys(counted, 0))
-        passes[0] = 0
+        lanes = Lanes()
         rows = [s for s in batch() if s.weights.any() and s.advantages.any()]
-        step.forward_backward(model, rows, LOSSES, step.Compute(CPU, 20, NARROW, passes=passes))
-        assert passes[0] > 2 and counted["pack"] == 2 * matrices
-        assert counted["linear"] == 2 * counted["add_outer"] == 2 * matrices * passes[0]
+        step.forward_backward(model, rows, LOSSES, step.Compute(CPU, 20, NARROW, lanes=lanes))
+        assert lanes.done > 2 and counted["pack"] == 2 * matrices
+        assert counted["linear"] == 2 * counted["add_outer"] == 2 * matrices * lanes.done
 
 
 def test_a_layer_by_itself_prepares_nothing(way: int, counted: dict[str, int]) -> None:

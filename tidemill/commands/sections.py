@@ -112,6 +112,9 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     ran += [f"forward for {' and for '.join(forward)}{mismatched}"] if forward else []
     batches = [f"at most {step['train_micro_batches']:,} with gradients"]
     batches += [f"{step['forward_micro_batches']:,} for each forward pass"] if forward else []
+    tokens_each = f"{config.trainer.micro_batch_tokens:,} tokens each"
+    if step["lanes"] > 1:
+        tokens_each = f"at most {step['lanes']:,} at a time, {config.trainer.micro_batch_tokens:,} tokens together"
     attempts = f"{step['groups']:,} groups × {step['group_size']:,} = {step['sequences']:,}"
     if step["replayed"]:
         again = f"at most {_n(step['replayed'], 'group')} of the {config.data.replay.within:,} steps before"
@@ -121,7 +124,7 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
         ("sampled", sampled),
         ("updates", f"{step['updates']:,}"),
         ("passes", "; ".join(ran)),
-        ("micro-batches", f"{', '.join(batches)}: {config.trainer.micro_batch_tokens:,} tokens each, {rows}"),
+        ("micro-batches", f"{', '.join(batches)}: {tokens_each}, {rows}"),
         ("denominator", about["reduction"]["denominator"]),
     ]
 

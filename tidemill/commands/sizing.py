@@ -8,7 +8,7 @@ from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.loading import load_object
-from tidemill.memory import step_rows
+from tidemill.memory import step_rows, trainer_lanes
 from tidemill.recipe import RunConfig
 
 
@@ -24,6 +24,7 @@ class StepSize:
     row_tokens: int | None  # run for the longest row, at most; None: the context is not known
     forward_micro_batches: int  # of one forward pass over all rows, at most
     train_micro_batches: int  # of all updates, at most
+    lanes: int  # micro-batches that run at a time, at most: they share the tokens of one
     denominator: int | None  # of one update, at most: what the sum of weighted terms is divided by
 
 
@@ -39,8 +40,12 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
     each = most if asked is None else asked if most is None else min(asked, most)
     groups = -(-(r.groups + config.replayed) // updates.minibatches)  # of the largest update
     rows = groups * r.group_size
-    together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // most)  # rows that fit in any case
-    parts = min(rows, -(-rows // together) + 1)  # those that have no gradient are run apart
+    lanes = trainer_lanes(config)
+    together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // lanes // most)  # rows that fit in any case
+    spread = (
+        2 * lanes if lanes > 1 else 0
+    )  # of few rows, over all lanes: two that follow one another are more than one holds
+    parts = min(rows, -(-rows // together) + 1 + 2 * spread)  # those that have no gradient are run apart
     return StepSize(
         groups=r.groups,
         group_size=r.group_size,
@@ -50,8 +55,9 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
         replies=replies,
         sampled_tokens=0 if given else None if each is None else sequences * each,
         row_tokens=most,
-        forward_micro_batches=-(-step_rows(config) // together),
+        forward_micro_batches=min(step_rows(config), -(-step_rows(config) // together) + spread),
         train_micro_batches=updates.count * parts,
+        lanes=lanes,
         denominator=_denominator(config, groups, each),
     )
 

@@ -8,6 +8,8 @@ rounded each micro-batch's as its output is, in a tensor of its own, and widened
 
 from __future__ import annotations
 
+import threading
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -25,6 +27,7 @@ class Matrix:
     def __init__(self, weight: Tensor, *, gathers: bool = False) -> None:
         """gathers: the weight does not change meanwhile, and gradients go to its `.grad`."""
         self._weight, self._gathers = weight, gathers
+        self._lock = threading.Lock()  # several threads may multiply with it
         self._narrow: Tensor | None = None
         self._packed: dict[bool, Tensor] = {}  # by whether for the way back
 
@@ -59,7 +62,12 @@ class Matrix:
 
     def gradient(self, d: Tensor, x: Tensor) -> Tensor | None:
         """d^T x in the dtype of the weight; None where it has been added to the weight's gradient."""
-        sums = self._sums() if self._gathers else None
+        if not self._gathers:
+            return self._outer(d, x, None)
+        with self._lock:
+            return self._outer(d, x, self._sums())
+
+    def _outer(self, d: Tensor, x: Tensor, sums: Tensor | None) -> Tensor | None:
         if self._widens(d):
             added = d.new_zeros(self._weight.shape, dtype=torch.float32) if sums is None else sums
             for rows in parts(len(d)):
@@ -92,17 +100,19 @@ class Matrix:
         return compiled if compiled is not None and not any(size % 32 for size in self._weight.shape) else None
 
     def _in_order(self, compiled: Native, back: bool) -> Tensor:
-        if back not in self._packed:
-            narrow = self._weight.detach().to(NARROW)
-            self._packed[back] = compiled.pack(narrow.T.contiguous() if back else narrow)
-        return self._packed[back]
+        with self._lock:
+            if back not in self._packed:
+                narrow = self._weight.detach().to(NARROW)
+                self._packed[back] = compiled.pack(narrow.T.contiguous() if back else narrow)
+            return self._packed[back]
 
     def _read(self, dtype: torch.dtype) -> Tensor:
         if dtype == self._weight.dtype:
             return self._weight.detach()
-        if self._narrow is None:
-            self._narrow = self._weight.detach().to(dtype)
-        return self._narrow
+        with self._lock:
+            if self._narrow is None:
+                self._narrow = self._weight.detach().to(dtype)
+            return self._narrow
 
     def _rounded(self) -> Tensor:
         return self._weight.detach().to(NARROW).float()

@@ -64,7 +64,10 @@ def host(
     faults.belong_to(birth.launch.controller)
     if birth.threads is not None:
         use_threads(birth.threads)
-    sys.exit(asyncio.run(_serve(build, birth.launch, birth.report)))
+    code = asyncio.run(_serve(build, birth.launch, birth.report))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # taking an interpreter apart writes to, and so copies, all that was shared with the server until then
 
 
 async def _serve(build: Factory, launch: Launch, report: int) -> int:

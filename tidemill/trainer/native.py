@@ -26,6 +26,7 @@ from tidemill.protocols import CheckpointError, PolicyMismatch
 from tidemill.trainer import step
 from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
 from tidemill.trainer.critic import Critic
+from tidemill.trainer.lanes import Lanes
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
@@ -56,13 +57,15 @@ class NativeTrainer:
         offload: Offload = inline,
         process: str = "trainer",
         cores: Cores | None = None,
+        threads: int = 1,
         checkpoints: bool = True,
     ) -> None:
         """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. critic: one that is
         trained beside the policy. scores: it is what is exported, not the policy. sender: the carrier of published weights.
         source: the model folder whose tokenizer and configuration go into exports and checkpoints. cores: are taken before
-        each micro-batch. checkpoints: are written beside training, so that memory for a copy is taken at once: it is known
-        before anything is trained whether it fits, and is there when it is needed. The decoder is moved to the device."""
+        each micro-batch. threads: that may have a micro-batch of their own, where a CPU computes. checkpoints: are written
+        beside training, so that memory for a copy is taken at once: it is known before anything is trained whether it fits,
+        and is there when it is needed. The decoder is moved to the device."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -87,7 +90,7 @@ class NativeTrainer:
             budget=settings.micro_batch_tokens,
             autocast=torch.bfloat16 if settings.dtype == "bfloat16" else None,
             checkpointing=settings.checkpointing,
-            cores=cores or Cores(),
+            lanes=Lanes(threads if self.device.type == "cpu" else 1, cores),
         )
         self._sender, self._source = sender, None if source is None else Path(source)
         self._offload, self._recorder = self._compute.on_cores(offload), Recorder(process)
@@ -253,7 +256,7 @@ class NativeTrainer:
 
     def progress(self) -> float:
         done = self._recorder.counters
-        return self._compute.passes[0] + done.get("updates", 0.0) + done.get("saved_files", 0.0)
+        return self._compute.lanes.done + done.get("updates", 0.0) + done.get("saved_files", 0.0)
 
     async def telemetry(self) -> Telemetry:
         return self._recorder.drain()

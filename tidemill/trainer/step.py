@@ -9,6 +9,7 @@ gradient is known to be zero (no weight; or no advantage, under a loss proportio
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -18,7 +19,6 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, loss_by_name
-from tidemill.cores import Cores
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
 from tidemill.models.linear import gathering
@@ -26,6 +26,7 @@ from tidemill.models.logprobs import token_logprobs
 from tidemill.models.products import prepares_sizes
 from tidemill.models.value import ValueModel
 from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
+from tidemill.trainer.lanes import Lanes, lanes_for
 from tidemill.trainer.telemetry import Offload
 from tidemill.types import Array, LossSpec, Sample, TrainResult
 
@@ -37,26 +38,31 @@ class Compute:
     """How the decoder is run."""
 
     device: torch.device
-    budget: int  # tokens of a micro-batch
+    budget: int  # tokens of the micro-batches that run at a time
     autocast: torch.dtype | None = None  # None: in the weights' own dtype
     checkpointing: bool = False
-    cores: Cores = field(default_factory=Cores)
-    passes: list[int] = field(default_factory=lambda: [0])  # micro-batches run so far, for whoever asks whether it moves
+    lanes: Lanes = field(default_factory=Lanes)
 
     def on_cores(self, offload: Offload) -> Offload:
         """`offload` of functions that compute: the cores are given back behind them."""
 
         def offloaded(function: Callable[[], T], /) -> Awaitable[T]:
             def run() -> T:
-                self.cores.take()
+                self.lanes.cores.take()
                 try:
                     return function()
                 finally:
-                    self.cores.leave()
+                    self.lanes.cores.leave()
 
             return offload(run)
 
         return offloaded
+
+    def split(self, rows: list[Row]) -> tuple[list[list[Row]], int]:
+        """Micro-batches, and how many of them to run at a time."""
+        tokens = min(self.budget, sum(row.length for row in rows))
+        lanes = lanes_for(self.lanes.threads, tokens, max((row.length for row in rows), default=0))
+        return split(rows, self.budget if lanes == 1 else tokens // lanes), lanes
 
     def pack(self, rows: list[Row]) -> Batch:
         """Of few sizes where products prepare something for each."""
@@ -65,12 +71,11 @@ class Compute:
 
     def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
         """[M, D] what the batch's predicted tokens are predicted from."""
-        self.cores.take()
+        self.lanes.take()
         attend = packed_attention(batch.families, decoder.arch.windows, batch.tokens.device)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             checkpointing = self.checkpointing and torch.is_grad_enabled()
             hidden = decoder(batch.tokens, batch.positions, attend, checkpointing=checkpointing)
-        self.passes[0] += 1
         return hidden.index_select(0, batch.predictors)
 
     def logprobs(self, decoder: Decoder, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,11 +96,13 @@ class _Sums:
     """Metrics of all micro-batches, on the device until they are asked for."""
 
     metrics: dict[str, Tensor] = field(default_factory=dict)
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        for name, value in metrics.items():
-            old = self.metrics.get(name)
-            self.metrics[name] = value if old is None else old + value
+        with self.lock:
+            for name, value in metrics.items():
+                old = self.metrics.get(name)
+                self.metrics[name] = value if old is None else old + value
 
     def floats(self) -> dict[str, float]:
         values = torch.stack([v.double() for v in self.metrics.values()]).tolist() if self.metrics else []
@@ -106,14 +113,18 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
     """[T] float32 logprobs of each sample at its temperature: where it was sampled or has a weight, 0 elsewhere. Of a critic
     its values there."""
     found = [np.zeros(len(s.tokens), np.float32) for s in samples]
-    with torch.no_grad(), gathering(model.decoder if isinstance(model, ValueModel) else model):
-        for rows in split(rows_of(samples), compute.budget):
-            batch = compute.pack(rows)
-            if isinstance(model, ValueModel):
-                numbers = compute.values(model, batch)
-            else:
-                numbers, _ = compute.logprobs(model, batch, compute.hidden(model, batch))
-            _scatter(found, batch, numbers)
+
+    @torch.no_grad()
+    def run(part: list[Row]) -> None:
+        batch = compute.pack(part)
+        if isinstance(model, ValueModel):
+            numbers = compute.values(model, batch)
+        else:
+            numbers, _ = compute.logprobs(model, batch, compute.hidden(model, batch))
+        _scatter(found, batch, numbers)
+
+    with gathering(model.decoder if isinstance(model, ValueModel) else model):
+        compute.lanes.each(run, *compute.split(rows_of(samples)))
     return found
 
 
@@ -138,29 +149,32 @@ def forward_backward(
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
     sums = _Sums({"loss": torch.zeros((), device=compute.device), "tokens": torch.zeros((), device=compute.device)})
 
-    def run(part: list[Row], before_backward: Callable[[], object] | None) -> None:
+    def run(part: list[Row], with_gradient: bool, before_backward: Callable[[], object] | None) -> None:
         """Nothing of it lives on: that would lie in the way of what the next one allocates."""
-        batch = compute.pack(part)
-        hidden = compute.hidden(decoder, batch)
-        live, entropy = compute.logprobs(decoder, batch, hidden)
-        own = hidden if critic is not None and critic.decoder is decoder else None
-        values = None if critic is None else compute.values(critic, batch, own)
-        total = _losses(batch, functions, live, entropy, values, sums)
-        if torch.is_grad_enabled():
+        with torch.set_grad_enabled(with_gradient):
+            batch = compute.pack(part)
+            hidden = compute.hidden(decoder, batch)
+            live, entropy = compute.logprobs(decoder, batch, hidden)
+            own = hidden if critic is not None and critic.decoder is decoder else None
+            values = None if critic is None else compute.values(critic, batch, own)
+            total = _losses(batch, functions, live, entropy, values, sums)
+        if with_gradient:
             if before_backward is not None:
                 before_backward()
-            compute.cores.take()
+            compute.lanes.take()
             total.backward()
         _scatter(logprobs, batch, live.detach())
 
     with gathering(decoder, *([] if critic is None else [critic.decoder])):
         for with_gradient in (True, False):
             chosen = [row for row, moves in zip(rows, moving, strict=True) if moves is with_gradient]
-            parts = split(chosen, compute.budget)
+            parts, lanes = compute.split(chosen)
             largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
-            with torch.set_grad_enabled(with_gradient):
-                for part in parts:
-                    run(part, at_peak if part is largest else None)
+
+            def one(part: list[Row], moves: bool = with_gradient, largest: list[Row] | None = largest) -> None:
+                run(part, moves, at_peak if part is largest else None)
+
+            compute.lanes.each(one, parts, lanes)
     return TrainResult(sums.floats(), logprobs)
 
 
