@@ -166,7 +166,7 @@ async def build(spec: dict[str, Any]) -> tuple[object, type]:
             subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", spec["mark"]])
         case "leaves":
             atexit.register(print, "taken apart")
-            print("not flushed by itself")
+            print("not flushed by itself", end="")
             return Echoing(spec), Echo
     print("printed to stdout", flush=True)
     return Echoing(spec), Echo

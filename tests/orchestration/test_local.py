@@ -130,8 +130,11 @@ async def test_stop_says_when_close_failed_and_still_ends_it(start: Start) -> No
     assert gone_within(child.pid, 1)
 
 
-async def test_a_child_that_was_closed_is_not_taken_apart_and_has_printed_everything(tmp_path: Path, start: Start) -> None:
+async def test_a_child_that_was_closed_is_not_taken_apart_and_has_printed_everything(
+    tmp_path: Path, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Else it would write to, and so copy, what it shares with the process it was forked from."""
+    monkeypatch.delenv("PYTHONUNBUFFERED", raising=False)
     child = await start({"start": "leaves"})
     await child.stop(deadline=20)
     assert gone_within(child.pid, 1)

@@ -106,6 +106,9 @@ def test_a_lane_closes_when_its_core_is_lent_and_opens_when_it_is_back() -> None
             met.wait()
         elif part < 8:  # the caller alone
             assert threading.get_ident() == caller
+            for other in [each for each in threading.enumerate() if each.name == "lane-1"]:
+                other.join(WAIT_S)
+                assert not other.is_alive()
             if part == 7:
                 cores.threads = 2
         elif part in (8, 9):  # side by side again
