@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +31,7 @@ from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.fresh import SIZES, Size, fresh_model
 from tidemill.models.linear import Linear, gathering
-from tidemill.models.logprobs import token_logprobs
+from tidemill.models.logprobs import chunk_rows, token_logprobs
 from tidemill.models.value import ValueModel
 from tidemill.models.weights import empty_decoder
 from tidemill.recipe import RunConfig
@@ -207,6 +208,28 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: bool, l
         alive += kept(2, plain)[0] - kept(1, plain)[0]
     said = memory.activations(arch, settings, sum(lengths))
     assert alive <= said <= 1.6 * alive
+
+
+@pytest.mark.parametrize(
+    ("more", "lanes"),
+    [
+        ([], 1),
+        (["placement.trainer_threads=4"], 4),
+        (["placement.trainer_threads=4", "deterministic=true"], 1),
+        (["placement.trainer_threads=4", "placement.kind=inline"], 1),
+        (["placement.trainer_threads=4", "trainer.micro_batch_tokens=1100"], 2),  # of 512 tokens at least
+        (["warmup.accuracy=0.5"], 8),  # which has all cores
+    ],
+)
+def test_micro_batches_side_by_side_have_logits_of_their_own(monkeypatch: pytest.MonkeyPatch, more: list[str], lanes: int):
+    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    arch = replace(Architecture.from_dict(SHAPE | FAMILIES["qwen3"]), vocab=100_000)
+    config = recipe("trainer.device=cpu", "rollout.groups=1000", *more)
+    budget = config.trainer.micro_batch_tokens
+    (said,) = [h.bytes for h in memory.trainer_memory(config, arch, None) if h.what.startswith("activations")]
+    one = memory.activations(arch, config.trainer, budget)
+    chunk = chunk_rows(arch.vocab, "cpu")
+    assert said - one == 3 * 4 * arch.vocab * (min(budget, lanes * chunk) - chunk)
 
 
 def with_free(monkeypatch: pytest.MonkeyPatch, free: int) -> None:

@@ -7,6 +7,7 @@ process counts with what little ones share with no other. The rest of that, and 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ from tidemill.models.logprobs import chunk_rows
 from tidemill.models.products import floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import filled
+from tidemill.trainer.lanes import lanes_for
 from tidemill.trainer.settings import TrainerSettings
 
 MIB, GIB = 2**20, 2**30
@@ -204,15 +206,17 @@ def trainer_memory(
     every, budget = most_rows(config) * context_of(config.engine, arch), settings.micro_batch_tokens
     fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as the trainer's `Compute.pack` does
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
-    alive = sum(activations(each, settings, tokens, trainer_lanes(config)) for each in (arch, critic) if each is not None)
+    warms_up = config.warmup.accuracy and config.shares_cores  # with all cores
+    lanes = trainer_lanes(config, max(config.lanes, os.cpu_count() or 1) if warms_up else config.lanes)
+    alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
     less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"
     return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
 
 
-def trainer_lanes(config: RunConfig) -> int:
-    """Micro-batches that the trainer runs at a time, at most."""
-    return config.lanes if device_of(config.trainer.device) == "cpu" else 1
+def trainer_lanes(config: RunConfig, threads: int) -> int:
+    """Micro-batches that a trainer with so many threads runs at a time, at most."""
+    return lanes_for(threads if device_of(config.trainer.device) == "cpu" else 1, config.trainer.micro_batch_tokens, 0)
 
 
 def most_rows(config: RunConfig) -> int:
