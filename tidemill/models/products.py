@@ -64,7 +64,7 @@ class Matrix:
         """d^T x in the dtype of the weight; None where it has been added to the weight's gradient."""
         if not self._gathers:
             return self._outer(d, x, None)
-        with self._lock:
+        with self._lock:  # bounded: whoever holds it adds a gradient, or prepares the matrix
             return self._outer(d, x, self._sums())
 
     def _outer(self, d: Tensor, x: Tensor, sums: Tensor | None) -> Tensor | None:
@@ -100,7 +100,7 @@ class Matrix:
         return compiled if compiled is not None and not any(size % 32 for size in self._weight.shape) else None
 
     def _in_order(self, compiled: Native, back: bool) -> Tensor:
-        with self._lock:
+        with self._lock:  # bounded: as in `gradient`
             if back not in self._packed:
                 narrow = self._weight.detach().to(NARROW)
                 self._packed[back] = compiled.pack(narrow.T.contiguous() if back else narrow)
@@ -109,7 +109,7 @@ class Matrix:
     def _read(self, dtype: torch.dtype) -> Tensor:
         if dtype == self._weight.dtype:
             return self._weight.detach()
-        with self._lock:
+        with self._lock:  # bounded: as in `gradient`
             if self._narrow is None:
                 self._narrow = self._weight.detach().to(dtype)
             return self._narrow

@@ -67,12 +67,12 @@ class Lanes:
                         if other not in others or not others[other].is_alive():
                             others[other] = threading.Thread(target=lane, args=(other,), name=f"lane-{other}")
                             others[other].start()
-                    with self._lock:
+                    with self._lock:  # bounded: nobody computes meanwhile
                         if not todo:
                             return
                         part = todo.popleft()
                     run(part)
-                    with self._lock:
+                    with self._lock:  # bounded: as above
                         self.done += 1
             except BaseException as error:
                 failed.append(error)
@@ -82,7 +82,7 @@ class Lanes:
             lane(0)
         finally:
             for other in others.values():
-                other.join()
+                other.join()  # bounded: by its micro-batch; the caller has a deadline for the call
             self._several = False
             torch.set_num_threads(before)
         if failed:

@@ -99,7 +99,7 @@ class _Sums:
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def add(self, metrics: Mapping[str, Tensor]) -> None:
-        with self.lock:
+        with self.lock:  # bounded: whoever holds it adds some numbers
             for name, value in metrics.items():
                 old = self.metrics.get(name)
                 self.metrics[name] = value if old is None else old + value
