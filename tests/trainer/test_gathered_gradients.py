@@ -114,8 +114,8 @@ def test_pairs_are_prepared_once_and_multiplied_in_every_micro_batch(counted: di
         lanes = Lanes()
         rows = [s for s in batch() if s.weights.any() and s.advantages.any()]
         step.forward_backward(model, rows, LOSSES, step.Compute(CPU, 20, NARROW, lanes=lanes))
-        assert lanes.done > 2 and counted["pack"] == 2 * matrices
-        assert counted["linear"] == 2 * counted["add_outer"] == 2 * matrices * lanes.done
+        assert lanes.begun > 2 and counted["pack"] == 2 * matrices
+        assert counted["linear"] == 2 * counted["add_outer"] == 2 * matrices * lanes.begun
 
 
 def test_a_layer_by_itself_prepares_nothing(way: int, counted: dict[str, int]) -> None:

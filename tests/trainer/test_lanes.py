@@ -76,7 +76,7 @@ def test_each_runs_once_in_as_many_threads_as_there_are_lanes() -> None:
         seen.append((part, threading.get_ident(), torch.get_num_threads()))
 
     side.each(run, range(20), 3)
-    assert sorted(part for part, *_ in seen) == [*range(20)] and side.done == 20
+    assert sorted(part for part, *_ in seen) == [*range(20)] and side.begun == 20
     assert len({thread for _, thread, _ in seen}) == 3 and threading.get_ident() in {thread for _, thread, _ in seen}
     assert {threads for *_, threads in seen} == {2}  # six among three
 
@@ -155,7 +155,7 @@ def test_gradients_are_those_of_one_micro_batch_after_another(
     for _ in range(3):
         side = Lanes(3)
         found, beside = gradients(samples, model, 120, critic=critic, autocast=autocast, lanes=side)
-        assert side.done > 6
+        assert side.begun > 6
         assert_same(found, expected, 2e-2 if autocast else 1e-5)
         assert beside.metrics.keys() == result.metrics.keys()
         for name, value in result.metrics.items():

@@ -9,6 +9,7 @@ rounded each micro-batch's as its output is, in a tensor of its own, and widened
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -28,14 +29,12 @@ class Matrix:
         """gathers: the weight does not change meanwhile, and gradients go to its `.grad`."""
         self._weight, self._gathers = weight, gathers
         self._lock = threading.Lock()  # several threads may multiply with it
-        self._narrow: Tensor | None = None
-        self._packed: dict[bool, Tensor] = {}  # by whether for the way back
+        self._copies: dict[str, Tensor] = {}  # by what reads them
 
     @property
     def copied(self) -> int:
         """Bytes that it holds beside the weight."""
-        copies = [*self._packed.values(), *([] if self._narrow is None else [self._narrow])]
-        return sum(each.nbytes for each in copies)
+        return sum(each.nbytes for each in self._copies.values())
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + b, in the dtype of x."""
@@ -64,7 +63,7 @@ class Matrix:
         """d^T x in the dtype of the weight; None where it has been added to the weight's gradient."""
         if not self._gathers:
             return self._outer(d, x, None)
-        with self._lock:  # bounded: whoever holds it adds a gradient, or prepares the matrix
+        with self._lock:  # bounded: by a product
             return self._outer(d, x, self._sums())
 
     def _outer(self, d: Tensor, x: Tensor, sums: Tensor | None) -> Tensor | None:
@@ -100,19 +99,22 @@ class Matrix:
         return compiled if compiled is not None and not any(size % 32 for size in self._weight.shape) else None
 
     def _in_order(self, compiled: Native, back: bool) -> Tensor:
-        with self._lock:  # bounded: as in `gradient`
-            if back not in self._packed:
-                narrow = self._weight.detach().to(NARROW)
-                self._packed[back] = compiled.pack(narrow.T.contiguous() if back else narrow)
-            return self._packed[back]
+        def pack() -> Tensor:
+            narrow = self._weight.detach().to(NARROW)
+            return compiled.pack(narrow.T.contiguous() if back else narrow)
+
+        return self._copy("back" if back else "forward", pack)
 
     def _read(self, dtype: torch.dtype) -> Tensor:
         if dtype == self._weight.dtype:
             return self._weight.detach()
-        with self._lock:  # bounded: as in `gradient`
-            if self._narrow is None:
-                self._narrow = self._weight.detach().to(dtype)
-            return self._narrow
+        return self._copy("narrow", lambda: self._weight.detach().to(dtype))
+
+    def _copy(self, name: str, make: Callable[[], Tensor]) -> Tensor:
+        with self._lock:  # bounded: by a product, or a copy
+            if name not in self._copies:
+                self._copies[name] = make()
+            return self._copies[name]
 
     def _rounded(self) -> Tensor:
         return self._weight.detach().to(NARROW).float()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import TypeVar
 
 import torch
@@ -33,19 +33,25 @@ class Lanes:
         """threads: that may have a micro-batch of their own; with one, all cores compute the same one. cores: those of this
         process, which may lend them to others."""
         self.threads, self.cores = threads, cores or Cores()
-        self.done = 0  # micro-batches so far, for whoever asks whether it moves
-        self._several, self._lock = False, threading.Lock()
+        self._several, self._given = False, 0
+        self._todo: Sized = ()
+
+    @property
+    def begun(self) -> int:
+        """Micro-batches so far, for whoever asks whether it moves."""
+        return self._given - len(self._todo)
 
     def each(self, run: Callable[[T], None], parts: Sequence[T], lanes: int = 1) -> None:
         """Run all of them, begun in this order, so many at a time. What one raises is raised when nothing runs any more; no
         other is begun in between."""
+        todo = deque(parts)
+        self._given, self._todo = self.begun + len(todo), todo
         lanes = min(lanes, len(parts))
         if lanes > 1:
-            self._side_by_side(run, deque(parts), lanes)
+            self._side_by_side(run, todo, lanes)
         else:
-            for part in parts:
-                run(part)
-                self.done += 1
+            while todo:
+                run(todo.popleft())
 
     def take(self) -> None:
         """Before a pass of a micro-batch."""
@@ -67,13 +73,11 @@ class Lanes:
                         if other not in others or not others[other].is_alive():
                             others[other] = threading.Thread(target=lane, args=(other,), name=f"lane-{other}")
                             others[other].start()
-                    with self._lock:  # bounded: nobody computes meanwhile
-                        if not todo:
-                            return
+                    try:
                         part = todo.popleft()
+                    except IndexError:  # another one took the last
+                        return
                     run(part)
-                    with self._lock:  # bounded: as above
-                        self.done += 1
             except BaseException as error:
                 failed.append(error)
 

@@ -256,7 +256,7 @@ class NativeTrainer:
 
     def progress(self) -> float:
         done = self._recorder.counters
-        return self._compute.lanes.done + done.get("updates", 0.0) + done.get("saved_files", 0.0)
+        return self._compute.lanes.begun + done.get("updates", 0.0) + done.get("saved_files", 0.0)
 
     async def telemetry(self) -> Telemetry:
         return self._recorder.drain()

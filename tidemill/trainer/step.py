@@ -9,7 +9,6 @@ gradient is known to be zero (no weight; or no advantage, under a loss proportio
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -95,18 +94,15 @@ class Compute:
 class _Sums:
     """Metrics of all micro-batches, on the device until they are asked for."""
 
-    metrics: dict[str, Tensor] = field(default_factory=dict)
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def add(self, metrics: Mapping[str, Tensor]) -> None:
-        with self.lock:  # bounded: whoever holds it adds some numbers
-            for name, value in metrics.items():
-                old = self.metrics.get(name)
-                self.metrics[name] = value if old is None else old + value
+    found: list[Mapping[str, Tensor]] = field(default_factory=list)
 
     def floats(self) -> dict[str, float]:
-        values = torch.stack([v.double() for v in self.metrics.values()]).tolist() if self.metrics else []
-        return dict(zip(self.metrics, values, strict=True))
+        sums: dict[str, Tensor] = {}
+        for metrics in self.found:
+            for name, value in metrics.items():
+                sums[name] = sums[name] + value if name in sums else value
+        values = torch.stack([v.double() for v in sums.values()]).tolist() if sums else []
+        return dict(zip(sums, values, strict=True))
 
 
 def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Compute) -> list[Array]:
@@ -147,7 +143,7 @@ def forward_backward(
     rows = rows_of(samples)
     moving = [_has_gradient(row.sample, proportional) for row in rows]
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
-    sums = _Sums({"loss": torch.zeros((), device=compute.device), "tokens": torch.zeros((), device=compute.device)})
+    sums = _Sums([{name: torch.zeros((), device=compute.device) for name in ("loss", "tokens")}])
 
     def run(part: list[Row], with_gradient: bool, before_backward: Callable[[], object] | None) -> None:
         """Nothing of it lives on: that would lie in the way of what the next one allocates."""
@@ -189,7 +185,7 @@ def _losses(
     total = live.new_zeros(())
     for name in batch.losses:
         value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))
-        sums.add(metrics)
+        sums.found.append(metrics)
         total = total + value
     return total
 
