@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -25,6 +26,7 @@ from tidemill.orchestration.placement import StartFailed
 from tidemill.parts import start_parts
 from tidemill.recipe import RunConfig
 from tidemill.sync.settings import SyncSettings
+from tidemill.trainer import lanes as lanes_of_trainer
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import LossSpec, Sample, SamplingParams
@@ -225,6 +227,53 @@ class Recording:
     async def close(self) -> None: ...
 
 
+async def started(folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
+    """What the processes of a run are given."""
+    config, placement = recipe(folder, **tables), Recording()
+    spec = TrainerSpec(model=Path(config.model), trainer=config.trainer, steps=1, sync=config.placement.sync, folder=folder)
+    with pytest.raises(BaseExceptionGroup):
+        async with start_parts(config, spec, placement, lambda kind, detail: None):
+            raise AssertionError("nothing was started")
+    assert placement.given.keys() >= {"trainer"}
+    return placement.given
+
+
+@pytest.mark.parametrize(
+    ("more", "lanes"),
+    [
+        ({}, 2),
+        ({"deterministic": True}, 1),
+        ({"engine": {"batch_invariant": True}}, 1),
+        ({"placement": {"trainer_threads": 2, "kind": "inline"}}, 1),
+        ({"placement": {"trainer_threads": 1, "engine_threads": 2}}, 1),
+    ],
+)
+async def test_a_trainers_threads_have_micro_batches_of_their_own(tmp_path, more: dict[str, Any], lanes: int):
+    given = await started(tmp_path, {"placement": {"trainer_threads": 2}} | more)
+    assert given["trainer"]["threads"] == lanes
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+async def test_a_trainer_that_was_given_threads_runs_as_many_micro_batches_at_a_time(tmp_path, monkeypatch, threads: int):
+    monkeypatch.setattr(lanes_of_trainer, "LEAST", 1)
+    settings = TrainerSettings(device="cpu", micro_batch_tokens=12)
+    spec = TrainerSpec(
+        **{"model": model(tmp_path), "trainer": settings, "steps": 1, "sync": SyncSettings(), "folder": tmp_path},
+        threads=threads,
+    )
+    trainer, met, ran_in = build_trainer(spec, offload=False), threading.Barrier(threads, timeout=20), set[int]()
+    assert isinstance(trainer, NativeTrainer)
+
+    def meet(*_: object) -> None:
+        met.wait()
+        ran_in.add(threading.get_ident())
+
+    trainer.decoder.register_forward_hook(meet)
+    await trainer.forward_backward(two_micro_batches(), LOSS)
+    assert len(ran_in) == threads
+    await trainer.close()
+
+
 @pytest.mark.parametrize(
     ("tables", "shared"),
     [
@@ -236,16 +285,7 @@ class Recording:
     ],
 )
 async def test_a_run_of_more_threads_than_cores_shares_them(two_cores, tmp_path, tables: dict[str, Any], shared: bool):
-    config = recipe(tmp_path, **tables)
-    spec = TrainerSpec(
-        model=Path(config.model), trainer=config.trainer, steps=1, sync=config.placement.sync, folder=tmp_path
-    )
-    placement = Recording()
-    with pytest.raises(BaseExceptionGroup):
-        async with start_parts(config, spec, placement, lambda kind, detail: None):
-            raise AssertionError("nothing was started")
-    assert placement.given.keys() >= {"trainer"}
-    for name, given in placement.given.items():
+    for name, given in (await started(tmp_path, tables)).items():
         seat = given["seat"]
         assert (seat is not None) is shared
         if seat is not None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tidemill import memory, session
+from tidemill import recipe as recipe_module
 from tidemill.build import EngineSpec, build_engine, start_engine
 from tidemill.config import load
 from tidemill.engine import cache_size
@@ -222,7 +222,7 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: bool, l
     ],
 )
 def test_micro_batches_side_by_side_have_logits_of_their_own(monkeypatch: pytest.MonkeyPatch, more: list[str], lanes: int):
-    monkeypatch.setattr(os, "cpu_count", lambda: 16)
+    monkeypatch.setattr(recipe_module, "usable_cores", lambda: 16)
     arch = replace(Architecture.from_dict(SHAPE | FAMILIES["qwen3"]), vocab=100_000)
     config = recipe("trainer.device=cpu", "rollout.groups=1000", *more)
     budget = config.trainer.micro_batch_tokens

@@ -7,7 +7,6 @@ process counts with what little ones share with no other. The rest of that, and 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -206,17 +205,16 @@ def trainer_memory(
     every, budget = most_rows(config) * context_of(config.engine, arch), settings.micro_batch_tokens
     fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as the trainer's `Compute.pack` does
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
-    warms_up = config.warmup.accuracy and config.shares_cores  # with all cores
-    lanes = trainer_lanes(config, max(config.lanes, os.cpu_count() or 1) if warms_up else config.lanes)
+    lanes = max(trainer_lanes(each) for each in (config, *([config.warming_up] if config.warmup.accuracy else [])))
     alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
     less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"
     return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
 
 
-def trainer_lanes(config: RunConfig, threads: int) -> int:
-    """Micro-batches that a trainer with so many threads runs at a time, at most."""
-    return lanes_for(threads if device_of(config.trainer.device) == "cpu" else 1, config.trainer.micro_batch_tokens, 0)
+def trainer_lanes(config: RunConfig) -> int:
+    """Micro-batches that the trainer runs at a time, at most."""
+    return lanes_for(config.lanes if device_of(config.trainer.device) == "cpu" else 1, config.trainer.micro_batch_tokens, 0)
 
 
 def most_rows(config: RunConfig) -> int:

@@ -200,6 +200,13 @@ class RunConfig(Config):
         return self.placement.trainer_threads if self.shares_cores else 1
 
     @property
+    def warming_up(self) -> RunConfig:
+        """By which the processes of a warm-up are started: one engine and the trainer take turns on all cores."""
+        cores = usable_cores()
+        together = {"engines": 1, "trainer_threads": cores, "engine_threads": cores}
+        return self.model_copy(update={"placement": self.placement.model_copy(update=together)})
+
+    @property
     def streams(self) -> bool:
         """Whether a step's gradient may be added up as its groups finish: not where the bits of sums have to stay."""
         asked = self.placement.stream

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -75,9 +74,6 @@ async def _train(
     note: Callable[[str], None],
     kept: Path,
 ) -> WarmedUp:
-    cores = os.cpu_count() or 1
-    together = config.placement.model_copy(update={"engines": 1, "trainer_threads": cores, "engine_threads": cores})
-    parts_of = config.model_copy(update={"placement": together})
     settings = config.trainer.model_copy(
         update={"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
     )
@@ -90,7 +86,7 @@ async def _train(
         folder=folder.weights,
         seed=config.seed,
     )
-    async with start_parts(parts_of, spec, placement, lambda kind, detail: note(f"{kind}: {detail}")) as parts:
+    async with start_parts(config.warming_up, spec, placement, lambda kind, detail: note(f"{kind}: {detail}")) as parts:
         publisher, evaluator = PoolPublisher(parts.trainer, parts.pool), Evaluator(parts.pool, episodes, config.seed)
         async with parts.watched():
             warmed = await warm_up(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainer_cases import CPU, LOSSES, assert_same, batch, decoder, gradients, parameters, value_model
+from trainer_cases import CPU, assert_same, batch, decoder, gradients, parameters, value_model
 
 from tidemill.cores import Cores
 from tidemill.kernels.library import native
@@ -165,7 +165,7 @@ def test_gradients_are_those_of_one_micro_batch_after_another(
             np.testing.assert_allclose(own, other, atol=3e-2 if autocast else 1e-5)
 
 
-def test_logprobs_without_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_logprobs_without_a_gradient() -> None:
     model, samples = decoder(), [row for seed in range(3) for row in batch(seed)]
     modes = []
     model.register_forward_hook(lambda *_: modes.append((threading.get_ident(), torch.is_grad_enabled())))
@@ -240,8 +240,3 @@ def test_a_matrix_is_prepared_once_for_all_lanes(monkeypatch: pytest.MonkeyPatch
         for each in several:
             each.join(WAIT_S)
     assert together == [False]
-
-
-def test_losses_are_known_before_anything_runs() -> None:
-    with pytest.raises(ValueError, match="samples ask for the loss"):
-        step.forward_backward(decoder(), batch(), {"policy": LOSSES["policy"]}, step.Compute(CPU, 40, lanes=Lanes(2)))

@@ -40,7 +40,7 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
     each = most if asked is None else asked if most is None else min(asked, most)
     groups = -(-(r.groups + config.replayed) // updates.minibatches)  # of the largest update
     rows = groups * r.group_size
-    lanes = trainer_lanes(config, config.lanes)
+    lanes = trainer_lanes(config)
     together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // lanes // most)  # rows that fit in any case
     spread = 2 * lanes if lanes > 1 else 0  # of few rows over all lanes: any two in a row are more than one holds
     parts = min(rows, -(-rows // together) + 1 + 2 * spread)  # those that have no gradient are run apart

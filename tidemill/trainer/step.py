@@ -90,19 +90,14 @@ class Compute:
         return critic.values(self.hidden(critic.decoder, batch) if hidden is None else hidden)
 
 
-@dataclass(slots=True)
-class _Sums:
-    """Metrics of all micro-batches, on the device until they are asked for."""
-
-    found: list[Mapping[str, Tensor]] = field(default_factory=list)
-
-    def floats(self) -> dict[str, float]:
-        sums: dict[str, Tensor] = {}
-        for metrics in self.found:
-            for name, value in metrics.items():
-                sums[name] = sums[name] + value if name in sums else value
-        values = torch.stack([v.double() for v in sums.values()]).tolist() if sums else []
-        return dict(zip(sums, values, strict=True))
+def _added_up(found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Metrics of all micro-batches, which were on the device until now."""
+    sums: dict[str, Tensor] = {}
+    for metrics in found:
+        for name, value in metrics.items():
+            sums[name] = sums[name] + value if name in sums else value
+    values = torch.stack([v.double() for v in sums.values()]).tolist()
+    return dict(zip(sums, values, strict=True))
 
 
 def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Compute) -> list[Array]:
@@ -143,7 +138,7 @@ def forward_backward(
     rows = rows_of(samples)
     moving = [_has_gradient(row.sample, proportional) for row in rows]
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
-    sums = _Sums([{name: torch.zeros((), device=compute.device) for name in ("loss", "tokens")}])
+    found = [{name: torch.zeros((), device=compute.device) for name in ("loss", "tokens")}]  # metrics, by micro-batch
 
     def run(part: list[Row], with_gradient: bool, before_backward: Callable[[], object] | None) -> None:
         """Nothing of it lives on: that would lie in the way of what the next one allocates."""
@@ -153,7 +148,7 @@ def forward_backward(
             live, entropy = compute.logprobs(decoder, batch, hidden)
             own = hidden if critic is not None and critic.decoder is decoder else None
             values = None if critic is None else compute.values(critic, batch, own)
-            total = _losses(batch, functions, live, entropy, values, sums)
+            total = _losses(batch, functions, live, entropy, values, found)
         if with_gradient:
             if before_backward is not None:
                 before_backward()
@@ -171,7 +166,7 @@ def forward_backward(
                 run(part, moves, at_peak if part is largest else None)
 
             compute.lanes.each(one, parts, lanes)
-    return TrainResult(sums.floats(), logprobs)
+    return TrainResult(_added_up(found), logprobs)
 
 
 def _losses(
@@ -180,12 +175,12 @@ def _losses(
     live: Tensor,
     entropy: Tensor,
     values: Tensor | None,
-    sums: _Sums,
+    found: list[dict[str, Tensor]],
 ) -> Tensor:
     total = live.new_zeros(())
     for name in batch.losses:
         value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))
-        sums.found.append(metrics)
+        found.append(metrics)
         total = total + value
     return total
 
