@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -15,6 +16,8 @@ import torch.nn.functional as F
 from tidemill.kernels import gpu as module
 from tidemill.kernels.gpu import Gpu
 from tidemill.kernels.rotation import Rotation
+from tidemill.kernels.sequences import Families
+from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import rotate
 
 pytestmark = pytest.mark.gpu
@@ -41,11 +44,15 @@ def normed(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return F.rms_norm(x.double(), weight.shape, None, eps).to(x.dtype).double() * weight.double()
 
 
+def off(right: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[torch.Tensor, ...]:
+    return right * 1.01 if isinstance(right, torch.Tensor) else tuple(off(each) for each in right)  # type: ignore
+
+
 def test_the_trial_passes_and_notices(kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     assert module._right(kernels, torch.device(DEVICE))
     for name in ("attend", "norm", "rotate", "gate"):
         with monkeypatch.context() as patch:
-            patch.setattr(Gpu, name, lambda *args, own=getattr(Gpu, name): own(*args) * 1.01)
+            patch.setattr(Gpu, name, lambda *args, own=getattr(Gpu, name): off(own(*args)))
             assert not module._right(kernels, torch.device(DEVICE)), name
 
 
@@ -195,3 +202,111 @@ def test_logprobs_and_their_gradient(kernels: Gpu, vocab: int, wanted: str) -> N
         weights[0] if with_logprobs else None, weights[1] if with_entropies else None,
     )  # fmt: skip
     close(found, torch.nan_to_num(exact.grad), 1e-5)
+
+
+def backwards(compute: Callable[..., torch.Tensor], d: torch.Tensor, *given: torch.Tensor) -> list[torch.Tensor]:
+    """What comes out, and what a loss changes by with each of those given, by autograd in float64."""
+    leaves = [x.double().cpu().requires_grad_() for x in given]
+    out = compute(*leaves)
+    return [out.detach(), *torch.autograd.grad(out, leaves, d.double().cpu())]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("rows, size", [(1, 1), (3, 17), (700, 100)])
+def test_norm_back(kernels: Gpu, dtype: torch.dtype, again: bool, rows: int, size: int) -> None:
+    """Of float32 rows too, whose norm is read in bfloat16."""
+    x, weight = (drawn(rows, size + 5) * 3)[:, :size], drawn(size, seed=1)
+    d = drawn(rows, size, seed=2, dtype=dtype)
+    made, d_x, d_weight = backwards(lambda x, w: F.rms_norm(x, (size,), w, 1e-6), d, x, weight)
+    given = d.clone()
+    found = kernels.norm_back(x, weight, 1e-6, given, again)
+    close(found[0], d_x, 1e-5)
+    close(found[1], d_weight, 1e-4)
+    close(given, made if again else d, ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.parametrize("n, size", [(1, 1), (7, 13), (5, 3000)])
+def test_gate_back(kernels: Gpu, dtype: torch.dtype, again: bool, n: int, size: int) -> None:
+    x, d = (drawn(n, 2 * size) * 5).to(dtype), drawn(n, size, seed=1, dtype=dtype)
+    x[0, 0] = -60.0
+    made, d_x = backwards(lambda x: F.silu(x[:, :size]) * x[:, size:], d, x)
+    given = d.clone()
+    close(kernels.gate_back(x, given, again), d_x, 4 * ERROR[dtype])
+    close(given, made if again else d, 4 * ERROR[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_norms", [True, False])
+@pytest.mark.parametrize("n, queries, keys, size", [(1, 1, 1, 2), (5, 4, 2, 16), (9, 3, 1, 24), (600, 8, 8, 32)])
+def test_rotate_back(kernels: Gpu, dtype: torch.dtype, with_norms: bool, n: int, queries: int, keys: int, size: int) -> None:
+    """The norms' weights are float32, whatever the heads are, as a trainer's are."""
+    heads = (drawn(n, queries + 2 * keys, size) * 2).to(dtype)
+    angles = drawn(n, 1, size // 2, seed=3) * 6
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    norms = (drawn(size, seed=1), drawn(size, seed=2)) if with_norms else None
+    d = [
+        drawn(n, heads_of + 1, size, seed=4 + i, dtype=dtype)[:, :heads_of]
+        for i, heads_of in enumerate((queries, keys, keys))
+    ]
+
+    def compute(heads: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        q, k, v = heads.split([queries, keys, keys], 1)
+        if weights:
+            q, k = (F.rms_norm(x, (size,), weight, 1e-5) for x, weight in zip((q, k), weights, strict=True))
+        return torch.cat((rotate(torch.cat((q, k), 1), cos.double().cpu(), sin.double().cpu()), v), 1)
+
+    _, d_heads, *d_weights = backwards(compute, torch.cat(d, 1), heads, *(norms or ()))
+    how = Rotation(cos, sin, queries, keys, norms, 1e-5)
+    found, sums = kernels.rotate_back(heads, how, (d[0], d[1], d[2]))
+    assert found.dtype == dtype
+    close(found, d_heads, 8 * ERROR[dtype])
+    if norms is not None:
+        scale = float(torch.stack(d_weights).abs().max())
+        close(sums / scale, torch.stack(d_weights) / scale, 4 * ERROR[dtype])
+
+
+SEQUENCES = [
+    ([1], [0]),
+    ([5, 9, 3], [0, 0, 0]),
+    ([200, 130, 131, 70, 70, 64, 300], [0, 65, 129, 3, 70, 0, 64]),
+    ([90, 150, 150, 150], [0, 90, 64, 150]),
+]
+
+
+@pytest.mark.parametrize("window", [None, 9, 70])
+@pytest.mark.parametrize("heads, kv_heads, size", [(2, 1, 16), (16, 8, 128), (7, 1, 64), (3, 3, 32)])
+@pytest.mark.parametrize("lengths, shared", SEQUENCES)
+def test_attention_inside_packed_sequences(
+    kernels: Gpu, lengths: list[int], shared: list[int], heads: int, kv_heads: int, size: int, window: int | None
+) -> None:
+    """Forwards and back, of sequences that share what they begin with; operands are parts of larger ones."""
+    dtype = torch.float32 if DEVICE == "cpu" else torch.bfloat16
+    if DEVICE == "cpu" and size > 32:
+        pytest.skip("interpreted: it takes minutes")
+    families = Families.of(lengths, shared)
+    everything = drawn(families.tokens, heads + 2 * kv_heads + 1, size).to(dtype)
+    q, k, v, _ = everything.split([heads, kv_heads, kv_heads, 1], 1)
+    d = drawn(families.tokens, heads, size, seed=1).to(dtype)
+    exact = packed_attention(families, [window])
+    expected = backwards(lambda *given: exact(0, *given), d, q, k, v)
+    out, totals = kernels.see(q, k, v, families, window)
+    found = [out, *kernels.see_back(q, k, v, out, totals, d, families, window)]
+    for name, ours, theirs in zip(("out", "d q", "d k", "d v"), found, expected, strict=True):
+        assert ours.dtype == dtype and ours.shape == theirs.shape
+        wrong = float((ours.double().cpu() - theirs).norm() / (1e-3 + theirs.norm()))  # of one token, d q is 0
+        assert wrong < {torch.float32: 2e-6, torch.bfloat16: 8e-3}[dtype], f"{name}: {wrong}"
+
+
+def test_logits_gradient_may_be_narrow(kernels: Gpu) -> None:
+    logits, heat, targets = drawn(3, 5000), torch.ones(3, device=DEVICE), torch.tensor([1, 4999, 7], device=DEVICE)
+    totals, _, entropies = kernels.summarise(logits, heat, targets, True)
+    d = drawn(3, seed=1)
+    assert entropies is not None
+    narrow = kernels.differentiate(logits, heat, targets, totals, entropies, d, None, torch.bfloat16)
+    assert narrow.dtype == torch.bfloat16
+    exact = kernels.differentiate(logits, heat, targets, totals, entropies, d, None)
+    assert exact is logits
+    close(narrow, exact, 2**-8)

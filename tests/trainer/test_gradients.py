@@ -5,6 +5,7 @@ import pytest
 import torch
 from trainer_cases import CPU, LOSSES, TOLERANCE, VOCAB, assert_same, batch, decoder, gradients, sample
 
+from tidemill.kernels.gpu import Gpu
 from tidemill.trainer import step
 from tidemill.types import LossSpec
 
@@ -204,6 +205,30 @@ def test_what_cannot_be_trained_is_refused():
         gradients([sample(rng, np.arange(3), 2, loss="value")], decoder())
     with pytest.raises(ValueError, match="first token"):
         gradients([sample(rng, np.zeros(0), 2)], decoder())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": False, "model_type": "llama"}])
+def test_the_same_on_cuda_in_bfloat16(changes, checkpointing, monkeypatch):
+    """Through the kernels for it, attention inside packed sequences too."""
+    changes = {"head_dim": 16, **changes}
+    samples, sees, seen = batch(), Gpu.see, []
+    monkeypatch.setattr(Gpu, "see", lambda *args: seen.append(1) or sees(*args))
+    expected, reference = gradients(samples, decoder(**changes))
+    device = torch.device("cuda")
+    model = decoder(**changes).to(device)
+    compute = step.Compute(device, 40, autocast=torch.bfloat16, checkpointing=checkpointing)
+    result = step.forward_backward(model, samples, LOSSES, compute)
+    assert seen
+    for name, parameter in model.named_parameters():
+        wrong = float((parameter.grad.cpu() - expected[name]).norm() / expected[name].norm())
+        assert wrong < 0.08, f"{name}: {wrong}"
+    for a, b in zip(result.logprobs, reference.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=0.1)
+    again = step.forward(model, samples, compute)
+    for a, b in zip(again, result.logprobs, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
 
 
 @pytest.mark.gpu

@@ -18,7 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.kernels.gpu_tiles import Tiles
 from tidemill.kernels.rotation import Rotation
+from tidemill.kernels.sequences import Families
 
 SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 DTYPES = (torch.float32, torch.bfloat16)
@@ -27,15 +29,20 @@ VOCABULARY_BLOCK = 2048  # logits that a program looks at together
 TOGETHER = 8  # heads that a program turns
 PROGRAMS = 528  # so many keep a large device busy: with fewer rows each is split
 MOST_SPLITS = 16
+ROWS_TOGETHER = 64  # queries of a tile inside packed sequences, by token and head
+KEYS_TOGETHER = 64  # keys of a tile
+KEYS_AT_ONCE = 32  # that a tile of queries looks at, forwards
 
 
 class Gpu:
     """The kernels, on tensors of one device. They are launched on its current stream, and can be captured in a graph."""
 
     def __init__(self) -> None:
-        from tidemill.kernels import gpu_source
+        from tidemill.kernels import gpu_source, gpu_trained
 
         self._source: Any = gpu_source
+        self._trained: Any = gpu_trained
+        self._tiles: Tiles | None = None  # of the sequences that were attended to last
 
     @staticmethod
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
@@ -102,11 +109,31 @@ class Gpu:
             )
         return out
 
+    def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with x and, in float32, with weight; given is d, with what `norm` gave. `again`: that is
+        written over d."""
+        size = x.shape[-1]
+        rows, d_x = x.reshape(-1, size), torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        programs = min(len(rows), PROGRAMS)
+        sums = torch.empty((programs, size), dtype=torch.float32, device=x.device)
+        assert d.is_contiguous() and d.shape == x.shape
+        if programs:
+            warps = 4 if size <= 4096 else 8
+            self._trained.norm_back[(programs,)](
+                *(rows, rows.stride(0), weight, eps, d, d_x, sums, len(rows)),
+                SIZE=size,
+                WIDTH=_power(size),
+                AGAIN=again,
+                num_warps=warps,
+            )
+        return d_x, sums.sum(0)
+
     def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and others of `heads` [n, queries + keys + others, E], the first two normed and turned."""
+        """The queries, keys and others of `heads` [n, queries + keys + others, E], the first two normed and turned: float32
+        where the heads or the angles are."""
         n, _, size = heads.shape
         turned = how.queries + how.keys
-        out = torch.empty((n, turned, size), dtype=heads.dtype, device=heads.device)
+        out = torch.empty((n, turned, size), dtype=torch.promote_types(heads.dtype, how.cos.dtype), device=heads.device)
         assert heads.stride()[1:] == (size, 1) and how.cos.is_contiguous() and how.sin.is_contiguous()
         if n:
             norms = (heads, heads) if how.norms is None else how.norms
@@ -123,6 +150,33 @@ class Gpu:
         q, k = out.split([how.queries, how.keys], dim=1)
         return q, k, heads[:, turned:]
 
+    def rotate_back(self, heads: Tensor, how: Rotation, d: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """What a loss changes by with heads and, in float32, with the norms' weights [2, E]; given is d, with what `rotate`
+        gave."""
+        n, every, size = heads.shape
+        turned, parts = how.queries + how.keys, -(-every // TOGETHER)
+        programs = max(1, min(n, 4 * PROGRAMS // parts))
+        out = torch.empty((n, every, size), dtype=heads.dtype, device=heads.device)
+        normed = how.norms is not None
+        sums = torch.empty((programs * parts if normed else 0, 2, size), dtype=torch.float32, device=heads.device)
+        assert all(part.stride()[1:] == (size, 1) for part in (heads, *d)) and turned + d[2].shape[1] == every
+        assert d[0].shape[1] == how.queries and d[1].shape[1] == how.keys and how.cos.is_contiguous()
+        if n:
+            self._trained.rotate_back[(programs, parts)](
+                *(heads, heads.stride(0), *(how.norms or (heads, heads)), how.eps, how.cos, how.sin),
+                *(number for part in d for number in (part, part.stride(0))),
+                *(out, sums, n),
+                QUERIES=how.queries,
+                TURNED=turned,
+                HEADS=every,
+                HALF=size // 2,
+                WIDTH=_power(size // 2),
+                TOGETHER=TOGETHER,
+                NORMED=normed,
+                num_warps=4,
+            )
+        return out, sums.sum(0)
+
     def gate(self, gate_up: Tensor) -> Tensor:
         """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
         n, size = gate_up.shape[0], gate_up.shape[1] // 2
@@ -132,6 +186,88 @@ class Gpu:
         if n:
             self._source.gate[(n, -(-size // block))](gate_up, out, size, BLOCK=block, num_warps=4)
         return out
+
+    def gate_back(self, gate_up: Tensor, d: Tensor, again: bool = False) -> Tensor:
+        """What a loss changes by with gate_up; given is d, with what `gate` gave. `again`: that is written over d."""
+        n, size = d.shape
+        out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=d.device)
+        assert gate_up.is_contiguous() and d.is_contiguous() and gate_up.shape == (n, 2 * size)
+        block = min(1024, _power(size))
+        if n:
+            self._trained.gate_back[(n, -(-size // block))](gate_up, d, out, size, BLOCK=block, AGAIN=again, num_warps=4)
+        return out
+
+    @staticmethod
+    def trains(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
+        """Whether `see` is quick for this shape. Of float32, which matrix units do not multiply, it is not."""
+        return size in (16, 32, 64, 128) and heads // kv_heads <= 16 and dtype == torch.bfloat16
+
+    def see(self, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None) -> tuple[Tensor, Tensor]:
+        """Softmax attention inside packed sequences, causal, scaled by 1/sqrt(E), within the window: [N, H, E] as q, and of
+        each query and head the log of the sum of exponentials [N, H] float32, which the way back needs.
+
+        q [N, H, E], k and v [N, K, E], their last two dimensions dense: in which sequences they stand, say the families."""
+        (n, heads, size), kv_heads = q.shape, k.shape[1]
+        out = torch.empty((n, heads, size), dtype=q.dtype, device=q.device)
+        totals = torch.empty((n, heads), dtype=torch.float32, device=q.device)
+        tiles, how = self._laid_out(families, q, k), self._shape(q, k, v, window)
+        self._trained.see[(len(tiles.queries), kv_heads)](
+            *(q, q.stride(0), k, k.stride(0), v, v.stride(0), out, totals, tiles.queries, tiles.places, size**-0.5),
+            **how | {"KEYS": KEYS_AT_ONCE},
+            num_stages=2,
+        )
+        return out, totals
+
+    def see_back(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        out: Tensor,
+        totals: Tensor,
+        d_out: Tensor,
+        families: Families,
+        window: int | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """What a loss changes by with q, k and v; given is d_out, with what `see` gave."""
+        kv_heads, size = k.shape[1:]
+        d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        d_out, means = d_out.to(out.dtype).contiguous(), torch.empty_like(totals)
+        tiles, how = self._laid_out(families, q, k), self._shape(q, k, v, window)
+        scale, given = size**-0.5, (q, q.stride(0), k, k.stride(0), v, v.stride(0))
+        self._trained.see_back_queries[(len(tiles.queries), kv_heads)](
+            *(*given, out, totals, d_out, d_q, means, tiles.queries, tiles.places, scale), **how, num_stages=2
+        )
+        self._trained.see_back_keys[(len(tiles.keys), kv_heads)](
+            *(*given, totals, d_out, means, d_k, d_v),
+            *(tiles.keys, tiles.shared, tiles.lengths, tiles.begins, scale),
+            **how,
+            num_stages=1,
+        )
+        return d_q, d_k, d_v
+
+    def _laid_out(self, families: Families, q: Tensor, k: Tensor) -> Tiles:
+        """Made once for all layers and both ways: on the device, as long as these families are looked at."""
+        rows, keys = ROWS_TOGETHER // (q.shape[1] // k.shape[1]), KEYS_TOGETHER
+        tiles = self._tiles
+        if tiles is None or tiles.families is not families or tiles.sizes != (rows, keys) or tiles.device != q.device:
+            assert len(q) == len(k) == families.tokens
+            self._tiles = tiles = Tiles.of(families, rows, keys, q.device)
+        return tiles
+
+    @staticmethod
+    def _shape(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> dict[str, int]:
+        size = q.shape[2]
+        assert all(x.stride()[1:] == (size, 1) and x.dtype == q.dtype for x in (q, k, v))
+        return {
+            "HEADS": k.shape[1],
+            "GROUP": q.shape[1] // k.shape[1],
+            "SIZE": size,
+            "ROWS": ROWS_TOGETHER,
+            "KEYS": KEYS_TOGETHER,
+            "WINDOW": window or 0,
+            "num_warps": 4,
+        }
 
     def sample(
         self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
@@ -186,20 +322,22 @@ class Gpu:
         entropies: Tensor,
         d_logprobs: Tensor | None,
         d_entropies: Tensor | None,
+        dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """What a loss changes by with each of the logits [n, V], in their place; given is what it changes by with what
-        `summarise` gave."""
+        """What a loss changes by with each of the logits [n, V], in their place, or in another dtype; given is what it
+        changes by with what `summarise` gave."""
         n, vocab = logits.shape
         assert logits.is_contiguous() and logits.dtype == torch.float32
+        out = logits if dtype == logits.dtype else torch.empty((n, vocab), dtype=dtype, device=logits.device)
         self._source.differentiate[(n, -(-vocab // 2048))](
-            *(logits, temperature, targets, totals, entropies),
+            *(logits, out, temperature, targets, totals, entropies),
             *(logits if d_logprobs is None else d_logprobs, logits if d_entropies is None else d_entropies, vocab),
             BLOCK=2048,
             LOGPROBS=d_logprobs is not None,
             ENTROPY=d_entropies is not None,
             num_warps=4,
         )
-        return logits
+        return out
 
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> Tensor:
         """As `native.Native.keyed_sum`, without words: a scalar int64 on the device, where `keys` and `factors` lie too."""

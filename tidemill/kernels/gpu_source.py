@@ -43,16 +43,24 @@ def rotate(
         here = tl.arange(0, WIDTH)
         real = here < HALF
         of_query = head < QUERIES
-        first = tl.where(
-            of_query,
-            tl.load(query_weight + here, mask=real, other=0.0)[None, :],
-            tl.load(key_weight + here, mask=real, other=0.0)[None, :],
-        ).to(tl.float32)
-        second = tl.where(
-            of_query,
-            tl.load(query_weight + HALF + here, mask=real, other=0.0)[None, :],
-            tl.load(key_weight + HALF + here, mask=real, other=0.0)[None, :],
-        ).to(tl.float32)
+        first = (
+            tl.where(
+                of_query,
+                tl.load(query_weight + here, mask=real, other=0.0)[None, :],
+                tl.load(key_weight + here, mask=real, other=0.0)[None, :],
+            )
+            .to(narrow)
+            .to(tl.float32)
+        )
+        second = (
+            tl.where(
+                of_query,
+                tl.load(query_weight + HALF + here, mask=real, other=0.0)[None, :],
+                tl.load(key_weight + HALF + here, mask=real, other=0.0)[None, :],
+            )
+            .to(narrow)
+            .to(tl.float32)
+        )
         a = ((a * scale).to(narrow).to(tl.float32) * first).to(narrow).to(tl.float32)
         b = ((b * scale).to(narrow).to(tl.float32) * second).to(narrow).to(tl.float32)
     turn = tl.arange(0, WIDTH)
@@ -246,10 +254,10 @@ def summarise(logits, temperature, targets, totals, logprobs, entropies, vocab, 
 
 @triton.jit
 def differentiate(
-    logits, temperature, targets, totals, entropies, d_logprobs, d_entropies, vocab,
+    logits, out, temperature, targets, totals, entropies, d_logprobs, d_entropies, vocab,
     BLOCK: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """A row's logits become what the loss changes by them."""
+    """Of a row's logits, what the loss changes by with them: in their own place, or elsewhere."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     heat = tl.load(temperature + row)
@@ -266,7 +274,7 @@ def differentiate(
     change = tl.where(there, -tl.exp(logprob) * factor, 0.0)
     if LOGPROBS:
         change += tl.where(at == tl.load(targets + row), own, 0.0)
-    tl.store(logits + row * vocab + at, change / heat, mask=at < vocab)
+    tl.store(out + row * vocab + at, (change / heat).to(out.dtype.element_ty), mask=at < vocab)
 
 
 @triton.jit

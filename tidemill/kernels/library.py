@@ -39,12 +39,12 @@ def native() -> Native | None:
 
 
 def knowing(*tensors: Tensor) -> Native | Gpu | None:
-    """The kernels that know the dtypes of these, which lie on one device; that of the first for all, but on a CPU."""
+    """The kernels that know the dtypes of these, which lie on one device."""
     first = tensors[0]
     if any(t.dtype not in DTYPES or t.device != first.device for t in tensors):
         return None
     if first.device.type == "cuda":
-        return gpu() if all(t.dtype == first.dtype for t in tensors) else None
+        return gpu()
     return native() if first.device.type == "cpu" else None
 
 

@@ -1,4 +1,4 @@
-"""Compiled kernels with gradients, for a trainer on a CPU: attention in packed sequences, norms, rotations and gates.
+"""Compiled kernels with gradients, for a trainer: attention in packed sequences, norms, rotations and gates.
 
 A backward pass computes again what it needs of the forward pass, from what that read: of an activation nothing else is kept.
 Sums over rows, the gradients of weights, do not depend on the number of threads.
@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.library import knowing, native
+from tidemill.kernels.library import knowing
 from tidemill.kernels.native import Native
 from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import Families
@@ -26,7 +26,7 @@ from tidemill.kernels.sequences import Families
 class Normed:
     """The norm of rows x [..., D] by a weight [D]."""
 
-    compiled: Native
+    compiled: Native | Gpu
     eps: float
     dtype: torch.dtype
 
@@ -46,7 +46,7 @@ class Normed:
 class Gated:
     """silu(gate) * up of both side by side, x [n, 2 I]."""
 
-    compiled: Native
+    compiled: Native | Gpu
     dtype: torch.dtype
 
     def make(self, x: Tensor, weight: Tensor | None) -> Tensor:
@@ -77,7 +77,7 @@ def as_tensor(given: Tensor | Deferred) -> Tensor:
 class Trained:
     """The same methods as those of `Native`, on any strides; norms and gates are deferred to the product that reads them."""
 
-    def __init__(self, compiled: Native) -> None:
+    def __init__(self, compiled: Native | Gpu) -> None:
         self._compiled = compiled
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Deferred:
@@ -98,7 +98,7 @@ def layer_kernels(*tensors: Tensor) -> Native | Gpu | Trained | None:
     found = knowing(*tensors)
     if not torch.is_grad_enabled():
         return found
-    return Trained(found) if isinstance(found, Native) else None
+    return None if found is None else Trained(found)
 
 
 def _dense(heads: Tensor) -> Tensor:
@@ -110,15 +110,18 @@ def attention_for(
     q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, Families, int | None], Tensor] | None:
     """(q, k, v, families, window) -> what `Native.see` gives first, with a gradient; None where it is not made for these."""
-    known = all(x.device.type == "cpu" and Native.trains(x.dtype, x.shape[2]) for x in (q, k, v))
-    compiled = native() if known else None
-    return None if compiled is None else partial(_Attention.apply, compiled)
+    compiled = knowing(q, k, v)
+    if isinstance(compiled, Gpu):
+        fits = q.dtype == k.dtype == v.dtype and compiled.trains(q.dtype, q.shape[1], k.shape[1], q.shape[2])
+    else:
+        fits = all(Native.trains(x.dtype, x.shape[2]) for x in (q, k, v))
+    return partial(_Attention.apply, compiled) if compiled is not None and fits else None
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, compiled: Native, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None
+        ctx: Any, compiled: Native | Gpu, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None
     ) -> Tensor:
         out, totals = compiled.see(q, k, v, families, window)
         ctx.save_for_backward(q, k, v, out, totals)
@@ -150,7 +153,7 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, heads: Tensor, of_queries: Tensor | None, of_keys: Tensor | None, how: Rotation, compiled: Native
+        ctx: Any, heads: Tensor, of_queries: Tensor | None, of_keys: Tensor | None, how: Rotation, compiled: Native | Gpu
     ) -> tuple[Tensor, Tensor, Tensor]:
         """of_queries, of_keys: those of `how`, for their gradients."""
         ctx.save_for_backward(heads)

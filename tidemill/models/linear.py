@@ -21,9 +21,9 @@ from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK
 from tidemill.kernels.trained import Deferred, Gated, Normed, as_tensor
 from tidemill.models.pieces import Work, by_rows
-from tidemill.models.products import NARROW, Matrix, floats_are_quicker
+from tidemill.models.products import NARROW, Matrix, mixes, product, widened
 
-MIXES = "dtype" in torch.ops.aten.mm.overloads()  # PyTorch 2.8 and later multiply narrow matrices into a wide one
+_OURS = ("cpu", "cuda")  # where products may be other ones than PyTorch's own
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor | None:
@@ -31,12 +31,12 @@ def wide_product(x: Tensor, weight: Tensor) -> Tensor | None:
     weight; None where it is not to be had."""
     if not widens(weight) or x.dtype != weight.dtype or torch.is_grad_enabled():
         return None
-    return torch.mm(x, weight.T, out_dtype=torch.float32)
+    return product(x, weight.T)
 
 
 def widens(weight: Tensor) -> bool:
     """Whether `wide_product` is for it."""
-    return MIXES and weight.is_cuda and weight.dtype == torch.bfloat16
+    return mixes(weight) and weight.dtype == NARROW
 
 
 class Packed:
@@ -92,17 +92,17 @@ class Linear(nn.Linear):
             matrix = self.gathered or Matrix(self.weight)
             if isinstance(input, Deferred):
                 return _Product.apply(input.x, input.weight, self.weight, self.bias, input.how, dtype, matrix)
-            if self.gathered is not None or (dtype != self.weight.dtype and floats_are_quicker()):
+            if self.gathered is not None or (dtype != self.weight.dtype and widened(self.weight)):
                 return _Product.apply(input, None, self.weight, self.bias, None, dtype, matrix)
         return F.linear(as_tensor(input), self.weight, self.bias)
 
 
 @contextmanager
 def gathering(*modules: nn.Module) -> Iterator[None]:
-    """While passes are computed, between which no weight changes: matrices on a CPU are prepared once, and their gradients
-    are added up in their `.grad`, where autograd does not see them."""
+    """While passes are computed, between which no weight changes: matrices are prepared once, and their gradients are added
+    up in their `.grad`, where autograd does not see them."""
     found = {each for module in modules for each in module.modules() if isinstance(each, Linear)}
-    here = [each for each in found if each.weight.device.type == "cpu"]
+    here = [each for each in found if each.weight.device.type in _OURS]
     for each in here:
         each.gathered = Matrix(each.weight, gathers=True)
     try:
@@ -113,13 +113,14 @@ def gathering(*modules: nn.Module) -> Iterator[None]:
 
 
 def _multiplied_in(x: Tensor | Deferred, weight: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast narrows these on a CPU, or their own; None where products are PyTorch's own."""
-    if weight.device.type != "cpu" or (isinstance(x, Tensor) and x.ndim != 2):
+    """The dtype to which autocast narrows these, or their own; None where products are PyTorch's own."""
+    device = weight.device.type
+    if device not in _OURS or (isinstance(x, Tensor) and x.ndim != 2):
         return None
-    if not torch.is_autocast_enabled("cpu"):
+    if not torch.is_autocast_enabled(device):
         return x.dtype if x.dtype == weight.dtype else None
     known = x.dtype in (torch.float32, NARROW) and weight.dtype == torch.float32
-    return NARROW if known and torch.get_autocast_dtype("cpu") == NARROW else None
+    return NARROW if known and torch.get_autocast_dtype(device) == NARROW else None
 
 
 class _Product(torch.autograd.Function):
@@ -141,7 +142,7 @@ class _Product(torch.autograd.Function):
         made = x.to(dtype) if how is None else how.make(x, own)
         ctx.save_for_backward(made if how is None else x, own, weight)
         ctx.how, ctx.matrix, ctx.dtype = how, matrix, x.dtype
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(weight.device.type, enabled=False):
             return matrix.forward(made, bias)
 
     @staticmethod
@@ -150,7 +151,7 @@ class _Product(torch.autograd.Function):
         (x, own, _), how, matrix, d = ctx.saved_tensors, ctx.how, ctx.matrix, grads[0]
         for_x, for_own, for_weight, for_bias, *_ = ctx.needs_input_grad
         d_x = d_own = d_weight = d_bias = None
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(d.device.type, enabled=False):
             if for_x or for_own:
                 d_x = matrix.back(d)
             if how is None:

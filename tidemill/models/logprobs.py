@@ -4,7 +4,8 @@ With N tokens and a vocabulary of V, the logits alone are 4 N V bytes (32k token
 gradient as much again. Here a chunk of rows is projected, reduced and dropped; the backward pass projects it again.
 Small problems take the plain path, which keeps the logits and projects once.
 
-The head is computed in float32 (float64 for float64 weights) whatever autocast says, as `Decoder.logits` does.
+The head is computed in float32 (float64 for float64 weights), as `Decoder.logits` does; on a device that multiplies bfloat16
+into float32 its numbers may be bfloat16, as an engine's are there: logits and all sums are float32.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch.autograd.function import once_differentiable
 
 from tidemill.kernels.gpu import Gpu, gpu
 from tidemill.models.decoder import Decoder
+from tidemill.models.products import NARROW, add_product, mixes, product
 
 Support = tuple[Tensor, Tensor]
 
@@ -37,6 +39,7 @@ def token_logprobs(
     entropy: bool = False,
     support: Support | None = None,
     chunk: int | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(log p(target) [N], entropy [N] or None), in nats, of softmax(logits / temperature); both can be differentiated.
 
@@ -44,6 +47,7 @@ def token_logprobs(
     theirs alone, as top-p, top-k and min-p leave it. The other rows are over the whole vocabulary.
     hidden [N, D], targets [N] int64, temperature > 0: [N] or one for all (no gradient flows to it). `chunk` rows are
     projected at a time; None chooses by memory, and takes the plain path for small problems. float32, float64 for float64.
+    dtype: bfloat16 where what is multiplied may be rounded to it, logits and their gradient, if the device can.
     Raises ValueError for a temperature that is not positive (greedy tokens have no logprob to train on).
     """
     if isinstance(temperature, Tensor):
@@ -60,10 +64,11 @@ def token_logprobs(
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = hidden.to(wide), weight.to(wide)
         scale = scale.to(hidden.device, wide).expand(rows)
-        if chunk is None and rows * vocab <= _PLAIN:
+        narrow = NARROW if dtype == NARROW and wide == torch.float32 and mixes(hidden) else None
+        if chunk is None and rows * vocab <= _PLAIN and narrow is None:
             return _plain(hidden, weight, targets, scale, entropy, support)
         chunk = chunk or chunk_rows(vocab, hidden.device.type)
-        logprobs, entropies = _Chunked.apply(hidden, weight, targets, scale, entropy, support, chunk)
+        logprobs, entropies = _Chunked.apply(hidden, weight, targets, scale, entropy, support, chunk, narrow)
         return logprobs, entropies if entropy else None
 
 
@@ -113,12 +118,15 @@ class _Chunked(torch.autograd.Function):
         entropy: bool,
         support: Support | None,
         chunk: int,
+        narrow: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
         logprobs, totals = hidden.new_empty(hidden.shape[0]), hidden.new_empty(hidden.shape[0])
         entropies = hidden.new_empty(hidden.shape[0] if entropy else 0)
+        if narrow is not None:
+            hidden, weight = hidden.to(narrow), weight.to(narrow)
         for begin in range(0, hidden.shape[0], chunk):
             part = slice(begin, begin + chunk)
-            logits = hidden[part] @ weight.T
+            logits = product(hidden[part], weight.T)
             left_out = _left_out(support, begin, *logits.shape)
             found = _summarised(logits, left_out, temperature[part].contiguous(), targets[part], entropy)
             totals[part], logprobs[part], of_rows = found
@@ -134,12 +142,13 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden, weight, targets, temperature, totals, entropies = ctx.saved_tensors
         d_logprobs, d_entropies = grads
-        d_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
-        d_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        wide = temperature.dtype
+        d_hidden = torch.empty_like(hidden, dtype=wide) if ctx.needs_input_grad[0] else None
+        d_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         with torch.autocast(hidden.device.type, enabled=False):
             for begin in range(0, hidden.shape[0], ctx.chunk):
                 part = slice(begin, begin + ctx.chunk)
-                logits = hidden[part] @ weight.T
+                logits = product(hidden[part], weight.T)
                 d_logits = _differentiated(
                     logits,
                     _left_out(ctx.support, begin, *logits.shape),
@@ -149,12 +158,13 @@ class _Chunked(torch.autograd.Function):
                     entropies[part],
                     None if d_logprobs is None else d_logprobs[part].contiguous(),
                     None if d_entropies is None else d_entropies[part].contiguous(),
+                    hidden.dtype,
                 )
                 if d_hidden is not None:
-                    torch.mm(d_logits, weight, out=d_hidden[part])
+                    d_hidden[part] = product(d_logits, weight)
                 if d_weight is not None:
-                    d_weight.addmm_(d_logits.T, hidden[part])
-        return d_hidden, d_weight, None, None, None, None, None
+                    add_product(d_weight, d_logits.T, hidden[part])
+        return d_hidden, d_weight, None, None, None, None, None, None
 
 
 def _summarised(
@@ -185,12 +195,13 @@ def _differentiated(
     entropies: Tensor,
     d_logprobs: Tensor | None,
     d_entropies: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
-    """What the loss changes by with each of the logits [n, V], which are used up."""
+    """What the loss changes by with each of the logits [n, V], which are used up, in `dtype`."""
     if (kernels := _kernels(logits)) is not None:
         if left_out is not None:
             logits.masked_fill_(left_out, -torch.inf)
-        return kernels.differentiate(logits, temperature, targets, totals, entropies, d_logprobs, d_entropies)
+        return kernels.differentiate(logits, temperature, targets, totals, entropies, d_logprobs, d_entropies, dtype)
     log_p = logits.div_(temperature[:, None]).sub_(totals[:, None])
     if left_out is not None:
         log_p.masked_fill_(left_out, _NEVER)
@@ -202,7 +213,7 @@ def _differentiated(
         d_logits = p.mul_(factor).neg_()
     if d_logprobs is not None:
         d_logits.scatter_add_(1, targets[:, None], d_logprobs[:, None])
-    return d_logits.div_(temperature[:, None])
+    return d_logits.div_(temperature[:, None]).to(dtype)
 
 
 def _kernels(logits: Tensor) -> Gpu | None:

@@ -1,4 +1,4 @@
-"""Products with a matrix W [N, K] that is trained, on a CPU: x W^T + b; on the way back d W and the matrix's gradient d^T x.
+"""Products with a matrix W [N, K] that is trained: x W^T + b; on the way back d W and the matrix's gradient d^T x.
 
 An input is x [n, K]; d [n, N] is what a loss changes by with the output. While passes are computed between which no weight
 changes (`models.linear.gathering`) a matrix is prepared once for all of them: where the engine's compiled products of
@@ -19,6 +19,8 @@ from tidemill.kernels.library import native
 from tidemill.kernels.native import PAIRED, WIDENED, Native
 
 NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
+# PyTorch 2.8 and later multiply narrow matrices of a CUDA device into a wide one
+MIXES = "dtype" in torch.ops.aten.mm.overloads() and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 class Matrix:
@@ -76,10 +78,8 @@ class Matrix:
             return (d.T @ x).to(self._weight.dtype)
         if (compiled := self._compiled(d)) is not None and compiled.adds_outer(d, x):
             compiled.add_outer(_dense(d), _dense(x), sums)
-        elif d.dtype == sums.dtype:
-            sums.addmm_(d.T, x)
         else:
-            sums.add_(d.T @ x)
+            add_product(sums, d.T, x)
         return None
 
     def bias_gradient(self, d: Tensor) -> Tensor:
@@ -91,11 +91,11 @@ class Matrix:
         return self._weight.grad
 
     def _widens(self, x: Tensor) -> bool:
-        return x.dtype == NARROW != self._weight.dtype and floats_are_quicker()
+        return x.dtype == NARROW and widened(self._weight)
 
     def _compiled(self, x: Tensor) -> Native | None:
         """The kernels, where they are to multiply this."""
-        compiled = native() if self._gathers and x.dtype == NARROW and pairs_are_ours() else None
+        compiled = native() if self._gathers and x.is_cpu and x.dtype == NARROW and pairs_are_ours() else None
         return compiled if compiled is not None and not any(size % 32 for size in self._weight.shape) else None
 
     def _in_order(self, compiled: Native, back: bool) -> Tensor:
@@ -118,6 +118,31 @@ class Matrix:
 
     def _rounded(self) -> Tensor:
         return self._weight.detach().to(NARROW).float()
+
+
+def widened(weight: Tensor) -> bool:
+    """Whether what is narrower than it, and bfloat16, is widened before it is multiplied with it."""
+    return weight.is_cpu and weight.dtype != NARROW and floats_are_quicker()
+
+
+def mixes(a: Tensor) -> bool:
+    """Whether narrow matrices where this one lies are multiplied into float32 without being widened."""
+    return MIXES and a.is_cuda
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a b, in float32 where they are bfloat16 and can be mixed."""
+    return torch.mm(a, b, out_dtype=torch.float32) if a.dtype == NARROW and mixes(a) else a @ b
+
+
+def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add a b to the sums, in float32 where they can be mixed."""
+    if a.dtype == sums.dtype:
+        sums.addmm_(a, b)
+    elif mixes(a) and sums.dtype == torch.float32:
+        torch.addmm(sums, a, b, out_dtype=torch.float32, out=sums)
+    else:
+        sums.add_(a @ b)
 
 
 def prepares_sizes(device: str, narrow: bool) -> bool:

@@ -19,6 +19,7 @@ import torch
 from tidemill import faults
 from tidemill.cores import Cores
 from tidemill.models.decoder import Decoder
+from tidemill.models.products import MIXES
 from tidemill.models.served import Contents, checked, words_of
 from tidemill.models.slices import Sender, Slice
 from tidemill.models.weights import save_folder, serving_slices
@@ -76,7 +77,7 @@ class NativeTrainer:
         if self.device.type == "cuda" and self.device.index is not None:
             torch.cuda.set_device(self.device)  # kernels are launched on the current one
         self.decoder = decoder.to(self.device)
-        if self.device.type == "cuda" and settings.dtype == "bfloat16":
+        if self.device.type == "cuda" and settings.dtype == "bfloat16" and not MIXES:
             # The head is computed in float32, which a device multiplies ten times more slowly than TF32. What goes in has
             # bfloat16's eight bits, or is rounded to them when it is served; TF32 keeps eleven.
             torch.set_float32_matmul_precision("high")

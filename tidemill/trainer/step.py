@@ -80,7 +80,7 @@ class Compute:
     def logprobs(self, decoder: Decoder, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
         """Logprobs and entropies [M] of the batch's predicted tokens."""
         logprobs, entropy = token_logprobs(
-            decoder, hidden, batch.targets, batch.temperature, entropy=True, support=batch.support
+            decoder, hidden, batch.targets, batch.temperature, entropy=True, support=batch.support, dtype=self.autocast
         )
         assert entropy is not None
         return logprobs, entropy
