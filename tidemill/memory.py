@@ -22,9 +22,8 @@ from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, STEP, Native
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture, matrices, parameters
-from tidemill.models.linear import MIXES
 from tidemill.models.logprobs import chunk_rows
-from tidemill.models.products import floats_are_quicker, pairs_are_ours, prepares_sizes
+from tidemill.models.products import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import filled
 from tidemill.trainer.lanes import lanes_for
