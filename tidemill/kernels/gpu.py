@@ -4,7 +4,7 @@
 
 They have the same methods as the compiled ones for the CPU (`native.Native`), on tensors alone. Triton compiles each of
 them at its first call and keeps it in a cache of its own. Kernels that compute something else than they should, in a small
-trial, are not used either.
+trial, are not used either; those that only a trainer needs are not in it, which would make every engine compile them.
 """
 
 from __future__ import annotations
