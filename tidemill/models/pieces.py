@@ -11,7 +11,7 @@ T = TypeVar("T")
 Work: TypeAlias = Generator[None, None, T]  # each step of it is a piece; what it returns is the result
 
 PIECE_BYTES = 1 << 20  # to copy, to sum up or to pack them takes 0.1 to 0.3 ms
-DEVICE_PIECE_BYTES = 8 << 20  # sent to a device in 0.8 ms, in which its driver takes no step's orders
+DEVICE_PIECE_BYTES = 8 << 20  # steps that run beside them wait for large ones: see `docs/performance.md`, "On a CUDA device"
 ROWS = 32  # a piece has a multiple: packed matrices are made of so many, and four rows of anything are whole words
 
 
