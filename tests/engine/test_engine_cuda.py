@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from test_engine_parity import PATHS, run, siblings
 from torch import Tensor
 
-from tidemill.engine import core
+from tidemill.engine import core, cuda
 from tidemill.engine.blocks import NULL_PAGE, BlockManager
-from tidemill.engine.cuda import GpuCache, Inputs, numbers_of, row_counts
+from tidemill.engine.cuda import GpuCache, Inputs, Shape, numbers_of, recorded_shape, row_counts, shape_of, token_count
 from tidemill.engine.scheduler import Scheduler, Sequence
 from tidemill.types import SamplingParams
 
@@ -28,15 +28,16 @@ ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 class InPyTorch:
-    """What `kernels.gpu.Gpu` promises of `attend` and `write`."""
+    """What `kernels.gpu.Gpu` promises of `write`, `attend` and `attend_tiles`."""
 
     def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: Tensor) -> None:
         size = pages.shape[2]
         for row, to in enumerate(writes.tolist()):
             pages[to // size, :, to % size] = torch.cat((k[row], v[row]), dim=-1)
 
-    def attend(self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None) -> Tensor:
-        out = torch.full_like(q, torch.nan)
+    def attend(
+        self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None, out: Tensor
+    ) -> None:
         columns, size, group = int(width), q.shape[2], q.shape[1] // pages.shape[1]
         for row, length in enumerate(lengths.tolist()):
             own = pages[table[row * columns : (row + 1) * columns].long()]  # [columns, K, page, 2 E]
@@ -44,7 +45,20 @@ class InPyTorch:
             kv = own.transpose(0, 1).flatten(1, 2)[:, seen].repeat_interleave(group, 0)
             weights = torch.softmax((kv[..., :size] @ q[row, :, :, None]).squeeze(-1) * size**-0.5, -1)
             out[row] = (weights[:, None] @ kv[..., size:]).squeeze(1)
-        return out
+
+    @staticmethod
+    def tile(heads: int, kv_heads: int) -> int:
+        return 3
+
+    def attend_tiles(
+        self, pages: Tensor, q: Tensor, tiles: Tensor, table: Tensor, width: Tensor, window: int | None, out: Tensor
+    ) -> None:
+        columns = int(width)
+        for of, first, position, count in tiles.tolist():
+            assert count <= 3
+            for i in range(count):
+                lengths, row = torch.tensor([position + i + 1]), slice(first + i, first + i + 1)
+                self.attend(pages, q[row], table[of * columns :], width, lengths, window, out[row])
 
 
 class ComputedAgain(GpuCache):
@@ -86,6 +100,22 @@ async def test_logprobs_equal_a_full_forward(family: str, path: str, device: str
     await under_test.close()
 
 
+async def test_steps_of_many_small_chunks_are_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = list[Shape | None]()
+    monkeypatch.setattr(
+        cuda, "recorded_shape", lambda *given: shapes.append(None) if given[0].tiles else recorded_shape(*given)
+    )
+    arch = replace(FAMILIES["qwen3"], head_dim=16)
+    under_test = engine(arch, device=device, prefill_chunk=5)
+    texts = siblings()
+    completions = await run(under_test, texts, [SamplingParams(max_tokens=9, seed=i) for i in range(len(texts))])
+    for text, completion in zip(texts, completions, strict=True):
+        expected = reference_logprobs(decoder(arch), text, completion.tokens)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5 if device == "cpu" else 2e-3)
+    assert shapes
+    await under_test.close()
+
+
 async def test_after_an_update_the_other_decoder_is_computed_with(device: str) -> None:
     """And after the next one the first again, whose records are still good: an update writes into the same memory."""
     arch = replace(FAMILIES["qwen3"], head_dim=16)
@@ -98,44 +128,73 @@ async def test_after_an_update_the_other_decoder_is_computed_with(device: str) -
         [completion] = await run(under_test, [text], [SamplingParams(max_tokens=12, seed=step)])
         expected = reference_logprobs(decoder(arch, seed=step), text, completion.tokens)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5 if device == "cpu" else 2e-3)
-    recorded = under_test._cache._recorded  # pyright: ignore
-    assert len(recorded) == 2 and all(list(counts) == [1] for counts in recorded.values())
+    first, second = under_test._cache._recorded.values()  # pyright: ignore
+    assert set(first) == set(second) == {Shape(16, 0, 13 if device == "cpu" else 8), Shape(1, 1, 0)}
     await under_test.close()
 
 
 @settings(deadline=None)
-@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 8), st.integers(0, 5))
-def test_what_is_sent_is_the_plan(lengths: list[int], page_size: int, fill: int) -> None:
-    scheduler = Scheduler(BlockManager(200, page_size), max_sequences=8, context=64, prefill_chunk=1000)
-    for number, length in enumerate(lengths):
-        scheduler.submit(Sequence(np.arange(length, dtype=np.int32) + number, limit=60))
-    for _ in range(3):  # the first computes the prompts
+@given(
+    st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(1, 8), st.integers(1, 6), st.integers(0, 2), st.data()
+)
+def test_what_is_sent_is_the_plan(lengths: list[int], page_size: int, tile: int, more: int, data: st.DataObject) -> None:
+    """Also of a shape that is larger than the plan's."""
+    scheduler = Scheduler(
+        BlockManager(200, page_size), max_sequences=8, context=64, prefill_chunk=data.draw(st.integers(1, 99))
+    )
+    waiting = [Sequence(np.arange(length, dtype=np.int32) + number, limit=60) for number, length in enumerate(lengths)]
+    for _ in range(6):  # prompts come one by one, so that there are steps of all kinds
+        if waiting:
+            scheduler.submit(waiting.pop())
         plan = scheduler.plan()
         assert plan is not None
-        rows = len(plan.singles) if plan.chunks else len(plan.singles) + fill
-        numbers = numbers_of(plan, scheduler.table, page_size, None if plan.chunks else rows)
+        exact = shape_of(plan, tile)
+        shape = Shape(exact.tokens + more, exact.rows + more, exact.tiles + more)
+        numbers = numbers_of(plan, scheduler.table, page_size, tile, shape)
         assert numbers.dtype == np.int32
-        tokens = len(plan.tokens) if plan.chunks else rows
-        sent = Inputs.of(torch.from_numpy(numbers), tokens, rows)
-        here, decoding = len(plan.tokens), len(plan.singles)
-        assert (
-            sent.tokens[:here].tolist() == plan.tokens.tolist() and sent.positions[:here].tolist() == plan.positions.tolist()
-        )
-        assert (
-            sent.writes[:here].tolist() == plan.writes.tolist() and sent.lengths[:decoding].tolist() == plan.lengths.tolist()
-        )
-        table = sent.table.view(rows, int(sent.width)) if rows else sent.table
+        sent = Inputs.of(torch.from_numpy(numbers), shape)
+        here, decoding, width = exact.tokens, exact.rows, int(sent.width)
+        for name in ("tokens", "positions", "writes"):
+            values = getattr(sent, name)
+            assert values[:here].tolist() == getattr(plan, name).tolist() and not values[here:].any()
+        assert sent.lengths[:decoding].tolist() == plan.lengths.tolist() and not sent.lengths[decoding:].any()
+        table = sent.table.view(-1, width)
+        assert not table[decoding : shape.rows].any() and NULL_PAGE == 0, "rows that fill up read the null page"
         for row, (slot, length) in enumerate(zip(plan.singles, plan.lengths, strict=True)):
             pages = -(-int(length) // page_size)
             assert table[row, :pages].tolist() == scheduler.table[slot, :pages].tolist()
-        assert set(sent.writes[here:].tolist()) <= {NULL_PAGE * page_size} and set(sent.lengths[decoding:].tolist()) <= {1}
-        assert not table[decoding:].any(), "rows that fill up read the null page"
+        queries = dict[int, tuple[int, int]]()  # of chunks: where it stands, its slot and position
+        for of, first, position, count in sent.tiles.tolist():
+            assert count <= tile
+            for i in range(count):
+                chunk = plan.chunks[of - shape.rows]
+                pages = -(-(position + i + 1) // page_size)
+                assert table[of, :pages].tolist() == scheduler.table[chunk.slot, :pages].tolist()
+                assert queries.setdefault(first + i, (chunk.slot, position + i)) == (chunk.slot, position + i)
+        expected = {c.row + i: (c.slot, c.start + i) for c in plan.chunks for i in range(c.count)}
+        assert queries == expected and sum(sent.tiles[:, 3].tolist()) == len(expected)
         scheduler.advance(plan, np.full(len(plan.sample_slots), 7))
 
 
-def test_few_rows_are_computed_in_vain() -> None:
+@given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 300), st.integers(1, 1024), st.sampled_from([8, 32, 64]))
+def test_a_shape_that_is_recorded_has_room(tokens: int, rows: int, chunks: int, slots: int, tile: int) -> None:
+    rows, chunks = min(rows, slots), min(chunks, slots, tokens // 2)
+    exact = Shape(rows + tokens, rows, tokens // tile + chunks) if chunks else Shape(max(rows, 1), max(rows, 1), 0)
+    shape = recorded_shape(exact, slots, tile)
+    if shape is None:  # chunks of less than 16 tokens, by and large
+        assert chunks > max(8, exact.tokens // 16)
+        return
+    assert shape.tokens >= max(exact.tokens, shape.rows) and shape.rows >= exact.rows and shape.tiles >= exact.tiles
+    assert recorded_shape(shape, slots, tile) == shape or not exact.tiles
+
+
+def test_few_shapes_are_recorded_and_little_computed_in_vain() -> None:
     for most in (1, 5, 100, 1024):
         counts = row_counts(most)
         assert counts == sorted(set(counts)) and counts[-1] >= most and len(counts) < 50
         for rows in range(64, most + 1):
             assert next(c for c in counts if c >= rows) <= rows * 1.25
+    for tokens in range(64, 5000):
+        assert tokens <= token_count(tokens) <= tokens * 1.25
+    shapes = {recorded_shape(Shape(256 + n, 256, -(-n // 32)), 256, 32) for n in range(16, 2049)}
+    assert None not in shapes and len(shapes) < 20

@@ -1,10 +1,11 @@
-"""A step on a CUDA device: its integers go there in one copy, and steps that only decode are graphs, captured once.
+"""A step on a CUDA device: its integers go there in one copy, and it is a graph, captured once.
 
-A small model's decode step is hundreds of kernels of a few microseconds each: launched one by one, the device would wait for
-Python. So for each number of rows, rounded up to one of a few, the decoder is run once while CUDA records what is launched,
-and replayed from then on with other numbers in the same memory. Rows that fill up read and write the null page, and nobody
-looks at what they compute. A graph holds the addresses of the weights it was recorded with: the two decoders that take turns
-in serving have graphs of their own, and an update writes into the same memory.
+A small model's step is hundreds of kernels of a few microseconds each: launched one by one, the device would wait for
+Python. So for each shape, rounded up to one of a few, the decoder is run once while CUDA records what is launched, and
+replayed from then on with other numbers in the same memory. Tokens that fill up are written to the null page, and nobody
+looks at what they compute. Rows that decode and chunks of prompts stand side by side in every product, and a kernel each
+attends for them. A graph holds the addresses of the weights it was recorded with: the two decoders that take turns in
+serving have graphs of their own, and an update writes into the same memory.
 """
 
 from __future__ import annotations
@@ -17,51 +18,108 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.engine.attention import ChunkBlock, PagedCache
-from tidemill.engine.blocks import NULL_PAGE
+from tidemill.engine.attention import PagedCache
 from tidemill.engine.scheduler import Plan
 from tidemill.engine.weights import Weights
 from tidemill.kernels.gpu import Gpu, gpu
+from tidemill.kernels.gpu_tiles import cut
 from tidemill.models.architecture import Architecture
-from tidemill.models.decoder import Attend, Decoder
+from tidemill.models.decoder import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """Of a step on the device: N tokens, the first D of which decode; the others are queries of T tiles."""
+
+    tokens: int
+    rows: int
+    tiles: int
+
+    @property
+    def before_table(self) -> int:
+        """Numbers that stand before the table."""
+        return 1 + 3 * self.tokens + self.rows + 4 * self.tiles
 
 
 @dataclass(slots=True)
 class Inputs:
-    """What a step of N tokens, D of which decode, needs to know on the device. All int32, views of one row of numbers."""
+    """What a step needs to know on the device. All int32, views of one row of numbers."""
 
     width: Tensor  # [1] pages of a row of the table
     tokens: Tensor  # [N]
     positions: Tensor  # [N]
     writes: Tensor  # [N] where the KV goes: page * page_size + offset
     lengths: Tensor  # [D] tokens that a decoding row attends to
-    table: Tensor  # [D * width] the pages of each decoding row
+    tiles: Tensor  # [T, 4] row of the table, first token, its position, tokens: see `Gpu.attend_tiles`
+    table: Tensor  # [(D + chunks) * width] the pages of each decoding row, and of each chunk's sequence
 
     @classmethod
-    def of(cls, numbers: Tensor, tokens: int, rows: int) -> Inputs:
-        return cls(
-            *numbers[: 1 + 3 * tokens + rows].split([1, tokens, tokens, tokens, rows]), numbers[1 + 3 * tokens + rows :]
+    def of(cls, numbers: Tensor, shape: Shape) -> Inputs:
+        sizes = [1, shape.tokens, shape.tokens, shape.tokens, shape.rows, 4 * shape.tiles]
+        *others, tiles = numbers[: shape.before_table].split(sizes)
+        return cls(*others, tiles.view(-1, 4), numbers[shape.before_table :])
+
+
+def shape_of(plan: Plan, tile: int) -> Shape:
+    """`tile`: queries of one, at most."""
+    return Shape(len(plan.tokens), len(plan.singles), sum(-(-chunk.count // tile) for chunk in plan.chunks))
+
+
+def recorded_shape(exact: Shape, slots: int, tile: int) -> Shape | None:
+    """One of few, that steps are recorded for, and nowhere smaller than `exact`; None if that is cut too small."""
+    most = row_counts(slots)[-1]
+    if not exact.tiles:
+        rows = next(c for c in row_counts(slots) if c >= exact.rows)
+        return Shape(rows, rows, 0)
+    rows = next(c for c in (most // 16, most // 4, most) if c >= exact.rows)  # one that fills up costs next to nothing here
+    tokens = token_count(max(exact.tokens, rows))
+    tiles = tokens // tile + max(8, tokens // 16)
+    return Shape(tokens, rows, tiles) if exact.tiles <= tiles else None
+
+
+def row_counts(most: int) -> list[int]:
+    """Numbers of rows that are recorded where all decode: at most a fifth of them fills up, from 64 on."""
+    counts, step = [1, 2, 4, 8], 8
+    while counts[-1] < most:
+        if counts[-1] >= 8 * step:
+            step *= 2
+        counts.append(counts[-1] + step)
+    return counts
+
+
+def token_count(least: int) -> int:
+    """Of tokens that are recorded where not all decode: at most a fifth of them fills up, from 64 on."""
+    step = max(16, 2 ** ((least - 1).bit_length() - 3))
+    return -(-least // step) * step
+
+
+def numbers_of(plan: Plan, table: np.ndarray, page_size: int, tile: int, shape: Shape) -> np.ndarray:
+    """The numbers behind the `Inputs` of a plan. What it leaves of the shape is filled up: with tokens that are written to
+    the null page, rows of no length and tiles of no queries, all of which are zeros."""
+    chunks = plan.chunks
+    width = -(-max(int(plan.lengths.max(initial=1)), *(c.start + c.count for c in chunks), 1) // page_size)
+    numbers = np.zeros(shape.before_table + (shape.rows + len(chunks)) * width, np.int32)
+    numbers[0], at = width, 1
+    for values, room in (
+        (plan.tokens, shape.tokens),
+        (plan.positions, shape.tokens),
+        (plan.writes, shape.tokens),
+        (plan.lengths, shape.rows),
+    ):
+        numbers[at : at + len(values)] = values
+        at += room
+    pages = numbers[shape.before_table :].reshape(-1, width)
+    pages[: len(plan.singles)] = table[plan.singles, :width]
+    if chunks:
+        slots, starts, counts, rows = (
+            np.array([getattr(c, name) for c in chunks]) for name in ("slot", "start", "count", "row")
         )
-
-
-def numbers_of(plan: Plan, table: np.ndarray, page_size: int, rows: int | None = None) -> np.ndarray:
-    """The numbers behind the `Inputs` of a plan; `rows`: of a plan that only decodes, filled up to so many."""
-    decoding = len(plan.singles)
-    fill = 0 if rows is None else rows - decoding
-    width = -(-int(plan.lengths.max(initial=1)) // page_size)
-    parts = [
-        [width],
-        _filled(plan.tokens, fill, 0),
-        _filled(plan.positions, fill, 0),
-        _filled(plan.writes, fill, NULL_PAGE * page_size),
-        _filled(plan.lengths, fill, 1),
-        _filled(table[plan.singles, :width].reshape(-1), fill * width, NULL_PAGE),
-    ]
-    return np.concatenate(parts).astype(np.int32)
-
-
-def _filled(values: np.ndarray, count: int, value: int) -> np.ndarray:
-    return np.concatenate((values, np.full(count, value, values.dtype))) if count else values
+        pages[shape.rows :] = table[slots, :width]
+        of, begin = cut(counts, tile)
+        tiles = numbers[at : at + 4 * len(of)].reshape(-1, 4)
+        tiles[:, 0], tiles[:, 1], tiles[:, 2] = shape.rows + of, rows[of] + begin, starts[of] + begin
+        tiles[:, 3] = np.minimum(tile, counts[of] - begin)
+    return numbers
 
 
 class GpuCache(PagedCache):
@@ -72,60 +130,63 @@ class GpuCache(PagedCache):
     ) -> None:
         super().__init__(arch, pages, page_size, dtype, device)
         self._kernels = kernels
-        self._counts: list[int] = []  # of rows, for which steps are recorded
+        self._tile = kernels.tile(arch.heads, arch.kv_heads)
         self._numbers = torch.empty(0, dtype=torch.int32, device=device)  # of steps that are recorded
         self._staged = torch.empty(0, dtype=torch.int32)
-        self._recorded: WeakKeyDictionary[Decoder, dict[int, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
+        self._sent: torch.cuda.Event | None = None  # what was staged last has been copied
+        self._recorded: WeakKeyDictionary[Decoder, dict[Shape, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
         self._pool: tuple[int, int] | None = None  # of the graphs' memory: they run one after another and share it
 
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray) -> Tensor:
-        """The next call may overwrite it. The caller waits for the device before that."""
-        decoder = weights.decoder
-        if not plan.chunks:
-            return self._replay(decoder, plan, table)
-        numbers = torch.from_numpy(numbers_of(plan, table, self.page_size)).to(self.device)
-        inputs = Inputs.of(numbers, len(plan.tokens), len(plan.singles))
-        return decoder(inputs.tokens, inputs.positions, self._attend_to(inputs, self.chunk_blocks(plan, table)))
+        """The next call may overwrite it."""
+        exact = shape_of(plan, self._tile)
+        shape = recorded_shape(exact, len(table), self._tile)
+        numbers = numbers_of(plan, table, self.page_size, self._tile, shape or exact)
+        if shape is None:
+            return self._compute(weights.decoder, Inputs.of(torch.from_numpy(numbers).to(self.device), exact))
+        self._make_room(shape.before_table + (shape.rows + len(table)) * table.shape[1])
+        return self._replay(weights.decoder, numbers, shape)[: exact.tokens]
 
-    def _attend_to(self, inputs: Inputs, chunks: dict[int | None, list[ChunkBlock]]) -> Attend:
-        decoding = len(inputs.lengths)
-        kernels, where = self._kernels, (inputs.table, inputs.width, inputs.lengths)
+    def _compute(self, decoder: Decoder, inputs: Inputs) -> Tensor:
+        kernels, rows, where = self._kernels, len(inputs.lengths), (inputs.table, inputs.width)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             window, pages = self.windows[layer], self.kv[layer]
             kernels.write(pages, k, v, inputs.writes)
-            if decoding == len(q):
-                return kernels.attend(pages, q, *where, window)
             out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            if decoding:
-                out[:decoding] = kernels.attend(pages, q[:decoding], *where, window)
-            for block in chunks[window]:
-                self.attend_chunks(layer, q, block, out)
+            if rows:
+                kernels.attend(pages, q[:rows], *where, inputs.lengths, window, out[:rows])
+            if len(inputs.tiles):  # afterwards: rows that fill up stand where chunks have their tokens
+                kernels.attend_tiles(pages, q, inputs.tiles, *where, window, out)
             return out
 
-        return attend
+        return decoder(inputs.tokens, inputs.positions, attend)
 
-    def _replay(self, decoder: Decoder, plan: Plan, table: np.ndarray) -> Tensor:
-        slots, pages = table.shape
-        rows = len(plan.singles)
-        if not self._counts:
-            self._counts = row_counts(slots)
-            size = 1 + self._counts[-1] * (4 + pages)
-            self._numbers = torch.zeros(size, dtype=torch.int32, device=self.device)
-            self._staged = torch.zeros(size, dtype=torch.int32, pin_memory=self.device.type == "cuda")
-        count = next(c for c in self._counts if c >= rows)
-        numbers = numbers_of(plan, table, self.page_size, count)
+    def _make_room(self, needed: int) -> None:
+        """For the numbers of a step. Records hold the address of the room that was: they are made anew."""
+        if len(self._numbers) >= needed:
+            return
+        on_cuda = self.device.type == "cuda"
+        self._recorded.clear()
+        self._numbers = torch.zeros(2 * needed, dtype=torch.int32, device=self.device)
+        self._staged = torch.zeros(2 * needed, dtype=torch.int32, pin_memory=on_cuda)
+        self._sent = torch.cuda.Event() if on_cuda else None
+
+    def _replay(self, decoder: Decoder, numbers: np.ndarray, shape: Shape) -> Tensor:
+        if self._sent is not None:
+            self._sent.synchronize()  # bounded: by the copy below, of the step before
         staged = self._staged[: len(numbers)]
         staged.numpy()[:] = numbers
         self._numbers[: len(numbers)].copy_(staged, non_blocking=True)
+        if self._sent is not None:
+            self._sent.record()
         recorded = self._recorded.setdefault(decoder, {})
-        if count not in recorded:
-            inputs = Inputs.of(self._numbers, count, count)
-            attend = self._attend_to(inputs, {})
-            recorded[count] = self._record(lambda: decoder(inputs.tokens, inputs.positions, attend))
-        replay, hidden = recorded[count]
+        if shape not in recorded:
+            inputs = Inputs.of(self._numbers, shape)
+            recorded[shape] = self._record(lambda: self._compute(decoder, inputs))
+        replay, hidden = recorded[shape]
         replay()
-        return hidden[:rows]
+        return hidden
 
     def _record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """(what computes it again, where its result lies)"""
@@ -145,13 +206,3 @@ def paged_cache(arch: Architecture, pages: int, page_size: int, dtype: torch.dty
     if fits and (kernels := gpu()) is not None:
         return GpuCache(arch, pages, page_size, dtype, device, kernels)
     return PagedCache(arch, pages, page_size, dtype, device)
-
-
-def row_counts(most: int) -> list[int]:
-    """Numbers of rows that are recorded: at most a fifth of them fills up, from 64 on."""
-    counts, step = [1, 2, 4, 8], 8
-    while counts[-1] < most:
-        if counts[-1] >= 8 * step:
-            step *= 2
-        counts.append(counts[-1] + step)
-    return counts

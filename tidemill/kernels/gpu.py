@@ -49,18 +49,19 @@ class Gpu:
         """Whether `attend` is for this shape."""
         return size in (16, 32, 64, 128, 256) and TILE % page_size == 0 and heads // kv_heads <= 64 and dtype in DTYPES
 
-    def attend(self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None) -> Tensor:
-        """Softmax attention of one query a row, scaled by 1/sqrt(E) -> [n, H, E] as q.
+    def attend(
+        self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None, out: Tensor
+    ) -> None:
+        """Softmax attention of one query a row, scaled by 1/sqrt(E), to out [n, H, E], dense.
 
         pages [P, K, page_size, 2E]: a layer's, a token's key and value side by side. q [n, H, E], its last two dimensions
         dense. table [>= n * width] int32: each row's pages, `width` [1] int32 of them. lengths [n] int32: what a row sees,
-        at least one; of these only the last `window`.
+        of these only the last `window`; 0 of nothing, which is 0.
         """
         n, heads, size = q.shape
         kv_heads, page = pages.shape[1], pages.shape[2]
-        assert q.stride()[1:] == (size, 1) and pages.is_contiguous()
+        assert q.stride()[1:] == (size, 1) and pages.is_contiguous() and out.is_contiguous() and out.shape == q.shape
         splits = max(1, min(MOST_SPLITS, PROGRAMS // (n * kv_heads)))
-        out = torch.empty((n, heads, size), dtype=q.dtype, device=q.device)
         shape = (n * heads, splits)
         parts = out if splits == 1 else torch.empty((*shape, size), dtype=torch.float32, device=q.device)
         sums = out if splits == 1 else torch.empty((*shape, 2), dtype=torch.float32, device=q.device)
@@ -80,7 +81,35 @@ class Gpu:
         )
         if splits > 1:
             self._source.merge[(n * heads,)](parts, sums, out, SPLITS=splits, WIDTH=_power(splits), SIZE=size, num_warps=1)
-        return out
+
+    @staticmethod
+    def tile(heads: int, kv_heads: int) -> int:
+        """Queries that `attend_tiles` looks at together, at most."""
+        return ROWS_TOGETHER // _power(heads // kv_heads)
+
+    def attend_tiles(
+        self, pages: Tensor, q: Tensor, tiles: Tensor, table: Tensor, width: Tensor, window: int | None, out: Tensor
+    ) -> None:
+        """As `attend`, of several queries of a sequence: each sees what comes before it, and itself.
+
+        tiles [T, 4] int32: a tile's row of the table, the first of its queries among q [N, H, E], that one's position, and
+        how many they are, at most `tile`; 0 for none. Of out [N, H, E] only theirs are written.
+        """
+        (_, heads, size), (kv_heads, page) = q.shape, pages.shape[1:3]
+        assert q.stride()[1:] == (size, 1) and pages.is_contiguous() and out.is_contiguous() and out.shape == q.shape
+        self._source.attend_tile[(len(tiles), kv_heads)](
+            *(pages, q, q.stride(0), out, tiles, table, width, size**-0.5),
+            HEADS=kv_heads,
+            GROUP=heads // kv_heads,
+            TOGETHER=_power(heads // kv_heads),
+            SIZE=size,
+            PAGE=page,
+            ROWS=ROWS_TOGETHER,
+            KEYS=KEYS_AT_ONCE,
+            WINDOW=window or 0,
+            num_warps=4,
+            num_stages=2,
+        )
 
     def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: Tensor) -> None:
         """k, v [n, K, E] to `writes` [n] int32: page * page_size + offset."""
@@ -394,15 +423,19 @@ def _right(kernels: Gpu, device: torch.device) -> bool:
     for at in range(3):
         kernels.write(pages, k, v, torch.tensor([16 + at, 32 + at, 48 + at], dtype=torch.int32, device=device))
     lengths = torch.tensor([2, 3, 1], dtype=torch.int32, device=device)
-    seen = kernels.attend(pages, heads[:, :4], table, width.int(), lengths, None)
+    queries = heads[:, :4]
+    seen, tiled = torch.empty_like(queries), torch.empty_like(queries)
+    kernels.attend(pages, queries, table, width.int(), lengths, None, seen)
+    tiles = torch.tensor([[0, 0, 0, 2], [0, 0, 0, 0], [2, 2, 2, 1]], dtype=torch.int32, device=device)
+    kernels.attend_tiles(pages, queries, tiles, table, width.int(), None, tiled)
     kv = pages[table.view(3, 2)[:, 0].long()].double()  # rows 0, 1, 2 begin in pages 1, 3 and 2
     expected = [
         F.scaled_dot_product_attention(
-            heads[i, :4].double().unsqueeze(1), kv[i, :, :n, :32], kv[i, :, :n, 32:], enable_gqa=True
+            queries[i].double().unsqueeze(1), kv[row, :, :n, :32], kv[row, :, :n, 32:], enable_gqa=True
         ).squeeze(1)
-        for i, n in enumerate(lengths.tolist())
+        for i, row, n in ((0, 0, 2), (1, 1, 3), (2, 2, 1), (0, 0, 1), (1, 0, 2), (2, 2, 3))
     ]
-    ok = torch.allclose(seen.double(), torch.stack(expected), atol=1e-5)
+    ok = torch.allclose(torch.cat((seen, tiled)).double(), torch.stack(expected), atol=1e-5)
     weight = torch.linspace(0.5, 1.5, 32, device=device)
     ok &= torch.allclose(kernels.norm(heads, weight, 1e-6), F.rms_norm(heads, (32,), weight, 1e-6), atol=1e-5)
     cos, sin = torch.cos(heads[:, :1, :16]).contiguous(), torch.sin(heads[:, :1, :16]).contiguous()

@@ -98,6 +98,21 @@ def write(
 
 
 @triton.jit
+def softmax_of(score, visible, value, peak, total, seen, EXACT: tl.constexpr):
+    """What rows [R] have seen of softmax attention, with one more tile of keys: score [R, T], value [T, E] -> (maximum, sum
+    of exponentials [R], sum of values [R, E]). EXACT: what rounding takes from the weights is made up for."""
+    score = tl.where(visible, score, LOWEST)
+    higher = tl.maximum(peak, tl.max(score, 1))
+    weight = tl.where(visible, tl.exp(score - higher[:, None]), 0.0)
+    shrink = tl.exp(peak - higher)
+    rounded = weight.to(value.dtype)
+    seen = seen * shrink[:, None] + tl.dot(rounded, value, input_precision="ieee")
+    if EXACT and value.dtype != tl.float32:
+        seen += tl.dot((weight - rounded.to(tl.float32)).to(value.dtype), value)
+    return higher, total * shrink + tl.sum(weight, 1), seen
+
+
+@triton.jit
 def attend(
     pages, q, q_row, out, sums, lengths, table, width, scale,
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
@@ -131,26 +146,54 @@ def attend(
         base = ((page * HEADS + head) * PAGE + at % PAGE) * (2 * SIZE)
         key = tl.load(pages + base[None, :] + element[:, None], mask=inside[None, :], other=0.0)
         value = tl.load(pages + base[:, None] + SIZE + element[None, :], mask=inside[:, None], other=0.0)
-        scores = tl.where(inside[None, :], tl.dot(query, key, input_precision="ieee") * scale, LOWEST)
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weight = tl.where(inside[None, :], tl.exp(scores - higher[:, None]), 0.0)
-        shrink = tl.exp(highest - higher)
-        total = total * shrink + tl.sum(weight, 1)
-        rounded = weight.to(value.dtype)
-        seen = seen * shrink[:, None] + tl.dot(rounded, value, input_precision="ieee")
-        if (
-            value.dtype != tl.float32
-        ):  # what rounding took from the weights, as a second product: memory is what is waited for
-            seen += tl.dot((weight - rounded.to(tl.float32)).to(value.dtype), value)
-        highest = higher
+        score = tl.dot(query, key, input_precision="ieee") * scale
+        highest, total, seen = softmax_of(score, inside[None, :], value, highest, total, seen, True)
     if SPLITS == 1:
         into = out + (row * HEADS * GROUP + head * GROUP + member)[:, None] * SIZE + element[None, :]
-        tl.store(into, (seen / total[:, None]).to(out.dtype.element_ty), mask=real[:, None])
+        tl.store(into, (seen / tl.maximum(total, 1e-30)[:, None]).to(out.dtype.element_ty), mask=real[:, None])
     else:
         part = (row * HEADS * GROUP + head * GROUP + member) * SPLITS + split
         tl.store(out + part[:, None] * SIZE + element[None, :], seen, mask=real[:, None])
         tl.store(sums + part * 2, highest, mask=real)
         tl.store(sums + part * 2 + 1, total, mask=real)
+
+
+@triton.jit
+def attend_tile(
+    pages, q, q_row, out, tiles, table, width, scale,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """One tile of a chunk's queries and one key/value head: what they see of their sequence, up to themselves."""
+    tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
+    of, first, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
+    of = of.to(tl.int64) * tl.load(width)
+    token, member = tl.arange(0, ROWS) // TOGETHER, tl.arange(0, ROWS) % TOGETHER
+    there = (token < count) & (member < GROUP)
+    at, which = (first + token).to(tl.int64), head * GROUP + member
+    element = tl.arange(0, SIZE)
+    query = tl.load(q + (at * q_row + which * SIZE)[:, None] + element[None, :], mask=there[:, None], other=0.0)
+    where, end = position + token, position + count
+    low = 0
+    if WINDOW:
+        low = tl.maximum(position - WINDOW + 1, 0) // KEYS * KEYS
+    peak = tl.full([ROWS], LOWEST, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    seen = tl.zeros([ROWS, SIZE], tl.float32)
+    for start in range(low, end, KEYS):
+        j = start + tl.arange(0, KEYS)
+        inside = j < end
+        page = tl.load(table + of + j // PAGE, mask=inside, other=0).to(tl.int64)
+        base = ((page * HEADS + head) * PAGE + j % PAGE) * (2 * SIZE)
+        key = tl.load(pages + base[None, :] + element[:, None], mask=inside[None, :], other=0.0)
+        value = tl.load(pages + base[:, None] + SIZE + element[None, :], mask=inside[:, None], other=0.0)
+        visible = inside[None, :] & (j[None, :] <= where[:, None])
+        if WINDOW:
+            visible &= where[:, None] - j[None, :] < WINDOW
+        score = tl.dot(query, key, input_precision="ieee") * scale
+        peak, total, seen = softmax_of(score, visible, value, peak, total, seen, False)
+    into = ((at * (HEADS * GROUP) + which) * SIZE)[:, None] + element[None, :]
+    tl.store(out + into, (seen / total[:, None]).to(out.dtype.element_ty), mask=there[:, None])
 
 
 @triton.jit
@@ -162,7 +205,7 @@ def merge(parts, sums, out, SPLITS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.
     total = tl.load(sums + (row * SPLITS + split) * 2 + 1, mask=real, other=0.0)
     weight = tl.where(real, tl.exp(highest - tl.max(highest)), 0.0)
     seen = tl.load(parts + ((row * SPLITS + split) * SIZE)[:, None] + element[None, :], mask=real[:, None], other=0.0)
-    value = tl.sum(seen * weight[:, None], 0) / tl.sum(total * weight)
+    value = tl.sum(seen * weight[:, None], 0) / tl.maximum(tl.sum(total * weight), 1e-30)  # nothing: a row of length 0
     tl.store(out + row * SIZE + element, value.to(out.dtype.element_ty))
 
 

@@ -31,10 +31,10 @@ class Tiles:
         shared, lengths = families.shared, np.diff(families.sequences)
         own = lengths - shared
         begins = np.cumsum(own) - own
-        of, at = _cut(own, queries)
+        of, at = cut(own, queries)
         seen = (families.sequences[of], shared[of] + at, begins[of] + at, np.minimum(queries, own[of] - at))
         order = np.argsort(-(seen[1] + seen[3]), kind="stable")
-        of, at = _cut(own, keys)
+        of, at = cut(own, keys)
         position = shared[of] + at
         readers = _readers(families, of, position)
         queried = np.concatenate(([0], np.cumsum(own)))  # of all sequences before one
@@ -57,8 +57,8 @@ class Tiles:
         )
 
 
-def _cut(own: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """(sequence, its first token among the own) of each tile."""
+def cut(own: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Sequences of so many tokens, into tiles of at most `size`: (sequence, its first token among the own) of each."""
     counts = -(-own // size)
     of = np.repeat(np.arange(len(own)), counts)
     return of, (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * size

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-LOWEST = tl.constexpr(-1e30)  # where a running maximum begins: finite, so that LOWEST - LOWEST is 0
+from tidemill.kernels.gpu_source import LOWEST, softmax_of
 
 
 @triton.jit
@@ -153,14 +153,8 @@ def see(
         visible = inside[None, :] & (j[None, :] <= where[:, None])
         if WINDOW:
             visible &= where[:, None] - j[None, :] < WINDOW
-        score = tl.where(visible, score, LOWEST)
-        higher = tl.maximum(peak, tl.max(score, 1))
-        part = tl.where(visible, tl.exp(score - higher[:, None]), 0.0)
-        shrink = tl.exp(peak - higher)
         value = tl.load(v + (place * v_row + head * SIZE)[:, None] + element[None, :], mask=inside[:, None], other=0.0)
-        total = total * shrink + tl.sum(part, 1)
-        seen = seen * shrink[:, None] + tl.dot(part.to(value.dtype), value, input_precision="ieee")
-        peak = higher
+        peak, total, seen = softmax_of(score, visible, value, peak, total, seen, False)
     into = at * (HEADS * GROUP) + which
     tl.store(
         out + (into * SIZE)[:, None] + element[None, :],
