@@ -4,7 +4,8 @@
 
 The roofline of a decode step: every weight that it multiplies with read once, and every key and value that its rows see, at
 the rate at which this device copies memory (bytes read and written, measured here). A step is the wall time between two
-tokens, everything included: the plan, the kernels, sampling from the whole vocabulary, the record. --peer: Hugging Face
+tokens, everything included: the plan, the kernels, sampling from the whole vocabulary, the record. "Steady": every row that
+ends is followed at once by one with a new prompt, so that nearly every step has a prompt to compute. --peer: Hugging Face
 `generate` on the same weights and batch. Prints a table and writes `results/on_cuda.json`.
 """
 
@@ -39,6 +40,7 @@ SIZES = {  # layers, hidden, heads, key/value heads, intermediate, whether head 
     "1.7B": (28, 2048, 16, 8, 6144, True),
     "8B": (36, 4096, 32, 8, 12288, False),
 }
+STEADY_S = 3.0
 TARGET = 0.6  # of the roofline, at 256 sequences
 
 
@@ -138,6 +140,14 @@ async def ours(model: Decoder, args: argparse.Namespace, profile: str | None) ->
             await all_at_once(24, 10_000)
         print(kernels(traced))
     seconds, times = await all_at_once(args.tokens, 20_000)
+    steady, counts = list[list[float]](), list[float]()
+    decoding = asyncio.create_task(_decode_on(engine, args, steady, fresh=True))
+    for _ in range(2):  # the first one is until all are under way, and the shapes of steps recorded
+        await asyncio.sleep(STEADY_S)
+        counts.append((await engine.stats()).generated)
+        steady.append([])
+    decoding.cancel()
+    await asyncio.wait([decoding])
     gaps = [
         1e3 * (b[0] - a[0]) for a, b in itertools.pairwise(times) if b[1] - a[1] == args.sequences
     ]  # of steps in which every row decodes
@@ -148,6 +158,8 @@ async def ours(model: Decoder, args: argparse.Namespace, profile: str | None) ->
         "steps": len(gaps),
         "first s": first,
         "built s": built,
+        "steady tok/s": (counts[1] - counts[0]) / STEADY_S,
+        "steady step ms": statistics.median(steady[1]),
         "length": args.prompt + args.tokens - len(gaps) / 2,
     }
 
@@ -291,16 +303,18 @@ async def updating(size: str, args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-async def _decode_on(engine: NativeEngine, args: argparse.Namespace, gaps: list[list[float]]) -> None:
-    """Rows that decode while this runs, and do not end together; times between two steps go to the last of `gaps`."""
+async def _decode_on(engine: NativeEngine, args: argparse.Namespace, gaps: list[list[float]], fresh: bool = False) -> None:
+    """Rows that decode while this runs, and do not end together; times between two steps go to the last of `gaps`. They all
+    begin with one prompt, or each with a `fresh` one."""
     gaps.append([])
-    prompt = np.arange(args.prompt, dtype=np.int32)
+    rng, prompt = np.random.default_rng(1), np.arange(args.prompt, dtype=np.int32)
 
     async def row(number: int) -> None:
         for again in itertools.count():
             tokens = args.tokens if again else 1 + args.tokens * number // engine.settings.max_sequences
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=again * 1000 + number)
-            await engine.generate(prompt, params, "policy", f"{number}/{again}")
+            given = rng.integers(0, VOCAB, args.prompt).astype(np.int32) if fresh else prompt
+            await engine.generate(given, params, "policy", f"{number}/{again}")
 
     rows = [asyncio.create_task(row(number)) for number in range(engine.settings.max_sequences)]
     try:
@@ -366,6 +380,7 @@ def main() -> None:
             row: dict[str, Any] = {"model": size, "rows": args.sequences, "step ms": found["step ms"], "roofline ms": floor}
             row |= {"share": floor / found["step ms"], "target": TARGET if args.sequences == 256 else ""}
             row |= {"tok/s": args.sequences * args.tokens / found["seconds"], "first s": found["first s"]}
+            row |= {name: found[name] for name in ("steady tok/s", "steady step ms")}
             del model
             gc.collect()
             torch.cuda.empty_cache()

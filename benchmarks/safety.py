@@ -78,7 +78,7 @@ def account_for(account: Account) -> None:
         account.wrap(SqliteLedger, name, "ledger")
     account.wrap(fingerprint.Fingerprint, "add", "fingerprints")
     account.wrap(fingerprint.Fingerprint, "sums", "fingerprints")
-    account.wrap(served, "word_sum", "fingerprints")
+    account.wrap(served, "word_bits", "fingerprints")
     account.wrap(Trace, "collect", "tracing")
     account.wrap(Trace, "add", "tracing")
     account.wrap(Trace, "write", "tracing")

@@ -156,7 +156,7 @@ def test_every_pass_over_a_large_tensor_is_cut(monkeypatch):
 
     published, serving = receiver.publish(1, model), engine()._updates.weights
     watch(fingerprint, "_block_sum", lambda piece, words: piece.tensor.nbytes)
-    watch(served, "word_sum", lambda tensor: tensor.nbytes)
+    watch(served, "word_bits", lambda tensor: tensor.nbytes)
     watch(torch.Tensor, "copy_", lambda to, given: to.nbytes)
     watch(torch, "equal", lambda one, other: one.nbytes)
     if (compiled := linear.native()) is not None:
@@ -165,7 +165,7 @@ def test_every_pass_over_a_large_tensor_is_cut(monkeypatch):
     staged = at_once(staging.stage(published, serving))
     at_once(staging.prove(staged, published.version))
     rows = 32 * model.layers[0].down.in_features * 4  # type: ignore[union-attr]
-    assert {"_block_sum", "word_sum", "copy_", "equal"} <= set(largest)
+    assert {"_block_sum", "word_bits", "copy_", "equal"} <= set(largest)
     assert max(largest.values()) <= max(limit, rows) < max(p.nbytes for p in model.parameters()), largest
     assert staged.version == published.version
 

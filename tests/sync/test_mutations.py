@@ -353,9 +353,9 @@ def test_an_engine_that_stages_something_else(tiny: Run, name: str) -> None:
     """It copies what it received wrongly, and does not notice: a copy without the checks of `loading`."""
     load = staging.loading
 
-    def mutated(decoder: Any, slices: Iterator[Slice]) -> Work[None]:
+    def mutated(decoder: Any, slices: Iterator[Slice], *more: Any) -> Work[None]:
         if not tiny.sick:
-            yield from load(decoder, slices)
+            yield from load(decoder, slices, *more)
             return
         views = dict(hf_views(decoder))
         for piece in LOADS[name]([replace(s, tensor=s.tensor.clone()) for s in slices], views):

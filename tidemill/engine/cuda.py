@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -77,6 +78,7 @@ def recorded_shape(exact: Shape, slots: int, tile: int) -> Shape | None:
     return Shape(tokens, rows, tiles) if exact.tiles <= tiles else None
 
 
+@lru_cache(maxsize=8)
 def row_counts(most: int) -> list[int]:
     """Numbers of rows that are recorded where all decode: at most a fifth of them fills up, from 64 on."""
     counts, step = [1, 2, 4, 8], 8
@@ -202,7 +204,7 @@ class GpuCache(PagedCache):
 
 def paged_cache(arch: Architecture, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
     """For a device: with its kernels where there are some that fit."""
-    fits = device.type == "cuda" and Gpu.attends(dtype, arch.heads, arch.kv_heads, arch.head_dim, page_size)
+    fits = device.type == "cuda" and Gpu.attends(dtype, arch.heads, arch.kv_heads, arch.head_dim)
     if fits and (kernels := gpu()) is not None:
         return GpuCache(arch, pages, page_size, dtype, device, kernels)
     return PagedCache(arch, pages, page_size, dtype, device)

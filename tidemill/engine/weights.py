@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import torch.nn.functional as F
@@ -27,6 +28,7 @@ from tidemill.models.linear import wide_product, widens
 from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.served import Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
+from tidemill.models.uploads import Uploads
 from tidemill.models.weights import empty_decoder, loading
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Published, Version
@@ -69,6 +71,7 @@ class Staging:
     def __init__(self, receiver: Receiver, pack: bool) -> None:
         self._receiver, self._pack = receiver, pack
         self._spare: Decoder | None = None
+        self._uploads: Uploads | None = None  # to a device
         self._proven: tuple[Version, dict[str, int]] | None = None  # what was staged last: its version and its words
 
     def stage(self, published: Published, serving: Weights) -> Work[Weights]:
@@ -83,9 +86,11 @@ class Staging:
         if self._spare is None:
             weight = serving.decoder.embed.weight
             self._spare = empty_decoder(serving.decoder.arch, weight.dtype, weight.device).requires_grad_(False)
+            if weight.is_cuda:
+                self._uploads = Uploads(weight.device)
         totals: dict[str, int | None] = {}
         try:
-            yield from loading(self._spare, _noting(self._receiver.receive(published), totals))
+            yield from loading(self._spare, _noting(self._receiver.receive(published), totals), self._uploads)
         except ValueError as error:
             raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
         held = yield from Contents.summing(self._spare, self._spare.embed.weight.dtype)
@@ -127,12 +132,18 @@ def beside(device: torch.device) -> Iterator[None]:
     if device.type != "cuda":
         yield
         return
-    stream = torch.cuda.Stream(device)
+    stream = _stream(device)
     try:
         with torch.cuda.stream(stream):
             yield
     finally:  # also of what failed: the next one writes to the same memory
         stream.synchronize()  # bounded: by the copies and sums above
+
+
+@lru_cache(maxsize=8)
+def _stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all that goes on beside the steps: memory that work on one stream gave back is not for another one's."""
+    return torch.cuda.Stream(device)
 
 
 def _same(head: Tensor, weight: Tensor) -> Work[bool]:

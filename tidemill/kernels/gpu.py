@@ -24,7 +24,7 @@ from tidemill.kernels.sequences import Families
 
 SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 DTYPES = (torch.float32, torch.bfloat16)
-TILE = 64  # keys that a program looks at together
+TILE = 16  # keys that a row which decodes looks at together
 VOCABULARY_BLOCK = 2048  # logits that a program looks at together
 TOGETHER = 8  # heads that a program turns
 PROGRAMS = 528  # so many keep a large device busy: with fewer rows each is split
@@ -45,9 +45,9 @@ class Gpu:
         self._tiles: Tiles | None = None  # of the sequences that were attended to last
 
     @staticmethod
-    def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
-        """Whether `attend` is for this shape."""
-        return size in (16, 32, 64, 128, 256) and TILE % page_size == 0 and heads // kv_heads <= 64 and dtype in DTYPES
+    def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
+        """Whether `attend` and `attend_tiles` are for this shape."""
+        return size in (16, 32, 64, 128, 256) and heads // kv_heads <= 64 and dtype in DTYPES
 
     def attend(
         self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None, out: Tensor
@@ -76,7 +76,7 @@ class Gpu:
             TILE=TILE,
             WINDOW=window or 0,
             SPLITS=splits,
-            num_warps=2 if group <= 2 else 4,
+            num_warps=2,
             num_stages=3,
         )
         if splits > 1:
@@ -369,22 +369,23 @@ class Gpu:
         return out
 
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> Tensor:
-        """As `native.Native.keyed_sum`, without words: a scalar int64 on the device, where `keys` and `factors` lie too."""
+        """As `native.Native.keyed_sum`, with words: [2] int64 on the device, where `keys` and `factors` lie too."""
         count, width, run = elements.numel(), elements.element_size(), keys.numel()
         assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + count - 1) // run
         block, steps = 1024, 16
         programs = -(-count // (block * steps))
-        out = torch.empty(programs, dtype=torch.int64, device=elements.device)
+        out = torch.empty((programs, 2), dtype=torch.int64, device=elements.device)
         integers = elements.view(-1).view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[width])
         self._source.keyed_sums[(programs,)](
             *(integers, keys, factors, out, count, first, first // run),
-            MASK=2 ** (8 * width) - 1,
+            WIDTH=width,
+            WORD=4,
             RUN=run,
             BLOCK=block,
             STEPS=steps,
             num_warps=4,
         )
-        return out.sum()
+        return out.sum(0)
 
 
 @lru_cache(maxsize=1)

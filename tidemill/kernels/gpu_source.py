@@ -139,11 +139,13 @@ def attend(
     highest = tl.full([GROUP_WIDTH], LOWEST, tl.float32)
     total = tl.zeros([GROUP_WIDTH], tl.float32)
     seen = tl.zeros([GROUP_WIDTH, SIZE], tl.float32)
+    at = begin + tl.arange(0, TILE)
+    page = tl.load(table + row * columns + at // PAGE, mask=at < end, other=0)
     for start in range(begin, end, TILE):
         at = start + tl.arange(0, TILE)
         inside = (at < end) & (at >= low)
-        page = tl.load(table + row * columns + at // PAGE, mask=at < end, other=0).to(tl.int64)
-        base = ((page * HEADS + head) * PAGE + at % PAGE) * (2 * SIZE)
+        base = ((page.to(tl.int64) * HEADS + head) * PAGE + at % PAGE) * (2 * SIZE)
+        page = tl.load(table + row * columns + (at + TILE) // PAGE, mask=at + TILE < end, other=0)  # in time for the next
         key = tl.load(pages + base[None, :] + element[:, None], mask=inside[None, :], other=0.0)
         value = tl.load(pages + base[:, None] + SIZE + element[None, :], mask=inside[:, None], other=0.0)
         score = tl.dot(query, key, input_precision="ieee") * scale
@@ -323,16 +325,19 @@ def differentiate(
 @triton.jit
 def keyed_sums(
     elements, keys, factors, out, count, first, first_run,
-    MASK: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
+    WIDTH: tl.constexpr, WORD: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of elements, as unsigned integers, times their keys: one of each program, for BLOCK * STEPS elements."""
+    """Sums of elements of WIDTH bytes, as unsigned integers, times their keys, and of the words of WORD bytes that they are:
+    two of each program, for BLOCK * STEPS elements."""
     begin = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
-    total = tl.zeros([BLOCK], tl.int64)
+    total, words = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for step in range(0, STEPS):
         at = begin + step * BLOCK + tl.arange(0, BLOCK)
         inside = at < count
         index = first + at
-        value = tl.load(elements + at, mask=inside, other=0).to(tl.int64) & MASK
+        value = tl.load(elements + at, mask=inside, other=0).to(tl.int64) & ((1 << (8 * WIDTH)) - 1)
         key = tl.load(keys + index % RUN, mask=inside, other=0)
         total += value * (key * tl.load(factors + index // RUN - first_run, mask=inside, other=0))
-    tl.store(out + tl.program_id(0), tl.sum(total))
+        words += value << (at % (WORD // WIDTH) * (8 * WIDTH))
+    tl.store(out + tl.program_id(0) * 2, tl.sum(total))
+    tl.store(out + tl.program_id(0) * 2 + 1, tl.sum(words))

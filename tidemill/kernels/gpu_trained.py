@@ -79,8 +79,8 @@ def rotate_back(
         key_second = tl.load(key_weight + HALF + at, mask=real, other=0.0).to(narrow).to(tl.float32)[None, :]
         first = tl.where(of_query, query_first, key_first)
         second = tl.where(of_query, query_second, key_second)
-    query_sum, query_sum_second = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
-    key_sum, key_sum_second = tl.zeros([WIDTH], tl.float32), tl.zeros([WIDTH], tl.float32)
+    # Of each head by itself until the end: sums over heads are between threads that would wait for one another in every row.
+    for_first, for_second = tl.zeros([TOGETHER, WIDTH], tl.float32), tl.zeros([TOGETHER, WIDTH], tl.float32)
     for each in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(each, tl.int64)
         place = head * 2 * HALF + at[None, :]
@@ -100,11 +100,8 @@ def rotate_back(
             b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
             scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
             a, b = a * scale, b * scale
-            for_first, for_second = back * a.to(narrow).to(tl.float32), back_second * b.to(narrow).to(tl.float32)
-            query_sum += tl.sum(tl.where(of_query, for_first, 0.0), 0)
-            query_sum_second += tl.sum(tl.where(of_query, for_second, 0.0), 0)
-            key_sum += tl.sum(tl.where(of_key, for_first, 0.0), 0)
-            key_sum_second += tl.sum(tl.where(of_key, for_second, 0.0), 0)
+            for_first += back * a.to(narrow).to(tl.float32)
+            for_second += back_second * b.to(narrow).to(tl.float32)
             back, back_second = back * first, back_second * second
             inner = ((tl.sum(back * a, 1) + tl.sum(back_second * b, 1)) / (2 * HALF))[:, None]
             back, back_second = scale * (back - a * inner), scale * (back_second - b * inner)
@@ -116,10 +113,10 @@ def rotate_back(
         tl.store(into + HALF, back_second.to(narrow), mask=everything)
     if NORMED:
         of_program = sums + (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * 4 * HALF
-        tl.store(of_program + at, query_sum, mask=real)
-        tl.store(of_program + HALF + at, query_sum_second, mask=real)
-        tl.store(of_program + 2 * HALF + at, key_sum, mask=real)
-        tl.store(of_program + 3 * HALF + at, key_sum_second, mask=real)
+        tl.store(of_program + at, tl.sum(tl.where(of_query, for_first, 0.0), 0), mask=real)
+        tl.store(of_program + HALF + at, tl.sum(tl.where(of_query, for_second, 0.0), 0), mask=real)
+        tl.store(of_program + 2 * HALF + at, tl.sum(tl.where(of_key, for_first, 0.0), 0), mask=real)
+        tl.store(of_program + 3 * HALF + at, tl.sum(tl.where(of_key, for_second, 0.0), 0), mask=real)
 
 
 @triton.jit

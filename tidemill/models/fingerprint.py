@@ -54,9 +54,9 @@ class Fingerprint:
         self._coverage = Coverage()
         self._sums: dict[str, list[int | Tensor]] = {}
 
-    def add(self, piece: Slice, words: bool = False) -> int:
-        """Raises ValueError when the slice contradicts or repeats an earlier one. Does not wait for a GPU unless it is
-        asked for the block's `word_sum` besides, which it then returns: both need one pass over memory."""
+    def add(self, piece: Slice, words: bool = False) -> int | Tensor:
+        """Raises ValueError when the slice contradicts or repeats an earlier one. Asked for the block's `word_bits` besides,
+        it returns these: both need one pass over memory. Does not wait for a GPU."""
         self._coverage.add(piece)
         total, found = _block_sum(piece, words)
         self._sums.setdefault(piece.name, []).append(total)
@@ -65,7 +65,7 @@ class Fingerprint:
     def sums(self) -> dict[str, int]:
         """The sum of each tensor, 0 <= sum < 2^64, by name. Raises ValueError when a tensor is incomplete."""
         self._coverage.complete()
-        return {name: sum(int(part) for part in parts) % 2**64 for name, parts in sorted(self._sums.items())}
+        return totals(dict(sorted(self._sums.items())))
 
     def hexdigest(self) -> str:
         """32 hex digits over names, dtypes, shapes and sums. Raises ValueError when a tensor is incomplete."""
@@ -92,11 +92,25 @@ def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
     return total.sums()
 
 
+def totals(parts: dict[str, list[int | Tensor]]) -> dict[str, int]:
+    """The sum of each list, modulo 2^64. What lies on a device, scalars of int64, is read at once: the only wait for it."""
+    there = [part for each in parts.values() for part in each if isinstance(part, Tensor)]
+    read = iter(torch.stack([part.to(there[0].device) for part in there]).tolist() if there else ())
+    return {
+        name: sum(next(read) if isinstance(part, Tensor) else part for part in each) % 2**64 for name, each in parts.items()
+    }
+
+
 def word_sum(tensor: Tensor) -> int:
     """The sum of a tensor's bytes as little-endian words of `WORD`, modulo 2**64; the last may be short.
 
     It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
+    return int(word_bits(tensor)) % 2**64
+
+
+def word_bits(tensor: Tensor) -> int | Tensor:
+    """`word_sum`; elsewhere than on a CPU a scalar int64 of its bits that lies on the tensor's device."""
     dense = tensor.detach().contiguous()
     if dense.device.type == "cpu":
         if (compiled := native()) is not None:
@@ -104,18 +118,17 @@ def word_sum(tensor: Tensor) -> int:
         array = dense.view(-1).view(torch.uint8).numpy()
         whole = array.nbytes // WORD * WORD
         words, rest = int(np.add.reduce(array[:whole].view("<u4"), dtype=np.uint64)), array[whole:]
-    else:
-        raw = dense.view(-1).view(torch.uint8)
-        whole = raw.numel() // WORD * WORD
-        aligned = raw if raw.storage_offset() % WORD == 0 else raw.clone()
-        signed = aligned[:whole].view(torch.int32)
-        words, rest = int(signed.sum(dtype=torch.int64)), raw[whole:].cpu().numpy()
-        words += int((signed < 0).sum()) << 32
-    return (words + int.from_bytes(rest.tobytes(), "little")) % 2**64
+        return (words + int.from_bytes(rest.tobytes(), "little")) % 2**64
+    raw = dense.view(-1).view(torch.uint8)
+    whole = raw.numel() // WORD * WORD
+    aligned = raw if raw.storage_offset() % WORD == 0 else raw.clone()
+    signed, rest = aligned[:whole].view(torch.int32), raw[whole:].to(torch.int64)
+    words = signed.sum(dtype=torch.int64) + ((signed < 0).sum() << 32)
+    return words + (rest << 8 * torch.arange(len(rest), device=rest.device)).sum() if len(rest) else words
 
 
-def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int]:
-    """Modulo 2^64; elsewhere than on a CPU a scalar int64 that lies on the block's device. And its words' sum."""
+def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int | Tensor]:
+    """Modulo 2^64; elsewhere than on a CPU a scalar int64 that lies on the block's device. And its words' sum, likewise."""
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
@@ -125,14 +138,14 @@ def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int]:
         return _run_sum(block.contiguous(), first, words)
     if dense and block.is_cuda and block.numel() and (kernels := gpu()) is not None:
         factors = _factors(first // _RUN, (first + block.numel()) // _RUN + 1).to(block.device)
-        total = kernels.keyed_sum(block.contiguous(), first, _key_bits(block.device), factors)
-        return total, word_sum(block) if words else 0
+        total, found = kernels.keyed_sum(block.contiguous(), first, _key_bits(block.device), factors)
+        return total, found
     strides = [math.prod(shape[dim + 1 :]) for dim in range(block.ndim)]
     keys = _key_bits(block.device)
     total = torch.zeros((), dtype=torch.int64, device=block.device)
     for part, at in _small_blocks(block, offset, _BLOCK):
         total += (_bits(part) * _keys_of(part.shape, at, strides, keys)).sum()
-    return total, word_sum(block) if words else 0
+    return total, word_bits(block) if words else 0
 
 
 def _run_sum(block: Tensor, first: int, words: bool) -> tuple[int, int]:

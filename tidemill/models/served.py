@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.fingerprint import WORD, Fingerprint, word_sum
+from tidemill.models.fingerprint import WORD, Fingerprint, totals, word_bits, word_sum
 from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
@@ -44,19 +44,19 @@ class Contents:
     @classmethod
     def summing(cls, decoder: Decoder, dtype: torch.dtype) -> Work[Contents]:
         """`of`, in pieces, cast one by one."""
-        everything, words, outlines, named = Fingerprint(), {}, {}, 0
+        everything, words, outlines, named = Fingerprint(), dict[str, list[int | Tensor]](), {}, 0
         for name, view in hf_views(decoder):
             shape, at = tuple(view.shape), 0
-            words[name], outlines[name] = 0, (shape, dtype)
+            words[name], outlines[name] = [], (shape, dtype)
             for (rows,) in by_rows(view):
                 piece = Slice(name, shape, (at, *(0,) * (view.ndim - 1)), rows.to(dtype))
-                words[name] = (words[name] + everything.add(piece, words=True)) % 2**64
+                words[name].append(everything.add(piece, words=True))
                 at += len(rows)
                 yield
             named += view.numel()
         if named != (there := sum(p.numel() for p in decoder.parameters())):
             raise PolicyMismatch(f"the Hugging Face names cover {named} of {there} weights: the others would never be sent")
-        return cls(everything.hexdigest(), everything.sums(), words, outlines)
+        return cls(everything.hexdigest(), everything.sums(), totals(words), outlines)
 
 
 def words_of(decoder: Decoder) -> dict[str, int]:
@@ -76,22 +76,23 @@ def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
 def words_in_use(decoder: Decoder) -> Work[dict[str, int]]:
     """The same of what is computed with: of a matrix that is packed, its packed copy's words, which are the same ones."""
     packed = {id(weight): copy for _, weight, copy in decoder.packed()}
-    found = {}
+    found = dict[str, list[int | Tensor]]()
     for key, parameter, _ in _matrices(decoder):
         copy = packed.get(id(parameter)) if parameter is not decoder.embed.weight else None
-        found[key] = yield from _word_sum(parameter if copy is None or copy.numbers is None else copy.numbers)
+        found[key] = yield from _word_bits(parameter if copy is None or copy.numbers is None else copy.numbers)
     if decoder.head is None:
         head = decoder.packed_head.numbers
-        found[HEAD] = found[next(iter(found))] if head is None else (yield from _word_sum(head))
-    return found
+        found[HEAD] = found[next(iter(found))] if head is None else (yield from _word_bits(head))
+    return totals(found)
 
 
-def _word_sum(tensor: Tensor) -> Work[int]:
-    total = 0
+def _word_bits(tensor: Tensor) -> Work[list[int | Tensor]]:
+    """Of its pieces."""
+    parts = []
     for (rows,) in by_rows(tensor):
-        total += word_sum(rows)
+        parts.append(word_bits(rows))
         yield
-    return total % 2**64
+    return parts
 
 
 def _matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, Tensor]]]]:

@@ -25,6 +25,7 @@ from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.slices import Coverage, Slice
+from tidemill.models.uploads import Uploads
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -100,8 +101,8 @@ def load_slices(decoder: Decoder, slices: Iterable[Slice]) -> None:
     at_once(loading(decoder, slices))
 
 
-def loading(decoder: Decoder, slices: Iterable[Slice]) -> Work[None]:
-    """`load_slices`, in pieces."""
+def loading(decoder: Decoder, slices: Iterable[Slice], uploads: Uploads | None = None) -> Work[None]:
+    """`load_slices`, in pieces, which are copied by `uploads` where these are given."""
     views, coverage = dict(hf_views(decoder)), Coverage()
     for piece in slices:
         if piece.name not in views:
@@ -113,7 +114,10 @@ def loading(decoder: Decoder, slices: Iterable[Slice]) -> Work[None]:
         if piece.tensor.shape != view.shape:
             view = view[tuple(slice(o, o + n) for o, n in zip(piece.offset, piece.tensor.shape, strict=True))]
         for rows, given in by_rows(view, piece.tensor.detach()):
-            rows.copy_(given)
+            if uploads is None:
+                rows.copy_(given)
+            else:
+                uploads.copy(rows, given)
             yield
     coverage.complete()
     if missing := [name for name in views if name not in coverage.tensors]:
