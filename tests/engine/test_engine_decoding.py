@@ -79,7 +79,7 @@ def both(arch: Architecture, dtype: torch.dtype) -> tuple[list[torch.Tensor], li
     for of in (weights, replace(weights, decoding=None)):
         cache = filled(arch, dtype)
         with torch.inference_mode():
-            found.append([cache.hidden(of, plan, table), cache.kv])
+            found.append([cache.hidden(of, plan, table, np.arange(len(plan.tokens))), cache.kv])
     return found[0], found[1]
 
 

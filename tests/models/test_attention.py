@@ -89,6 +89,32 @@ def test_packing_changes_neither_logits_nor_gradients(name: str) -> None:
         assert (a - b).abs().max() < 1e-10 * scale and (a - c).abs().max() < 1e-10 * scale
 
 
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("wanted", [[], [0], [8, 12, 42], [3, 3, 40, 1]])
+def test_the_last_layer_is_computed_of_what_is_wanted(wanted: list[int], checkpointing: bool) -> None:
+    decoder, lengths, chosen = (
+        random_decoder("qwen3-tied-bias", dtype=torch.float64),
+        [9, 4, 30],
+        torch.tensor(wanted).long(),
+    )
+    tokens = torch.randint(48, (sum(lengths),), generator=torch.Generator().manual_seed(0))
+    attend, rows = packed_attention(lengths, decoder.arch.windows), list[int]()
+    decoder.layers[-1].gate_up.register_forward_hook(lambda module, given, out: rows.append(len(out)))  # type: ignore[union-attr]
+
+    def gradient(of: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        hidden = decoder(tokens, packed_positions(lengths), attend, of, checkpointing=checkpointing)
+        hidden = hidden if of is not None else hidden[chosen]
+        decoder.zero_grad()
+        (hidden * torch.arange(hidden.numel()).view(hidden.shape).sin()).sum().backward()
+        return hidden.detach(), [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in decoder.parameters()]
+
+    whole, expected = gradient(None)
+    hidden, found = gradient(chosen)
+    assert set(rows) == {len(wanted), sum(lengths)}
+    torch.testing.assert_close(hidden, whole)
+    torch.testing.assert_close(found, expected)
+
+
 @pytest.mark.parametrize("name", ["llama3-biases", "qwen3-tied-bias"])
 def test_checkpointing_gives_the_same_gradient(name: str) -> None:
     decoder, lengths = random_decoder(name), [9, 4, 30]

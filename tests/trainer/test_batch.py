@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from trainer_cases import sample
 
 from tidemill.models import products
-from tidemill.trainer.batch import pack, rows_of, split
+from tidemill.trainer.batch import Batch, pack, rows_of, split
 from tidemill.trainer.step import Compute
 
 CPU = torch.device("cpu")
@@ -64,12 +64,24 @@ def test_no_rows_are_no_micro_batches():
     assert split([], 512) == []
 
 
+def predicting(packed: Batch) -> np.ndarray:
+    """[M] the packed token that predicts each target."""
+    wanted = np.arange(len(packed.tokens)) if packed.wanted is None else packed.wanted.numpy()
+    return wanted[packed.predictors.numpy()]
+
+
 @given(shapes=shapes, budget=st.integers(1, 80))
 def test_predictors_stand_right_before_their_targets(shapes, budget):
     for rows in split(rows_of(samples_of(shapes)), budget):
         packed = pack(rows, CPU)
         where = np.concatenate([row.where for row in rows])
-        np.testing.assert_array_equal(packed.positions[packed.predictors].numpy(), where - 1)
+        at = predicting(packed)
+        np.testing.assert_array_equal(packed.positions[at].numpy(), where - 1)
+        own = [packed.families.of_sequence(i)[row.where - 1] for i, row in enumerate(rows)]
+        np.testing.assert_array_equal(at, np.concatenate(own))
+        assert packed.wanted is None or packed.wanted.tolist() == sorted(set(at.tolist())), (
+            "what predicts nothing is left out"
+        )
         np.testing.assert_array_equal(packed.targets.numpy(), np.concatenate([r.sample.tokens[r.where] for r in rows]))
         np.testing.assert_array_equal(packed.sequence.numpy(), np.repeat(np.arange(len(rows)), [len(r.where) for r in rows]))
 
@@ -131,7 +143,10 @@ def test_what_fills_a_micro_batch_up_belongs_to_no_row(shapes, up_to):
     assert n <= len(filled.tokens) <= max(n, up_to) and len(filled.tokens) < n * 33 / 32 + 1
     assert len(filled.positions) == len(filled.tokens) == filled.families.tokens
     np.testing.assert_array_equal(filled.tokens[:n], plain.tokens)
-    np.testing.assert_array_equal(filled.predictors, plain.predictors)
+    np.testing.assert_array_equal(predicting(filled), predicting(plain))
+    if filled.wanted is not None:
+        needed = len(set(predicting(filled).tolist()))
+        assert needed <= len(filled.wanted) <= max(needed, up_to) and len(filled.wanted) < needed * 33 / 32 + 1
     own = np.concatenate([filled.families.of_sequence(i) for i in range(len(rows))])
     np.testing.assert_array_equal(own, plain.families.places)
     assert np.diff(filled.families.sequences).max() == max(row.length for row in rows)

@@ -84,14 +84,21 @@ class PagedCache:
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._wide = torch.empty(0, dtype=torch.float32, device=device)
 
-    def hidden(self, weights: Weights, plan: Plan, table: np.ndarray) -> Tensor:
-        """[N, D] of the step's tokens, whose keys and values are in the cache afterwards. `table` as for `attend`."""
+    def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
+        """[P, D] of the `wanted` ones [P] of the step's N tokens, all of whose keys and values are in the cache afterwards.
+        `table` as for `attend`. The next call may overwrite it."""
         layers = weights.decoding if not plan.chunks else None
         if self._native is not None and layers is not None and whole_pass(len(plan.singles), layers.largest):
-            return self._decoded(self._native, layers, weights.decoder, plan, table, torch.get_num_threads())
+            hidden = self._decoded(self._native, layers, weights.decoder, plan, table, torch.get_num_threads())
+            rows = self.chosen(wanted, len(hidden))
+            return hidden if rows is None else hidden.index_select(0, rows)
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
-        return weights.decoder(tokens, positions, self.attend(plan, table))
+        return weights.decoder(tokens, positions, self.attend(plan, table), self.chosen(wanted, len(tokens)))
+
+    def chosen(self, wanted: np.ndarray, count: int) -> Tensor | None:
+        """The indices of the wanted ones of so many; None where these are all, in order."""
+        return None if np.array_equal(wanted, np.arange(count)) else self.tensor(wanted)
 
     def _decoded(
         self, compiled: Native, layers: DecodingWeights, decoder: Decoder, plan: Plan, table: np.ndarray, threads: int

@@ -139,15 +139,17 @@ class GpuCache(PagedCache):
         self._recorded: WeakKeyDictionary[Decoder, dict[Shape, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
         self._pool: tuple[int, int] | None = None  # of the graphs' memory: they run one after another and share it
 
-    def hidden(self, weights: Weights, plan: Plan, table: np.ndarray) -> Tensor:
-        """The next call may overwrite it."""
+    def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
         exact = shape_of(plan, self._tile)
         shape = recorded_shape(exact, len(table), self._tile)
         numbers = numbers_of(plan, table, self.page_size, self._tile, shape or exact)
         if shape is None:
-            return self._compute(weights.decoder, Inputs.of(torch.from_numpy(numbers).to(self.device), exact))
-        self._make_room(shape.before_table + (shape.rows + len(table)) * table.shape[1])
-        return self._replay(weights.decoder, numbers, shape)[: exact.tokens]
+            hidden = self._compute(weights.decoder, Inputs.of(torch.from_numpy(numbers).to(self.device), exact))
+        else:
+            self._make_room(shape.before_table + (shape.rows + len(table)) * table.shape[1])
+            hidden = self._replay(weights.decoder, numbers, shape)[: exact.tokens]
+        rows = self.chosen(wanted, exact.tokens)
+        return hidden if rows is None else hidden.index_select(0, rows)
 
     def _compute(self, decoder: Decoder, inputs: Inputs) -> Tensor:
         kernels, rows, where = self._kernels, len(inputs.lengths), (inputs.table, inputs.width)

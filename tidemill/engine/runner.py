@@ -49,15 +49,15 @@ def run(
     weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, ask: RowParams, top: int, probes: list[Probe]
 ) -> Output:
     """One step. `top`: how many alternatives to report for the sampled rows."""
-    hidden = cache.hidden(weights, plan, table)
+    sampled = len(plan.sample_rows)
+    wanted = np.concatenate([plan.sample_rows, *(np.arange(p.first, p.last) for p in probes)])
+    hidden, *scored = cache.hidden(weights, plan, table, wanted).split([sampled, *(p.last - p.first for p in probes)])
     cache.copy(plan.copies)
-    rows = plan.sample_rows
-    everything = np.array_equal(rows, np.arange(len(hidden)))  # decode steps: the rows are all there is, in order
-    logits = weights.logits(hidden if everything else hidden[torch.from_numpy(rows).to(cache.device)])
+    logits = weights.logits(hidden)
     top_ids = top_logprobs = None
     if top:
         top_ids, top_logprobs = alternatives(torch.log_softmax(logits, dim=-1), top)
-    probed = [_probe(hidden[p.first : p.last], weights, p) for p in probes]
+    probed = [_probe(rows, weights, p) for rows, p in zip(scored, probes, strict=True)]
     return Output(sample(logits, ask, without_gradient(logits)), top_ids, top_logprobs, probed)
 
 

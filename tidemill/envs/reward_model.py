@@ -30,9 +30,8 @@ def score(completions: Sequence[Any], prompts: Sequence[Any], *, folder: str) ->
     tokens = torch.from_numpy(np.concatenate(rows).astype(np.int64))
     attend = packed_attention(lengths, model.decoder.arch.windows)
     with torch.inference_mode():
-        hidden = model.decoder(tokens, packed_positions(lengths), attend)
         last = torch.tensor(lengths).cumsum(0) - 1
-        return model.values(hidden[last]).tolist()
+        return model.values(model.decoder(tokens, packed_positions(lengths), attend, last)).tolist()
 
 
 def _text(completion: Any) -> str:

@@ -62,9 +62,13 @@ class Layer(nn.Module):
         self.gate_up = Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
         self.down = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend) -> Tensor:  # x [N, D]
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+        """[N, D], or of the `wanted` tokens [P], of x [N, D]."""
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
-        x = self.o.onto(x, attend(self.index, *self._rotated(heads, cos, sin)).flatten(1))
+        seen = attend(self.index, *self._rotated(heads, cos, sin)).flatten(1)
+        if wanted is not None:  # of all others only the keys and values mattered
+            x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
+        x = self.o.onto(x, seen)
         return self.down.onto(x, gated(self.gate_up(self.post_norm(x))))
 
     def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,12 +119,22 @@ class Decoder(nn.Module):
                 yield name, module.weight, module.packed
         yield "head", self.head_weight, self.packed_head
 
-    def forward(self, tokens: Tensor, positions: Tensor, attend: Attend, *, checkpointing: bool = False) -> Tensor:
-        """Hidden states after the last norm [N, D] for `tokens` [N] at `positions` [N]."""
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        wanted: Tensor | None = None,
+        *,
+        checkpointing: bool = False,
+    ) -> Tensor:
+        """Hidden states after the last norm [N, D] for `tokens` [N] at `positions` [N]; or [P, D], of the `wanted` ones [P]
+        int64 among them, which takes less of the last layer."""
         x = self.embed(tokens)
         cos, sin = self.rope(positions, _product_dtype(x))  # autocast's too, as a bfloat16 model has them
         for layer in self.layers:
-            x = recompute(layer, x, cos, sin, attend, use_reentrant=False) if checkpointing else layer(x, cos, sin, attend)
+            given = (x, cos, sin, attend, wanted if layer.index == len(self.layers) - 1 else None)
+            x = recompute(layer, *given, use_reentrant=False) if checkpointing else layer(*given)
         return self.norm(x)
 
     @property

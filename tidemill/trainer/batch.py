@@ -23,6 +23,7 @@ from tidemill.algorithms.losses import LossInput
 from tidemill.kernels.sequences import Families
 from tidemill.types import Array, Sample
 
+WORTH_CHOOSING = 0.98  # the share of packed tokens that predict something: above, to pick them out costs what it saves
 _WORTH = 0.1  # the share of a row that must be common: below, a family of rows costs more than it saves
 
 
@@ -47,7 +48,8 @@ class Batch:
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64
     families: Families  # which tokens are whose
-    predictors: Tensor  # [M] int64: the packed token whose hidden state predicts the target
+    wanted: Tensor | None  # [P] int64: the packed tokens whose hidden states predict something; None: all N
+    predictors: Tensor  # [M] int64: which of the P, or N, predicts the target
     targets: Tensor  # [M] int64
     temperature: Tensor  # [M] float64
     weights: Tensor  # [M]
@@ -124,6 +126,10 @@ def pack(rows: list[Row], device: torch.device, *, up_to: int = 0) -> Batch:
     pieces = [(row.sample.tokens[row.shared : row.length], np.arange(row.shared, row.length)) for row in rows]
     pieces += [(np.zeros(length, np.int32), np.arange(length)) for length in spare]
     counts = [len(row.where) for row in rows]
+    places = np.concatenate([families.of_sequence(i)[row.where - 1] for i, row in enumerate(rows)])
+    wanted, predictors = np.unique(places, return_inverse=True)
+    fewer = len(wanted) < WORTH_CHOOSING * families.tokens
+    more = filled(len(wanted), up_to) - len(wanted)  # which predict nothing
 
     def send(array: Array) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -146,7 +152,8 @@ def pack(rows: list[Row], device: torch.device, *, up_to: int = 0) -> Batch:
         tokens=send(np.concatenate([tokens for tokens, _ in pieces]).astype(np.int64)),
         positions=send(np.concatenate([positions for _, positions in pieces])),
         families=families,
-        predictors=send(np.concatenate([families.of_sequence(i)[row.where - 1] for i, row in enumerate(rows)])),
+        wanted=send(np.append(wanted, np.repeat(wanted[:1], more))) if fewer else None,
+        predictors=send(predictors if fewer else places),
         targets=gather(lambda s: s.tokens).long(),
         temperature=send(np.repeat(np.array([row.sample.temperature for row in rows]), counts)),
         weights=gather(lambda s: s.weights),

@@ -74,7 +74,7 @@ class Compute:
         attend = packed_attention(batch.families, decoder.arch.windows, batch.tokens.device)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
             checkpointing = self.checkpointing and torch.is_grad_enabled()
-            hidden = decoder(batch.tokens, batch.positions, attend, checkpointing=checkpointing)
+            hidden = decoder(batch.tokens, batch.positions, attend, batch.wanted, checkpointing=checkpointing)
         return hidden.index_select(0, batch.predictors)
 
     def logprobs(self, decoder: Decoder, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
