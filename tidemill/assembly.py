@@ -89,19 +89,14 @@ class Session:
 
     @property
     def context(self) -> int:
-        return context_of(self.config, self.model)
+        return self.config.engine.context_of(self.model.architecture.context)
 
 
 def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> Episodes:
     """How this recipe plays an episode with this model: the same in training and in every evaluation."""
     r = config.rollout
     params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, model.stop_ids)
-    return Episodes(environment, model.tokenizer, params, context_of(config, model), r.episode_s)
-
-
-def context_of(config: RunConfig, model: ModelFolder) -> int:
-    """Tokens that a sequence may hold."""
-    return min(config.engine.context or model.architecture.context, model.architecture.context)
+    return Episodes(environment, model.tokenizer, params, config.engine.context_of(model.architecture.context), r.episode_s)
 
 
 def context_cut(config: RunConfig, policy: Architecture) -> str:

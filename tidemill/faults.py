@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 Kind = Literal["kill", "kill-all", "stop", "raise", "disk-full", "torn-write", "slow"]
 VARIABLE, LOG_VARIABLE = "TIDEMILL_FAULTS", "TIDEMILL_FAULT_LOG"
@@ -45,7 +45,8 @@ class Fault:
         phase, step, kind, *argument = [*rest.split(":"), "", "", ""][: max(3, rest.count(":") + 1)]
         if not role or not phase or not (step == "*" or step.isdigit()) or kind not in get_args(Kind) or len(argument) > 1:
             raise ValueError(f"fault {text!r}: expected role:phase:step:kind with a kind of {', '.join(get_args(Kind))}")
-        return cls(role, phase, None if step == "*" else int(step), kind, float(argument[0]) if argument else None)
+        seconds = float(argument[0]) if argument else None
+        return cls(role, phase, None if step == "*" else int(step), cast(Kind, kind), seconds)
 
     def __str__(self) -> str:
         end = "" if self.argument is None else f":{self.argument:g}"

@@ -14,10 +14,11 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.rows import POLICY
-from tidemill.envs.template import Messages, Tokenizer, Turn, as_messages, conversation, too_long
+from tidemill.envs.template import Messages, Turn, as_messages, conversation, too_long
 from tidemill.errors import ConfigError
+from tidemill.gradient import Algorithm
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Trainer
 from tidemill.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
 

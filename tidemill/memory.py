@@ -14,7 +14,7 @@ import torch
 
 from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.algorithms.settings import begins_as
-from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages, page_bytes
+from tidemill.engine.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
 from tidemill.errors import ConfigError
 from tidemill.given import ROWS as HELD_OUT_ROWS
@@ -201,7 +201,7 @@ def trainer_memory(
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
         held.append(Held("two versions on their way to engines", size, lever, host=True))
     settings = config.trainer
-    every, budget = most_rows(config) * context_of(config.engine, arch), settings.micro_batch_tokens
+    every, budget = most_rows(config) * config.engine.context_of(arch.context), settings.micro_batch_tokens
     fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as the trainer's `Compute.pack` does
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
     lanes = max(trainer_lanes(each) for each in (config, *([config.warming_up] if config.warmup.accuracy else [])))
@@ -280,7 +280,7 @@ def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None
 def row_tokens(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:
     """That a row may hold, at most."""
     pages, _ = kv_pages(settings, arch, free)
-    return max(2, min(context_of(settings, arch), (pages - 1) * settings.page_size))
+    return max(2, min(settings.context_of(arch.context), (pages - 1) * settings.page_size))
 
 
 def in_words(size: int) -> str:

@@ -7,11 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
-from tidemill.envs.template import Tokenizer
 from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.fresh import SIZES, Size, architecture, fresh_model
-from tidemill.models.tokenizer import EOS, PAD, UNK, generation_config, load_tokenizer, stop_ids
+from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_config, load_tokenizer, stop_ids
 
 ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
 NEW, MADE = "new:", "new-"  # of a model that is to be made; of its folder

@@ -125,7 +125,8 @@ class Monitor:
         self._figures = figures
         self._trainer, self._pools, self._last = trainer, pools, time.monotonic()
         self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up is over, it sampled nothing
-        self.loop.take(), self.beside.take()
+        self.loop.take()
+        self.beside.take()
         self._later = {}
 
     def header(self, lines: Sequence[str]) -> None:

@@ -32,13 +32,13 @@ class PlacementSettings(Config):
     """Where the parts run, and what carries the weights between them."""
 
     kind: Literal["local", "inline"] = "local"  # processes on this machine, or everything in one process
-    engines: int = Field(1, ge=1)
-    engine_threads: int = Field(1, ge=1)  # of each engine. Where all together have more than there are cores,
-    trainer_threads: int = Field(1, ge=1)  # whoever computes alone has all of his, and the others share: see `cores`
+    engines: int = Field(default=1, ge=1)
+    engine_threads: int = Field(default=1, ge=1)  # of each engine. Where all together have more than there are cores,
+    trainer_threads: int = Field(default=1, ge=1)  # whoever computes alone has all of his, and the others share: see `cores`
     # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: where there is a
     # core for each thread of trainer and engines, or these name different devices
     stream: bool | Literal["auto"] = "auto"
-    reference_engines: int = Field(0, ge=0)  # processes that serve algorithm.reference; 0: the trainer holds it as well
+    reference_engines: int = Field(default=0, ge=0)  # processes that serve algorithm.reference; 0: the trainer holds it too
     sync: SyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()
 
@@ -46,69 +46,69 @@ class PlacementSettings(Config):
 class RolloutSettings(Config):
     """What is sampled for each step."""
 
-    groups: int = Field(16, ge=1)  # groups (tasks) a step
-    group_size: int = Field(8, ge=1)  # samples of each task
-    max_tokens: int = Field(256, ge=1)  # of one reply
-    temperature: float = Field(1.0, ge=MIN_TEMPERATURE)  # greedy tokens have no logprob to train on
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=0)
-    min_p: float = Field(0.0, ge=0, lt=1)
-    window: int = Field(1, ge=1)  # look-ahead past the oldest unfinished group, see `buffer`
-    episode_s: float = Field(600.0, gt=0)  # an episode that takes longer ends as an infrastructure error
+    groups: int = Field(default=16, ge=1)  # groups (tasks) a step
+    group_size: int = Field(default=8, ge=1)  # samples of each task
+    max_tokens: int = Field(default=256, ge=1)  # of one reply
+    temperature: float = Field(default=1.0, ge=MIN_TEMPERATURE)  # greedy tokens have no logprob to train on
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    min_p: float = Field(default=0.0, ge=0, lt=1)
+    window: int = Field(default=1, ge=1)  # look-ahead past the oldest unfinished group, see `buffer`
+    episode_s: float = Field(default=600.0, gt=0)  # an episode that takes longer ends as an infrastructure error
 
 
 class ReplaySettings(Config):
     """Groups that are trained once more, beside a step's own: see `experience`. Off while `share` is 0."""
 
-    share: float = Field(0.0, ge=0, le=4)  # of the step's groups, how many come on top
-    within: int = Field(16, ge=1)  # steps back; max_lag does not bound these
-    times: int = Field(1, ge=1)  # that a group is trained again, at most
+    share: float = Field(default=0.0, ge=0, le=4)  # of the step's groups, how many come on top
+    within: int = Field(default=16, ge=1)  # steps back; max_lag does not bound these
+    times: int = Field(default=1, ge=1)  # that a group is trained again, at most
 
 
 class DataSettings(Config):
     """Which tasks are given."""
 
     order: Order = "shuffled"  # frontier, easy_first, mixed: by each task's pass rate so far, see `envs.curriculum`
-    retire: float = Field(0.0, ge=0, le=1)  # a task whose whole group was passed at this rate is not given again; 0: off
+    retire: float = Field(default=0.0, ge=0, le=1)  # a task whose whole group passed at this rate is not given again; 0: off
     replay: ReplaySettings = ReplaySettings()
 
 
 class WarmupSettings(Config):
     """Supervised training on the tasks' own answers before reinforcement learning. Off while `accuracy` is 0."""
 
-    accuracy: float = Field(0.0, ge=0, le=1)  # train until greedy accuracy on training tasks reaches this,
-    seconds: float = Field(55.0, gt=0)  # at most so long
-    lr: float = Field(1e-3, gt=0)
-    batch: int = Field(64, ge=1)  # rows a step
+    accuracy: float = Field(default=0.0, ge=0, le=1)  # train until greedy accuracy on training tasks reaches this,
+    seconds: float = Field(default=55.0, gt=0)  # at most so long
+    lr: float = Field(default=1e-3, gt=0)
+    batch: int = Field(default=64, ge=1)  # rows a step
 
 
 class EvalSettings(Config):
     """Greedy evaluation on held-out tasks, each time on one version."""
 
-    every: int = Field(20, ge=0)  # steps; 0: only before and after
-    tasks: int = Field(128, ge=1)  # while training
-    final_tasks: int = Field(1024, ge=1)  # before the first and after the last step
+    every: int = Field(default=20, ge=0)  # steps; 0: only before and after
+    tasks: int = Field(default=128, ge=1)  # while training
+    final_tasks: int = Field(default=1024, ge=1)  # before the first and after the last step
 
 
 class RecordSettings(LogSettings):
     """What is kept of a run, besides the ledger and the metrics, which always are."""
 
-    checkpoint_every: int = Field(50, ge=0)  # steps; 0: only at the end
-    checkpoints: int = Field(2, ge=1)  # how many are kept; a resume falls back on an older one when the newest is damaged
-    keep_every: int = Field(0, ge=0)  # steps; checkpoints of every such step are kept for good; 0: of none
-    probe_every: int = Field(5, ge=0)  # steps between matched-version logprob probes; 0: never
+    checkpoint_every: int = Field(default=50, ge=0)  # steps; 0: only at the end
+    checkpoints: int = Field(default=2, ge=1)  # kept; a resume falls back on an older one when the newest is damaged
+    keep_every: int = Field(default=0, ge=0)  # steps; checkpoints of every such step are kept for good; 0: of none
+    probe_every: int = Field(default=5, ge=0)  # steps between matched-version logprob probes; 0: never
 
 
 class SuperviseSettings(Config):
     """How processes are watched, and what is done when one ends."""
 
     resume: bool = False  # go on by itself when the trainer has ended
-    restarts: int = Field(5, ge=0)  # of an engine, or resumes of the run, within the window; then the run stops
-    window_s: float = Field(600.0, gt=0)
-    backoff_s: float = Field(1.0, ge=0)  # before a restart of what did not last, and before the next one twice as long
-    heartbeat_s: float = Field(1.0, gt=0)  # between two heartbeats
-    silent_s: float = Field(60.0, gt=0)  # without an answer, before a process is killed; longer than one step of an engine
-    stuck_s: float = Field(900.0, gt=0)  # in a call without progress, before a process is killed
+    restarts: int = Field(default=5, ge=0)  # of an engine, or resumes of the run, within the window; then the run stops
+    window_s: float = Field(default=600.0, gt=0)
+    backoff_s: float = Field(default=1.0, ge=0)  # before a restart of what did not last, and before the next twice as long
+    heartbeat_s: float = Field(default=1.0, gt=0)  # between two heartbeats
+    silent_s: float = Field(default=60.0, gt=0)  # without an answer, before a process is killed; more than an engine's step
+    stuck_s: float = Field(default=900.0, gt=0)  # in a call without progress, before a process is killed
 
 
 SHORT: dict[str, Callable[[str], Any]] = {
@@ -125,9 +125,9 @@ class RunConfig(Config):
     model: str  # a Hugging Face folder, or "new:SIZE" for a random one made here
     env: EnvSettings
     algorithm: AlgorithmSettings = AlgorithmSettings.preset("grpo")
-    steps: int = Field(100, ge=1)
-    max_lag: int = Field(1, ge=0)
-    seed: int = Field(0, ge=0)
+    steps: int = Field(default=100, ge=1)
+    max_lag: int = Field(default=1, ge=0)
+    seed: int = Field(default=0, ge=0)
     profile: bool = False  # which operators engines and trainer ran in two steps: profile.json.gz, see `profiling`
     deterministic: bool = False  # the same weights to the last bit, whatever interrupts the run: float32 on the CPU
     placement: PlacementSettings = PlacementSettings()
@@ -404,8 +404,8 @@ def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> No
                 f"{folder} is deterministic, and trainer and engines round differently: leave "
                 "placement.reference_engines as it was"
             )
-    fixed = [{k: v for k, v in tree.items() if k not in MAY_CHANGE} for tree in (old, new)]
-    if changed := list(_differences(*fixed)):
+    was, now = ({k: v for k, v in tree.items() if k not in MAY_CHANGE} for tree in (old, new))
+    if changed := list(_differences(was, now)):
         more = f" and {len(changed) - MOST_TOLD} more" if len(changed) > MOST_TOLD else ""
         raise ConfigError(
             f"{folder} holds a run of another recipe: {'; '.join(changed[:MOST_TOLD])}{more}. Use another run_dir, or "

@@ -67,7 +67,6 @@ async def take_up(
 
 
 async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
-    fresh, again = ledger.replay_step(step, incarnation)
-    loaded = ([ledger.load(group_id) for group_id in ids] for ids in (fresh, again))
-    prepared, _, metrics = await train_on(trainer, algorithm, *loaded, step)
+    fresh, again = ([ledger.load(group_id) for group_id in ids] for ids in ledger.replay_step(step, incarnation))
+    prepared, _, metrics = await train_on(trainer, algorithm, fresh, again, step)
     ledger.end_step(step, incarnation, prepared.metrics | metrics)

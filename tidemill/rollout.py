@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 from tidemill.envs.bounded import Overdue, bounded
 from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
-from tidemill.envs.template import Tokenizer
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.account import EPISODE, REWARD
 from tidemill.observability.timeline import Beside
 from tidemill.pool import EnginePool

@@ -14,9 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidemill.envs.order import task_order
-from tidemill.envs.template import Tokenizer, as_messages, conversation
+from tidemill.envs.template import as_messages, conversation
 from tidemill.errors import ConfigError
 from tidemill.evaluation import Evaluator
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.pool import PoolPublisher
 from tidemill.protocols import Trainer
 from tidemill.recipe import WarmupSettings

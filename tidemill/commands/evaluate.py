@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 from rich.text import Text
 
-from tidemill.assembly import context_of, make_episodes
+from tidemill.assembly import make_episodes
 from tidemill.build import budget_of, start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
@@ -149,7 +149,7 @@ async def _run(subject: Subject) -> Evaluated:
         try:
             model = ModelFolder.open(subject.model)
             tasks = environment.tasks("eval")[: subject.tasks]
-            check_prompts(tasks, model.tokenizer, context_of(config, model))
+            check_prompts(tasks, model.tokenizer, config.engine.context_of(model.architecture.context))
             with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
                 async with start_engine(config, model.path, Path(logs), usable_cores()) as engine:
                     evaluator = Evaluator(EnginePool([engine]), make_episodes(config, environment, model), config.seed)

@@ -20,10 +20,11 @@ import numpy as np
 
 from tidemill.commands.samples import tokenizer_of
 from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.envs.template import Tokenizer, prompt_tokens
+from tidemill.envs.template import prompt_tokens
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import SampleRow
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.run_folder import RunFolder
 from tidemill.types import GREEDY, Array, Finish, Trajectory
 

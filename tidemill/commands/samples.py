@@ -20,11 +20,11 @@ from rich.console import Console
 from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows, visible
-from tidemill.envs.template import Tokenizer
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
 from tidemill.ledger.records import SampleRow
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.run_folder import RunFolder
 from tidemill.types import Finish, Trajectory
 

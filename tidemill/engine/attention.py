@@ -81,6 +81,7 @@ class PagedCache:
         self._row_bytes = arch.kv_heads * width * 4
         self._native = _native(arch, page_size, dtype, device)
         self._room = torch.empty(0, dtype=torch.uint8)  # of `Native.decode`
+        self._angles = (torch.empty(0), torch.empty(0))  # cos and sin of the first positions
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._wide = torch.empty(0, dtype=torch.float32, device=device)
 
@@ -89,9 +90,7 @@ class PagedCache:
         `table` as for `attend`. The next call may overwrite it."""
         layers = weights.decoding if not plan.chunks else None
         if self._native is not None and layers is not None and whole_pass(len(plan.singles), layers.largest):
-            hidden = self._decoded(self._native, layers, weights.decoder, plan, table, torch.get_num_threads())
-            rows = self.chosen(wanted, len(hidden))
-            return hidden if rows is None else hidden.index_select(0, rows)
+            return self._decoded(self._native, layers, weights.decoder, plan, table, wanted, torch.get_num_threads())
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
         return weights.decoder(tokens, positions, self.attend(plan, table), self.chosen(wanted, len(tokens)))
@@ -101,19 +100,35 @@ class PagedCache:
         return None if np.array_equal(wanted, np.arange(count)) else self.tensor(wanted)
 
     def _decoded(
-        self, compiled: Native, layers: DecodingWeights, decoder: Decoder, plan: Plan, table: np.ndarray, threads: int
+        self,
+        compiled: Native,
+        layers: DecodingWeights,
+        decoder: Decoder,
+        plan: Plan,
+        table: np.ndarray,
+        wanted: np.ndarray,
+        threads: int,
     ) -> Tensor:
         """The same where every row decodes: each thread takes some rows through all layers. None sees what another one
         writes: of pages that a step fills, only those of chunks are shared within it."""
         order = siblings_together(table[plan.singles, 0])
         x = decoder.embed(torch.from_numpy(plan.tokens[order]))
-        angles = decoder.rope(torch.from_numpy(plan.positions[order]), x.dtype)
+        angles = self._turned_by(decoder, plan.positions[order], x.dtype)
         slots, ends, writes = plan.singles[order], plan.lengths[order], plan.writes[order]
         lows = self._lows(ends)
         if self._room.nbytes < (needed := compiled.decoding_room(layers, len(x), threads)):
             self._room = torch.empty(needed, dtype=torch.uint8)
         out = compiled.decode(layers, x, angles, self.kv, table, slots, lows, ends, writes, self._room, threads)
-        return torch.empty_like(out).index_copy_(0, torch.from_numpy(order), out)
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        return out.index_select(0, torch.from_numpy(place[wanted]))
+
+    def _turned_by(self, decoder: Decoder, positions: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """`Decoder.rope` of these, from a table."""
+        if len(self._angles[0]) <= (furthest := int(positions.max())):
+            self._angles = decoder.rope(torch.arange(max(1024, 2 * furthest)), dtype)
+        at = torch.from_numpy(positions)
+        return self._angles[0].index_select(0, at), self._angles[1].index_select(0, at)
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""

@@ -27,16 +27,11 @@ def page_bytes(arch: Architecture, page_size: int, dtype: torch.dtype) -> int:
     return arch.layers * arch.kv_heads * page_size * 2 * arch.head_dim * dtype.itemsize
 
 
-def context_of(settings: EngineSettings, arch: Architecture) -> int:
-    """Tokens that a sequence may hold, were there pages for them."""
-    return min(settings.context or arch.context, arch.context)
-
-
 def kv_pages(settings: EngineSettings, arch: Architecture, free: int | None) -> tuple[int, bool]:
     """Pages, the null page included, and whether they are fewer than full contexts of all sequences take. free: bytes; None:
     not known, and as much as is wanted."""
     each = page_bytes(arch, settings.page_size, getattr(torch, settings.dtype))
-    wanted = settings.max_sequences * -(-context_of(settings, arch) // settings.page_size) + 1
+    wanted = settings.max_sequences * -(-settings.context_of(arch.context) // settings.page_size) + 1
     if settings.kv_memory_mb is not None:
         pages = (settings.kv_memory_mb << 20) // each
     else:

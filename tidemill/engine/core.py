@@ -22,7 +22,7 @@ from tidemill.cores import Cores
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache
 from tidemill.engine.blocks import BlockManager
-from tidemill.engine.cache_size import context_of, device_of, free_memory, kv_pages
+from tidemill.engine.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.cuda import paged_cache
 from tidemill.engine.episodes import Episodes
 from tidemill.engine.invariant import run_invariant
@@ -77,7 +77,9 @@ class NativeEngine:
             check_machine(weights, settings.page_size)
         self._pages = _pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
-        self._scheduler = Scheduler(blocks, settings.max_sequences, context_of(settings, self._arch), settings.prefill_chunk)
+        self._scheduler = Scheduler(
+            blocks, settings.max_sequences, settings.context_of(self._arch.context), settings.prefill_chunk
+        )
         self._slots = Slots(settings.max_sequences, self._scheduler.context)
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
         self._requests: dict[Sequence, Request] = {}  # everything that waits or runs
@@ -90,7 +92,7 @@ class NativeEngine:
             self._scheduler,
             self._activity,
             name=name,
-            in_flight=settings.in_flight,
+            in_flight=InFlight(settings.in_flight),
             cached_versions=cached_versions,
             check=self._check_alive,
             asleep=lambda: self._cache is None,

@@ -57,8 +57,9 @@ class Inputs:
     @classmethod
     def of(cls, numbers: Tensor, shape: Shape) -> Inputs:
         sizes = [1, shape.tokens, shape.tokens, shape.tokens, shape.rows, 4 * shape.tiles]
-        *others, tiles = numbers[: shape.before_table].split(sizes)
-        return cls(*others, tiles.view(-1, 4), numbers[shape.before_table :])
+        width, tokens, positions, writes, lengths, tiles = numbers[: shape.before_table].split(sizes)
+        table = numbers[shape.before_table :]
+        return cls(width, tokens, positions, writes, lengths, tiles.view(-1, 4), table)
 
 
 def shape_of(plan: Plan, tile: int) -> Shape:
@@ -137,7 +138,7 @@ class GpuCache(PagedCache):
         self._staged = torch.empty(0, dtype=torch.int32)
         self._sent: torch.cuda.Event | None = None  # what was staged last has been copied
         self._recorded: WeakKeyDictionary[Decoder, dict[Shape, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
-        self._pool: tuple[int, int] | None = None  # of the graphs' memory: they run one after another and share it
+        self._pool = None  # of the graphs' memory: they run one after another and share it
 
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
         exact = shape_of(plan, self._tile)

@@ -12,6 +12,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TypeVar
 
 from tidemill import faults
@@ -102,7 +103,7 @@ class Updates:
     async def _beside_steps(self, name: str, work: Work[T], **args: float) -> T:
         if self._tells_device is not None:
             with self._activity.beside(name, **args):
-                return await in_thread(at_once, work, pool=self._tells_device)
+                return await in_thread(partial(at_once, work), pool=self._tells_device)
         return await in_turns(work, lambda begin, end: self._activity.span(name, begin, end, **args), self._check)
 
     async def _commit(self, staged: Weights) -> None:

@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.envs.template import Tokenizer, as_messages, renderer, too_long
+from tidemill.envs.template import as_messages, renderer, too_long
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Engine
 from tidemill.seeds import derive_seed
 from tidemill.types import Array, Completion, Finish, Outcome, SamplingParams, Support, Trajectory, Version

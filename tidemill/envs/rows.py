@@ -107,7 +107,7 @@ def _dataset(settings: RowsSettings | PythonSettings, data: str) -> Iterator[tup
     if importlib.util.find_spec("datasets") is None:
         exists = "" if path.exists() else " and is no file here"
         raise ConfigError(f"data {data!r} is not a .jsonl file{exists}: other formats and names need `pip install datasets`")
-    import datasets
+    import datasets  # pyright: ignore[reportMissingImports]
 
     split = settings.split if isinstance(settings, RowsSettings) else "train"
     try:

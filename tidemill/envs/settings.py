@@ -24,9 +24,11 @@ HEAVIEST = 1000
 class OneOf(Config):
     """What an environment is beside others; alone it is none of it."""
 
-    name: str = Field("", description="of the environment among several; alone it has none")
-    weight: int = Field(1, ge=1, le=HEAVIEST, description="groups come, and held-out tasks are taken, in proportion")
-    algorithm: dict[str, Any] = Field({}, description="a preset or a table, for its groups alone; none: the recipe's")
+    name: str = Field(default="", description="of the environment among several; alone it has none")
+    weight: int = Field(default=1, ge=1, le=HEAVIEST, description="groups come, and held-out tasks are taken, in proportion")
+    algorithm: dict[str, Any] = Field(
+        default={}, description="a preset or a table, for its groups alone; none: the recipe's"
+    )
 
     @field_validator("algorithm", mode="before")
     @classmethod
@@ -46,13 +48,13 @@ class ReasoningGymSettings(OneOf):
 
     kind: Literal["reasoning_gym"] = "reasoning_gym"
     dataset: str = Field(description="its name there, such as spell_backward")
-    size: int = Field(10000, ge=1, description="training tasks, at most: no question comes twice")
-    eval_size: int = Field(1024, ge=1, description="held-out tasks")
+    size: int = Field(default=10000, ge=1, description="training tasks, at most: no question comes twice")
+    eval_size: int = Field(default=1024, ge=1, description="held-out tasks")
     seed: int = 0
-    args: dict[str, Any] = Field({}, description="passed to the dataset, such as min_word_len")
-    template: str = Field("{question}", description="the prompt; {question} stands for the question")
-    answer_tag: str = Field("", description="judge what the last <TAG>...</TAG> holds; empty: the whole reply")
-    binary: bool = Field(False, description="1 for the full score and 0 for less: partial scores can be gamed")
+    args: dict[str, Any] = Field(default={}, description="passed to the dataset, such as min_word_len")
+    template: str = Field(default="{question}", description="the prompt; {question} stands for the question")
+    answer_tag: str = Field(default="", description="judge what the last <TAG>...</TAG> holds; empty: the whole reply")
+    binary: bool = Field(default=False, description="1 for the full score and 0 for less: partial scores can be gamed")
 
 
 class RowsSettings(OneOf):
@@ -60,27 +62,31 @@ class RowsSettings(OneOf):
 
     kind: Literal["rows"] = "rows"
     data: str = Field(description="a .jsonl file; or a dataset's folder or name, which needs the datasets package")
-    eval_data: str = Field("", description="held-out rows; empty: `eval_share` of `data`, chosen by the prompt's hash")
-    eval_share: float = Field(0.1, gt=0, lt=1)
-    split: str = Field("train", description="of a Hugging Face dataset")
-    prompt_column: str = "prompt"
-    answer_column: str = Field("answer", description="the column that rewards know as `answer`")
-    reward: str = Field(
-        "", description="exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; empty: nothing judges"
+    eval_data: str = Field(
+        default="", description="held-out rows; empty: `eval_share` of `data`, chosen by the prompt's hash"
     )
-    reward_options: dict[str, Any] = Field({}, description="further arguments of the reward: a tolerance, a model's folder")
-    template: str = Field("{prompt}", description="the prompt; {prompt} stands for the row's")
+    eval_share: float = Field(default=0.1, gt=0, lt=1)
+    split: str = Field(default="train", description="of a Hugging Face dataset")
+    prompt_column: str = "prompt"
+    answer_column: str = Field(default="answer", description="the column that rewards know as `answer`")
+    reward: str = Field(
+        default="", description="exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; empty: nothing judges"
+    )
+    reward_options: dict[str, Any] = Field(
+        default={}, description="further arguments of the reward: a tolerance, a model's folder"
+    )
+    template: str = Field(default="{prompt}", description="the prompt; {prompt} stands for the row's")
 
 
 class GuessSettings(OneOf):
     """A multi-turn game: find a number by guesses that are answered "higher" or "lower"."""
 
     kind: Literal["guess"] = "guess"
-    low: int = Field(1, ge=0)
-    high: int = Field(16, ge=1)
-    turns: int = Field(5, ge=1, description="guesses allowed")
-    size: int = Field(2000, ge=1, description="training tasks, at most")
-    eval_size: int = Field(200, ge=1, description="held-out tasks, at most a quarter of all")
+    low: int = Field(default=1, ge=0)
+    high: int = Field(default=16, ge=1)
+    turns: int = Field(default=5, ge=1, description="guesses allowed")
+    size: int = Field(default=2000, ge=1, description="training tasks, at most")
+    eval_size: int = Field(default=200, ge=1, description="held-out tasks, at most a quarter of all")
     seed: int = 0
 
 
@@ -89,9 +95,9 @@ class PythonSettings(OneOf):
 
     kind: Literal["python"] = "python"
     path: str = Field(description="FILE.py:NAME or MODULE:NAME")
-    data: str = Field("", description="rows as tasks; empty: the environment's own, or `tasks` of the same file")
+    data: str = Field(default="", description="rows as tasks; empty: the environment's own, or `tasks` of the same file")
     eval_data: str = ""
-    eval_share: float = Field(0.1, gt=0, lt=1)
+    eval_share: float = Field(default=0.1, gt=0, lt=1)
 
 
 NO_REWARD = ("", "none")  # of rows that nothing judges
@@ -101,10 +107,12 @@ class EnvironmentWorkers(Config):
     """Worker processes that play the episodes of a user's environment."""
 
     workers: int | None = Field(
-        None, ge=0, description="0 plays in the controller, for breakpoint(); none: 2 for a user's environment, 0 for ours"
+        default=None,
+        ge=0,
+        description="0 plays in the controller, for breakpoint(); none: 2 for a user's environment, 0 for ours",
     )
-    memory_mb: int = Field(0, ge=0, description="address space of a worker in MB; 0 is unlimited")
-    limit_s: float = Field(10.0, gt=0, description="seconds without giving control back, before a worker is killed")
+    memory_mb: int = Field(default=0, ge=0, description="address space of a worker in MB; 0 is unlimited")
+    limit_s: float = Field(default=10.0, gt=0, description="seconds without giving control back, before a worker is killed")
 
 
 AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings

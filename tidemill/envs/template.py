@@ -14,30 +14,18 @@ a message is its text and a newline, and the reply follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jinja2
 import numpy as np
 
 from tidemill.errors import ConfigError
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.types import Array, Task
 
 Messages = list[dict[str, str]]
 Turn = tuple[Messages, str]
 """Messages, and the reply to them."""
-
-
-class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
-
-    name_or_path: str
-    chat_template: Any
-    bos_token_id: int | None
-    eos_token_id: int | None
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
 
 
 class TemplateRewritesHistory(ConfigError):

@@ -6,8 +6,8 @@ two steps, so do these. Sizes that end in WIDTH are powers of two, at least as l
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 LOWEST = tl.constexpr(-1e30)  # where a running maximum begins: finite, so that LOWEST - LOWEST is 0
 

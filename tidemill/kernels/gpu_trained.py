@@ -12,8 +12,8 @@ r % GROUP.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
 
 from tidemill.kernels.gpu_source import LOWEST, softmax_of
 

@@ -122,7 +122,7 @@ def _rotations(library: Native) -> bool:
     how = Rotation(angles.cos(), angles.sin(), 2, 1, norms, EPS)
     weights = torch.stack((norms[0], norms[0], norms[1]))
     q, k, others = library.rotate(heads, how)
-    d_heads, d_norms = library.rotate_back(heads, how, d.split([2, 1, 1], dim=1))
+    d_heads, d_norms = library.rotate_back(heads, how, (d[:, :2], d[:, 2:3], d[:, 3:]))
     expected = _turned(_norm(heads[:, :3], weights), how.cos, how.sin)
     d_turned, d_weights = _norm_back(heads[:, :3], weights, _turned(d[:, :3], how.cos, -how.sin))
     return (

@@ -4,19 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tidemill.codec import CodecError, parse_json
 from tidemill.models.architecture import Architecture
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+    from transformers import PreTrainedTokenizerFast
 
 PAD, EOS, UNK = "<pad>", "<eos>", "<unk>"  # the ids 0, 1 and 2 of a character tokenizer
 _NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
-def load_tokenizer(folder: str | Path, of_class: str | None = None) -> PreTrainedTokenizerBase:
+class Tokenizer(Protocol):
+    """What is used of a Hugging Face tokenizer."""
+
+    name_or_path: str
+    chat_template: Any
+    bos_token_id: int | None
+    eos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
+    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
+
+
+class LoadedTokenizer(Tokenizer, Protocol):
+    def get_vocab(self) -> dict[str, int]: ...
+
+
+def load_tokenizer(folder: str | Path, of_class: str | None = None) -> LoadedTokenizer:
     """The tokenizer of a Hugging Face folder. Raises ValueError when it has none, or one without an end token.
 
     of_class: what `class_name` said of it where it was loaded before. None: transformers chooses, by the model's
@@ -34,10 +51,10 @@ def load_tokenizer(folder: str | Path, of_class: str | None = None) -> PreTraine
         raise ValueError(f"{folder}: its tokenizer cannot be loaded ({error})") from error
     if tokenizer.eos_token_id is None:
         raise ValueError(f"{folder}: its tokenizer has no eos_token; name one in tokenizer_config.json")
-    return tokenizer
+    return cast(LoadedTokenizer, tokenizer)
 
 
-def class_name(tokenizer: PreTrainedTokenizerBase) -> str | None:
+def class_name(tokenizer: Tokenizer) -> str | None:
     """What `load_tokenizer` finds its class by; None: transformers itself has none of that name, the class is another's."""
     import transformers
 
@@ -60,11 +77,12 @@ def character_tokenizer(alphabet: str, *, lowercase: bool = False) -> PreTrained
     if not alphabet or len(set(alphabet)) != len(alphabet):
         repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
         raise ValueError(f"alphabet {alphabet!r}: expected each character once, repeated are {repeated}")
-    from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+    from tokenizers import Tokenizer as Core
     from transformers import PreTrainedTokenizerFast
 
     vocabulary = {token: i for i, token in enumerate((PAD, EOS, UNK, *alphabet))}
-    core = Tokenizer(models.WordLevel(vocabulary, unk_token=UNK))
+    core = Core(models.WordLevel(vocabulary, unk_token=UNK))
     if lowercase:
         core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
@@ -89,7 +107,7 @@ def generation_config(folder: str | Path) -> dict[str, Any]:
 
 
 def stop_ids(
-    tokenizer: PreTrainedTokenizerBase | None, arch: Architecture, generation: Mapping[str, Any] | None = None
+    tokenizer: Tokenizer | None, arch: Architecture, generation: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
     """Every id that ends a completion: of config.json, of generation_config.json and of the tokenizer, ascending.
 

@@ -12,15 +12,15 @@ from tidemill.config import Config
 class ScoringSettings(Config):
     """Worker processes that judge attempts."""
 
-    workers: int = Field(2, ge=0, description="worker processes; 0 judges inside the controller, for breakpoint()")
-    limit_s: float = Field(10.0, gt=0, description="seconds one call may take before its worker is killed")
-    memory_mb: int = Field(0, ge=0, description="address space of a worker in MB; 0 is unlimited")
+    workers: int = Field(default=2, ge=0, description="worker processes; 0 judges inside the controller, for breakpoint()")
+    limit_s: float = Field(default=10.0, gt=0, description="seconds one call may take before its worker is killed")
+    memory_mb: int = Field(default=0, ge=0, description="address space of a worker in MB; 0 is unlimited")
     max_error_share: float = Field(
-        0.05, ge=0, le=1, description="of the latest outcomes: with more infrastructure errors admission pauses"
+        default=0.05, ge=0, le=1, description="of the latest outcomes: with more infrastructure errors admission pauses"
     )
-    pause_s: float = Field(600.0, gt=0, description="seconds that it may pause, before the run ends")
+    pause_s: float = Field(default=600.0, gt=0, description="seconds that it may pause, before the run ends")
     accept: tuple[Literal["gold", "garbage"], ...] = Field(
-        (), description="begin although gold replies fail, or garbage passes, the check of the reward"
+        default=(), description="begin although gold replies fail, or garbage passes, the check of the reward"
     )
 
     def workers_as(self) -> dict[str, Any]:

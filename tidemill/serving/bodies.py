@@ -59,31 +59,31 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
     model: str
-    n: int = Field(1, ge=1, le=128)
-    temperature: float = Field(1.0, ge=0, le=100)
-    top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)  # 0 and -1: off
-    min_p: float = Field(0.0, ge=0, lt=1)
+    n: int = Field(default=1, ge=1, le=128)
+    temperature: float = Field(default=1.0, ge=0, le=100)
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=-1)  # 0 and -1: off
+    min_p: float = Field(default=0.0, ge=0, lt=1)
     ignore_eos: bool = False
-    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: list[Stop] = Field([], max_length=16)
+    seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
+    stop: list[Stop] = Field(default=[], max_length=16)
     stream: bool = False
     stream_options: StreamOptions | None = None
 
 
 class CompletionBody(Body):
     prompt: Any  # see `prompts_of`
-    max_tokens: int = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=20)
+    max_tokens: int = Field(default=16, ge=0)
+    logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
 
 
 class ChatBody(Body):
     messages: list[dict[str, Any]] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(default=None, ge=1)
+    max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
-    top_logprobs: int = Field(0, ge=0, le=20)
+    top_logprobs: int = Field(default=0, ge=0, le=20)
 
 
 B = TypeVar("B", bound=Body)

@@ -15,7 +15,7 @@ import numpy as np
 
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.requests import Token
-from tidemill.envs.template import Tokenizer
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.serving.text import Detokenizer, StopStrings
 from tidemill.types import Completion, Finish, SamplingParams, Scored
 

@@ -17,7 +17,8 @@ from typing import Any
 import numpy as np
 
 from tidemill.engine.core import NativeEngine
-from tidemill.envs.template import Tokenizer, prompt_tokens
+from tidemill.envs.template import prompt_tokens
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.seeds import derive_seed
 from tidemill.serving.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, messages_of, parse, prompts_of
 from tidemill.serving.choices import POLICY, Asked, Piece, of_prompt, sample, whole

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
 
-from tidemill.envs.template import Tokenizer
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.serving.choices import Piece, TokenLogprob
 from tidemill.serving.text import BROKEN
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from tidemill.envs.template import Tokenizer
+from tidemill.models.tokenizer import Tokenizer
 
 BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are no character, or not yet
 HELD = 16  # tokens that are waited for to complete a character: no tokenizer spreads one over more than a few

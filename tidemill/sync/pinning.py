@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from types import ModuleType
 
 import torch
 
@@ -12,7 +13,7 @@ class Pinned:
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)
-        self._held = int(torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), len(mapping), 0)) == 0
+        self._held = int(_runtime().cudaHostRegister(self._memory.data_ptr(), len(mapping), 0)) == 0
 
     @property
     def held(self) -> bool:
@@ -20,5 +21,11 @@ class Pinned:
 
     def close(self) -> None:
         if self._held:
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
+            _runtime().cudaHostUnregister(self._memory.data_ptr())
             self._held = False
+
+
+def _runtime() -> ModuleType:
+    found = torch.cuda.cudart()
+    assert found is not None  # it raises where there is none
+    return found

@@ -11,4 +11,4 @@ from tidemill.config import Config
 
 class SyncSettings(Config):
     carrier: Literal["shared_memory", "checkpoint"] = "shared_memory"  # checkpoint: files, for engines sharing only a disk
-    keep: int = Field(2, ge=2)  # versions the checkpoint carrier keeps on disk: engines may still read the one before
+    keep: int = Field(default=2, ge=2)  # versions the checkpoint carrier keeps on disk: engines may yet read the one before

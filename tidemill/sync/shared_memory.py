@@ -156,7 +156,7 @@ class _Slot:
             into = torch.frombuffer(self._map, dtype=tensor.dtype, offset=start, count=tensor.numel())
             into.copy_(tensor.view(-1))
         else:  # a write reports a full memory as OSError, a store to the mapping would kill the process
-            _write(self.fd, memoryview(raw_bytes(tensor.cpu())), start)
+            _write(self.fd, raw_bytes(tensor.cpu()).data, start)
 
     def commit(self, manifest: bytes, start: int) -> None:
         _write(self.fd, memoryview(manifest), start)

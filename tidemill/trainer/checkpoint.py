@@ -92,7 +92,7 @@ class Snapshot:
         if self.left:
             places, tensors = zip(*self.left, strict=True)
             with torch.no_grad():
-                torch._foreach_copy_(list(places), list(tensors), non_blocking=True)
+                torch._foreach_copy_(list(places), list(tensors), non_blocking=True)  # pyright: ignore[reportPrivateImportUsage]
             for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
                 torch.cuda.synchronize(device)  # bounded: by the copies above
         self.left.clear()
@@ -120,8 +120,9 @@ def _places(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[s
 
     def place(name: str, like: Tensor) -> Tensor:
         there = room.get(name)
-        fits = there is not None and (there.shape, there.dtype) == (like.shape, like.dtype)
-        return there if fits else torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
+        if there is not None and (there.shape, there.dtype) == (like.shape, like.dtype):
+            return there
+        return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.is_cuda)
 
     return {name: place(name, tensor) for name, tensor in tensors.items()}
 

@@ -84,7 +84,7 @@ class Optimizer:
 
     def _step(self, names: list[str], lr: float, decay: float) -> None:
         """Of these parameters, whose gradients are there."""
-        named = [self.named[name] for name in names]
+        named: list[Tensor] = [self.named[name] for name in names]
         for name, p in zip(names, named, strict=True):
             if name not in self._moments:
                 self._moments[name] = [torch.zeros_like(p) for _ in MOMENTS]
