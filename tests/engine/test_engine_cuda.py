@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -113,6 +114,24 @@ async def test_steps_of_many_small_chunks_are_not_recorded(device: str, monkeypa
         expected = reference_logprobs(decoder(arch), text, completion.tokens)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5 if device == "cpu" else 2e-3)
     assert shapes
+    await under_test.close()
+
+
+async def test_a_step_that_is_too_large_for_the_room_gets_more(device: str) -> None:
+    """What was recorded is recorded again."""
+    arch = replace(FAMILIES["qwen3"], head_dim=16)
+    under_test = engine(arch, device=device)
+    cache: Any = under_test._cache
+    rooms = []
+    for count, length in ((1, 2), (1, 2), (6, 80), (1, 2)):
+        texts = [(np.arange(length, dtype=np.int32) + i) % arch.vocab for i in range(count)]
+        for text, found in zip(texts, await run(under_test, texts, [SamplingParams(max_tokens=6)] * count), strict=True):
+            expected = reference_logprobs(decoder(arch), text, found.tokens)
+            np.testing.assert_allclose(found.logprobs, expected, atol=2e-5 if device == "cpu" else 2e-3)
+        rooms.append((len(cache._numbers), sum(map(len, cache._recorded.values()))))
+    (small, two), again, (large, anew), (same, more) = rooms
+    assert again == (small, two) and large == same > small
+    assert (two, anew, more) == (2, 2, 4), "a prompt and single rows; many of both; and the former once more"
     await under_test.close()
 
 

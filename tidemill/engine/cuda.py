@@ -196,7 +196,7 @@ class GpuCache(PagedCache):
     def _record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         """(what computes it again, where its result lies)"""
         compute()  # whatever is made at a first call is made outside of the record
-        if self._pool is None:
+        if not any(self._recorded.values()):  # one whose last graph is gone cannot be used again
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls are held to what may be recorded: another one may be staging weights.
