@@ -116,13 +116,15 @@ def test_gate(kernels: Gpu, dtype: torch.dtype, n: int, size: int) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("window", [None, 21])
+@pytest.mark.parametrize("programs", [1, module.PROGRAMS])  # with one, each row goes through all its tiles in one
 @pytest.mark.parametrize(
     "rows, heads, kv_heads, size, page",
     [(1, 4, 2, 32, 16), (5, 16, 8, 128, 16), (3, 6, 1, 64, 32), (70, 8, 8, 16, 5), (2, 1, 1, 256, 8)],
 )
 def test_attend_and_write(kernels: Gpu, dtype: torch.dtype, window: int | None, rows: int, heads: int, kv_heads: int,
-                          size: int, page: int) -> None:  # fmt: skip
+                          size: int, page: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Rows of many lengths, in pages strewn over the cache; what no row owns is not a number and must not be seen."""
+    monkeypatch.setattr(module, "PROGRAMS", programs)
     if DEVICE == "cpu" and (dtype == torch.bfloat16 or rows > 5):
         pytest.skip("interpreted: products of bfloat16 are wrong there, and many rows take minutes")
     rng = np.random.default_rng(rows)
