@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.engine.blocks import NULL_PAGE, ROOT, BlockManager, PageKey
-from tidemill.engine.scheduler import Scheduler, Sequence
+from tidemill.engine.scheduler import Plan, Scheduler, Sequence
 
 PAGE = 4
 texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # two tokens only: prefixes repeat all the time
@@ -139,19 +139,24 @@ def test_integrity_check_sees_damage(damage):
         blocks.check_integrity(held)
 
 
-events = st.sampled_from(["", "abort", "drain", "renew"])
 requests = st.lists(
     st.tuples(
-        texts, st.integers(1, 20), st.booleans(), st.integers(0, 30), st.sampled_from(["", "abort", "drain", "renew"])
+        texts,
+        st.integers(1, 20),
+        st.booleans(),
+        st.integers(0, 30),
+        st.sampled_from(["", "abort", "drain", "renew", "stop"]),
     ),
     min_size=1,
     max_size=14,
 )
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @given(requests, st.integers(1, 9), st.integers(6, 14), st.integers(1, 5), st.booleans())
 @settings(max_examples=150, deadline=None)
-def test_scheduler_computes_every_token_once_and_ends(wanted, chunk, pages, slots, prefix_cache):
+def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, pages, slots, prefix_cache):
+    """ahead: the next step is planned before what this one samples is known, but for what must know it."""
     blocks = BlockManager(pages + 1, PAGE, prefix_cache)
     scheduler = Scheduler(blocks, slots, 24, chunk)
     memory: dict[int, tuple] = {}  # what lies at each write position: the prefix it was computed from
@@ -165,42 +170,73 @@ def test_scheduler_computes_every_token_once_and_ends(wanted, chunk, pages, slot
         else:
             scheduler.submit(sequence)
             pending.append((sequence, when, event))
+    under_way: list[tuple[Plan, np.ndarray]] = []
+
+    def end(entry):
+        nonlocal ended
+        scheduler.release(entry[0])
+        pending.remove(entry)
+        ended += 1
+
+    def learn():
+        plan, sampled = under_way.pop(0)
+        for i in scheduler.learn(plan, sampled).tolist():
+            slot, length = plan.sample_slots[i], plan.sample_positions[i] + 1
+            assert scheduler.tokens[slot, length - 1] == sampled[i]
+            [entry] = [e for e in pending if e[0].slot == slot]
+            stops = entry[2] == "stop" and length > len(entry[0].prompt) + entry[1] // 4
+            if length >= entry[0].limit or stops:
+                end(entry)
+
     for step in range(3000):
         for entry in [e for e in pending if e[1] == step and e[2]]:
             if entry[2] == "abort":
-                scheduler.release(entry[0])
+                end(entry)
                 scheduler.release(entry[0])  # twice is once
-                pending.remove(entry)
-                ended += 1
             elif entry[2] == "renew":
+                while under_way:
+                    learn()
                 scheduler.salt = (0, step)
                 scheduler.preempt_all(renew=True)
         scheduler.admitting = not any(e[2] == "drain" and e[1] <= step < e[1] + 5 for e in pending)
         scheduler.check_integrity()
+        if under_way and scheduler.may_preempt():
+            learn()
+        before = scheduler.preemptions
         plan = scheduler.plan()
+        assert not under_way or scheduler.preemptions == before
         if plan is None:
+            if under_way:
+                learn()
+                continue
             assert not scheduler.running
             if not pending:
                 break
             assert not scheduler.admitting
             continue
-        _check_plan(scheduler, plan, memory, chunk)
-        scheduler.advance(plan, np.full(len(plan.sample_slots), step % 2, np.int64))
+        tokens = scheduler.tokens.copy()  # as the device will read them
+        for earlier, sampled in under_way:
+            places = earlier.sample_slots, earlier.sample_positions
+            same = scheduler._tenure[earlier.sample_slots] == earlier.tenures
+            assert (tokens[places][same] == -1 - np.flatnonzero(same)).all()
+            tokens[places] = np.where(same, sampled, tokens[places])
+        assert all((tokens[slot, : scheduler.length[slot]] >= 0).all() for slot in scheduler.running)
+        _check_plan(scheduler, tokens, plan, memory, chunk)
+        scheduler.advance(plan)
+        under_way.append((plan, np.full(len(plan.sample_slots), step % 2, np.int64)))
+        while len(under_way) > (ahead and not plan.probes):
+            learn()
         for entry in list(pending):
             sequence = entry[0]
-            if sequence.waiting:
-                continue
-            length, computed = scheduler.length[sequence.slot], scheduler.computed[sequence.slot]
-            if computed == length if sequence.probe else length >= sequence.limit:
-                scheduler.release(sequence)
-                pending.remove(entry)
-                ended += 1
+            scored = scheduler.computed[sequence.slot] == scheduler.length[sequence.slot]
+            if sequence.probe and not sequence.waiting and scored:
+                end(entry)
     assert not pending, "a request starved"
     scheduler.check_integrity()
     assert blocks.available == blocks.usable and scheduler.waiting_count == 0 and scheduler.in_flight == 0
 
 
-def _check_plan(scheduler, plan, memory, chunk):
+def _check_plan(scheduler, tokens, plan, memory, chunk):
     """Writes land in own pages, every needed key is where the table says, and it was computed from the same prefix."""
     size = scheduler.blocks.page_size
     assert sum(c.count for c in plan.chunks) <= chunk
@@ -212,8 +248,8 @@ def _check_plan(scheduler, plan, memory, chunk):
     assert len(np.unique(written)) == len(written), "two rows write the same place"
     salts = {slot: scheduler.running[slot].salt for slot, _ in rows}
     for (slot, position), token, at, where in zip(rows, plan.tokens, plan.positions, plan.writes, strict=True):
-        prefix = tuple(scheduler.tokens[slot, : position + 1].tolist())
-        assert at == position and token == prefix[-1]
+        prefix = tuple(tokens[slot, : position + 1].tolist())
+        assert at == position and token == scheduler.tokens[slot, position]
         if where >= size:  # not the null page
             holders = [s for s, seq in scheduler.running.items() if where // size in seq.pages]
             assert slot in holders
@@ -222,12 +258,12 @@ def _check_plan(scheduler, plan, memory, chunk):
         for i in range(position + 1):
             where = int(scheduler.table[slot, i // size]) * size + i % size
             salt, prefix = memory[where]
-            assert prefix == tuple(scheduler.tokens[slot, : i + 1].tolist()) and salt == salts[slot]
+            assert prefix == tuple(tokens[slot, : i + 1].tolist()) and salt == salts[slot]
             assert plan.chunks or i == position or where not in written, "rows that decode wait for one another"
     for row, slot in zip(plan.sample_rows, plan.sample_slots, strict=True):
         computing, position = rows[row]
         assert scheduler.running[slot].salt == salts[computing] and scheduler.length[slot] == position + 1
-        assert (scheduler.tokens[slot, : position + 1] == scheduler.tokens[computing, : position + 1]).all()
+        assert (tokens[slot, : position + 1] == tokens[computing, : position + 1]).all()
     for source, target in plan.copies.tolist():
         holders = [s for s, seq in scheduler.running.items() if target in seq.pages]
         assert holders[1:] == [] and holders[0] in plan.sample_slots and not (plan.writes // size == target).any()
@@ -258,13 +294,14 @@ def test_twins_that_arrive_together_are_computed_once(length, chunk):
         scheduler.submit(sequence)
     plan, computed = scheduler.plan(), 0
     while not len(plan.sample_slots):
-        scheduler.advance(plan, np.zeros(0, np.int64))
+        scheduler.advance(plan)
         computed += len(plan.tokens)
         plan = scheduler.plan()
     assert computed + len(plan.tokens) == length and [s.cached for s in twins] == [0, length, length]
     assert (plan.writes >= PAGE).all() and plan.sample_rows.tolist() == [len(plan.tokens) - 1] * 3
     assert len(plan.copies) == (0 if length % PAGE == 0 else 2)
-    scheduler.advance(plan, np.array([1, 2, 3]))
+    scheduler.advance(plan)
+    assert scheduler.learn(plan, np.array([1, 2, 3])).tolist() == [0, 1, 2]
     assert [scheduler.tokens[s.slot, length] for s in twins] == [1, 2, 3]
     plan = scheduler.plan()
     assert len(set(plan.writes.tolist())) == 3 and (plan.writes >= PAGE).all() and not len(plan.copies)
@@ -294,7 +331,7 @@ def test_pages_of_an_unfinished_prompt_are_not_found():
     scheduler = Scheduler(BlockManager(20, PAGE), 4, 64, 5)
     first, twin = (Sequence(np.arange(16, dtype=np.int32), limit=20) for _ in range(2))
     scheduler.submit(first)
-    scheduler.advance(scheduler.plan(), np.zeros(0, np.int64))
+    scheduler.advance(scheduler.plan())
     scheduler.release(first)
     scheduler.submit(twin)
     scheduler.plan()

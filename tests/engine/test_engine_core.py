@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts, reference_logprobs, with_pages
+from gpu_in_pytorch import compute_again
 
 import tidemill.engine.core as core
 from tidemill.engine import turns
@@ -21,10 +22,12 @@ from tidemill.threads import background
 from tidemill.types import Finish, SamplingParams, Version
 
 
-@pytest.fixture
-async def started():
-    """Builds engines and closes them."""
+@pytest.fixture(params=["one by one", "ahead"])
+async def started(request, monkeypatch):
+    """Builds engines and closes them. ahead: a step is launched before what the last one sampled is known."""
     engines = []
+    if request.param == "ahead":
+        compute_again(monkeypatch)
 
     def start(**settings):
         engines.append(engine(**settings))
@@ -287,6 +290,7 @@ async def test_a_last_turn_that_was_preempted_finds_what_it_had_sampled(started)
     asked = asyncio.ensure_future(under_test.generate(prompt(), params, "policy", "a"))
     scheduler = under_test._scheduler
     await until(lambda: scheduler.running and scheduler.computed[0] == 30)
+    under_test._settle()
     scheduler.preempt_all(renew=False)
     assert len(scheduler.blocks._by_key) == 7
     plain = await started().generate(prompt(), params, "policy", "")
@@ -357,7 +361,8 @@ async def test_a_failing_step_fails_everybody(started, monkeypatch):
     calls.append(asyncio.ensure_future(under_test.score(prompt(), "policy", 1.0, 0)))
     stream = under_test.stream(prompt(), params, "policy", "")
     await until(lambda: under_test._scheduler.running)
-    monkeypatch.setattr(core, "run", lambda *a: (_ for _ in ()).throw(MemoryError("out of memory")))
+    for way in ("run", "launch"):
+        monkeypatch.setattr(core, way, lambda *a: (_ for _ in ()).throw(MemoryError("out of memory")))
     results = await asyncio.gather(*calls, return_exceptions=True)
     assert [(type(r), type(r.__cause__)) for r in results] == [(EngineFailed, MemoryError)] * 5
     with pytest.raises(EngineFailed, match="out of memory"):

@@ -1,11 +1,11 @@
 """Steps on a CUDA device: what is sent there, rows that fill up, and decoders that take turns, against a full forward.
 
-Without a device the kernels' contracts are met by PyTorch, and a recorded step is computed again; the same engines run with
-the real ones where there is a device (`pytest -m gpu`).
+Without a device by `gpu_in_pytorch`; the same engines run with the real kernels where there is one (`pytest -m gpu`).
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -13,73 +13,27 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from engine_cases import FAMILIES, MemoryReceiver, decoder, engine, reference_logprobs, with_pages
+from engine_cases import FAMILIES, MemoryReceiver, decoder, engine, prompts, reference_logprobs, with_pages
+from gpu_in_pytorch import InPyTorch, compute_again
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_parity import PATHS, run, siblings
-from torch import Tensor
 
-from tidemill.engine import core, cuda
+from tidemill.engine import cuda
 from tidemill.engine.blocks import NULL_PAGE, BlockManager
 from tidemill.engine.cuda import GpuCache, Inputs, Shape, numbers_of, recorded_shape, row_counts, shape_of, token_count
 from tidemill.engine.scheduler import Scheduler, Sequence
-from tidemill.types import SamplingParams
+from tidemill.protocols import EngineFailed
+from tidemill.types import Finish, SamplingParams
 
+ENDS = [Finish.STOP, Finish.LENGTH]
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
-
-
-class InPyTorch:
-    """What `kernels.gpu.Gpu` promises of `write`, `attend` and `attend_tiles`."""
-
-    def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: Tensor) -> None:
-        size = pages.shape[2]
-        for row, to in enumerate(writes.tolist()):
-            pages[to // size, :, to % size] = torch.cat((k[row], v[row]), dim=-1)
-
-    def attend(
-        self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None, out: Tensor
-    ) -> None:
-        columns, size, group = int(width), q.shape[2], q.shape[1] // pages.shape[1]
-        for row, length in enumerate(lengths.tolist()):
-            own = pages[table[row * columns : (row + 1) * columns].long()]  # [columns, K, page, 2 E]
-            seen = slice(max(0, length - (window or length)), length)
-            kv = own.transpose(0, 1).flatten(1, 2)[:, seen].repeat_interleave(group, 0)
-            weights = torch.softmax((kv[..., :size] @ q[row, :, :, None]).squeeze(-1) * size**-0.5, -1)
-            out[row] = (weights[:, None] @ kv[..., size:]).squeeze(1)
-
-    @staticmethod
-    def tile(heads: int, kv_heads: int) -> int:
-        return 3
-
-    def attend_tiles(
-        self, pages: Tensor, q: Tensor, tiles: Tensor, table: Tensor, width: Tensor, window: int | None, out: Tensor
-    ) -> None:
-        columns = int(width)
-        for of, first, position, count in tiles.tolist():
-            assert count <= 3
-            for i in range(count):
-                lengths, row = torch.tensor([position + i + 1]), slice(first + i, first + i + 1)
-                self.attend(pages, q[row], table[of * columns :], width, lengths, window, out[row])
-
-
-class ComputedAgain(GpuCache):
-    records = 0
-
-    def _record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        self.records += 1
-        hidden = compute()
-
-        def again() -> None:
-            hidden.fill_(torch.nan)  # what no replay writes shows
-            hidden.copy_(compute())
-
-        return again, hidden
 
 
 @pytest.fixture(params=ON)
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "cpu":
-        monkeypatch.setattr(core, "paged_cache", lambda *shape: ComputedAgain(*shape, InPyTorch()))  # pyright: ignore
+        compute_again(monkeypatch)
     return request.param
 
 
@@ -192,7 +146,8 @@ def test_what_is_sent_is_the_plan(lengths: list[int], page_size: int, tile: int,
                 assert queries.setdefault(first + i, (chunk.slot, position + i)) == (chunk.slot, position + i)
         expected = {c.row + i: (c.slot, c.start + i) for c in plan.chunks for i in range(c.count)}
         assert queries == expected and sum(sent.tiles[:, 3].tolist()) == len(expected)
-        scheduler.advance(plan, np.full(len(plan.sample_slots), 7))
+        scheduler.advance(plan)
+        scheduler.learn(plan, np.full(len(plan.sample_slots), 7))
 
 
 @given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 300), st.integers(1, 1024), st.sampled_from([8, 32, 64]))
@@ -217,3 +172,50 @@ def test_few_shapes_are_recorded_and_little_computed_in_vain() -> None:
         assert tokens <= token_count(tokens) <= tokens * 1.25
     shapes = {recorded_shape(Shape(256 + n, 256, -(-n // 32)), 256, 32) for n in range(16, 2049)}
     assert None not in shapes and len(shapes) < 20
+
+
+async def test_a_step_is_launched_before_what_the_last_one_sampled_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what it computes of rows that had stopped is nobody's, though others take their slots and pages at once."""
+    arch, done = replace(FAMILIES["qwen3"], head_dim=16), list[str]()
+    sampling = InPyTorch.sampling
+
+    def noted(*given: Any) -> Callable[[], Any]:
+        read = sampling(*given)
+        done.append("launched")
+        return lambda: (done.append("read"), read())[1]
+
+    texts = [*siblings(), *prompts(10, 3, 12, seed=5)]
+    plain = engine(arch, max_sequences=3, eos_ids=(7, 11))
+    params = [
+        SamplingParams(max_tokens=3 + 5 * i % 17, seed=i, temperature=(0.0, 1.0, 0.7)[i % 3]) for i in range(len(texts))
+    ]
+    expected = await run(plain, texts, params)
+    compute_again(monkeypatch)
+    monkeypatch.setattr(InPyTorch, "sampling", noted)
+    ahead = engine(arch, max_sequences=3, eos_ids=(7, 11))
+    for one, other in zip(expected, await run(ahead, texts, params), strict=True):
+        assert one.tokens.tolist() == other.tokens.tolist() and one.finish == other.finish
+        np.testing.assert_allclose(one.logprobs, other.logprobs, atol=2e-5)
+    stats = await ahead.stats()
+    assert stats.generated == sum(len(c.tokens) for c in expected) and {c.finish for c in expected} == set(ENDS)
+    in_between = [done[:at].count("launched") - done[:at].count("read") for at in range(1, len(done))]
+    assert max(in_between) == 2 and min(in_between) == 1 and len(done) == 2 * done.count("read")
+    scheduler = ahead._scheduler
+    assert scheduler.blocks.available == scheduler.blocks.usable and not scheduler.in_flight
+    await plain.close()
+    await ahead.close()
+
+
+async def test_a_step_whose_result_cannot_be_read_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever it is that has to know it."""
+    compute_again(monkeypatch)
+    under_test = engine(replace(FAMILIES["qwen3"], head_dim=16))
+    calls = [asyncio.ensure_future(run(under_test, [text], [SamplingParams(max_tokens=60)])) for text in prompts(3)]
+    while under_test._under_way is None:
+        await asyncio.sleep(0)
+    under_test._under_way.read = lambda: (_ for _ in ()).throw(MemoryError("the device is gone"))
+    with pytest.raises(MemoryError):
+        await under_test.abort("nobody")
+    for result in await asyncio.gather(*calls, return_exceptions=True):
+        assert isinstance(result, EngineFailed) and "the device is gone" in str(result)
+    await under_test.close()

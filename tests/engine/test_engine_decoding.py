@@ -56,7 +56,8 @@ def a_step(vocab: int, seed: int = 0) -> tuple[Plan, np.ndarray]:
     writes = table[singles, positions // 16].astype(np.int64) * 16 + positions % 16
     writes[-1] = positions[-1] % 16  # its key is there already: what it writes is discarded
     tokens = rng.integers(0, vocab, ROWS)
-    return Plan(singles, lengths, [], tokens, positions, writes, singles, singles, np.empty((0, 2), np.int64), [], []), table
+    none = np.empty((0, 2), np.int64)
+    return Plan(singles, lengths, [], tokens, positions, writes, singles, singles, lengths, singles, none, [], []), table
 
 
 def filled(arch: Architecture, dtype: torch.dtype) -> PagedCache:

@@ -230,6 +230,24 @@ def test_what_cannot_be_is_never_sampled_and_nonsense_is_seen(kernels: Gpu) -> N
     assert np.isfinite(logprobs[0]) and np.isfinite(model).tolist() == [True, False, False]
 
 
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_what_is_sampled_is_fed_to_what_is_launched_next(kernels: Gpu, temperature: float) -> None:
+    """Of the vocabulary even where the logits are none."""
+    n, vocab = 300, 2500
+    logits = drawn(n, vocab, seed=1)
+    logits[7], logits[8, 3], logits[9, 2400] = torch.nan, torch.nan, torch.inf
+    into = torch.full((n + 5,), -7, dtype=torch.int32, device=DEVICE)
+    read = kernels.sampling(logits, np.full(n, temperature), np.linspace(0, 1, n, endpoint=False), into)
+    given = torch.tensor([-1 - at if at % 3 else at for at in range(n)], dtype=torch.int32, device=DEVICE)
+    fed = kernels.feed(given, into).tolist()
+    tokens, _, model = read()
+    numbers = np.isfinite(model)
+    assert (np.array(into[:n].tolist())[numbers] == tokens[numbers]).all() and into[n:].tolist() == [-7] * 5
+    assert (~numbers).nonzero()[0].tolist() == [7, 8, 9] and int(into[:n].min()) >= 0 and int(into[:n].max()) < vocab
+    assert fed == [int(into[at]) if at % 3 else at for at in range(n)]
+    assert [len(part) for part in kernels.sampling(logits[:0], np.ones(0), np.ones(0), into)()] == [0] * 3
+
+
 @pytest.mark.parametrize("wanted", ["logprobs", "entropies", "both"])
 @pytest.mark.parametrize("vocab", [3, 2048, 4099])
 def test_logprobs_and_their_gradient(kernels: Gpu, vocab: int, wanted: str) -> None:

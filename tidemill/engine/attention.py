@@ -14,7 +14,7 @@ very step fills.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.engine.blocks import NULL_PAGE
+from tidemill.engine.sampler import RowParams, Sampled
 from tidemill.engine.scheduler import Chunk, Plan
 from tidemill.engine.weights import Weights
 from tidemill.kernels.decoding import DecodingWeights
@@ -70,6 +71,8 @@ class Piece:
 
 
 class PagedCache:
+    ahead = False  # whether a step can be computed while only the device knows what the one before it sampled
+
     def __init__(self, arch: Architecture, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.arch, self.pages, self.page_size, self.device = arch, pages, page_size, device
         self.windows = arch.windows or (None,) * arch.layers
@@ -94,6 +97,11 @@ class PagedCache:
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
         return weights.decoder(tokens, positions, self.attend(plan, table), self.chosen(wanted, len(tokens)))
+
+    def sampling(self, logits: Tensor, ask: RowParams) -> Callable[[], Sampled]:
+        """Where `ahead`: `sample`, for rows that choose among the whole vocabulary. Who calls what this returns waits; the
+        next step does not."""
+        raise NotImplementedError
 
     def chosen(self, wanted: np.ndarray, count: int) -> Tensor | None:
         """The indices of the wanted ones of so many; None where these are all, in order."""
@@ -191,7 +199,7 @@ class PagedCache:
     def copy(self, copies: np.ndarray) -> None:
         """`copies` [C, 2] of a plan: what one page holds, in all layers, goes to another one."""
         if len(copies):
-            sources, targets = torch.from_numpy(copies).to(self.device).unbind(1)
+            sources, targets = self.tensor(copies).unbind(1)
             self.kv.index_copy_(1, targets, self.kv.index_select(1, sources))
 
     def _decode(self, layer: int, q: Tensor, block: DecodeBlock) -> Tensor:

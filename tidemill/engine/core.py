@@ -5,6 +5,10 @@
 Everything happens in one event loop: `_step` runs while there is work, and between two steps callers get their turn, as do
 `updates`. Whatever a method does outside of an `await` happens between two steps. Every sampled token is stamped with the
 version whose step sampled it (I1).
+
+On a device the next step is launched before what this one sampled is read (`_settle`). Rows that reach their limit are not
+in it; those that turn out to have stopped are, and nobody looks at what they compute. Whoever changes weights, or needs the
+tokens so far, settles first.
 """
 
 from __future__ import annotations
@@ -12,6 +16,8 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,7 +34,7 @@ from tidemill.engine.episodes import Episodes
 from tidemill.engine.invariant import run_invariant
 from tidemill.engine.machine_check import check_machine
 from tidemill.engine.requests import Request, Slots, Stream, completion, scored
-from tidemill.engine.runner import Output, Probe, Probed, run
+from tidemill.engine.runner import Output, Probe, Probed, launch, run
 from tidemill.engine.scheduler import Chunk, Plan, Scheduler, Sequence
 from tidemill.engine.settings import EngineSettings
 from tidemill.engine.updates import Updates
@@ -40,6 +46,15 @@ from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
 from tidemill.protocols import Capabilities, EngineFailed, EngineStats
 from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
+
+
+@dataclass(slots=True)
+class UnderWay:
+    """A step that has been launched."""
+
+    plan: Plan
+    epoch: int  # the version that computes it, among those served
+    read: Callable[[], Output]  # waits for it
 
 
 class NativeEngine:
@@ -95,9 +110,11 @@ class NativeEngine:
             in_flight=InFlight(settings.in_flight),
             cached_versions=cached_versions,
             check=self._check_alive,
+            settle=self._settle,
             asleep=lambda: self._cache is None,
         )
         self._memory = PeakMemory()
+        self._under_way: UnderWay | None = None
         self._loop: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
@@ -132,14 +149,18 @@ class NativeEngine:
         return await self._updates.update(published, self._fail)
 
     async def abort(self, key: str) -> None:
+        self._settle()
         for request in list(self._by_key.get(key, ())):
-            self._complete(request, Finish.CANCELLED)
+            slot = request.sequence.slot
+            length = int(self._scheduler.length[slot]) if slot >= 0 else 0  # without a slot it never ran
+            self._complete(request, Finish.CANCELLED, length)
 
     async def sleep(self) -> None:
         """Give the KV memory back. What runs is kept and prefilled again after `wake`; new calls are refused until then."""
         self._check_alive()
         if self._cache is None:
             return
+        self._settle()
         self._scheduler.preempt_all(renew=False)
         self._scheduler.blocks = BlockManager(self._pages, self.settings.page_size, self.settings.prefix_cache)
         self._cache = None
@@ -200,36 +221,61 @@ class NativeEngine:
                 self._activity.leave()
                 await asyncio.sleep(0)
                 self._activity.back(between=bool(self._requests))
+            self._settle()
             begin = time.monotonic()
             self._scheduler.check_integrity()
             self._activity.span("check", begin, time.monotonic())
         except Exception as error:  # whatever it is: nobody may wait for an engine that has stopped
-            failed = EngineFailed(f"engine {self.name} has stopped: {error!r}")
-            failed.__cause__ = error
-            self._fail(failed)
+            self._stop(error)
         finally:
             self._cores.leave()
             self._activity.idle.end()
 
     def _step(self, cache: PagedCache) -> None:
-        """Schedule, run, postprocess."""
+        """Schedule, run, postprocess: the step before, where one is computed ahead."""
         faults.reach(self.name, "generate", self._updates.weights.version.step)
         start = time.monotonic()
         self._cores.take()
-        plan = self._scheduler.plan()
-        if plan is None:
+        if self._under_way is not None and self._scheduler.may_preempt():
+            self._settle()
+        if (plan := self._scheduler.plan()) is not None:
+            for sequence in plan.admitted:
+                self._begin(self._requests[sequence], start)
+            launched, known = self._launch(cache, plan)
+            self._settle()
+            self._under_way = launched
+            if known:
+                self._settle()
+        elif self._under_way is not None:  # whatever runs ends with it
+            self._settle()
+        else:
             raise RuntimeError(f"engine {self.name}: {len(self._requests)} requests and nothing to compute")
-        for sequence in plan.admitted:
-            self._begin(self._requests[sequence], start)
-        slots = plan.sample_slots
-        positions = self._scheduler.length[slots]
-        params = self._slots.params(slots, positions)
-        top = int(self._slots.top[slots].max(initial=0))
-        compute = run_invariant if self.settings.batch_invariant else run
-        probes = [self._probe(c) for c in plan.probes]
-        output = compute(self._updates.weights, cache, plan, self._scheduler.table, params, top, probes)
-        self._record(plan, output, positions)
         self._activity.step(start, time.monotonic())
+
+    def _launch(self, cache: PagedCache, plan: Plan) -> tuple[UnderWay, bool]:
+        """(a step that is being computed, whether it has been)"""
+        slots, weights, table = plan.sample_slots, self._updates.weights, self._scheduler.table
+        params = self._slots.params(slots, plan.sample_positions)
+        top, probes = int(self._slots.top[slots].max(initial=0)), [self._probe(c) for c in plan.probes]
+        if ahead := cache.ahead and not (top or probes or params.truncated.any()):
+            read = launch(weights, cache, plan, table, params)
+        else:
+            compute = run_invariant if self.settings.batch_invariant else run
+            output = compute(weights, cache, plan, table, params, top, probes)
+            read = lambda: output  # noqa: E731
+        self._scheduler.advance(plan)
+        return UnderWay(plan, len(self._updates.versions) - 1, read), not ahead
+
+    def _settle(self) -> None:
+        """What the step under way sampled is known from here on, and whoever ended with it has ended."""
+        if (step := self._under_way) is not None:
+            self._under_way = None
+            try:
+                output = step.read()
+            except Exception as error:  # whoever asked for it is told, but everybody waits for it
+                self._stop(error)
+                raise
+            self._record(step.plan, output, step.epoch)
 
     def _begin(self, request: Request, now: float) -> None:
         request.queued_s = now - request.arrived
@@ -244,21 +290,23 @@ class NativeEngine:
         targets = request.sequence.prompt[chunk.start + 1 : chunk.start + 1 + chunk.count].astype(np.int64)
         return Probe(chunk.row, chunk.row + chunk.count, targets, request.temperature, request.top_k)
 
-    def _record(self, plan: Plan, output: Output, positions: np.ndarray) -> None:
-        slots, rows, sampled = plan.sample_slots, self._slots, output.sampled
-        rows.logprobs[slots, positions] = sampled.logprobs
-        rows.model_logprobs[slots, positions] = sampled.model_logprobs
-        rows.epochs[slots, positions] = len(self._updates.versions) - 1
-        self._scheduler.advance(plan, sampled.tokens)
+    def _record(self, plan: Plan, output: Output, epoch: int) -> None:
+        rows, sampled = self._slots, output.sampled
+        here = self._scheduler.learn(plan, sampled.tokens)
+        slots, positions, tokens = plan.sample_slots[here], plan.sample_positions[here], sampled.tokens[here]
+        rows.logprobs[slots, positions] = sampled.logprobs[here]
+        rows.model_logprobs[slots, positions] = sampled.model_logprobs[here]
+        rows.epochs[slots, positions] = epoch
         self._activity.counters["generated_tokens"] += len(slots)
         for i in np.flatnonzero(rows.detailed[slots]).tolist():
-            self._record_details(i, int(slots[i]), output)
-        stopped = (sampled.tokens[:, None] == rows.stops[slots]).any(axis=1)
-        for i in np.flatnonzero(stopped | (positions + 1 >= rows.limit[slots])).tolist():
-            request = rows.requests[slots[i]]
+            self._record_details(int(here[i]), int(slots[i]), output)
+        stopped = (tokens[:, None] == rows.stops[slots]).any(axis=1)
+        lengths = positions + 1
+        for i in np.flatnonzero(stopped | (lengths >= rows.limit[slots])).tolist():
+            request, length = rows.requests[slots[i]], int(lengths[i])
             assert request is not None and request.params is not None
-            full = len(request.sequence.prompt) + request.params.max_tokens == positions[i] + 1
-            self._complete(request, Finish.STOP if stopped[i] else Finish.LENGTH if full else Finish.CONTEXT)
+            full = len(request.sequence.prompt) + request.params.max_tokens == length
+            self._complete(request, Finish.STOP if stopped[i] else Finish.LENGTH if full else Finish.CONTEXT, length)
         for chunk, part in zip(plan.probes, output.probed, strict=True):
             self._record_probe(chunk.slot, chunk.start, part)
 
@@ -354,9 +402,9 @@ class NativeEngine:
         if request.stream is not None:
             request.stream.put_nowait(None)
 
-    def _complete(self, request: Request, finish: Finish) -> None:
+    def _complete(self, request: Request, finish: Finish, length: int) -> None:
+        """`length`: tokens that are known of it, the prompt's too."""
         sequence, slot = request.sequence, request.sequence.slot
-        length = int(self._scheduler.length[slot]) if slot >= 0 else 0  # without a slot it never ran
         if self.settings.in_flight == InFlight.KEEP and request.key and sequence.salt is not None and not sequence.last:
             self._episodes.remember(request.key, sequence.salt, self._scheduler.tokens[slot, :length])
         tokens = self._scheduler.tokens[slot, len(sequence.prompt) : length]
@@ -367,6 +415,12 @@ class NativeEngine:
     def _check_alive(self) -> None:
         if self._failure is not None:
             raise EngineFailed(str(self._failure)) from self._failure
+
+    def _stop(self, error: Exception) -> None:
+        """A step went wrong."""
+        failed = EngineFailed(f"engine {self.name} has stopped: {error!r}")
+        failed.__cause__ = error
+        self._fail(failed)
 
     def _fail(self, error: Exception) -> None:
         """Everybody who waits gets `error`, and whoever comes later is told."""

@@ -6,6 +6,9 @@ replayed from then on with other numbers in the same memory. Tokens that fill up
 looks at what they compute. Rows that decode and chunks of prompts stand side by side in every product, and a kernel each
 attends for them. A graph holds the addresses of the weights it was recorded with: the two decoders that take turns in
 serving have graphs of their own, and an update writes into the same memory.
+
+A step is launched before the tokens of the one before it have come back: it reads them where that one left them, and the
+device does not wait for what is planned and recorded.
 """
 
 from __future__ import annotations
@@ -20,9 +23,10 @@ import torch
 from torch import Tensor
 
 from tidemill.engine.attention import PagedCache
+from tidemill.engine.sampler import RowParams, Sampled, finite
 from tidemill.engine.scheduler import Plan
 from tidemill.engine.weights import Weights
-from tidemill.kernels.gpu import Gpu, gpu
+from tidemill.kernels.gpu import Gpu, gpu, pinned, sent
 from tidemill.kernels.gpu_tiles import cut
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
@@ -47,7 +51,7 @@ class Inputs:
     """What a step needs to know on the device. All int32, views of one row of numbers."""
 
     width: Tensor  # [1] pages of a row of the table
-    tokens: Tensor  # [N]
+    tokens: Tensor  # [N] below 0: -1 - a place among those that the step before sampled
     positions: Tensor  # [N]
     writes: Tensor  # [N] where the KV goes: page * page_size + offset
     lengths: Tensor  # [D] tokens that a decoding row attends to
@@ -128,6 +132,8 @@ def numbers_of(plan: Plan, table: np.ndarray, page_size: int, tile: int, shape: 
 class GpuCache(PagedCache):
     """The paged cache on a device that has the kernels for it."""
 
+    ahead = True
+
     def __init__(
         self, arch: Architecture, pages: int, page_size: int, dtype: torch.dtype, device: torch.device, kernels: Gpu
     ) -> None:
@@ -135,8 +141,7 @@ class GpuCache(PagedCache):
         self._kernels = kernels
         self._tile = kernels.tile(arch.heads, arch.kv_heads)
         self._numbers = torch.empty(0, dtype=torch.int32, device=device)  # of steps that are recorded
-        self._staged = torch.empty(0, dtype=torch.int32)
-        self._sent: torch.cuda.Event | None = None  # what was staged last has been copied
+        self._sampled = torch.empty(0, dtype=torch.int32, device=device)  # by the step before
         self._recorded: WeakKeyDictionary[Decoder, dict[Shape, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
         self._pool = None  # of the graphs' memory: they run one after another and share it
 
@@ -144,13 +149,22 @@ class GpuCache(PagedCache):
         exact = shape_of(plan, self._tile)
         shape = recorded_shape(exact, len(table), self._tile)
         numbers = numbers_of(plan, table, self.page_size, self._tile, shape or exact)
+        if len(self._sampled) < len(table):
+            self._sampled = torch.zeros(len(table), dtype=torch.int32, device=self.device)
         if shape is None:
-            hidden = self._compute(weights.decoder, Inputs.of(torch.from_numpy(numbers).to(self.device), exact))
+            hidden = self._compute(weights.decoder, Inputs.of(self.tensor(numbers), exact))
         else:
             self._make_room(shape.before_table + (shape.rows + len(table)) * table.shape[1])
             hidden = self._replay(weights.decoder, numbers, shape)[: exact.tokens]
         rows = self.chosen(wanted, exact.tokens)
         return hidden if rows is None else hidden.index_select(0, rows)
+
+    def sampling(self, logits: Tensor, ask: RowParams) -> Callable[[], Sampled]:
+        found = self._kernels.sampling(logits, ask.temperature, ask.uniform, self._sampled)
+        return lambda: finite(Sampled(*found()))
+
+    def tensor(self, array: np.ndarray) -> Tensor:
+        return sent(array, self.device)
 
     def _compute(self, decoder: Decoder, inputs: Inputs) -> Tensor:
         kernels, rows, where = self._kernels, len(inputs.lengths), (inputs.table, inputs.width)
@@ -165,26 +179,17 @@ class GpuCache(PagedCache):
                 kernels.attend_tiles(pages, q, inputs.tiles, *where, window, out)
             return out
 
-        return decoder(inputs.tokens, inputs.positions, attend)
+        return decoder(kernels.feed(inputs.tokens, self._sampled), inputs.positions, attend)
 
     def _make_room(self, needed: int) -> None:
         """For the numbers of a step. Records hold the address of the room that was: they are made anew."""
         if len(self._numbers) >= needed:
             return
-        on_cuda = self.device.type == "cuda"
         self._recorded.clear()
         self._numbers = torch.zeros(2 * needed, dtype=torch.int32, device=self.device)
-        self._staged = torch.zeros(2 * needed, dtype=torch.int32, pin_memory=on_cuda)
-        self._sent = torch.cuda.Event() if on_cuda else None
 
     def _replay(self, decoder: Decoder, numbers: np.ndarray, shape: Shape) -> Tensor:
-        if self._sent is not None:
-            self._sent.synchronize()  # bounded: by the copy below, of the step before
-        staged = self._staged[: len(numbers)]
-        staged.numpy()[:] = numbers
-        self._numbers[: len(numbers)].copy_(staged, non_blocking=True)
-        if self._sent is not None:
-            self._sent.record()
+        self._numbers[: len(numbers)].copy_(pinned(numbers, self.device), non_blocking=True)
         recorded = self._recorded.setdefault(decoder, {})
         if shape not in recorded:
             inputs = Inputs.of(self._numbers, shape)

@@ -3,6 +3,7 @@ the rows that are scored. The head is float32 on every path."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +60,15 @@ def run(
         top_ids, top_logprobs = alternatives(torch.log_softmax(logits, dim=-1), top)
     probed = [_probe(rows, weights, p) for rows, p in zip(scored, probes, strict=True)]
     return Output(sample(logits, ask, without_gradient(logits)), top_ids, top_logprobs, probed)
+
+
+@torch.inference_mode()
+def launch(weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, ask: RowParams) -> Callable[[], Output]:
+    """As `run`, where the cache is `ahead` and nothing else is asked for; who calls what this returns waits for it."""
+    hidden = cache.hidden(weights, plan, table, plan.sample_rows)
+    cache.copy(plan.copies)
+    sampled = cache.sampling(weights.logits(hidden), ask)
+    return lambda: Output(sampled(), None, None, [])
 
 
 def _probe(hidden: Tensor, weights: Weights, probe: Probe) -> Probed:

@@ -67,7 +67,7 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
     """
     truncated = ask.truncated
     if not truncated.any() and compiled is not None:
-        return _finite(Sampled(*compiled.sample(logits, ask.temperature, ask.uniform)))
+        return finite(Sampled(*compiled.sample(logits, ask.temperature, ask.uniform)))
     greedy = ask.temperature == 0
     uniform = _column(ask.uniform, logits.device)
     model = logprobs = torch.log_softmax(logits, dim=-1)  # at temperature 1 without truncation this is all there is
@@ -91,10 +91,11 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
         lists = ids.to(torch.int32).cpu().numpy()
         supports = {int(r): lists[i, : sizes[i]].copy() for i, r in enumerate(np.flatnonzero(truncated))}
     of_model = model.gather(1, tokens) if tempered or truncated.any() else chosen
-    return _finite(Sampled(_flat(tokens), _flat(chosen), _flat(of_model), supports))
+    return finite(Sampled(_flat(tokens), _flat(chosen), _flat(of_model), supports))
 
 
-def _finite(result: Sampled) -> Sampled:
+def finite(result: Sampled) -> Sampled:
+    """`result`; raises FloatingPointError when it is of logits that are not finite numbers."""
     if not (np.isfinite(result.logprobs).all() and np.isfinite(result.model_logprobs).all()):
         raise FloatingPointError("the model's logits are not finite: the weights hold NaN or infinite values, or overflowed")
     return result

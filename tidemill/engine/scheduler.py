@@ -9,6 +9,11 @@ Pages that chunks of a step are about to fill are findable at once: each layer w
 arrive together share a beginning within the very step that computes it. Where all rows decode, none waits for another.
 A twin, whose tokens are all those of a sequence that this very step computes to its end, computes none: it samples from the
 same row, and is given a copy of the page that is not full.
+
+    plan -> advance (it is being computed) -> learn (what it sampled)
+
+The next step may be planned before what this one samples is known: such a token is written down as -1 - its place among the
+step's samples. Whatever looks at tokens themselves, as preemption does, waits for `learn`.
 """
 
 from __future__ import annotations
@@ -61,6 +66,8 @@ class Plan:
     writes: np.ndarray  # [N] int64  where the KV goes: page * page_size + offset
     sample_rows: np.ndarray  # [S] rows whose next token is sampled
     sample_slots: np.ndarray  # [S]
+    sample_positions: np.ndarray  # [S] where that token will stand
+    tenures: np.ndarray  # [S] of the slots: another one's, when this one's sequence has left
     copies: np.ndarray  # [C, 2] pages, of a sequence and of its twin: copied when the step's KV is written
     probes: list[Chunk]  # rows whose next token is known and scored
     admitted: list[Sequence]  # which compute for the first time
@@ -82,6 +89,8 @@ class Scheduler:
         self.computed = np.zeros(max_sequences, np.int64)
         self._owned = np.zeros(max_sequences, np.int64)  # pages in `table`
         self._shared = np.zeros(max_sequences, np.int64)  # leading tokens in pages of others, never written
+        self._limit = np.zeros(max_sequences, np.int64)  # tokens each may hold
+        self._tenure = np.zeros(max_sequences, np.int64)  # sequences that have left it
         self._probe = np.zeros(max_sequences, bool)
         self._free_slots = list(range(max_sequences - 1, -1, -1))
         self._released_waiting = 0  # entries of `waiting` that are gone and will be skipped
@@ -115,6 +124,10 @@ class Scheduler:
         sequence.limit = min(sequence.limit, self.context)
         self.waiting.append(sequence)
 
+    def may_preempt(self) -> bool:
+        """Whether `plan` may have to: what has been sampled must be known by then."""
+        return not self.blocks.can_allocate(len(self._growing()))
+
     def plan(self) -> Plan | None:
         """The next step, or None when there is nothing to compute."""
         self._admitted, self._ending, self._twins = [], {}, []
@@ -123,23 +136,30 @@ class Scheduler:
         budget = self._continue_prefill(chunks)
         self._admit(chunks, budget)
         slots = self._slots()
-        if not len(slots):
-            return None
-        single = self.length[slots] - self.computed[slots] == 1
+        single = (self.length[slots] - self.computed[slots] == 1) & (self.length[slots] < self._limit[slots])
         if chunks:
             single &= ~np.isin(slots, [c.slot for c in chunks])
         singles = slots[single]
+        if not len(singles) and not chunks:
+            return None
         lengths = self.computed[singles] + 1
         order = np.argsort(-lengths, kind="stable")  # neighbours of like length are padded least
         return self._lay_out(singles[order], lengths[order], chunks)
 
-    def advance(self, plan: Plan, sampled: np.ndarray) -> None:
-        """The plan was computed: `sampled` [S] are the new tokens of its `sample_slots`."""
+    def advance(self, plan: Plan) -> None:
+        """The plan is being computed."""
         self.computed[plan.singles] += 1
         for chunk in plan.chunks:
             self.computed[chunk.slot] += chunk.count
-        self.tokens[plan.sample_slots, self.length[plan.sample_slots]] = sampled
+        self.tokens[plan.sample_slots, plan.sample_positions] = -1 - np.arange(len(plan.sample_slots))
         self.length[plan.sample_slots] += 1
+
+    def learn(self, plan: Plan, sampled: np.ndarray) -> np.ndarray:
+        """`sampled` [S] are the new tokens of the plan's `sample_slots`. Returns which of them count, in order: the others'
+        sequences have been released since it was planned."""
+        here = np.flatnonzero(self._tenure[plan.sample_slots] == plan.tenures)
+        self.tokens[plan.sample_slots[here], plan.sample_positions[here]] = sampled[here]
+        return here
 
     def release(self, sequence: Sequence) -> None:
         """It is over, for whatever reason and wherever it stands: slot and pages are free again."""
@@ -151,6 +171,7 @@ class Scheduler:
         else:
             self._leave(sequence, len(sequence.prompt) if sequence.last else None)
         if sequence.slot >= 0:
+            self._tenure[sequence.slot] += 1
             self._free_slots.append(sequence.slot)
 
     def preempt(self, sequence: Sequence) -> None:
@@ -176,10 +197,15 @@ class Scheduler:
             self._order = np.fromiter(self.running, np.int64, len(self.running))
         return self._order
 
+    def _growing(self) -> np.ndarray:
+        """Slots whose next token begins a page."""
+        slots = self._slots()
+        begins = self.computed[slots] >= self._owned[slots] * self.blocks.page_size
+        return slots[begins & (self.length[slots] < self._limit[slots])]
+
     def _grow(self) -> None:
         """A page for every row whose next token begins one."""
-        slots = self._slots()
-        for slot in slots[self.computed[slots] >= self._owned[slots] * self.blocks.page_size].tolist():
+        for slot in self._growing().tolist():
             while slot in self.running and not self.blocks.can_allocate(1):
                 self.preemptions += 1
                 self.preempt(next(reversed(self.running.values())))
@@ -234,7 +260,7 @@ class Scheduler:
             self._admitted.append(sequence)
             self.tokens[slot, : len(sequence.prompt)] = sequence.prompt
             self.length[slot] = len(tokens)
-            self._probe[slot] = sequence.probe
+            self._limit[slot], self._probe[slot] = sequence.limit, sequence.probe
         slot = sequence.slot
         sequence.salt = sequence.salt or self.salt
         sequence.waiting = False
@@ -298,6 +324,7 @@ class Scheduler:
         sample_slots = np.concatenate([singles[decoding], np.array([c.slot for c in last], np.int64)])
         row_of = dict(zip(sample_slots.tolist(), sample_rows.tolist(), strict=True)) if self._twins else {}
         twins = [(row_of[other.slot], twin.slot) for twin, other in self._twins]
+        sample_slots = np.concatenate([sample_slots, np.array([slot for _, slot in twins], np.int64)])
         own = [(other.pages[twin.registered :], twin.pages[twin.registered :]) for twin, other in self._twins]
         copies = [pair for pages in own for pair in zip(*pages, strict=True)]
         return Plan(
@@ -308,7 +335,9 @@ class Scheduler:
             positions=position,
             writes=pages.astype(np.int64) * size + position % size,
             sample_rows=np.concatenate([sample_rows, np.array([row for row, _ in twins], np.int64)]),
-            sample_slots=np.concatenate([sample_slots, np.array([slot for _, slot in twins], np.int64)]),
+            sample_slots=sample_slots,
+            sample_positions=self.length[sample_slots],
+            tenures=self._tenure[sample_slots],
             copies=np.array(copies, np.int64).reshape(-1, 2),
             probes=probes,
             admitted=self._admitted,

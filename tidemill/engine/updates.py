@@ -40,15 +40,17 @@ class Updates:
         in_flight: InFlight,
         cached_versions: int,
         check: Callable[[], None],
+        settle: Callable[[], None],
         asleep: Callable[[], bool],
     ) -> None:
         """`staging`: None where nothing is ever updated. `cached_versions`: of so many, the latest, KV may be found again.
-        `check` raises when the engine has failed; `asleep`: it takes no steps, so nothing in flight can finish."""
+        `check` raises when the engine has failed; `settle` ends the step that is under way; `asleep`: no steps are taken, so
+        nothing in flight can finish."""
         self.weights = weights
         self.versions = [weights.version]  # every version served, in order; tokens are stamped with an index into it
         self._staging, self._scheduler, self._activity = staging, scheduler, activity
         self._name, self._in_flight, self._cached_versions = name, in_flight, cached_versions
-        self._check, self._asleep = check, asleep
+        self._check, self._settle, self._asleep = check, settle, asleep
         on_cuda = weights.decoder.embed.weight.device.type == "cuda"
         self._tells_device: ThreadPoolExecutor | None = background("staging") if on_cuda else None
         self._one_at_a_time = asyncio.Lock()  # bounded: an update has its caller's deadline
@@ -125,6 +127,7 @@ class Updates:
         """The commit: the next step runs on `staged`."""
         assert self._staging is not None
         faults.reach(self._name, "commit", staged.version.step)
+        self._settle()
         begin = time.monotonic()
         self._staging.retire(self.weights)
         self.weights = staged

@@ -10,6 +10,7 @@ trial, are not used either; those that only a trainer needs are not in it, which
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -306,28 +307,50 @@ class Gpu:
         temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
         probability exceeds it. Logits that are not finite numbers come out as logprobs that are not.
         """
+        unread = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
+        return self.sampling(logits, temperature, uniform, unread)()
+
+    def sampling(
+        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray, into: Tensor
+    ) -> Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+        """`sample`, launched: who calls what this returns waits for it. The tokens are also written to `into` [>= n] int32,
+        for what is launched next to read: they are of the vocabulary whatever the logits are."""
         n, vocab = logits.shape
-        assert logits.is_contiguous() and logits.dtype == torch.float32
+        assert logits.is_contiguous() and logits.dtype == torch.float32 and into.dtype == torch.int32
         if not n:
-            return np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32)
+            return lambda: (np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32))
         device, blocks = logits.device, -(-vocab // VOCABULARY_BLOCK)
         greedy = temperature == 0
         sharpness = np.where(greedy, 0, 1 / np.where(greedy, 1, temperature))
-        given = torch.from_numpy(np.stack((sharpness, uniform))).to(device)
+        given = sent(np.stack((sharpness, uniform)), device)
         sharp = given[0].float()
         found = torch.empty((n, blocks, 4), dtype=torch.float32, device=device)
         likeliest = torch.empty((n, blocks), dtype=torch.int32, device=device)
         out = torch.empty((3, n), dtype=torch.float64, device=device)
         self._source.survey[(n, blocks)](logits, vocab, sharp, found, likeliest, BLOCK=VOCABULARY_BLOCK, num_warps=4)
         self._source.draw[(n,)](
-            *(logits, vocab, sharp, given[1], found, likeliest, out, n, blocks),
+            *(logits, vocab, sharp, given[1], found, likeliest, out, into, n, blocks),
             WIDTH=_power(blocks),
             BLOCK=VOCABULARY_BLOCK,
             num_warps=8,
         )
-        tokens, logprobs, model = out.cpu().numpy()
-        numbers = np.isfinite(logprobs)
-        return np.where(numbers, tokens, 0).astype(np.int64), logprobs.astype(np.float32), model.astype(np.float32)
+        come, done = fetched(out)
+
+        def read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            if done is not None:
+                done.synchronize()  # bounded: by what was launched
+            tokens, logprobs, model = come.numpy()
+            numbers = np.isfinite(logprobs)
+            return np.where(numbers, tokens, 0).astype(np.int64), logprobs.astype(np.float32), model.astype(np.float32)
+
+        return read
+
+    def feed(self, tokens: Tensor, sampled: Tensor) -> Tensor:
+        """tokens [N] int32, those below 0 replaced by the one of `sampled` that -1 - itself says."""
+        out = torch.empty_like(tokens)
+        block = 256
+        self._source.feed[(-(-len(tokens) // block),)](tokens, sampled, out, len(tokens), BLOCK=block, num_warps=4)
+        return out
 
     def summarise(
         self, logits: Tensor, temperature: Tensor, targets: Tensor, entropy: bool
@@ -386,6 +409,27 @@ class Gpu:
             num_warps=4,
         )
         return out.sum(0)
+
+
+def pinned(array: np.ndarray, device: torch.device) -> Tensor:
+    """In memory from which it goes to a CUDA device while nobody waits. It is kept until it has gone."""
+    here = torch.from_numpy(np.ascontiguousarray(array))
+    return here.pin_memory() if device.type == "cuda" else here
+
+
+def sent(array: np.ndarray, device: torch.device) -> Tensor:
+    """On the device by the time that what is launched next reads it; nothing that was launched before is waited for."""
+    return pinned(array, device).to(device, non_blocking=True)
+
+
+def fetched(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """(x in the host's memory, when it is there)"""
+    if not x.is_cuda:
+        return x, None
+    into, done = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
+    into.copy_(x, non_blocking=True)
+    done.record()
+    return into, done
 
 
 @lru_cache(maxsize=1)

@@ -230,8 +230,11 @@ def survey(logits, vocab, sharpness, found, likeliest, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def draw(logits, vocab, sharpness, uniform, found, likeliest, out, rows, BLOCKS, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """(token, its logprob, the unmodified model's) of one row, as three float64 that stand `rows` apart."""
+def draw(
+    logits, vocab, sharpness, uniform, found, likeliest, out, into, rows, BLOCKS, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):  # fmt: skip
+    """(token, its logprob, the unmodified model's) of one row, as three float64 that stand `rows` apart; the token into
+    `into`, too."""
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, WIDTH)
     real = block < BLOCKS
@@ -264,9 +267,19 @@ def draw(logits, vocab, sharpness, uniform, found, likeliest, out, rows, BLOCKS,
         chosen_logit = tl.load(logits + row * vocab + token)
         logprob = (chosen_logit * sharp - peak).to(tl.float64) - tl.log(total)
     model = (tl.load(logits + row * vocab + tl.minimum(token, vocab - 1)) - top).to(tl.float64) - tl.log(plain)
+    tl.store(into + row, tl.minimum(token, vocab - 1).to(tl.int32))
     tl.store(out + row, token.to(tl.float64))
     tl.store(out + rows + row, logprob)
     tl.store(out + 2 * rows + row, model)
+
+
+@triton.jit
+def feed(tokens, sampled, out, count, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < count
+    token = tl.load(tokens + at, mask=inside, other=0)
+    fed = tl.load(sampled + (-1 - token), mask=inside & (token < 0), other=0)
+    tl.store(out + at, tl.where(token < 0, fed, token), mask=inside)
 
 
 @triton.jit
