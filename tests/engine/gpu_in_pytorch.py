@@ -7,11 +7,14 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.engine import core
 from tidemill.engine.cuda import GpuCache
 from tidemill.engine.sampler import RowParams, Sampled, sample
+from tidemill.kernels.rotation import Rotation
+from tidemill.models.decoder import rotate
 
 
 def compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,10 +25,16 @@ def compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
 class InPyTorch:
     """What `kernels.gpu.Gpu` promises of what an engine asks of it."""
 
-    def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: Tensor) -> None:
+    def rotate_into(self, heads: Tensor, how: Rotation, pages: Tensor, writes: Tensor) -> Tensor:
+        qk, v = heads[:, : -how.keys], heads[:, -how.keys :]
+        if how.norms is not None:
+            of_each = torch.stack([how.norms[0]] * how.queries + [how.norms[1]] * how.keys)
+            qk = F.rms_norm(qk, qk.shape[-1:], None, how.eps) * of_each
+        q, k = rotate(qk, how.cos, how.sin).split([how.queries, how.keys], dim=1)
         size = pages.shape[2]
         for row, to in enumerate(writes.tolist()):
             pages[to // size, :, to % size] = torch.cat((k[row], v[row]), dim=-1)
+        return q
 
     def attend(
         self, pages: Tensor, q: Tensor, table: Tensor, width: Tensor, lengths: Tensor, window: int | None, out: Tensor

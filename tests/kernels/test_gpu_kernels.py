@@ -90,6 +90,13 @@ def test_norm(kernels: Gpu, dtype: torch.dtype, rows: int, size: int) -> None:
     close(found, normed(x, weight, 1e-6), ERROR[dtype])
 
 
+def kept(pages: torch.Tensor, k: torch.Tensor, v: torch.Tensor, places: np.ndarray) -> torch.Tensor:
+    """The pages, with k and v [n, K, E] in these places [n]."""
+    page, offset = (torch.from_numpy(part).to(DEVICE) for part in np.divmod(places.astype(np.int64), pages.shape[2]))
+    pages[page, :, offset] = torch.cat((k, v), dim=-1)
+    return pages
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_norms", [True, False])
 @pytest.mark.parametrize("n, queries, keys, size", [(1, 1, 1, 2), (5, 4, 2, 16), (9, 3, 1, 24), (7, 8, 8, 128)])
@@ -103,6 +110,11 @@ def test_rotate(kernels: Gpu, dtype: torch.dtype, with_norms: bool, n: int, quer
     if norms is not None:
         q, k = normed(q, norms[0], 1e-5).to(dtype), normed(k, norms[1], 1e-5).to(dtype)
     close(found, rotate(torch.cat((q, k), dim=1).double(), cos.double(), sin.double()), 4 * ERROR[dtype])
+    page, places = 3, np.random.default_rng(n).permutation(12)[:n]
+    pages = torch.full((4, keys, page, 2 * size), torch.nan, dtype=dtype, device=DEVICE)
+    q = kernels.rotate_into(heads, Rotation(cos, sin, queries, keys, norms, 1e-5), pages, of_int(*places))
+    expected = kept(torch.full_like(pages, torch.nan), found[:, queries:], heads[:, queries + keys :], places)
+    assert torch.equal(q, found[:, :queries]) and torch.equal(pages.nan_to_num(-7), expected.nan_to_num(-7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -121,7 +133,7 @@ def test_gate(kernels: Gpu, dtype: torch.dtype, n: int, size: int) -> None:
     "rows, heads, kv_heads, size, page",
     [(1, 4, 2, 32, 16), (5, 16, 8, 128, 16), (3, 6, 1, 64, 32), (70, 8, 8, 16, 5), (2, 1, 1, 256, 8)],
 )
-def test_attend_and_write(kernels: Gpu, dtype: torch.dtype, window: int | None, rows: int, heads: int, kv_heads: int,
+def test_attend(kernels: Gpu, dtype: torch.dtype, window: int | None, rows: int, heads: int, kv_heads: int,
                           size: int, page: int, programs: int, monkeypatch: pytest.MonkeyPatch) -> None:  # fmt: skip
     """Rows of many lengths, in pages strewn over the cache; what no row owns is not a number and must not be seen."""
     monkeypatch.setattr(module, "PROGRAMS", programs)
@@ -136,7 +148,7 @@ def test_attend_and_write(kernels: Gpu, dtype: torch.dtype, window: int | None, 
     pages = torch.full((rows * width, kv_heads, page, 2 * size), torch.nan, dtype=dtype, device=DEVICE)
     k, v = (drawn(int(lengths.sum()), kv_heads, size, seed=i, dtype=dtype) for i in (1, 2))
     slots = [table[r, at // page] * page + at % page for r in range(rows) for at in range(lengths[r])]
-    kernels.write(pages, k, v, torch.tensor(slots, dtype=torch.int32, device=DEVICE))
+    kept(pages, k, v, np.array(slots))
     q = drawn(rows, heads + 3, size, seed=3, dtype=dtype)[:, :heads]
     there = torch.from_numpy(np.ascontiguousarray(table)).to(DEVICE).view(-1)
     found = torch.full((rows, heads, size), torch.nan, dtype=dtype, device=DEVICE)
@@ -169,7 +181,7 @@ def test_chunks_see_what_is_before_them(
     total = sum(length for length, _ in chunks)
     k, v = (drawn(total, kv_heads, size, seed=i, dtype=dtype) for i in (1, 2))
     places = [table[r, at // page] * page + at % page for r, (length, _) in enumerate(chunks) for at in range(length)]
-    kernels.write(pages, k, v, of_int(*places))
+    kept(pages, k, v, np.array(places))
     asked = np.array([count for _, count in chunks])
     q = drawn(others + asked.sum(), heads + 3, size, seed=3, dtype=dtype)[:, :heads]
     of, begin = cut(asked, kernels.tile(heads, kv_heads))

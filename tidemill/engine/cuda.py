@@ -13,7 +13,7 @@ device does not wait for what is planned and recorded.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakKeyDictionary
@@ -28,8 +28,9 @@ from tidemill.engine.scheduler import Plan
 from tidemill.engine.weights import Weights
 from tidemill.kernels.gpu import Gpu, gpu, pinned, sent
 from tidemill.kernels.gpu_tiles import cut
+from tidemill.kernels.rotation import Rotation
 from tidemill.models.architecture import Architecture
-from tidemill.models.decoder import Decoder
+from tidemill.models.decoder import AttendHeads, Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +130,23 @@ def numbers_of(plan: Plan, table: np.ndarray, page_size: int, tile: int, shape: 
     return numbers
 
 
+class AttendPages(AttendHeads):
+    """The decoder's `attend` for one step."""
+
+    def __init__(self, kernels: Gpu, kv: Tensor, windows: Sequence[int | None], inputs: Inputs) -> None:
+        self.kernels, self.kv, self.windows, self.inputs = kernels, kv, windows, inputs
+
+    def __call__(self, layer: int, heads: Tensor, how: Rotation) -> Tensor:
+        inputs, window, pages = self.inputs, self.windows[layer], self.kv[layer]
+        q = self.kernels.rotate_into(heads, how, pages, inputs.writes)
+        out, rows, where = torch.empty_like(q), len(inputs.lengths), (inputs.table, inputs.width)
+        if rows:
+            self.kernels.attend(pages, q[:rows], *where, inputs.lengths, window, out[:rows])
+        if len(inputs.tiles):  # afterwards: rows that fill up stand where chunks have their tokens
+            self.kernels.attend_tiles(pages, q, inputs.tiles, *where, window, out)
+        return out
+
+
 class GpuCache(PagedCache):
     """The paged cache on a device that has the kernels for it."""
 
@@ -167,19 +185,8 @@ class GpuCache(PagedCache):
         return sent(array, self.device)
 
     def _compute(self, decoder: Decoder, inputs: Inputs) -> Tensor:
-        kernels, rows, where = self._kernels, len(inputs.lengths), (inputs.table, inputs.width)
-
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            window, pages = self.windows[layer], self.kv[layer]
-            kernels.write(pages, k, v, inputs.writes)
-            out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            if rows:
-                kernels.attend(pages, q[:rows], *where, inputs.lengths, window, out[:rows])
-            if len(inputs.tiles):  # afterwards: rows that fill up stand where chunks have their tokens
-                kernels.attend_tiles(pages, q, inputs.tiles, *where, window, out)
-            return out
-
-        return decoder(kernels.feed(inputs.tokens, self._sampled), inputs.positions, attend)
+        tokens = self._kernels.feed(inputs.tokens, self._sampled)
+        return decoder(tokens, inputs.positions, AttendPages(self._kernels, self.kv, self.windows, inputs))
 
     def _make_room(self, needed: int) -> None:
         """For the numbers of a step. Records hold the address of the room that was: they are made anew."""

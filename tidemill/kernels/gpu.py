@@ -112,20 +112,6 @@ class Gpu:
             num_stages=2,
         )
 
-    def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: Tensor) -> None:
-        """k, v [n, K, E] to `writes` [n] int32: page * page_size + offset."""
-        n, heads, size = k.shape
-        assert k.stride()[1:] == v.stride()[1:] == (size, 1) and pages.is_contiguous()
-        self._source.write[(n,)](
-            *(pages, k, k.stride(0), v, v.stride(0), writes),
-            HEADS=heads,
-            TOGETHER=_power(heads),
-            SIZE=size,
-            WIDTH=_power(size),
-            PAGE=pages.shape[2],
-            num_warps=2,
-        )
-
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
         """The root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`; a bfloat16 row is rounded
         before the weight [D] too."""
@@ -161,24 +147,39 @@ class Gpu:
     def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """The queries, keys and others of `heads` [n, queries + keys + others, E], the first two normed and turned: float32
         where the heads or the angles are."""
-        n, _, size = heads.shape
         turned = how.queries + how.keys
-        out = torch.empty((n, turned, size), dtype=torch.promote_types(heads.dtype, how.cos.dtype), device=heads.device)
+        q, k = self._rotate(heads, how, turned).split([how.queries, how.keys], dim=1)
+        return q, k, heads[:, turned:]
+
+    def rotate_into(self, heads: Tensor, how: Rotation, pages: Tensor, writes: Tensor) -> Tensor:
+        """The queries [n, queries, E] of `rotate`. Keys and values go into the pages [P, keys, page_size, 2E], to `writes`
+        [n] int32: page * page_size + offset; of rows with one place any of theirs."""
+        assert pages.is_contiguous() and pages.shape[1] == how.keys and heads.shape[1] == how.queries + 2 * how.keys
+        return self._rotate(heads, how, heads.shape[1], pages, writes)
+
+    def _rotate(
+        self, heads: Tensor, how: Rotation, of: int, pages: Tensor | None = None, writes: Tensor | None = None
+    ) -> Tensor:
+        n, _, size = heads.shape
+        shape = (n, of if pages is None else how.queries, size)
+        out = torch.empty(shape, dtype=torch.promote_types(heads.dtype, how.cos.dtype), device=heads.device)
         assert heads.stride()[1:] == (size, 1) and how.cos.is_contiguous() and how.sin.is_contiguous()
         if n:
             norms = (heads, heads) if how.norms is None else how.norms
-            self._source.rotate[(n, -(-turned // TOGETHER))](
+            self._source.rotate[(n, -(-of // TOGETHER))](
                 *(heads, heads.stride(0), *norms, how.eps, how.cos, how.sin, out),
+                *(out if pages is None else pages, out if writes is None else writes),
                 QUERIES=how.queries,
-                HEADS=turned,
+                TURNED=how.queries + how.keys,
+                HEADS=of,
                 HALF=size // 2,
                 WIDTH=_power(size // 2),
                 TOGETHER=TOGETHER,
                 NORMED=how.norms is not None,
+                PAGE=0 if pages is None else pages.shape[2],
                 num_warps=4,
             )
-        q, k = out.split([how.queries, how.keys], dim=1)
-        return q, k, heads[:, turned:]
+        return out
 
     def rotate_back(self, heads: Tensor, how: Rotation, d: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """What a loss changes by with heads and, in float32, with the norms' weights [2, E]; given is d, with what `rotate`
@@ -322,14 +323,13 @@ class Gpu:
         device, blocks = logits.device, -(-vocab // VOCABULARY_BLOCK)
         greedy = temperature == 0
         sharpness = np.where(greedy, 0, 1 / np.where(greedy, 1, temperature))
-        given = sent(np.stack((sharpness, uniform)), device)
-        sharp = given[0].float()
+        sharp, given = sent(np.stack((sharpness, uniform)), device)
         found = torch.empty((n, blocks, 4), dtype=torch.float32, device=device)
         likeliest = torch.empty((n, blocks), dtype=torch.int32, device=device)
         out = torch.empty((3, n), dtype=torch.float64, device=device)
         self._source.survey[(n, blocks)](logits, vocab, sharp, found, likeliest, BLOCK=VOCABULARY_BLOCK, num_warps=4)
         self._source.draw[(n,)](
-            *(logits, vocab, sharp, given[1], found, likeliest, out, into, n, blocks),
+            *(logits, vocab, sharp, given, found, likeliest, out, into, n, blocks),
             WIDTH=_power(blocks),
             BLOCK=VOCABULARY_BLOCK,
             num_warps=8,
@@ -464,9 +464,15 @@ def _right(kernels: Gpu, device: torch.device) -> bool:
     heads = torch.linspace(-2, 2, 3 * 8 * 32, device=device).view(3, 8, 32)
     pages = torch.zeros((4, 2, 16, 64), device=device)
     table, width = torch.tensor([1, 2, 3, 1, 2, 3], dtype=torch.int32, device=device), torch.tensor([2], device=device)
-    k, v = torch.cos(heads[:, 4:6]).contiguous(), torch.sin(heads[:, 6:8]).contiguous()
+    weight = torch.linspace(0.5, 1.5, 32, device=device)
+    cos, sin = torch.cos(heads[:, :1, :16]).contiguous(), torch.sin(heads[:, :1, :16]).contiguous()
+    a, b = F.rms_norm(heads[:, :6], (32,), weight, 1e-6).chunk(2, dim=-1)
+    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+    how, ok = Rotation(cos, sin, 4, 2, (weight, weight), 1e-6), True
     for at in range(3):
-        kernels.write(pages, k, v, torch.tensor([16 + at, 32 + at, 48 + at], dtype=torch.int32, device=device))
+        q = kernels.rotate_into(heads, how, pages, torch.arange(16 + at, 64, 16, dtype=torch.int32, device=device))
+        ok &= torch.allclose(torch.cat((q, pages[1:, :, at, :32]), dim=1), turned, atol=1e-5)
+        ok &= torch.equal(pages[1:, :, at, 32:], heads[:, 6:])
     lengths = torch.tensor([2, 3, 1], dtype=torch.int32, device=device)
     queries = heads[:, :4]
     seen, tiled = torch.empty_like(queries), torch.empty_like(queries)
@@ -480,13 +486,9 @@ def _right(kernels: Gpu, device: torch.device) -> bool:
         ).squeeze(1)
         for i, row, n in ((0, 0, 2), (1, 1, 3), (2, 2, 1), (0, 0, 1), (1, 0, 2), (2, 2, 3))
     ]
-    ok = torch.allclose(torch.cat((seen, tiled)).double(), torch.stack(expected), atol=1e-5)
-    weight = torch.linspace(0.5, 1.5, 32, device=device)
+    ok &= torch.allclose(torch.cat((seen, tiled)).double(), torch.stack(expected), atol=1e-5)
     ok &= torch.allclose(kernels.norm(heads, weight, 1e-6), F.rms_norm(heads, (32,), weight, 1e-6), atol=1e-5)
-    cos, sin = torch.cos(heads[:, :1, :16]).contiguous(), torch.sin(heads[:, :1, :16]).contiguous()
-    a, b = F.rms_norm(heads[:, :6], (32,), weight, 1e-6).chunk(2, dim=-1)
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    q, k, _ = kernels.rotate(heads, Rotation(cos, sin, 4, 2, (weight, weight), 1e-6))
+    q, k, _ = kernels.rotate(heads, how)
     ok &= torch.allclose(torch.cat((q, k), dim=1), turned, atol=1e-5)
     gate, up = heads[:, :2].flatten(1).chunk(2, dim=-1)
     ok &= torch.allclose(kernels.gate(heads[:, :2].flatten(1).contiguous()), F.silu(gate) * up, atol=1e-5)

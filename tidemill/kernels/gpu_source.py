@@ -26,18 +26,20 @@ def norm(x, x_row, weight, out, eps, SIZE: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def rotate(
-    heads, heads_row, query_weight, key_weight, eps, cos, sin, out,
-    QUERIES: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, TOGETHER: tl.constexpr,
-    NORMED: tl.constexpr,
+    heads, heads_row, query_weight, key_weight, eps, cos, sin, out, pages, writes,
+    QUERIES: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
+    TOGETHER: tl.constexpr, NORMED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
+    """Of one row, queries and keys go to `out`, turned; or with a PAGE only the queries, and keys and values to the row's
+    place in the pages."""
     row = tl.program_id(0).to(tl.int64)
     narrow = out.dtype.element_ty
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
     at = tl.arange(0, WIDTH)[None, :]
     inside = (at < HALF) & (head < HEADS)
     source = heads + row * heads_row + head * 2 * HALF + at
-    a = tl.load(source, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(source + HALF, mask=inside, other=0.0).to(tl.float32)
+    given_a, given_b = tl.load(source, mask=inside, other=0.0), tl.load(source + HALF, mask=inside, other=0.0)
+    a, b = given_a.to(tl.float32), given_b.to(tl.float32)
     if NORMED:
         scale = tl.rsqrt((tl.sum(a * a, 1) + tl.sum(b * b, 1)) / (2 * HALF) + eps)[:, None]
         here = tl.arange(0, WIDTH)
@@ -66,9 +68,18 @@ def rotate(
     turn = tl.arange(0, WIDTH)
     c = tl.load(cos + row * HALF + turn, mask=turn < HALF, other=0.0).to(tl.float32)[None, :]
     s = tl.load(sin + row * HALF + turn, mask=turn < HALF, other=0.0).to(tl.float32)[None, :]
-    into = out + (row * HEADS + head) * 2 * HALF + at
-    tl.store(into, (a * c - b * s).to(narrow), mask=inside)
-    tl.store(into + HALF, (b * c + a * s).to(narrow), mask=inside)
+    first, second = (a * c - b * s).to(narrow), (b * c + a * s).to(narrow)
+    if PAGE:
+        target = tl.load(writes + row).to(tl.int64)
+        keys, is_value, kept = TURNED - QUERIES, head >= TURNED, inside & (head >= QUERIES)
+        place = ((target // PAGE) * keys + head - tl.where(is_value, TURNED, QUERIES)) * PAGE + target % PAGE
+        into = pages + place * (4 * HALF) + tl.where(is_value, 2 * HALF, 0) + at
+        tl.store(into, tl.where(is_value, given_a.to(narrow), first), mask=kept)
+        tl.store(into + HALF, tl.where(is_value, given_b.to(narrow), second), mask=kept)
+        inside &= head < QUERIES
+    into = out + (row * (QUERIES if PAGE else TURNED) + head) * 2 * HALF + at
+    tl.store(into, first, mask=inside)
+    tl.store(into + HALF, second, mask=inside)
 
 
 @triton.jit
@@ -81,20 +92,6 @@ def gate(gate_up, out, SIZE, BLOCK: tl.constexpr):
     b = tl.load(gate_up + row * 2 * SIZE + SIZE + at, mask=inside, other=0.0).to(tl.float32)
     opened = (a / (1.0 + tl.exp(-a))).to(narrow).to(tl.float32)
     tl.store(out + row * SIZE + at, (opened * b).to(narrow), mask=inside)
-
-
-@triton.jit
-def write(
-    pages, k, k_row, v, v_row, writes,
-    HEADS: tl.constexpr, TOGETHER: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head, at = tl.arange(0, TOGETHER)[:, None], tl.arange(0, WIDTH)[None, :]
-    inside = (head < HEADS) & (at < SIZE)
-    target = tl.load(writes + row).to(tl.int64)
-    into = pages + (((target // PAGE) * HEADS + head) * PAGE + target % PAGE) * (2 * SIZE) + at
-    tl.store(into, tl.load(k + row * k_row + head * SIZE + at, mask=inside), mask=inside)
-    tl.store(into + SIZE, tl.load(v + row * v_row + head * SIZE + at, mask=inside), mask=inside)
 
 
 @triton.jit
@@ -219,7 +216,7 @@ def survey(logits, vocab, sharpness, found, likeliest, BLOCK: tl.constexpr):
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
     plain = tl.load(logits + row * vocab + at, mask=inside, other=float("-inf"))
-    sharp = tl.where(inside, plain * tl.load(sharpness + row), float("-inf"))
+    sharp = tl.where(inside, plain * tl.load(sharpness + row).to(tl.float32), float("-inf"))
     top, peak = tl.max(plain), tl.max(sharp)
     into = found + (row * tl.num_programs(1) + block) * 4
     tl.store(into, peak)
@@ -245,7 +242,7 @@ def draw(
     masses = tl.where(real, tl.load(source + 1, mask=real, other=0.0) * tl.exp(peaks - peak), 0.0).to(tl.float64)
     plain = tl.sum(tl.where(real, tl.load(source + 3, mask=real, other=0.0) * tl.exp(tops - top), 0.0).to(tl.float64))
     total = tl.sum(masses)
-    sharp = tl.load(sharpness + row)
+    sharp = tl.load(sharpness + row).to(tl.float32)
     if sharp == 0.0:
         first = tl.min(tl.where(tops == top, block, WIDTH))
         token = tl.load(likeliest + row * BLOCKS + tl.minimum(first, BLOCKS - 1))

@@ -12,6 +12,7 @@ Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V voc
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 
 import torch
@@ -27,6 +28,14 @@ from tidemill.models.pieces import Work
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]; causal, scaled by 1/sqrt(E), within the layer's window."""
+
+
+class AttendHeads(ABC):
+    """An `Attend` that norms and turns the heads itself, on their way to where it keeps them."""
+
+    @abstractmethod
+    def __call__(self, layer: int, heads: Tensor, how: Rotation) -> Tensor:
+        """[N, H, E] of heads [N, H + 2K, E]: queries, keys, values."""
 
 
 class RMSNorm(nn.Module):
@@ -62,26 +71,34 @@ class Layer(nn.Module):
         self.gate_up = Linear(arch.hidden, 2 * arch.intermediate, bias=arch.mlp_bias)
         self.down = Linear(arch.intermediate, arch.hidden, bias=arch.mlp_bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend, wanted: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | AttendHeads, wanted: Tensor | None = None
+    ) -> Tensor:
         """[N, D], or of the `wanted` tokens [P], of x [N, D]."""
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
-        seen = attend(self.index, *self._rotated(heads, cos, sin)).flatten(1)
+        if isinstance(attend, AttendHeads):
+            seen = attend(self.index, heads, self._rotation(cos, sin)).flatten(1)
+        else:
+            seen = attend(self.index, *self._rotated(heads, self._rotation(cos, sin))).flatten(1)
         if wanted is not None:  # of all others only the keys and values mattered
             x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
         x = self.o.onto(x, seen)
         return self.down.onto(x, gated(self.gate_up(self.post_norm(x))))
 
-    def _rotated(self, heads: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _rotation(self, cos: Tensor, sin: Tensor) -> Rotation:
+        if self.q_norm is None or self.k_norm is None:
+            return Rotation(cos, sin, self.heads, self.kv_heads)
+        return Rotation(cos, sin, self.heads, self.kv_heads, (self.q_norm.weight, self.k_norm.weight), eps=self.q_norm.eps)
+
+    def _rotated(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
         """Queries [N, H, E], keys and values [N, K, E] of `heads` [N, H + 2K, E]; the first two normed and turned."""
-        norms = None if self.q_norm is None or self.k_norm is None else (self.q_norm, self.k_norm)
-        weights = None if norms is None else (norms[0].weight, norms[1].weight)
-        if (compiled := layer_kernels(heads, cos, *(weights or ()))) is not None:
-            eps = 0.0 if norms is None else norms[0].eps
-            return compiled.rotate(heads, Rotation(cos, sin, self.heads, self.kv_heads, weights, eps))
+        cos, sin = how.cos, how.sin
+        if (compiled := layer_kernels(heads, cos, *(how.norms or ()))) is not None:
+            return compiled.rotate(heads, how)
         qk, v = heads.split([self.heads + self.kv_heads, self.kv_heads], dim=1)
-        if norms is not None:
+        if self.q_norm is not None and self.k_norm is not None:
             q, k = qk.split([self.heads, self.kv_heads], dim=1)
-            qk = torch.cat((norms[0](q), norms[1](k)), dim=1)
+            qk = torch.cat((self.q_norm(q), self.k_norm(k)), dim=1)
         q, k = rotate(qk, cos, sin).split([self.heads, self.kv_heads], dim=1)
         return q, k, v
 
@@ -123,7 +140,7 @@ class Decoder(nn.Module):
         self,
         tokens: Tensor,
         positions: Tensor,
-        attend: Attend,
+        attend: Attend | AttendHeads,
         wanted: Tensor | None = None,
         *,
         checkpointing: bool = False,
