@@ -23,16 +23,16 @@
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
 #define AHEAD AT_ONCE   /* tokens that are asked for so long before they are read */
 
-/* One key/value head of a layer's pages. */
+/* How a layer's pages lie. */
 typedef struct {
-    const char *pages;
-    int64_t page_bytes, stride; /* from page to page, from token to token */
-    int page_size; /* tokens in a page */
-} heads;
+    int64_t page_bytes, stride; /* from page to page, from token to token of a head */
+    int page_size, shift; /* tokens in a page: 2 to the power of `shift`, where that is not 0 */
+} layout;
 
-/* Tokens [low, end) of the sequence whose pages are in `table`. */
+/* Tokens [low, end) of the sequence whose pages are in `table`; `pages` are those of a key/value head. */
 typedef struct {
     const int32_t *table;
+    const char *pages;
     int low, end;
 } span;
 
@@ -45,18 +45,19 @@ typedef struct {
 INLINE int between(int least, int x, int most) { return x < least ? least : x > most ? most : x; }
 INLINE int aligned(int token) { return token / WIDTH * WIDTH; }
 
-INLINE const char *place(const heads *kv, span seen, int token) {
-    return kv->pages + seen.table[token / kv->page_size] * kv->page_bytes + token % kv->page_size * kv->stride;
+INLINE const char *place(const layout *kv, span seen, int token) {
+    const int page = kv->shift ? token >> kv->shift : token / kv->page_size; /* a division takes as long as two tokens' scores */
+    return seen.pages + seen.table[page] * kv->page_bytes + (token - page * kv->page_size) * kv->stride;
 }
 
-/* Where half of a run of WIDTH tokens lies that will be read AHEAD tokens after `token`: of `seen` or, behind its end, of the spans
- * that follow, of which the last is empty; NULL behind that. */
-INLINE const char *ahead_of(const heads *kv, span seen, const span *next, int token, int half) {
+/* Where a run of WIDTH tokens lies that will be read AHEAD tokens after `token`, from its token `from` on: of `seen` or, behind
+ * its end, of the spans that follow, of which the last is empty; NULL behind that. */
+INLINE const char *ahead_of(const layout *kv, span seen, const span *next, int token, int from) {
     for (token += AHEAD; token >= seen.end; seen = *next++) {
         if (!next->end) return 0;
         token += aligned(next->low) - aligned(seen.end + WIDTH - 1);
     }
-    return place(kv, seen, token) + half * WIDTH / 2 * kv->stride;
+    return place(kv, seen, token) + from * kv->stride;
 }
 
 /* Asks for `bytes`, which `from` is moved by, a few lines at a time: a processor has room for some two dozen that it waits for,
@@ -146,7 +147,7 @@ INLINE void as_query(const char *from, int V, int narrow, vec *q) {
 
 /* Queries [from, from + G) of V vectors each see the first tokens of `seen`, AT_ONCE counted from where its first run of WIDTH
  * begins. */
-INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span seen, const span *next, const char *queries,
+INLINE void attend(int V, int G, int narrow, int asks, const layout *kv, span seen, const span *next, const char *queries,
                    int from, float scale, state *known) {
     const int width = narrow ? 2 : 4, first = aligned(seen.low), skip = seen.low - first;
     const int count = seen.end - first < AT_ONCE ? seen.end - first : AT_ONCE;
@@ -160,7 +161,7 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
         const char *ahead = asks ? ahead_of(kv, seen, next, first + at, 0) : 0;
         vec fours[4][WIDTH / 4];
         UNROLL for (int i = 0; i < WIDTH / 4; i++) {
-            ask(&ahead, kv->stride * 2);
+            ask(&ahead, kv->stride);
             four_scores(key + 4 * i * kv->stride, kv->stride, q, V, G, narrow, i, fours);
         }
         UNROLL for (int g = 0; g < G; g++) {
@@ -188,9 +189,9 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
         for (int at = skip; at < count;) {
             const int left = WIDTH - at % WIDTH, stop = at + left < count ? at + left : count;
             const char *value = place(kv, seen, first + at) + kv->stride / 2 + part * WIDTH * width;
-            const char *ahead = asks ? ahead_of(kv, seen, next, aligned(first + at), 1) : 0;
+            const char *ahead = asks ? ahead_of(kv, seen, next, aligned(first + at), WIDTH / 4) : 0;
             for (; at < stop; at++, value += kv->stride) {
-                ask(&ahead, kv->stride / 2);
+                ask(&ahead, kv->stride * 3 / 4); /* most of it here, where a token takes longer */
                 UNROLL for (int v = 0; v < most; v++) {
                     const vec number = part_of(value, v, V, narrow);
                     UNROLL for (int g = 0; g < G; g++) sums[g * most + v] += scores[g][at] * number;
@@ -205,11 +206,11 @@ INLINE void attend(int V, int G, int narrow, int asks, const heads *kv, span see
     }
 }
 
-typedef void attention(int, const heads *, span, const span *, const char *, int, float, state *);
+typedef void attention(int, const layout *, span, const span *, const char *, int, float, state *);
 
 /* Queries [from, from + G), as many at a time as registers hold sums for. Only the first ones ask for what comes next. */
 #define ATTENTION(NAME, V, NARROW)                                                                                          \
-    static void NAME(int G, const heads *kv, span seen, const span *next, const char *queries, int from, float scale,       \
+    static void NAME(int G, const layout *kv, span seen, const span *next, const char *queries, int from, float scale,       \
                      state *known) {                                                                                        \
         int asks = 1;                                                                                                       \
         for (; 4 * V <= AT_A_TIME && G >= 4; G -= 4, from += 4, asks = 0)                                                   \
@@ -238,7 +239,7 @@ static attention *attention_for(int size, int narrow) {
 }
 
 /* Queries [from, from + G) see all of `seen`, piece by piece; `next` are the spans that will be read then. */
-static void attend_all(attention *run, int G, const heads *kv, span seen, const span *next, const char *queries, int from,
+static void attend_all(attention *run, int G, const layout *kv, span seen, const span *next, const char *queries, int from,
                        float scale, state *known) {
     for (; seen.low < seen.end; seen.low = aligned(seen.low) + AT_ONCE) run(G, kv, seen, next, queries, from, scale, known);
 }
@@ -247,7 +248,7 @@ static void attend_all(attention *run, int G, const heads *kv, span seen, const 
 
 #ifdef TILES
 /* Tiles 0 to 3 become the products of up to 64 tokens' keys with sixteen queries, turned as `as_tiles` does. */
-INLINE void tile_scores(int V, const heads *kv, span seen, int count, const ints *queries, float *scores) {
+INLINE void tile_scores(int V, const layout *kv, span seen, int count, const ints *queries, float *scores) {
     const char *keys[AT_ONCE / WIDTH];
     for (int i = 0; i * WIDTH < count; i++) keys[i] = place(kv, seen, seen.low + i * WIDTH);
     _tile_zero(0); _tile_zero(1); _tile_zero(2); _tile_zero(3);
@@ -273,7 +274,7 @@ INLINE void value_pair(const char *first, const char *second, int V, ints *to, i
 
 /* As `attend` for the sixteen queries from `from` on, over a piece that begins and ends with a run of WIDTH tokens. A lane is a
  * query until the weights are turned. Each of these is two narrow numbers, so that they are as exact as floats nearly are. */
-INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, const ints *queries, int from, float scale,
+INLINE void tile_attend(int V, const layout *kv, span seen, const span *next, const ints *queries, int from, float scale,
                         state *known) {
     const int count = seen.end - seen.low < AT_ONCE ? seen.end - seen.low : AT_ONCE;
     float scores[AT_ONCE][16] __attribute__((aligned(64))), sums[16][V * WIDTH] __attribute__((aligned(64)));
@@ -304,7 +305,7 @@ INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, con
             for (int v = 0; v < V; v++) values[s][v][p] = (ints){0};
             if (t >= count) continue;
             for (int half = 0; !from && p % 8 == 0 && half < 2; half++) {
-                const char *ahead = ahead_of(kv, seen, next, seen.low + t, half);
+                const char *ahead = ahead_of(kv, seen, next, seen.low + t, half * WIDTH / 2);
                 ask(&ahead, kv->stride * WIDTH / 2);
             }
             vec a, b;
@@ -337,7 +338,7 @@ INLINE void tile_attend(int V, const heads *kv, span seen, const span *next, con
 }
 
 /* As `attend_all` for all of `asked` queries, rounded up to sixteen, over whole runs of WIDTH tokens. */
-INLINE void tile_all(int V, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale,
+INLINE void tile_all(int V, const layout *kv, span seen, const span *next, const char *queries, int asked, float scale,
                      state *known) {
     shape tiles = {.palette = 1};
     for (int t = 0; t < 7; t++) tiles.bytes[t] = 64, tiles.rows[t] = 16;
@@ -354,7 +355,7 @@ INLINE void tile_all(int V, const heads *kv, span seen, const span *next, const 
     _tile_release();
 }
 
-static int attend_in_tiles(int size, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale,
+static int attend_in_tiles(int size, const layout *kv, span seen, const span *next, const char *queries, int asked, float scale,
                            state *known) {
     switch (size) {
     case 32: tile_all(2, kv, seen, next, queries, asked, scale, known); return 1;
@@ -364,7 +365,7 @@ static int attend_in_tiles(int size, const heads *kv, span seen, const span *nex
     }
 }
 #else
-static int attend_in_tiles(int size, const heads *kv, span seen, const span *next, const char *queries, int asked, float scale,
+static int attend_in_tiles(int size, const layout *kv, span seen, const span *next, const char *queries, int asked, float scale,
                            state *known) {
     return 0;
 }
@@ -409,7 +410,7 @@ static int families(const int32_t *table, int64_t table_stride, const int64_t *s
 
 /* As `attend_all`, for all queries of a family, which see the first of `spans`; `tile_size` is a head's size where there are
  * tiles, which take whole runs. */
-static void attend_shared(attention *run, int tile_size, int asked, const heads *kv, span *spans, const char *queries,
+static void attend_shared(attention *run, int tile_size, int asked, const layout *kv, span *spans, const char *queries,
                           float scale, state *known) {
     if (asked >= WORTH_TILES && tile_size) {
         span begin = spans[0];
@@ -420,30 +421,44 @@ static void attend_shared(attention *run, int tile_size, int asked, const heads 
     attend_all(run, asked, kv, spans[0], spans + 1, queries, 0, scale, known);
 }
 
-/* The queries of a family that share a key/value head. */
-static void attend_family(const paged_queries *of, attention *run, const family *rows, int head) {
+/* The pages of a key/value head, of a layer's. */
+INLINE const char *pages_of(const paged_queries *of, int head) {
+    return (const char *)of->kv + (int64_t)head * of->page_size * 2 * of->size * (of->narrow ? 2 : 4);
+}
+
+/* What is read first for a family. */
+static span first_of(const paged_queries *of, const family *rows, int head) {
+    const int64_t r = of->order[rows->first];
+    return (span){of->table + of->slots[r] * of->table_stride, pages_of(of, head), of->lows[r],
+                  rows->shared ? rows->shared : of->ends[r]};
+}
+
+/* The queries of a family that share a key/value head. `after`: what this thread reads then. */
+static void attend_family(const paged_queries *of, attention *run, const family *rows, int head, span after) {
     const int size = of->size, narrow = of->narrow, G = of->q_heads / of->kv_heads, width = narrow ? 2 : 4;
     const int members = rows->last - rows->first, each = G * size * width, stride = 2 * size * width;
-    const int64_t head_bytes = (int64_t)of->page_size * stride, *row = of->order + rows->first;
-    const char *pages = (const char *)of->kv + head * head_bytes;
-    const heads mine = {pages, of->kv_heads * head_bytes, stride, of->page_size};
+    const int64_t *row = of->order + rows->first;
+    const char *pages = pages_of(of, head);
+    const layout kv = {(int64_t)of->kv_heads * of->page_size * stride, stride, of->page_size,
+                       of->page_size & (of->page_size - 1) ? 0 : __builtin_ctz(of->page_size)};
     char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
-    span spans[TOGETHER + 2], *own = spans + 1; /* what all see, what each sees, and the end */
+    span spans[TOGETHER + 3], *own = spans + 1; /* what all see, what each sees, what follows, and the end */
     state known;
     for (int i = 0; i < members; i++) {
         const int64_t r = row[i], from = r * of->q_stride + (int64_t)head * G * size, low = of->lows[r];
         memcpy(queries + i * each, (const char *)of->q + from * width, each);
-        own[i] = (span){of->table + of->slots[r] * of->table_stride, low > rows->shared ? low : rows->shared, of->ends[r]};
+        own[i] = (span){of->table + of->slots[r] * of->table_stride, pages, low > rows->shared ? low : rows->shared, of->ends[r]};
     }
-    own[members] = (span){of->table, 0, 0};
+    own[members] = after;
+    own[members + 1] = (span){0};
     const int rounded = aligned(members * G + WIDTH - 1); /* up, for tiles */
     memset(queries + members * each, 0, (size_t)(rounded - members * G) * size * width);
     for (int i = 0; i < rounded; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
     memset(known.sums, 0, (size_t)rounded * size * sizeof(float));
-    spans[0] = (span){own[0].table, (int)of->lows[row[0]], rows->shared};
+    spans[0] = (span){own[0].table, pages, (int)of->lows[row[0]], rows->shared};
     const int tiles = narrow && tidemill_tiles();
-    if (rows->shared) attend_shared(run, tiles ? size : 0, members * G, &mine, spans, queries, of->scale, &known);
-    for (int i = 0; i < members; i++) attend_all(run, G, &mine, own[i], own + i + 1, queries, i * G, of->scale, &known);
+    if (rows->shared) attend_shared(run, tiles ? size : 0, members * G, &kv, spans, queries, of->scale, &known);
+    for (int i = 0; i < members; i++) attend_all(run, G, &kv, own[i], own + i + 1, queries, i * G, of->scale, &known);
     for (int i = 0; i < members; i++) {
         float *sums = (float *)known.sums + i * G * size;
         for (int g = 0; g < G; g++)
@@ -463,8 +478,11 @@ int tidemill_attend(const paged_queries *of, int threads) {
     const int count =
         families(of->table, of->table_stride, of->slots, of->lows, of->ends, of->order, n, of->page_size, most, few, found);
 #pragma omp parallel for schedule(dynamic) num_threads(threads)
-    for (int item = 0; item < count * of->kv_heads; item++)
-        attend_family(of, run, &found[item / of->kv_heads], item % of->kv_heads);
+    for (int item = 0; item < count * of->kv_heads; item++) {
+        const int then = item + 1, follows = threads == 1 && then < count * of->kv_heads;
+        const span after = follows ? first_of(of, &found[then / of->kv_heads], then % of->kv_heads) : (span){0};
+        attend_family(of, run, &found[item / of->kv_heads], item % of->kv_heads, after);
+    }
     return 0;
 }
 
