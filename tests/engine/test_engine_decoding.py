@@ -127,9 +127,9 @@ async def test_an_engine_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
         pytest.skip("no packed products on this processor")
     decode = compiled.decode
 
-    def watch(weights: Any, x: torch.Tensor, *given: Any) -> torch.Tensor:
-        steps.append(len(x))
-        return decode(weights, x, *given)
+    def watch(weights: Any, tokens: np.ndarray, *given: Any) -> torch.Tensor:
+        steps.append(len(tokens))
+        return decode(weights, tokens, *given)
 
     monkeypatch.setattr(compiled, "decode", watch)
     arch = replace(BASE, head_dim=16)

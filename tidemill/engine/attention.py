@@ -120,23 +120,16 @@ class PagedCache:
         """The same where every row decodes: each thread takes some rows through all layers. None sees what another one
         writes: of pages that a step fills, only those of chunks are shared within it."""
         order = siblings_together(table[plan.singles, 0])
-        x = decoder.embed(torch.from_numpy(plan.tokens[order]))
-        angles = self._turned_by(decoder, plan.positions[order], x.dtype)
-        slots, ends, writes = plan.singles[order], plan.lengths[order], plan.writes[order]
-        lows = self._lows(ends)
-        if self._room.nbytes < (needed := compiled.decoding_room(layers, len(x), threads)):
+        if len(self._angles[0]) <= (furthest := int(plan.positions.max())):
+            self._angles = decoder.rope(torch.arange(max(1024, 2 * furthest)), layers.dtype)
+        if self._room.nbytes < (needed := compiled.decoding_room(layers, len(order), threads)):
             self._room = torch.empty(needed, dtype=torch.uint8)
-        out = compiled.decode(layers, x, angles, self.kv, table, slots, lows, ends, writes, self._room, threads)
-        place = np.empty_like(order)
-        place[order] = np.arange(len(order))
-        return out.index_select(0, torch.from_numpy(place[wanted]))
-
-    def _turned_by(self, decoder: Decoder, positions: np.ndarray, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """`Decoder.rope` of these, from a table."""
-        if len(self._angles[0]) <= (furthest := int(positions.max())):
-            self._angles = decoder.rope(torch.arange(max(1024, 2 * furthest)), dtype)
-        at = torch.from_numpy(positions)
-        return self._angles[0].index_select(0, at), self._angles[1].index_select(0, at)
+        given = plan.tokens, plan.positions, plan.singles, plan.lengths, plan.writes
+        tokens, positions, slots, ends, writes = (values[order] for values in given)
+        at = (tokens, positions, order, self._angles, self.kv, table, slots, self._lows(ends), ends, writes)
+        out = compiled.decode(layers, *at, self._room, threads)
+        rows = self.chosen(wanted, len(out))
+        return out if rows is None else out.index_select(0, rows)
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""

@@ -15,16 +15,18 @@ typedef struct {
 
 typedef struct {
     const layer *layers;
-    const void *norm;
+    const void *embedding, *norm;
     int count, hidden, q_heads, kv_heads, size, intermediate, narrow, products; /* products: see linear.c */
     float eps;
 } decoder;
 
-/* Rows x [n, hidden], cos and sin [n, size / 2], out [n, hidden]. A layer's pages lie `layer_bytes` behind those of the layer
- * before, and it has `lows` of its own; for the others see `paged_queries` and `tidemill_write`. Rows that begin with the same
- * pages stand side by side. No row sees what another one writes. */
+/* Rows of `tokens` [n] at `positions` [n], of which cos and sin [.., size / 2] are those; row i becomes row to[i] of out [n,
+ * hidden]. A layer's pages lie `layer_bytes` behind those of the layer before, and it has `lows` of its own; for the others see
+ * `paged_queries` and `tidemill_write`. Rows that begin with the same pages stand side by side. No row sees what another one
+ * writes. */
 typedef struct {
-    void *x, *out;
+    const int64_t *tokens, *positions, *to;
+    void *out;
     const void *cos, *sin;
     char *pages, *room; /* room: `tidemill_decoding_room` bytes for each thread */
     const int32_t *table;
@@ -44,10 +46,11 @@ static void add(void *x, const void *y, int narrow, int64_t n) {
     for (; i < n; i++) store(x, i, number(x, i, narrow) + number(y, i, narrow), narrow);
 }
 
-/* Of n rows: what a product reads or gives in the width of the decoder, and beside it heads, turned, and seen, or gates. */
+/* Of n rows: themselves, their angles, what a product reads or gives in the width of the decoder, and beside it heads, turned, and
+ * seen, or gates. */
 int64_t tidemill_decoding_room(const decoder *of, int n) {
     const int64_t heads = (int64_t)of->size * (3 * of->q_heads + 3 * of->kv_heads), gates = 3 * (int64_t)of->intermediate;
-    return (of->hidden + (heads > gates ? heads : gates)) * n * (of->narrow ? 2 : 4);
+    return (2 * of->hidden + of->size + (heads > gates ? heads : gates)) * n * (of->narrow ? 2 : 4);
 }
 
 /* Rows [first, last) through all layers; other than 0 where something failed. */
@@ -55,10 +58,15 @@ static int decode(const decoder *of, const rows *at, int first, int last, char *
     const int n = last - first, narrow = of->narrow, how = of->products, size = of->size, hidden = of->hidden;
     const int q_heads = of->q_heads, kv_heads = of->kv_heads, turns = q_heads + kv_heads, heads = turns + kv_heads;
     const int intermediate = of->intermediate;
-    const int64_t width = narrow ? 2 : 4, head = size * width, begin = first * hidden * width, angles = first * head / 2;
-    char *x = (char *)at->x + begin, *out = (char *)at->out + begin, *line = room, *wide = line + n * hidden * width;
+    const int64_t width = narrow ? 2 : 4, head = size * width, row = hidden * width;
+    char *x = room, *line = x + n * row, *cos = line + n * row, *sin = cos + n * head / 2, *wide = sin + n * head / 2;
     char *turned = wide + n * heads * head, *seen = turned + n * turns * head, *gated = wide + n * 2 * intermediate * width;
-    const char *cos = (const char *)at->cos + angles, *sin = (const char *)at->sin + angles;
+    for (int i = 0; i < n; i++) {
+        const int64_t angles = at->positions[first + i] * head / 2;
+        memcpy(x + i * row, (const char *)of->embedding + at->tokens[first + i] * row, row);
+        memcpy(cos + i * head / 2, (const char *)at->cos + angles, head / 2);
+        memcpy(sin + i * head / 2, (const char *)at->sin + angles, head / 2);
+    }
     const float scale = 1.0f / __builtin_sqrtf((float)size);
     int failed = 0;
     for (int i = 0; i < of->count; i++) {
@@ -84,7 +92,8 @@ static int decode(const decoder *of, const rows *at, int first, int last, char *
         failed |= tidemill_linear(gated, intermediate, l->down, l->down_bias, line, how, narrow, n, hidden, intermediate, 1);
         add(x, line, narrow, (int64_t)n * hidden);
     }
-    tidemill_norm(x, hidden, narrow, of->norm, narrow, of->eps, out, narrow, n, hidden, 1);
+    tidemill_norm(x, hidden, narrow, of->norm, narrow, of->eps, line, narrow, n, hidden, 1);
+    for (int i = 0; i < n; i++) memcpy((char *)at->out + at->to[first + i] * row, line + i * row, row);
     return failed;
 }
 

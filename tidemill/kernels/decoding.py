@@ -22,7 +22,7 @@ class _Layer(ctypes.Structure):
 class _Decoder(ctypes.Structure):
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
-        ("norm", ctypes.c_void_p),
+        *((name, ctypes.c_void_p) for name in ("embedding", "norm")),
         *((name, ctypes.c_int32) for name in ("count", "hidden", "q_heads", "kv_heads", "size", "intermediate")),
         *((name, ctypes.c_int32) for name in ("narrow", "products")),
         ("eps", ctypes.c_float),
@@ -31,7 +31,10 @@ class _Decoder(ctypes.Structure):
 
 class _Rows(ctypes.Structure):
     _fields_ = [
-        *((name, ctypes.c_void_p) for name in ("x", "out", "cos", "sin", "pages", "room", "table", "slots")),
+        *(
+            (name, ctypes.c_void_p)
+            for name in ("tokens", "positions", "to", "out", "cos", "sin", "pages", "room", "table", "slots")
+        ),
         ("lows", ctypes.POINTER(ctypes.c_void_p)),
         *((name, ctypes.c_void_p) for name in ("ends", "writes", "order")),
         *((name, ctypes.c_int64) for name in ("layer_bytes", "table_stride")),
@@ -45,6 +48,7 @@ class DecodingWeights:
     def __init__(
         self,
         layers: Sequence[Mapping[str, Tensor | None]],
+        embedding: Tensor,
         norm: Tensor,
         *,
         heads: int,
@@ -55,7 +59,7 @@ class DecodingWeights:
         eps: float,
     ) -> None:
         """layers: by the names in MATRICES, packed, and NORMS; biases as "qkv_bias". products: of `Native.products`."""
-        self._kept = [norm, *(tensor for layer in layers for tensor in layer.values() if tensor is not None)]
+        self._kept = [embedding, norm, *(tensor for layer in layers for tensor in layer.values() if tensor is not None)]
         assert all(tensor.dtype == norm.dtype and tensor.is_contiguous() for tensor in self._kept)
         self.kv_heads, self.head_dim, self.layers = kv_heads, head_dim, len(layers)
         self.hidden, self.dtype = norm.numel(), norm.dtype
@@ -65,11 +69,15 @@ class DecodingWeights:
             *(_Layer(**{name: t.data_ptr() for name, t in layer.items() if t is not None}) for layer in layers)
         )
         sizes = (len(layers), self.hidden, heads, kv_heads, head_dim, intermediate)
-        self.structure = _Decoder(pointers, norm.data_ptr(), *sizes, norm.dtype == torch.bfloat16, products, eps)
+        self.structure = _Decoder(
+            pointers, embedding.data_ptr(), norm.data_ptr(), *sizes, norm.dtype == torch.bfloat16, products, eps
+        )
 
 
 def rows(
-    x: Tensor,
+    tokens: np.ndarray,
+    positions: np.ndarray,
+    to: np.ndarray,
     out: Tensor,
     angles: tuple[Tensor, Tensor],
     kv: Tensor,
@@ -82,9 +90,11 @@ def rows(
     order: np.ndarray,
 ) -> ctypes.Structure:
     """See `Native.decode`; the operands must outlive it."""
-    assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in (slots, *lows, ends, writes, order))
-    assert all(t.is_contiguous() and t.dtype == x.dtype for t in (x, out, *angles, kv)) and table.strides[1] == 4
-    pointers = (*(t.data_ptr() for t in (x, out, *angles, kv, room)), table.ctypes.data, slots.ctypes.data)
+    arrays = (tokens, positions, to, slots, *lows, ends, writes, order)
+    assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
+    assert all(t.is_contiguous() and t.dtype == out.dtype for t in (out, *angles, kv)) and table.strides[1] == 4
+    given = (array.ctypes.data for array in (tokens, positions, to))
+    pointers = (*given, *(t.data_ptr() for t in (out, *angles, kv, room)), table.ctypes.data, slots.ctypes.data)
     of_layers = (ctypes.c_void_p * len(lows))(*(array.ctypes.data for array in lows))
-    arrays = (array.ctypes.data for array in (ends, writes, order))
-    return _Rows(*pointers, of_layers, *arrays, kv[0].nbytes, table.strides[0] // 4, len(x), kv.shape[3])
+    others = (array.ctypes.data for array in (ends, writes, order))
+    return _Rows(*pointers, of_layers, *others, kv[0].nbytes, table.strides[0] // 4, len(tokens), kv.shape[3])

@@ -111,7 +111,9 @@ class Native:
     def decode(
         self,
         weights: DecodingWeights,
-        x: Tensor,
+        tokens: np.ndarray,
+        positions: np.ndarray,
+        to: np.ndarray,
         angles: tuple[Tensor, Tensor],
         kv: Tensor,
         table: np.ndarray,
@@ -122,19 +124,19 @@ class Native:
         room: Tensor,
         threads: int,
     ) -> Tensor:
-        """Hidden states [n, D] after the last norm of embedded tokens x [n, D], which are used up.
+        """Hidden states [n, D] after the last norm, where row to[i] is that of tokens[i] at positions[i]; all [n] int64.
 
-        angles: cos and sin [n, 1, E / 2]. kv [layers, P, K, page_size, 2E], to which keys and values are written at `writes`
-        [n] int64. lows: of each layer; as the others, see `attend`. Rows that begin with the same pages stand side by side,
-        and none sees what another one writes. Each thread takes a run of rows through all layers. room: of at least
-        `decoding_room` bytes.
+        angles: cos and sin [.., 1, E / 2] of all positions. kv [layers, P, K, page_size, 2E], to which keys and values are
+        written at `writes` [n] int64. lows: of each layer; as the others, see `attend`. Rows that begin with the same pages
+        stand side by side, and none sees what another one writes. Each thread takes a run of rows through all layers. room:
+        of at least `decoding_room` bytes.
         """
-        n, out = len(x), torch.empty_like(x)
-        assert kv.shape[0] == weights.layers == len(lows) and kv.dtype == x.dtype == weights.dtype
-        assert x.shape[1] == weights.hidden and kv.shape[2] == weights.kv_heads and kv.shape[4] == 2 * weights.head_dim
+        n, out = len(tokens), torch.empty((len(tokens), weights.hidden), dtype=weights.dtype)
+        assert kv.shape[0] == weights.layers == len(lows) and kv.dtype == weights.dtype
+        assert kv.shape[2] == weights.kv_heads and kv.shape[4] == 2 * weights.head_dim
         assert room.nbytes >= self.decoding_room(weights, n, threads)
         order = np.arange(n)
-        at = rows(x, out, angles, kv, room, table, slots, lows, ends, writes, order)
+        at = rows(tokens, positions, to, out, angles, kv, room, table, slots, lows, ends, writes, order)
         if self._library.tidemill_decode(ctypes.byref(weights.structure), ctypes.byref(at), threads):
             raise MemoryError(f"there is no memory for {n} rows of a step")
         return out

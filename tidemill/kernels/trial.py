@@ -153,15 +153,17 @@ def _decodes(library: Native, dtype: torch.dtype) -> bool:
     norms = {
         name: (_numbers(16 if name in ("q_norm", "k_norm") else 32).roll(i) + 2).to(dtype) for i, name in enumerate(NORMS)
     }
-    last, x, angles = _numbers(32).to(dtype), _numbers(2, 32).to(dtype), _numbers(2, 1, 8)
+    last, embedding, angles = _numbers(32).to(dtype), _numbers(4, 32).to(dtype), _numbers(3, 1, 8)
     cos, sin, table, slots = angles.cos().to(dtype), angles.sin().to(dtype), np.array([[2], [1]], np.int32), np.arange(2)
+    tokens, positions, to = np.array([3, 1]), np.array([2, 0]), np.array([1, 0])
     packed = {name: library.pack(matrix) for name, matrix in matrices.items()}
     shape = {"heads": 2, "kv_heads": 1, "head_dim": 16, "intermediate": 32}
-    weights = DecodingWeights([packed | norms], last, **shape, products=way, eps=EPS)
+    weights = DecodingWeights([packed | norms], embedding, last, **shape, products=way, eps=EPS)
     kv = torch.zeros((1, 3, 1, 16, 32), dtype=dtype)
     room = torch.empty(library.decoding_room(weights, 2, 1), dtype=torch.uint8)
     given = (table, slots, [slots * 0], slots * 0 + 1, np.array([32, 16]), room)
-    found = library.decode(weights, x.clone(), (cos, sin), kv, *given, threads=1)
+    found = library.decode(weights, tokens, positions, to, (cos, sin), kv, *given, threads=1)[to]
+    x, cos, sin = embedding[tokens], cos[positions], sin[positions]
 
     def product(x: Tensor, name: str) -> Tensor:
         return (x[:, None] * matrices[name].float()).sum(-1)

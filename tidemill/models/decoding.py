@@ -19,8 +19,8 @@ def decoding_weights(decoder: Decoder) -> DecodingWeights | None:
     if any(t is not None and t.dtype != dtype for layer in layers for t in layer.values()):
         return None
     shape = {"heads": arch.heads, "kv_heads": arch.kv_heads, "head_dim": arch.head_dim, "intermediate": arch.intermediate}
-    products, norm = compiled.products[dtype], decoder.norm.weight.detach()
-    return DecodingWeights(layers, norm, **shape, products=products, eps=arch.norm_eps)
+    products, ends = compiled.products[dtype], (decoder.embed.weight.detach(), decoder.norm.weight.detach())
+    return DecodingWeights(layers, *ends, **shape, products=products, eps=arch.norm_eps)
 
 
 def _weights(layer: Layer) -> dict[str, Tensor | None]:
