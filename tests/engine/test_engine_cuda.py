@@ -206,6 +206,17 @@ async def test_a_step_is_launched_before_what_the_last_one_sampled_is_read(monke
     await ahead.close()
 
 
+async def test_a_step_that_had_to_know_first_may_find_nothing_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where pages run short: everything may have ended with the step before."""
+    compute_again(monkeypatch)
+    under_test = engine(replace(FAMILIES["qwen3"], head_dim=16))
+    monkeypatch.setattr(under_test._scheduler, "may_preempt", lambda: True)
+    for count in (1, 3):
+        done = await run(under_test, prompts(count), [SamplingParams(max_tokens=5)] * count)
+        assert [len(each.tokens) for each in done] == [5] * count
+    await under_test.close()
+
+
 async def test_a_step_whose_result_cannot_be_read_ends_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever it is that has to know it."""
     compute_again(monkeypatch)

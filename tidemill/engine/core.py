@@ -236,7 +236,7 @@ class NativeEngine:
         faults.reach(self.name, "generate", self._updates.weights.version.step)
         start = time.monotonic()
         self._cores.take()
-        if self._under_way is not None and self._scheduler.may_preempt():
+        if settles := self._under_way is not None and self._scheduler.may_preempt():
             self._settle()
         if (plan := self._scheduler.plan()) is not None:
             for sequence in plan.admitted:
@@ -248,7 +248,7 @@ class NativeEngine:
                 self._settle()
         elif self._under_way is not None:  # whatever runs ends with it
             self._settle()
-        else:
+        elif not settles:
             raise RuntimeError(f"engine {self.name}: {len(self._requests)} requests and nothing to compute")
         self._activity.step(start, time.monotonic())
 

@@ -46,7 +46,7 @@ INLINE int between(int least, int x, int most) { return x < least ? least : x > 
 INLINE int aligned(int token) { return token / WIDTH * WIDTH; }
 
 INLINE const char *place(const layout *kv, span seen, int token) {
-    const int page = kv->shift ? token >> kv->shift : token / kv->page_size; /* a division takes as long as two tokens' scores */
+    const int page = kv->shift ? token >> kv->shift : token / kv->page_size; /* divisions are slow */
     return seen.pages + seen.table[page] * kv->page_bytes + (token - page * kv->page_size) * kv->stride;
 }
 
