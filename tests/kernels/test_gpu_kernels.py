@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from tidemill.kernels import gpu as module
 from tidemill.kernels.gpu import Gpu
 from tidemill.kernels.gpu_tiles import cut
+from tidemill.kernels.gpu_trial import right
 from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import Families
 from tidemill.models.attention import packed_attention
@@ -54,11 +55,11 @@ def off(right: torch.Tensor | tuple[torch.Tensor, ...]) -> torch.Tensor | tuple[
 
 
 def test_the_trial_passes_and_notices(kernels: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert module._right(kernels, torch.device(DEVICE))
+    assert right(kernels, torch.device(DEVICE))
     for name in ("norm", "rotate", "gate"):
         with monkeypatch.context() as patch:
             patch.setattr(Gpu, name, lambda *args, own=getattr(Gpu, name): off(own(*args)))
-            assert not module._right(kernels, torch.device(DEVICE)), name
+            assert not right(kernels, torch.device(DEVICE)), name
 
 
 @pytest.mark.parametrize("name", ["attend", "attend_tiles"])
@@ -68,7 +69,7 @@ def test_the_trial_notices_attention_that_is_off(kernels: Gpu, name: str, monkey
         args[-1].mul_(1.01)
 
     monkeypatch.setattr(Gpu, name, attend)
-    assert not module._right(kernels, torch.device(DEVICE))
+    assert not right(kernels, torch.device(DEVICE))
 
 
 def test_a_trainer_that_computes_in_bfloat16_may_be_the_first_to_ask(kernels: Gpu) -> None:
@@ -76,7 +77,7 @@ def test_a_trainer_that_computes_in_bfloat16_may_be_the_first_to_ask(kernels: Gp
     torch.set_float32_matmul_precision("high")
     try:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            assert module._right(kernels, torch.device(DEVICE))
+            assert right(kernels, torch.device(DEVICE))
     finally:
         torch.set_float32_matmul_precision(before)
 

@@ -7,6 +7,7 @@ import platform
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -15,8 +16,7 @@ import torch
 
 from tidemill.kernels import building, library
 from tidemill.kernels.building import COMPILERS, Unavailable
-from tidemill.kernels.gpu import SWITCH
-from tidemill.kernels.library import native, why_not
+from tidemill.kernels.library import SWITCH, gpu, native, why_not, why_not_gpu
 from tidemill.kernels.native import FLOATS, PAIRED, TILED, WIDENED, Native
 from tidemill.kernels.trial import expect_right
 
@@ -112,6 +112,34 @@ def test_it_is_compiled_once_and_privately(cache: Path, monkeypatch: pytest.Monk
     library._found.cache_clear()
     monkeypatch.setattr(building, "_compile", None)
     assert native() is not None
+
+
+@pytest.mark.parametrize(
+    ("switch", "device", "made", "right", "reason"),
+    [
+        ("off", True, object, True, "switched off"),
+        ("", False, object, True, "no CUDA device"),
+        ("", True, lambda: 1 // 0, True, "ZeroDivisionError"),
+        ("", True, object, False, "something else"),
+        ("", True, object, True, ""),
+    ],
+)
+def test_kernels_for_a_device_are_used_where_nothing_is_amiss(
+    switch: str, device: bool, made: Callable[[], object], right: bool, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Kernels:
+        def __init__(self) -> None:
+            made()
+
+    monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setattr(library, "Gpu", Kernels)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
+    monkeypatch.setattr(library.gpu_trial, "right", lambda kernels, on: right and on.type == "cuda")
+    library._found_gpu.cache_clear()
+    try:
+        assert (gpu() is None) == bool(reason) and reason in why_not_gpu() and bool(why_not_gpu()) == bool(reason)
+    finally:
+        library._found_gpu.cache_clear()
 
 
 @needs_compiler

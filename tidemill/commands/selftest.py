@@ -17,8 +17,7 @@ import torch
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands.finding import Finding
 from tidemill.engine.settings import EngineSettings
-from tidemill.kernels.gpu import why_not_gpu
-from tidemill.kernels.library import why_not
+from tidemill.kernels.library import why_not, why_not_gpu
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.protocols import Engine, Trainer
 from tidemill.scoring.pool import WorkerPool

@@ -1,29 +1,23 @@
-"""Kernels for CUDA devices, through Triton, which comes with PyTorch's CUDA builds. Nothing needs them.
-
-    gpu() -> Gpu, or None and `why_not_gpu()`       TIDEMILL_KERNELS=off switches them off
+"""Kernels for CUDA devices, through Triton, which comes with PyTorch's CUDA builds: `library` finds them.
 
 They have the same methods as the compiled ones for the CPU (`native.Native`), on tensors alone. Triton compiles each of
-them at its first call and keeps it in a cache of its own. Kernels that compute something else than they should, in a small
-trial, are not used either; those that only a trainer needs are not in it, which would make every engine compile them.
+them at its first call and keeps it in a cache of its own.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.kernels.gpu_tiles import Tiles
 from tidemill.kernels.rotation import Rotation
 from tidemill.kernels.sequences import Families
+from tidemill.kernels.transfers import fetched, sent
 
-SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 16  # keys that a row which decodes looks at together
 VOCABULARY_BLOCK = 2048  # logits that a program looks at together
@@ -409,96 +403,6 @@ class Gpu:
             num_warps=4,
         )
         return out.sum(0)
-
-
-def pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """In memory from which it goes to a CUDA device while nobody waits. It is kept until it has gone."""
-    here = torch.from_numpy(np.ascontiguousarray(array))
-    return here.pin_memory() if device.type == "cuda" else here
-
-
-def sent(array: np.ndarray, device: torch.device) -> Tensor:
-    """On the device by the time that what is launched next reads it; nothing that was launched before is waited for."""
-    return pinned(array, device).to(device, non_blocking=True)
-
-
-def fetched(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """(x in the host's memory, when it is there)"""
-    if not x.is_cuda:
-        return x, None
-    into, done = torch.empty(x.shape, dtype=x.dtype, pin_memory=True), torch.cuda.Event()
-    into.copy_(x, non_blocking=True)
-    done.record()
-    return into, done
-
-
-@lru_cache(maxsize=1)
-def _found() -> Gpu | str:
-    if os.environ.get(SWITCH, "") == "off":
-        return f"switched off by {SWITCH}"
-    if not torch.cuda.is_available():
-        return "no CUDA device is visible here"
-    try:
-        kernels = Gpu()
-        return kernels if _right(kernels, torch.device("cuda")) else "the kernels compute something else than they should"
-    except Exception as error:  # Triton compiles here, with whatever tools this machine has: many things can be amiss
-        return f"{type(error).__name__}: {error}"
-
-
-def gpu() -> Gpu | None:
-    """The kernels; None where there are none. The first call of a process may compile for some seconds."""
-    found = _found()
-    return found if isinstance(found, Gpu) else None
-
-
-def why_not_gpu() -> str:
-    """Why `gpu` gives None; "" when it does not."""
-    found = _found()
-    return found if isinstance(found, str) else ""
-
-
-@torch.inference_mode()
-@torch.autocast("cuda", enabled=False)  # whoever asks first may be computing in another dtype
-def _right(kernels: Gpu, device: torch.device) -> bool:
-    """Whether a small trial comes out as PyTorch says, in float64 where it would multiply in TF32."""
-    heads = torch.linspace(-2, 2, 3 * 8 * 32, device=device).view(3, 8, 32)
-    pages = torch.zeros((4, 2, 16, 64), device=device)
-    table, width = torch.tensor([1, 2, 3, 1, 2, 3], dtype=torch.int32, device=device), torch.tensor([2], device=device)
-    weight = torch.linspace(0.5, 1.5, 32, device=device)
-    cos, sin = torch.cos(heads[:, :1, :16]).contiguous(), torch.sin(heads[:, :1, :16]).contiguous()
-    a, b = F.rms_norm(heads[:, :6], (32,), weight, 1e-6).chunk(2, dim=-1)
-    turned = torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
-    how, ok = Rotation(cos, sin, 4, 2, (weight, weight), 1e-6), True
-    for at in range(3):
-        q = kernels.rotate_into(heads, how, pages, torch.arange(16 + at, 64, 16, dtype=torch.int32, device=device))
-        ok &= torch.allclose(torch.cat((q, pages[1:, :, at, :32]), dim=1), turned, atol=1e-5)
-        ok &= torch.equal(pages[1:, :, at, 32:], heads[:, 6:])
-    lengths = torch.tensor([2, 3, 1], dtype=torch.int32, device=device)
-    queries = heads[:, :4]
-    seen, tiled = torch.empty_like(queries), torch.empty_like(queries)
-    kernels.attend(pages, queries, table, width.int(), lengths, None, seen)
-    tiles = torch.tensor([[0, 0, 0, 2], [0, 0, 0, 0], [2, 2, 2, 1]], dtype=torch.int32, device=device)
-    kernels.attend_tiles(pages, queries, tiles, table, width.int(), None, tiled)
-    kv = pages[table.view(3, 2)[:, 0].long()].double()  # rows 0, 1, 2 begin in pages 1, 3 and 2
-    expected = [
-        F.scaled_dot_product_attention(
-            queries[i].double().unsqueeze(1), kv[row, :, :n, :32], kv[row, :, :n, 32:], enable_gqa=True
-        ).squeeze(1)
-        for i, row, n in ((0, 0, 2), (1, 1, 3), (2, 2, 1), (0, 0, 1), (1, 0, 2), (2, 2, 3))
-    ]
-    ok &= torch.allclose(torch.cat((seen, tiled)).double(), torch.stack(expected), atol=1e-5)
-    ok &= torch.allclose(kernels.norm(heads, weight, 1e-6), F.rms_norm(heads, (32,), weight, 1e-6), atol=1e-5)
-    q, k, _ = kernels.rotate(heads, how)
-    ok &= torch.allclose(torch.cat((q, k), dim=1), turned, atol=1e-5)
-    gate, up = heads[:, :2].flatten(1).chunk(2, dim=-1)
-    ok &= torch.allclose(kernels.gate(heads[:, :2].flatten(1).contiguous()), F.silu(gate) * up, atol=1e-5)
-    logits = heads.reshape(3, -1).contiguous()
-    tokens, logprobs, _ = kernels.sample(logits, np.array([0.0, 1.0, 0.5]), np.array([0.3, 0.6, 0.9]))
-    probabilities = torch.log_softmax(logits.double().cpu() * torch.tensor([[1.0], [1.0], [2.0]]), -1)
-    reached = (probabilities.exp().cumsum(-1) <= torch.tensor([[0.3], [0.6], [0.9]])).sum(-1)
-    wanted = torch.cat((probabilities[:1].argmax(-1), reached[1:])).numpy()
-    own = probabilities.gather(1, torch.from_numpy(wanted)[:, None]).squeeze(1).numpy()
-    return ok and bool((tokens == wanted).all()) and np.allclose(logprobs[1:], own[1:], atol=1e-4)
 
 
 def _power(n: int) -> int:

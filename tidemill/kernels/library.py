@@ -1,8 +1,10 @@
-"""The compiled kernels of this process: found, tried, or why there are none.
+"""The kernels of this process: found, tried, or why there are none.
 
-    native() -> Native, or None and `why_not()`       TIDEMILL_KERNELS=off switches them off
+    native() -> Native, or None and `why_not()`       for the CPU
+    gpu() -> Gpu, or None and `why_not_gpu()`         for CUDA devices
+    TIDEMILL_KERNELS=off                              switches them off
 
-A library that computes something else than it should, in a small trial, is not used.
+Kernels that compute something else than they should, in a small trial, are not used.
 """
 
 from __future__ import annotations
@@ -13,18 +15,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tidemill.kernels import building
+from tidemill.kernels import building, gpu_trial, trial
 from tidemill.kernels.building import Unavailable
-from tidemill.kernels.gpu import DTYPES, SWITCH, Gpu, gpu
+from tidemill.kernels.gpu import DTYPES, Gpu
 from tidemill.kernels.native import Native
-from tidemill.kernels.trial import expect_right
+
+SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 
 
 @lru_cache(maxsize=1)
 def _found() -> Native | Unavailable:
-    if os.environ.get(SWITCH, "") == "off":
-        return Unavailable(f"switched off by {SWITCH}")
     try:
+        _expect_wanted()
         return _load()
     except Unavailable as reason:
         return reason
@@ -32,10 +34,32 @@ def _found() -> Native | Unavailable:
         return Unavailable(f"{type(error).__name__}: {error}")
 
 
+@lru_cache(maxsize=1)
+def _found_gpu() -> Gpu | Unavailable:
+    try:
+        _expect_wanted()
+        if not torch.cuda.is_available():
+            raise Unavailable("no CUDA device is visible here")
+        kernels = Gpu()
+        if not gpu_trial.right(kernels, torch.device("cuda")):
+            raise Unavailable("the kernels compute something else than they should")
+        return kernels
+    except Unavailable as reason:
+        return reason
+    except Exception as error:  # Triton compiles here, with whatever tools this machine has: many things can be amiss
+        return Unavailable(f"{type(error).__name__}: {error}")
+
+
 def native() -> Native | None:
     """The compiled kernels; None where there are none. The first call of a process may compile for some seconds."""
     found = _found()
     return found if isinstance(found, Native) else None
+
+
+def gpu() -> Gpu | None:
+    """The kernels for this process's CUDA device; None where there are none. The first call may compile for some seconds."""
+    found = _found_gpu()
+    return found if isinstance(found, Gpu) else None
 
 
 def knowing(*tensors: Tensor) -> Native | Gpu | None:
@@ -59,12 +83,23 @@ def why_not() -> str:
     return str(found) if isinstance(found, Unavailable) else ""
 
 
+def why_not_gpu() -> str:
+    """Why `gpu` gives None; "" when it does not."""
+    found = _found_gpu()
+    return str(found) if isinstance(found, Unavailable) else ""
+
+
+def _expect_wanted() -> None:
+    if os.environ.get(SWITCH, "") == "off":
+        raise Unavailable(f"switched off by {SWITCH}")
+
+
 def _load() -> Native:
     compiler, reason = building.find_compiler(), ""
     for extra in building.variants():
         try:
             library = Native(building.compiled(compiler, extra))
-            expect_right(library)
+            trial.expect_right(library)
             return library
         except (Unavailable, OSError) as error:
             reason = str(error)

@@ -20,8 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.kernels.gpu import gpu
-from tidemill.kernels.library import native
+from tidemill.kernels.library import gpu, native
 from tidemill.models.slices import Coverage, Slice
 
 WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places

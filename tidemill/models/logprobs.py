@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tidemill.kernels.gpu import Gpu, gpu
+from tidemill.kernels.gpu import Gpu
+from tidemill.kernels.library import gpu
 from tidemill.models.decoder import Decoder
 from tidemill.models.products import NARROW, add_product, mixes, product
 
