@@ -54,7 +54,7 @@ def warm_model(place: Path) -> Path:
         steps=1,
         rollout={"max_tokens": TOKENS},
         eval={"every": 0, "tasks": 1, "final_tasks": 1},
-        warmup={"accuracy": 0.4},
+        warmup={"accuracy": 0.5},
     )
     return run.folder / "initial"
 
@@ -107,6 +107,8 @@ def main() -> None:
     parser.add_argument("--times", type=float, default=6.0, help="as long as Tidemill took, for TRL to arrive")
     parser.add_argument("--limit", type=float, default=1100, help="seconds, of TRL at most")
     parser.add_argument("--max-lag", type=int, default=1)
+    parser.add_argument("--cache", default="dynamic", choices=["static", "dynamic"], help="of TRL's generation")
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of TRL's step")
     parser.add_argument("--without", nargs="+", default=[], choices=["trl"])
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []
@@ -121,9 +123,10 @@ def main() -> None:
         work = {"model": str(model), "groups": GROUPS, "samples": SAMPLES, "tokens": TOKENS, "lr": LR, "steps": args.steps}
         work["every"] = args.every
         threads = torch.get_num_threads()
+        peer = {"cache": args.cache, "accumulate": args.accumulate}
         systems = [
             System("tidemill", "reward_tidemill.py", work | {"max_lag": args.max_lag}),
-            System("trl", "reward_trl.py", work | {"threads": threads}, "trl", {"HF_HUB_OFFLINE": "1"}),
+            System("trl", "reward_trl.py", work | {"threads": threads} | peer, "trl", {"HF_HUB_OFFLINE": "1"}),
         ]
         systems = [system for system in systems if system.name not in args.without]
         for system in systems:

@@ -53,7 +53,8 @@ def answer(seed: int, folder: str, limit_s: float) -> dict:
     with tempfile.TemporaryDirectory() as place:
         config = GRPOConfig(
             output_dir=place,
-            per_device_train_batch_size=wanted["groups"] * wanted["samples"],
+            per_device_train_batch_size=wanted["groups"] * wanted["samples"] // wanted["accumulate"],
+            gradient_accumulation_steps=wanted["accumulate"],
             num_generations=wanted["samples"],
             max_completion_length=wanted["tokens"],
             max_steps=wanted["steps"],
@@ -69,6 +70,7 @@ def answer(seed: int, folder: str, limit_s: float) -> dict:
             use_cpu=True,
             bf16=False,
             gradient_checkpointing=False,
+            cache_implementation=None if wanted["cache"] == "dynamic" else wanted["cache"],
             logging_strategy="no",
             save_strategy="no",
             report_to=[],
