@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from engine_cases import BASE, FAMILIES, decoder, engine, prompts, reference_logprobs
 
 from tidemill.engine.attention import PagedCache, siblings_together
-from tidemill.engine.scheduler import Plan
+from tidemill.engine.scheduler import Chunk, Plan
 from tidemill.engine.weights import serve
 from tidemill.kernels import worth
 from tidemill.kernels.library import native
@@ -139,3 +140,75 @@ async def test_an_engine_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
     assert steps == [1] * 29, "the first token comes of the prompt's step"
     await under_test.close()
+
+
+@pytest.mark.parametrize("chunk", [512, 8])
+async def test_rows_decode_with_it_beside_prompts(chunk: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled, steps, others = native(), [], []
+    if compiled is None or compiled.products[torch.float32] == NONE:
+        pytest.skip("no packed products on this processor")
+    passed, computed = PagedCache._decoded, PagedCache.attend
+
+    def decoded(self: PagedCache, *given: Any) -> torch.Tensor:
+        steps.append(len(given[3].singles))
+        return passed(self, *given)
+
+    def attend(self: PagedCache, plan: Plan, table: np.ndarray) -> Any:
+        others.append((len(plan.singles), [chunk.start > 0 for chunk in plan.chunks]))
+        return computed(self, plan, table)
+
+    monkeypatch.setattr(PagedCache, "_decoded", decoded)
+    monkeypatch.setattr(PagedCache, "attend", attend)
+    arch, texts = replace(BASE, head_dim=16), prompts(3, 20, 21)
+    under_test = engine(arch, page_size=16, prefill_chunk=chunk)
+
+    async def one(i: int) -> None:
+        for _ in range(4 * i):  # steps that those before it are ahead
+            await asyncio.sleep(0)
+        completion = await under_test.generate(texts[i], SamplingParams(max_tokens=30, seed=i), "policy", "")
+        expected = reference_logprobs(decoder(arch), texts[i], completion.tokens)
+        np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
+
+    await asyncio.gather(*map(one, range(3)))
+    assert {1, 2, 3} <= set(steps) and len(others) >= 3
+    assert all(singles == 0 for singles, _ in others), "prompts by themselves, whoever decodes beside them"
+    assert any(any(later) for _, later in others) == (chunk == 8)
+    await under_test.close()
+
+
+@pytest.mark.parametrize("sees", [False, True])
+def test_a_prompt_that_sees_what_a_row_writes_is_computed_with_it(sees: bool, dtype: torch.dtype) -> None:
+    """Row 0 fills the first page of the prompt in the very step that computes the rest of it."""
+    arch = SHAPES["qwen3"]
+    weights = serve(decoder(arch, dtype=dtype).requires_grad_(False), Version(0), pack=True)
+    table = np.array([[1, 0, 0], [1 if sees else 4, 2, 0], [3, 0, 0]], np.int32)
+    positions = np.array([15, 8, *range(16, 21)])
+    pages = np.array([1, 3, *[2] * 5])
+    writes = pages * 16 + positions % 16
+    none = np.empty((0, 2), np.int64)
+    singles, tokens = np.array([0, 2]), np.random.default_rng(0).integers(0, arch.vocab, 7)
+    chunks = [Chunk(slot=1, start=16, count=5, row=2)]
+    plan = Plan(
+        singles,
+        positions[:2] + 1,
+        chunks,
+        tokens,
+        positions,
+        writes,
+        np.array([6, 0, 1]),
+        singles,
+        singles,
+        singles,
+        none,
+        [],
+        [],
+    )
+    found = []
+    for of in (weights, replace(weights, decoding=None)):
+        cache = filled(arch, dtype)
+        with torch.inference_mode():
+            found.append((cache.hidden(of, plan, table, plan.sample_rows), cache.kv))
+        assert cache._sees_rows(plan, table) == sees
+    error = 1e-4 if dtype == torch.float32 else 0.1
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, atol=error, rtol=error)

@@ -22,8 +22,9 @@ from engine_cases import (
     with_pages,
 )
 
-from tidemill.engine.attention import siblings_together
+from tidemill.engine.attention import PagedCache, siblings_together
 from tidemill.kernels.library import native
+from tidemill.kernels.native import Native
 from tidemill.types import Finish, SamplingParams
 
 PATHS = {
@@ -98,6 +99,30 @@ async def test_compiled_steps_equal_a_full_forward(family, path, whole, monkeypa
         )
     stats = await under_test.stats()
     assert (stats.preemptions > 0) == (path == "preempted")
+    await under_test.close()
+
+
+@pytest.mark.skipif(native() is None, reason="no C compiler")
+@pytest.mark.parametrize(("path", "through_pages"), [("plain", False), ("chunked", True)])
+async def test_a_chunk_that_begins_a_sequence_is_attended_to_without_its_pages(path, through_pages, monkeypatch):
+    attended, gathered = [], []
+    see, attend_chunks = Native.see, PagedCache.attend_chunks
+
+    def watch(self, q, k, v, families, window):
+        attended.append(len(families.places))
+        return see(self, q, k, v, families, window)
+
+    monkeypatch.setattr(Native, "see", watch)
+    monkeypatch.setattr(PagedCache, "attend_chunks", lambda *given: gathered.append(given) or attend_chunks(*given))
+    arch, texts = replace(BASE, head_dim=16), prompts(5, 9, 17)
+    under_test = engine(arch, **PATHS[path], page_size=16)
+    completions = await run(under_test, texts, [SamplingParams(max_tokens=3, seed=i) for i in range(len(texts))])
+    assert bool(gathered) == through_pages and attended
+    assert through_pages or sum(attended) == arch.layers * sum(map(len, texts))
+    for text, completion in zip(texts, completions, strict=True):
+        np.testing.assert_allclose(
+            completion.logprobs, reference_logprobs(decoder(arch), text, completion.tokens), atol=2e-5
+        )
     await under_test.close()
 
 

@@ -3,19 +3,21 @@
 Layout: [layers, pages, K, page_size, 2E], a token's key and value side by side. One `index_select` of pages by block table
 then yields [rows * K, T, 2E], whose halves are the operands of two batched matrix products without another copy.
 A compiled kernel reads the pages of decoding rows where they lie (`kernels`; on a CUDA device through `cuda`); on the CPU
-those that several rows begin with are read once for all of them. Without one these rows, which come sorted by length, are
-gathered a block at a time: a block is padded to its longest row only and small enough to be still in the processor's cache
-when it is read. Decode attention is computed in float32 whatever the pages hold.
+those that several rows begin with are read once for all of them, and another one attends to chunks that begin a sequence,
+whose keys and values are all of this step. Without one rows that decode, which come sorted by length, are gathered a block
+at a time: a block is padded to its longest row only and small enough to be still in the processor's cache when it is read.
+Decode attention is computed in float32 whatever the pages hold.
 
-Where there are chunks, every layer writes the step's keys and values before it reads any, so rows may share pages that this
-very step fills.
+Where there are chunks, every layer writes the step's keys and values before it reads any, or the chunks are computed first:
+so rows may share pages that this very step fills.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +31,7 @@ from tidemill.engine.weights import Weights
 from tidemill.kernels.decoding import DecodingWeights
 from tidemill.kernels.library import native
 from tidemill.kernels.native import Native
+from tidemill.kernels.sequences import Families
 from tidemill.kernels.worth import whole_pass
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
@@ -91,12 +94,33 @@ class PagedCache:
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
         """[P, D] of the `wanted` ones [P] of the step's N tokens, all of whose keys and values are in the cache afterwards.
         `table` as for `attend`. The next call may overwrite it."""
-        layers = weights.decoding if not plan.chunks else None
-        if self._native is not None and layers is not None and whole_pass(len(plan.singles), layers.largest):
-            return self._decoded(self._native, layers, weights.decoder, plan, table, wanted, torch.get_num_threads())
+        layers, count = weights.decoding, len(plan.singles)
+        if self._native is not None and layers is not None and whole_pass(count, layers.largest):
+            if not plan.chunks:
+                return self._decoded(self._native, layers, weights.decoder, plan, table, wanted, torch.get_num_threads())
+            if count and not self._sees_rows(plan, table):
+                return self._apart(weights, plan, table, wanted)
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
         return weights.decoder(tokens, positions, self.attend(plan, table), self.chosen(wanted, len(tokens)))
+
+    def _apart(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
+        """The same, the chunks first: rows that decode may share pages that these fill."""
+        count = len(plan.singles)
+        chunks = [replace(chunk, row=chunk.row - count) for chunk in plan.chunks]
+        none = plan.singles[:0]
+        of_chunks = wanted >= count
+        begin = _part(plan, slice(count, None), singles=none, lengths=none, chunks=chunks)
+        begun = self.hidden(weights, begin, table, wanted[of_chunks] - count)
+        decoded = self.hidden(weights, _part(plan, slice(count), chunks=[]), table, wanted[~of_chunks])
+        out = torch.empty((len(wanted), decoded.shape[1]), dtype=decoded.dtype)
+        out[self.tensor(of_chunks)], out[self.tensor(~of_chunks)] = begun, decoded
+        return out
+
+    def _sees_rows(self, plan: Plan, table: np.ndarray) -> bool:
+        """Whether a chunk sees a page that a row which decodes writes to."""
+        written = plan.writes[: len(plan.singles)] // self.page_size
+        return any(np.isin(table[c.slot, : -(-c.start // self.page_size)], written).any() for c in plan.chunks)
 
     def sampling(self, logits: Tensor, ask: RowParams) -> Callable[[], Sampled]:
         """Where `ahead`: `sample`, for rows that choose among the whole vocabulary. Who calls what this returns waits; the
@@ -133,9 +157,9 @@ class PagedCache:
 
     def attend(self, plan: Plan, table: np.ndarray) -> Attend:
         """The decoder's `attend` for one step. `table` [slots, pages of a sequence] is the scheduler's."""
-        chunks = self.chunk_blocks(plan, table)
         if self._native is not None:
-            return self._attend_natively(self._native, plan, table, chunks)
+            return self._attend_natively(self._native, plan, table)
+        chunks = self.chunk_blocks(plan.chunks, table)
         writes = self.write_index(plan.writes)
         decode = {w: self._decode_blocks(plan, table, w) for w in set(self.windows)}
 
@@ -153,9 +177,9 @@ class PagedCache:
 
         return attend
 
-    def _attend_natively(
-        self, compiled: Native, plan: Plan, table: np.ndarray, chunks: dict[int | None, list[ChunkBlock]]
-    ) -> Attend:
+    def _attend_natively(self, compiled: Native, plan: Plan, table: np.ndarray) -> Attend:
+        begins, later = self._beginnings(plan)
+        chunks = self.chunk_blocks(later, table)
         singles, threads = len(plan.singles), torch.get_num_threads()
         lows = self._lows(plan.lengths)
         order = siblings_together(table[plan.singles, 0])
@@ -166,13 +190,23 @@ class PagedCache:
             decoded = compiled.attend(pages, q[:singles], table, plan.singles, lows[layer], plan.lengths, order, threads)
             if not plan.chunks:
                 return decoded
-            out = torch.empty(q.shape, dtype=q.dtype)
+            window = self.windows[layer]
+            out = torch.empty(q.shape, dtype=q.dtype) if begins is None else compiled.see(q, k, v, begins, window)[0]
             out[:singles] = decoded
-            for block in chunks[self.windows[layer]]:
+            for block in chunks[window]:
                 self.attend_chunks(layer, q, block, out)
             return out
 
         return attend
+
+    def _beginnings(self, plan: Plan) -> tuple[Families | None, list[Chunk]]:
+        """(the chunks that begin a sequence, among the step's tokens; those that see what earlier steps computed)"""
+        begins, later = list[Chunk](), list[Chunk]()
+        for chunk in plan.chunks:
+            (later if chunk.start else begins).append(chunk)
+        if not begins or not Native.trains(self.kv.dtype, self.arch.head_dim):
+            return None, plan.chunks
+        return Families.apart([(c.row, c.count) for c in begins], len(plan.tokens)), later
 
     def _lows(self, ends: np.ndarray) -> list[np.ndarray]:
         """Of each layer, the first token that a row sees of `ends` [n]."""
@@ -242,9 +276,9 @@ class PagedCache:
             first = last
         return blocks
 
-    def chunk_blocks(self, plan: Plan, table: np.ndarray) -> dict[int | None, list[ChunkBlock]]:
+    def chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray) -> dict[int | None, list[ChunkBlock]]:
         """Of each window that a layer has, for `attend_chunks`."""
-        return {w: self._chunk_blocks(plan.chunks, table, w) for w in set(self.windows)}
+        return {w: self._chunk_blocks(chunks, table, w) for w in set(self.windows)}
 
     def _chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray, window: int | None) -> list[ChunkBlock]:
         pieces = [
@@ -284,6 +318,12 @@ class PagedCache:
 
     def tensor(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
+
+
+def _part(plan: Plan, rows: slice, **changed: Any) -> Plan:
+    """Some rows of the step's flat row."""
+    given = {"tokens": plan.tokens[rows], "positions": plan.positions[rows], "writes": plan.writes[rows]}
+    return replace(plan, **given, **changed)
 
 
 def _native(arch: Architecture, page_size: int, dtype: torch.dtype, device: torch.device) -> Native | None:

@@ -37,6 +37,14 @@ class Families:
         first = np.flatnonzero(np.array(common) == 0)
         return cls(np.append(first, len(common)), begins, np.concatenate(places), np.array(common, np.int64), count)
 
+    @classmethod
+    def apart(cls, runs: Sequence[tuple[int, int]], tokens: int) -> Families:
+        """Sequences [B] that are runs (first, count) of so many packed tokens, and share nothing. What is computed of the
+        other tokens is not defined."""
+        counts = [count for _, count in runs]
+        places = np.concatenate([np.arange(first, first + count) for first, count in runs])
+        return cls(np.arange(len(runs) + 1), np.cumsum([0, *counts]), places, np.zeros(len(runs), np.int64), tokens)
+
     def of_sequence(self, index: int) -> np.ndarray:
         """[length] int64: the packed tokens of one."""
         return self.places[self.sequences[index] : self.sequences[index + 1]]
