@@ -319,6 +319,23 @@ def test_a_row_beyond_the_budget_counts_whole():
     assert long["activations of at most 400 tokens"] > 3 * usual["activations of at most 100 tokens"]
 
 
+@pytest.mark.parametrize(
+    ("overrides", "lever"),
+    [
+        (["rollout.max_tokens=390"], "a lower rollout.max_tokens (now 390), or trainer.checkpointing = true"),
+        (["rollout.max_tokens=390", "trainer.checkpointing=true"], "a lower rollout.max_tokens (now 390)"),
+        (["env.kind=rows", "env.data=rows.jsonl", "algorithm=sft"], "shorter rows, or trainer.checkpointing = true"),
+    ],
+)
+def test_what_takes_less_than_a_row_beyond_the_budget_is_no_smaller_budget(overrides: list[str], lever: str):
+    arch = architecture_of("new:0.1m")
+    assert arch is not None
+    config, sizes = recipe("trainer.micro_batch_tokens=100", *overrides), dict[int, memory.Held]()
+    for longest in (100, 400):
+        sizes[longest] = memory.trainer_memory(config, arch, None, longest=longest)[-1]
+    assert sizes[400].lever == lever and sizes[100].lever.startswith("a lower trainer.micro_batch_tokens (now 100)")
+
+
 def test_what_a_trainer_on_a_device_keeps_outside_of_it():
     """Snapshots, and versions on their way, are in the machine's own memory."""
     arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])

@@ -206,8 +206,11 @@ def trainer_memory(
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
     lanes = max(trainer_lanes(each) for each in (config, *([config.warming_up] if config.warmup.accuracy else [])))
     alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
-    less = "" if settings.checkpointing else ", or trainer.checkpointing = true"
-    lever = f"a lower trainer.micro_batch_tokens (now {settings.micro_batch_tokens:,}){less}: no result depends on it"
+    checkpointing = "" if settings.checkpointing else ", or trainer.checkpointing = true"
+    lever = f"a lower trainer.micro_batch_tokens (now {budget:,}){checkpointing}: no result depends on it"
+    if longest > budget:  # which is a micro-batch by itself: a smaller one splits no row
+        shorter = "shorter rows" if config.given else f"a lower rollout.max_tokens (now {config.rollout.max_tokens:,})"
+        lever = shorter + checkpointing
     return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
 
 
