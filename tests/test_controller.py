@@ -245,6 +245,24 @@ def test_a_step_is_in_the_ledger_before_its_gradient_and_published_after_its_upd
         assert world.log.index(f"begin {s}") < world.log.index(f"gradient {s}") < world.log.index(f"end {s}")
 
 
+def test_a_publication_is_under_way_while_the_next_gradient_is_computed():
+    world = World(gen_s=1, train_s=10, sync_s=8)
+
+    async def timed() -> float:
+        await controller(world, steps=10, batch=2, max_lag=2).run()
+        return asyncio.get_running_loop().time()
+
+    took = run_virtually(timed())
+    for s in range(2, 10):
+        order = [world.log.index(entry) for entry in (f"end {s - 1}", f"gradient {s}", f"published {s}", f"end {s}")]
+        assert order == sorted(order), (
+            "engines fetch weights while the next gradient is computed, and have them before it counts"
+        )
+    assert took < 10 * world.train_s + 3 * world.sync_s + 30, (
+        "of the publications only the first and the last are waited for"
+    )
+
+
 def test_evaluation_is_pinned_to_one_version():
     world = World(sync_s=0)
     run_virtually(controller(world, steps=6, batch=2, max_lag=2, eval_every=2).run())

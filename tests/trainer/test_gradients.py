@@ -139,6 +139,19 @@ def test_rows_whose_gradient_reaches_no_weight_are_loud():
         gradients(batch(), model)
 
 
+@pytest.mark.parametrize("term", [LossSpec("kl_k3", {"importance": 1.0}, weight=0.3), LossSpec("entropy", weight=0.2)])
+def test_rows_without_advantage_still_have_the_gradient_of_what_is_added(term):
+    """A KL penalty or an entropy bonus moves them, by as much as it does alone."""
+    model, rng = decoder(), np.random.default_rng(0)
+    flat = [sample(rng, np.arange(4), n, advantages=np.zeros(4 + n, np.float32)) for n in (4, 6)]
+    for each in flat:
+        each.ref_logprobs = each.logprobs + np.float32(0.5) * each.mask
+    expected, _ = gradients(flat, model, losses={"policy": term})
+    assert max(float(g.abs().max()) for g in expected.values()) > 1e-4
+    added = LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}, also=(term,))
+    assert_same(gradients(flat, model, losses={"policy": added})[0], expected, 1e-5)
+
+
 def test_a_users_loss_is_always_run_backward(tmp_path):
     """Nothing is known about it: a zero advantage may still have a gradient, here that of an entropy bonus."""
     (tmp_path / "mine.py").write_text(
