@@ -6,7 +6,7 @@ The roofline of a decode step: every weight that it multiplies with read once, a
 the rate at which this device copies memory (bytes read and written, measured here). A step is the wall time between two
 tokens, everything included: the plan, the kernels, sampling from the whole vocabulary, the record. "Steady": every row that
 ends is followed at once by one with a new prompt, so that nearly every step has a prompt to compute. --peer: Hugging Face
-`generate` on the same weights and batch. Prints a table and writes `results/on_cuda.json`.
+`generate` of as many rows, by random weights of the same shapes. Prints a table and writes `results/on_cuda.json`.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ import tempfile
 import threading
 import time
 from contextlib import ExitStack, suppress
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -100,12 +101,12 @@ def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) ->
     shared = {"HF_HUB_OFFLINE": "1"}
     theirs = shared | {"OMP_NUM_THREADS": str(args.threads)}
     of_trl: dict[str, dict[str, Any]] = {}
-    for parts in args.accumulate:
-        trl = work | {"threads": args.threads, "accumulate": parts, "weights": "float32"}
-        name = f"trl, {GROUPS * SAMPLES // parts} rows"
-        of_trl[name] = trl | {"cache": "static" if dtype == "float32" else None}
-        if dtype != "float32":
-            of_trl[f"{name}, {dtype} weights"] = trl | {"weights": dtype, "cache": "static"}
+    for parts, weights in product(args.accumulate, args.weights):
+        if weights not in ("float32", dtype):
+            continue
+        name = f"trl, {GROUPS * SAMPLES // parts} rows" + (f", {weights} weights" if weights != "float32" else "")
+        cache = "static" if weights == dtype else None
+        of_trl[name] = work | {"threads": args.threads, "accumulate": parts, "weights": weights, "cache": cache}
     ours = {"max_lag": args.max_lag, "engine_threads": args.engine_threads, "trainer_threads": args.trainer_threads}
     ours["stream"] = args.stream
     ours["micro_batch"] = args.micro_batch or (8192 if args.device == "cuda" else MICRO_BATCH.get(size, 2176))
@@ -153,6 +154,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of TRL")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[4, 1], help="micro-batches of TRL's step, a row each")
+    parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16"], help="of TRL, in bfloat16")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--engine-threads", type=int, default=torch.get_num_threads(), help="at most: they share the cores")

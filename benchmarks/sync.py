@@ -165,7 +165,11 @@ async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict
     usual, longest = statistics.median(quiet), [max(each) for each in beside]
     row: dict[str, Any] = {"model": size, "dtype": settings.dtype, "step ms": 1e3 * usual}
     row |= {"beside an update": 1e3 * statistics.median(gap for each in beside for gap in each)}
-    row |= {"steps beside": statistics.median(map(len, beside)), "longest of as many": 1e3 * statistics.median(alone), "most": 1e3 * max(alone)}
+    row |= {
+        "steps beside": statistics.median(map(len, beside)),
+        "longest of as many": 1e3 * statistics.median(alone),
+        "most": 1e3 * max(alone),
+    }
     row |= {"longest beside an update": 1e3 * statistics.median(longest), "most then": 1e3 * max(longest)}
     row |= {"target": 1e3 * (usual + TARGET_PAUSE_S), "commit ms": 1e3 * statistics.median(commits)}
     return row
