@@ -41,6 +41,7 @@ TARGET_COPY, TARGET_PAUSE_S = 0.5, 0.005
 WARM = 4  # versions: a carrier has two slots, whose memory is new the first time that they are written, and then mapped
 STEPS = 12  # without an update before the first one; then as many as the last one took
 MOST = {"S": 1800, "M": 1800, "L": 900}  # tokens of a sequence
+UPDATES = {"S": 12, "M": 12, "L": 4}
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -128,6 +129,8 @@ async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict
     async def steps(count: int) -> None:
         until = len(ends) + count
         while len(ends) < until:
+            if any(task.done() for task in running):
+                raise RuntimeError(f"a sequence ended before the last update: {MOST[size]} tokens are too few")
             await asyncio.sleep(0)
 
     gc.collect()
@@ -156,7 +159,6 @@ async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict
             quiet.extend(without)
             alone.append(max(without))
             beside.append(during.tolist())
-    assert not any(task.done() for task in running), "sequences ended before the last update"
     commits = [span.end - span.start for span in (await engine.telemetry()).spans if span.name == "commit"]
     for task in running:
         task.cancel()
@@ -196,7 +198,7 @@ def main() -> None:
             sender = multiprocessing.get_context("spawn").Process(target=send_on_request, args=given)
             sender.start()
             try:
-                pauses.append(asyncio.run(pause(size, dtype, 12, ours)))
+                pauses.append(asyncio.run(pause(size, dtype, UPDATES[size], ours)))
             finally:
                 ours.send(None)
                 sender.join()

@@ -176,39 +176,24 @@ async def test_rows_decode_with_it_beside_prompts(chunk: int, monkeypatch: pytes
     await under_test.close()
 
 
-@pytest.mark.parametrize("sees", [False, True])
-def test_a_prompt_that_sees_what_a_row_writes_is_computed_with_it(sees: bool, dtype: torch.dtype) -> None:
-    """Row 0 fills the first page of the prompt in the very step that computes the rest of it."""
+def test_a_prompt_beside_rows_that_decode(dtype: torch.dtype) -> None:
+    """The rest of one, whose first page is another row's, too; and a row that sees what the prompt fills."""
     arch = SHAPES["qwen3"]
     weights = serve(decoder(arch, dtype=dtype).requires_grad_(False), Version(0), pack=True)
-    table = np.array([[1, 0, 0], [1 if sees else 4, 2, 0], [3, 0, 0]], np.int32)
-    positions = np.array([15, 8, *range(16, 21)])
-    pages = np.array([1, 3, *[2] * 5])
-    writes = pages * 16 + positions % 16
-    none = np.empty((0, 2), np.int64)
-    singles, tokens = np.array([0, 2]), np.random.default_rng(0).integers(0, arch.vocab, 7)
-    chunks = [Chunk(slot=1, start=16, count=5, row=2)]
+    table = np.array([[1, 4, 0], [1, 2, 0], [1, 2, 3]], np.int32)
+    positions = np.array([32, 20, *range(16, 32)])
+    pages = np.array([3, 4, *[2] * 16])
+    singles, tokens = np.array([2, 0]), np.random.default_rng(0).integers(0, arch.vocab, 18)
+    chunks, sampled = [Chunk(slot=1, start=16, count=16, row=2)], np.array([17, 1, 0])
+    where, none = pages * 16 + positions % 16, np.empty((0, 2), np.int64)
     plan = Plan(
-        singles,
-        positions[:2] + 1,
-        chunks,
-        tokens,
-        positions,
-        writes,
-        np.array([6, 0, 1]),
-        singles,
-        singles,
-        singles,
-        none,
-        [],
-        [],
+        singles, positions[:2] + 1, chunks, tokens, positions, where, sampled, sampled, sampled, sampled, none, [], []
     )
     found = []
     for of in (weights, replace(weights, decoding=None)):
         cache = filled(arch, dtype)
         with torch.inference_mode():
             found.append((cache.hidden(of, plan, table, plan.sample_rows), cache.kv))
-        assert cache._sees_rows(plan, table) == sees
     error = 1e-4 if dtype == torch.float32 else 0.1
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, atol=error, rtol=error)

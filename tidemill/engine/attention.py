@@ -98,14 +98,14 @@ class PagedCache:
         if self._native is not None and layers is not None and whole_pass(count, layers.largest):
             if not plan.chunks:
                 return self._decoded(self._native, layers, weights.decoder, plan, table, wanted, torch.get_num_threads())
-            if count and not self._sees_rows(plan, table):
+            if count:
                 return self._apart(weights, plan, table, wanted)
         tokens = torch.from_numpy(plan.tokens).to(self.device)
         positions = torch.from_numpy(plan.positions).to(self.device)
         return weights.decoder(tokens, positions, self.attend(plan, table), self.chosen(wanted, len(tokens)))
 
     def _apart(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
-        """The same, the chunks first: rows that decode may share pages that these fill."""
+        """The same, the chunks first: rows that decode may share pages that these fill, and nobody sees what those write."""
         count = len(plan.singles)
         chunks = [replace(chunk, row=chunk.row - count) for chunk in plan.chunks]
         none = plan.singles[:0]
@@ -116,11 +116,6 @@ class PagedCache:
         out = torch.empty((len(wanted), decoded.shape[1]), dtype=decoded.dtype)
         out[self.tensor(of_chunks)], out[self.tensor(~of_chunks)] = begun, decoded
         return out
-
-    def _sees_rows(self, plan: Plan, table: np.ndarray) -> bool:
-        """Whether a chunk sees a page that a row which decodes writes to."""
-        written = plan.writes[: len(plan.singles)] // self.page_size
-        return any(np.isin(table[c.slot, : -(-c.start // self.page_size)], written).any() for c in plan.chunks)
 
     def sampling(self, logits: Tensor, ask: RowParams) -> Callable[[], Sampled]:
         """Where `ahead`: `sample`, for rows that choose among the whole vocabulary. Who calls what this returns waits; the
@@ -142,7 +137,7 @@ class PagedCache:
         threads: int,
     ) -> Tensor:
         """The same where every row decodes: each thread takes some rows through all layers. None sees what another one
-        writes: of pages that a step fills, only those of chunks are shared within it."""
+        writes: of pages that a step fills, only those of chunks are shared within it (`Scheduler._compute`)."""
         order = siblings_together(table[plan.singles, 0])
         if len(self._angles[0]) <= (furthest := int(plan.positions.max())):
             self._angles = decoder.rope(torch.arange(max(1024, 2 * furthest)), layers.dtype)
