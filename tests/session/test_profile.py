@@ -59,7 +59,8 @@ def test_both_in_one_process_are_recorded_once(tmp_path):
     found = events(tmp_path)
     (own,) = {e["pid"] for e in found if e["name"] == "process_name" and e["args"]["name"].endswith("operators")}
     names = {e["name"] for e in found if e["pid"] == own}
-    assert any("backward" in name.lower() for name in names) and "aten::index" in names
+    of_engine = "aten::index_copy_"  # a prompt's last page for its siblings
+    assert any("backward" in name.lower() for name in names) and of_engine in names
 
 
 def test_a_run_that_was_too_short_leaves_none(tmp_path):
