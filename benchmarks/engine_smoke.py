@@ -2,7 +2,9 @@
 
     python benchmarks/engine_smoke.py [--threads 1 2] [--dtypes float32 bfloat16] [--profile]
 
-16 prompts x 8 samples, 64 + 128 tokens, temperature 1, ignoring the end of sequence. Prints a table and writes JSON.
+16 prompts x 8 samples, 64 + 128 tokens, temperature 1, ignoring the end of sequence. "steady": as many at a time, of half as
+many tokens to all of them, each followed at once by one with a prompt of its own, as in a run whose rollouts never stop.
+Prints a table and writes JSON.
 """
 
 from __future__ import annotations
@@ -39,9 +41,29 @@ async def generate(engine: NativeEngine, prompts: list[np.ndarray], samples: int
     return len(prompts) * samples * tokens / (time.perf_counter() - start)
 
 
+async def steady(engine: NativeEngine, args: argparse.Namespace, vocab: int) -> float:
+    """Tokens per second of so many turns, the first of which are shorter, so that not all end at once."""
+    total = 0
+
+    async def one(row: int) -> None:
+        nonlocal total
+        rng = np.random.default_rng(row)
+        for turn in range(args.turns):
+            count = int(rng.integers(max(1, args.tokens // 2) if turn else 1, args.tokens + 1))
+            prompt = rng.integers(0, vocab, args.prompt).astype(np.int32)
+            params = SamplingParams(max_tokens=count, ignore_eos=True, seed=row * 1000 + turn)
+            await engine.generate(prompt, params, "policy", f"{row}/{turn}")
+            total += count
+
+    start = time.perf_counter()
+    await asyncio.gather(*(one(row) for row in range(args.prompts * args.samples)))
+    return total / (time.perf_counter() - start)
+
+
 async def measure(args: argparse.Namespace, size: str, dtype: str, threads: int) -> dict:
     torch.set_num_threads(threads)
-    settings = EngineSettings(dtype=dtype, device=args.device, page_size=args.page_size)
+    sizes = {"max_sequences": args.prompts * args.samples, "context": args.prompt + args.tokens}  # a cache that is used soon
+    settings = EngineSettings(dtype=dtype, device=args.device, page_size=args.page_size, **sizes)
     engine = NativeEngine(decoder(size, context=1024), settings, receiver=None, version=Version(0), name="smoke", eos_ids=())
     rng = np.random.default_rng(0)
     speeds = []
@@ -54,6 +76,7 @@ async def measure(args: argparse.Namespace, size: str, dtype: str, threads: int)
         else:
             speeds.append(await generate(engine, prompts, args.samples, args.tokens, repeat * 1000))
     stats, telemetry = await engine.stats(), await engine.telemetry()
+    going = await steady(engine, args, VOCAB[size])
     await engine.close()
     counters = telemetry.counters
     return {
@@ -62,6 +85,7 @@ async def measure(args: argparse.Namespace, size: str, dtype: str, threads: int)
         "threads": threads,
         "tokens_per_second": round(max(speeds[1:])),
         "median": round(float(np.median(speeds[1:]))),
+        "steady": round(going),
         "ms_per_step": round(1000 * counters["busy_s"] / counters["steps"], 2),
         "cached_share": round(stats.cached_tokens / stats.prompt_tokens, 2),
         "memory_mb": telemetry.memory_bytes >> 20,
@@ -80,6 +104,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--tokens", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--turns", type=int, default=3, help='of each row, one after the other, for "steady"')
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path, help="write the table there")
     args = parser.parse_args()
