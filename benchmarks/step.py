@@ -154,7 +154,8 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="of TRL")
     parser.add_argument("--accumulate", type=int, nargs="+", default=[4, 1], help="micro-batches of TRL's step, a row each")
-    parser.add_argument("--weights", nargs="+", default=["float32", "bfloat16"], help="of TRL, in bfloat16")
+    dtypes = ["float32", "bfloat16"]
+    parser.add_argument("--weights", nargs="+", default=dtypes, choices=dtypes, help="of TRL, in bfloat16")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--max-lag", type=int, default=1)
     parser.add_argument("--engine-threads", type=int, default=torch.get_num_threads(), help="at most: they share the cores")

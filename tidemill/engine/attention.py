@@ -199,8 +199,8 @@ class PagedCache:
         begins, later = list[Chunk](), list[Chunk]()
         for chunk in plan.chunks:
             (later if chunk.start else begins).append(chunk)
-        if not begins or not Native.trains(self.kv.dtype, self.arch.head_dim):
-            return None, plan.chunks
+        if not begins:
+            return None, later
         return Families.apart([(c.row, c.count) for c in begins], len(plan.tokens)), later
 
     def _lows(self, ends: np.ndarray) -> list[np.ndarray]:

@@ -74,7 +74,7 @@ class Native:
 
     @staticmethod
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
-        """Whether `attend` and `write` are for this shape."""
+        """Whether `attend`, `write` and `see` are for this shape."""
         sizes = size in (16, 32, 64, 128) and page_size % 16 == 0 and heads // kv_heads <= 16
         return sizes and dtype in DTYPES
 
