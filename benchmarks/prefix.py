@@ -3,8 +3,8 @@
     python benchmarks/prefix.py [--size S] [--dtype bfloat16] [--repeats 5] [--without vllm]
 
 Groups: 8 prompts of 512 tokens x 8 samples, 64 new tokens. Turns: 32 conversations of 4 turns, each of which adds the reply
-of 32 tokens and 64 more. Tidemill with and without its prefix cache, and vLLM with its own. Prints a table and writes
-`results/prefix.json`.
+of 32 tokens and 64 more. Tools: 32 conversations that begin with 640 tokens, 8 turns, replies of 16 tokens and answers of 12
+to them. Tidemill with and without its prefix cache, and vLLM with its own. Prints a table and writes `results/prefix.json`.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import copy
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +24,22 @@ from harness import System, generators, ratio, save, spread, table, turns, wait_
 from workloads import SIZES, prompts, write_model
 
 GROUPS, SAMPLES, PROMPT, TOKENS = 8, 8, 512, 64
-TALKS, TURNS, REPLY, MORE = 32, 4, 32, 64
+TALKS = 32
 OFF = "tidemill, cache off"
 TARGETS, TARGET_FEWER = {("groups", OFF): 2.5, ("groups", "vllm"): 1.5}, 8.0
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A conversation: tokens that it begins with, turns, tokens of a reply and of what is added to it."""
+
+    begins: int
+    turns: int
+    reply: int
+    more: int
+
+
+TALK = {"turns": Talk(64, 4, 32, 64), "tools": Talk(640, 8, 16, 12)}
 
 
 def siblings(system: System, size: str, seed: int) -> dict[str, float]:
@@ -32,17 +47,19 @@ def siblings(system: System, size: str, seed: int) -> dict[str, float]:
     return system.ask(**given, seed=seed)
 
 
-def conversations(system: System, size: str, seed: int) -> dict[str, float]:
-    texts, sums = prompts(size, TALKS, MORE, 5000 + seed), dict[str, float]()
-    for turn in range(TURNS):
-        done = system.ask(prompts=texts, samples=1, tokens=REPLY, seed=seed * TURNS + turn, replies=True)
+def conversations(talk: Talk, system: System, size: str, seed: int) -> dict[str, float]:
+    texts, sums = prompts(size, TALKS, talk.begins, 5000 + seed), dict[str, float]()
+    for turn in range(talk.turns):
+        done = system.ask(prompts=texts, samples=1, tokens=talk.reply, seed=seed * talk.turns + turn, replies=True)
         sums = {key: sums.get(key, 0.0) + value for key, value in done.items() if key != "replies"}
-        added = prompts(size, TALKS, MORE, 1000 * seed + turn)
+        added = prompts(size, TALKS, talk.more, 1000 * seed + turn)
         texts = [text + reply + more for text, reply, more in zip(texts, done["replies"], added, strict=True)]
     return sums
 
 
-WORKS: dict[str, Callable[[System, str, int], dict[str, float]]] = {"groups": siblings, "turns": conversations}
+WORKS: dict[str, Callable[[System, str, int], dict[str, float]]] = {"groups": siblings} | {
+    name: partial(conversations, talk) for name, talk in TALK.items()
+}
 
 
 def systems_for(model: Path, args: argparse.Namespace) -> list[System]:

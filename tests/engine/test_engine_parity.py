@@ -22,7 +22,7 @@ from engine_cases import (
     with_pages,
 )
 
-from tidemill.engine.attention import PagedCache, siblings_together
+from tidemill.engine.attention import PagedCache, Piece, _group, siblings_together
 from tidemill.kernels.library import native
 from tidemill.kernels.native import Native
 from tidemill.types import Finish, SamplingParams
@@ -103,27 +103,46 @@ async def test_compiled_steps_equal_a_full_forward(family, path, whole, monkeypa
 
 
 @pytest.mark.skipif(native() is None, reason="no C compiler")
-@pytest.mark.parametrize(("path", "through_pages"), [("plain", False), ("chunked", True)])
-async def test_a_chunk_that_begins_a_sequence_is_attended_to_without_its_pages(path, through_pages, monkeypatch):
-    attended, gathered = [], []
-    see, attend_chunks = Native.see, PagedCache.attend_chunks
+@pytest.mark.parametrize("path", ["plain", "chunked"])
+async def test_prompts_are_attended_to_where_they_lie(path, monkeypatch):
+    """What begins a sequence among the step's keys and values; what goes on, as rows of the kernel that reads pages."""
+    among, pages = [], []
+    see, attend = Native.see, Native.attend
 
     def watch(self, q, k, v, families, window):
-        attended.append(len(families.places))
+        among.append(len(families.places))
         return see(self, q, k, v, families, window)
 
+    def watch_pages(self, kv, q, *given):
+        pages.append(len(q))
+        return attend(self, kv, q, *given)
+
     monkeypatch.setattr(Native, "see", watch)
-    monkeypatch.setattr(PagedCache, "attend_chunks", lambda *given: gathered.append(given) or attend_chunks(*given))
+    monkeypatch.setattr(Native, "attend", watch_pages)
+    monkeypatch.setattr(PagedCache, "attend_chunks", lambda *_: pytest.fail("pages were gathered"))
     arch, texts = replace(BASE, head_dim=16), prompts(5, 9, 17)
     under_test = engine(arch, **PATHS[path], page_size=16)
+    under_test._updates.weights.decoding = None  # else rows that decode see their pages in another call
     completions = await run(under_test, texts, [SamplingParams(max_tokens=3, seed=i) for i in range(len(texts))])
-    assert bool(gathered) == through_pages and attended
-    assert through_pages or sum(attended) == arch.layers * sum(map(len, texts))
+    tokens = sum(map(len, texts))
+    assert sum(among) + sum(pages) == arch.layers * (tokens + 2 * len(texts)), "each token once: the last has no successor"
+    assert sum(among) == arch.layers * tokens if path == "plain" else 0 < sum(among) < arch.layers * tokens
     for text, completion in zip(texts, completions, strict=True):
         np.testing.assert_allclose(
             completion.logprobs, reference_logprobs(decoder(arch), text, completion.tokens), atol=2e-5
         )
     await under_test.close()
+
+
+@pytest.mark.parametrize("most", [40, 130, 600])
+def test_chunks_are_gathered_a_block_at_a_time(most):
+    rng = np.random.default_rng(most)
+    pieces = [Piece(i, int(rng.integers(40, 52)), 8, 0) for i in range(60)]
+    groups = _group(pieces, most)
+    assert sorted(p.slot for group in groups for p in group) == list(range(60))
+    seen = [len(group) * max(p.start + p.count for p in group) for group in groups]
+    assert all(keys <= most or len(group) == 1 for keys, group in zip(seen, groups, strict=True))
+    assert max(seen) > 0.8 * most, "they are together where they may be"
 
 
 @pytest.mark.parametrize("texts", [[[5, 9, 31]] * 3, [[5, 9, 31], [7], [5, 9, 31], [7]]])

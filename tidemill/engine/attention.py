@@ -2,11 +2,11 @@
 
 Layout: [layers, pages, K, page_size, 2E], a token's key and value side by side. One `index_select` of pages by block table
 then yields [rows * K, T, 2E], whose halves are the operands of two batched matrix products without another copy.
-A compiled kernel reads the pages of decoding rows where they lie (`kernels`; on a CUDA device through `cuda`); on the CPU
-those that several rows begin with are read once for all of them, and another one attends to chunks that begin a sequence,
-whose keys and values are all of this step. Without one rows that decode, which come sorted by length, are gathered a block
-at a time: a block is padded to its longest row only and small enough to be still in the processor's cache when it is read.
-Decode attention is computed in float32 whatever the pages hold.
+A compiled kernel reads the pages where they lie (`kernels`; on a CUDA device through `cuda`); on the CPU those that several
+rows begin with are read once for all of them, be they siblings or tokens of one chunk. Another kernel attends to chunks that
+begin a sequence, whose keys and values are all of this step. Without one, rows are gathered a block at a time, those that
+decode sorted by length, chunks by theirs: a block is padded to its longest row only, and small enough to be still in the
+processor's cache when it is read. Decode attention is computed in float32 whatever the pages hold.
 
 Where there are chunks, every layer writes the step's keys and values before it reads any, or the chunks are computed first:
 so rows may share pages that this very step fills.
@@ -36,7 +36,7 @@ from tidemill.kernels.worth import whole_pass
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
 
-GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of one block of decoding rows
+GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of keys and values of one block of rows, unless a single row has more
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 
@@ -173,35 +173,23 @@ class PagedCache:
         return attend
 
     def _attend_natively(self, compiled: Native, plan: Plan, table: np.ndarray) -> Attend:
-        begins, later = self._beginnings(plan)
-        chunks = self.chunk_blocks(later, table)
-        singles, threads = len(plan.singles), torch.get_num_threads()
-        lows = self._lows(plan.lengths)
-        order = siblings_together(table[plan.singles, 0])
+        begins = [(c.row, c.count) for c in plan.chunks if not c.start]
+        families = Families.apart(begins, len(plan.tokens)) if begins else None
+        rows, slots, ends = _one_by_one(plan)
+        at = self.tensor(rows) if begins else slice(None)
+        lows, order, threads = self._lows(ends), siblings_together(table[slots, 0]), torch.get_num_threads()
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pages = self.kv[layer]
             compiled.write(pages, k, v, plan.writes)
-            decoded = compiled.attend(pages, q[:singles], table, plan.singles, lows[layer], plan.lengths, order, threads)
-            if not plan.chunks:
-                return decoded
-            window = self.windows[layer]
-            out = torch.empty(q.shape, dtype=q.dtype) if begins is None else compiled.see(q, k, v, begins, window)[0]
-            out[:singles] = decoded
-            for block in chunks[window]:
-                self.attend_chunks(layer, q, block, out)
+            seen = compiled.attend(pages, q[at], table, slots, lows[layer], ends, order, threads)
+            if families is None:
+                return seen
+            out, _ = compiled.see(q, k, v, families, self.windows[layer])
+            out[at] = seen
             return out
 
         return attend
-
-    def _beginnings(self, plan: Plan) -> tuple[Families | None, list[Chunk]]:
-        """(the chunks that begin a sequence, among the step's tokens; those that see what earlier steps computed)"""
-        begins, later = list[Chunk](), list[Chunk]()
-        for chunk in plan.chunks:
-            (later if chunk.start else begins).append(chunk)
-        if not begins:
-            return None, later
-        return Families.apart([(c.row, c.count) for c in begins], len(plan.tokens)), later
 
     def _lows(self, ends: np.ndarray) -> list[np.ndarray]:
         """Of each layer, the first token that a row sees of `ends` [n]."""
@@ -281,7 +269,8 @@ class PagedCache:
             for c in chunks
             for at in range(0, c.count, QUERY_BLOCK)
         ]
-        return [self._chunk_block(group, table, window) for group in _group(pieces)]
+        keys = GATHER_BYTES[self.device.type] // self._row_bytes
+        return [self._chunk_block(group, table, window) for group in _group(pieces, keys)]
 
     def _chunk_block(self, group: list[Piece], table: np.ndarray, window: int | None) -> ChunkBlock:
         slots, starts, counts, rows = (
@@ -315,6 +304,16 @@ class PagedCache:
         return torch.from_numpy(np.ascontiguousarray(array)).to(self.device)
 
 
+def _one_by_one(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """(rows [n], their slots [n], tokens that each sees [n]) of all but the chunks that begin a sequence, int64. A chunk's
+    tokens are rows like those that decode; what pages they have in common are read once for many of them."""
+    later = [chunk for chunk in plan.chunks if chunk.start]
+    rows = [np.arange(len(plan.singles)), *(np.arange(c.row, c.row + c.count) for c in later)]
+    slots = [plan.singles, *(np.full(c.count, c.slot) for c in later)]
+    ends = [plan.lengths, *(np.arange(c.start, c.start + c.count) + 1 for c in later)]
+    return np.concatenate(rows), np.concatenate(slots), np.concatenate(ends)
+
+
 def _part(plan: Plan, rows: slice, **changed: Any) -> Plan:
     """Some rows of the step's flat row."""
     given = {"tokens": plan.tokens[rows], "positions": plan.positions[rows], "writes": plan.writes[rows]}
@@ -338,16 +337,17 @@ def _first_page(lengths: np.ndarray, window: int | None, page_size: int) -> np.n
     return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size
 
 
-def _group(pieces: list[Piece]) -> list[list[Piece]]:
-    """Pieces of like size together, as long as padding stays small."""
+def _group(pieces: list[Piece], most: int) -> list[list[Piece]]:
+    """Pieces of like size together, as long as padding stays small. most: keys that pieces which are together may see."""
     groups: list[list[Piece]] = []
-    work = padded = queries = keys = 0
+    work = padded = queries = keys = seen = 0
     for piece in sorted(pieces, key=lambda p: (-p.count, -(p.start + p.count))):
         end = piece.start + piece.count
         if groups:
             work += piece.count * end
-            padded = (len(groups[-1]) + 1) * max(queries, piece.count) * max(keys, end)
-        if not groups or padded > PADDING * work or padded > QUERY_BLOCK * QUERY_BLOCK * 16:
+            seen = (len(groups[-1]) + 1) * max(keys, end)
+            padded = max(queries, piece.count) * seen
+        if not groups or padded > PADDING * work or padded > QUERY_BLOCK * QUERY_BLOCK * 16 or seen > most:
             groups.append([])
             work, queries, keys = piece.count * end, 0, 0
         groups[-1].append(piece)

@@ -63,7 +63,7 @@ class SharedMemorySender:
             block = Block.of(item, start=end)
             slot.put(end, item.tensor.detach().contiguous())
             blocks.append(block)
-            end = _aligned(end + block.length)
+            end = _aligned(end + item.tensor.nbytes)
         manifest = Manifest(version, blocks)
         manifest.check()
         slot.commit(manifest.encode(), end)
@@ -140,6 +140,7 @@ class _Slot:
         self.fd, self.location = made or _named(folder)
         self._named = made is None
         self._map: mmap.mmap | None = None
+        self._blocks: dict[int, Tensor] = {}  # views of the map by their first byte, made once for all versions
         self._pinned: Pinned | None = None
 
     def wipe(self) -> None:
@@ -153,27 +154,32 @@ class _Slot:
         if self._map is not None and end <= len(self._map):
             if tensor.is_cuda and self._pinned is None:
                 self._pinned = Pinned(self._map)
-            into = torch.frombuffer(self._map, dtype=tensor.dtype, offset=start, count=tensor.numel())
-            into.copy_(tensor.view(-1))
+            into = self._blocks.get(start)
+            if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
+                into = torch.frombuffer(self._map, dtype=tensor.dtype, offset=start, count=tensor.numel())
+                into = self._blocks[start] = into.view(tensor.shape)
+            into.copy_(tensor)
         else:  # a write reports a full memory as OSError, a store to the mapping would kill the process
             _write(self.fd, raw_bytes(tensor.cpu()).data, start)
 
     def commit(self, manifest: bytes, start: int) -> None:
         _write(self.fd, memoryview(manifest), start)
         if self._map is None or start > len(self._map):
-            self._unpin()
+            self._let_go()
             self._map = mmap.mmap(self.fd, os.fstat(self.fd).st_size)
         digest = hashlib.blake2b(manifest, digest_size=32).digest()
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, secrets.token_bytes(16), start, len(manifest), digest), 0)
 
-    def _unpin(self) -> None:
+    def _let_go(self) -> None:
+        """Of the map."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
+        self._blocks.clear()
+        self._map = None
 
     def close(self) -> None:
-        self._unpin()
-        self._map = None
+        self._let_go()
         os.close(self.fd)
         if self._named:
             Path(self.location).unlink(missing_ok=True)
