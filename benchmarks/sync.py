@@ -27,7 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from harness import save, table, wait_until_quiet
-from workloads import SIZES, decoder, prompts
+from workloads import SIZES, decoder, kv_mb, prompts
 
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
@@ -40,8 +40,8 @@ from tidemill.types import SamplingParams, Version
 TARGET_COPY, TARGET_PAUSE_S = 0.5, 0.005
 WARM = 4  # versions: a carrier has two slots, whose memory is new the first time that they are written, and then mapped
 STEPS = 12  # without an update before the first one; then as many as the last one took
-MOST = {"S": 1800, "M": 1800, "L": 900}  # tokens of a sequence
-UPDATES = {"S": 12, "M": 12, "L": 4}
+ROWS, MOST = 32, 1800  # that generate, and tokens of each
+UPDATES = {"S": 12, "M": 12, "L": 3}
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -105,7 +105,8 @@ def send_on_request(asked: Any, size: str, dtype: torch.dtype, folder: str) -> N
 
 async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict[str, Any]:
     """The ends of the steps of an engine that is updated while it generates, by what happens beside them."""
-    settings = EngineSettings(device="cpu", dtype=str(dtype).removeprefix("torch."), kv_memory_mb=2048)
+    name = str(dtype).removeprefix("torch.")
+    settings = EngineSettings(device="cpu", dtype=name, kv_memory_mb=kv_mb(size, name, (ROWS + 1) * 2048))
     first = Version(0, fingerprint=Contents.of(decoder(size), dtype).fingerprint)
     engine = NativeEngine(
         decoder(size), settings, receiver=make_receiver("shared_memory"), version=first, name="engine-0", eos_ids=()
@@ -120,8 +121,8 @@ async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict
         ends.append(time.perf_counter())
 
     engine._step = noted  # pyright: ignore
-    params = SamplingParams(max_tokens=MOST[size], ignore_eos=True, seed=0)
-    texts = [np.array(prompt, np.int32) for prompt in prompts(size, 32, 32, 0)]
+    params = SamplingParams(max_tokens=MOST, ignore_eos=True, seed=0)
+    texts = [np.array(prompt, np.int32) for prompt in prompts(size, ROWS, 32, 0)]
     running = [
         asyncio.create_task(engine.generate(t, replace(params, seed=i), "policy", str(i))) for i, t in enumerate(texts)
     ]
@@ -130,7 +131,7 @@ async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict
         until = len(ends) + count
         while len(ends) < until:
             if any(task.done() for task in running):
-                raise RuntimeError(f"a sequence ended before the last update: {MOST[size]} tokens are too few")
+                raise RuntimeError(f"a sequence ended before the last update: {MOST} tokens are too few")
             await asyncio.sleep(0)
 
     gc.collect()

@@ -14,6 +14,9 @@ import psutil
 import pytest
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tidemill import memory, session
 from tidemill import recipe as recipe_module
@@ -23,6 +26,8 @@ from tidemill.engine import cache_size
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.errors import ConfigError
+from tidemill.kernels import library
+from tidemill.kernels.building import Unavailable
 from tidemill.kernels.library import native
 from tidemill.model_folder import architecture_of, resolve_model
 from tidemill.models import products
@@ -41,7 +46,7 @@ from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import SamplingParams
+from tidemill.types import SamplingParams, Version
 from tidemill.warm_start import WarmStart
 
 SHAPE = {
@@ -109,9 +114,67 @@ def test_what_an_engine_does_not_pack(monkeypatch):
     assert not any("packed" in what for what in of(memory.engine_memory(invariant, arch)))
     narrow = EngineSettings(device="cuda", dtype="bfloat16")
     on_gpu = of(memory.engine_memory(narrow, arch))
-    assert on_gpu.keys() == {"weights", "spare for the next version", "KV cache"}
+    assert on_gpu.keys() == {"weights", "spare for the next version", "a step of at most 2", "KV cache"}
     monkeypatch.setattr(memory, "MIXES", False)  # a PyTorch that multiplies no narrow matrices into a wide one
     assert of(memory.engine_memory(narrow, arch))["head in float32"] == 4 * 48 * 32
+
+
+class Alive(TorchDispatchMode):
+    """The most bytes that tensors have at a time which are made while this is entered."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most = 0
+        self._before, self._made = set[int](), dict[int, tuple[StorageWeakRef, int]]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._before |= {address for address, _ in self._storages((args, kwargs or {})) if address not in self._made}
+        out = func(*args, **(kwargs or {}))
+        self._made = {address: made for address, made in self._made.items() if not made[0].expired()}
+        for address, storage in self._storages(out):
+            if address not in self._before:
+                self._made[address] = StorageWeakRef(storage), storage.nbytes()
+        self.most = max(self.most, sum(size for _, size in self._made.values()))
+        return out
+
+    def _storages(self, tree: Any) -> list[tuple[int, torch.UntypedStorage]]:
+        tensors = [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor) and leaf.numel()]
+        return [(t.untyped_storage().data_ptr(), t.untyped_storage()) for t in tensors]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("hidden", "vocab"), [(256, 48), (64, 5000)], ids=["wide", "of many words"])
+async def test_a_step_of_an_engine_is_bounded(
+    dtype: str, compiled: bool, temperature: float, hidden: int, vocab: int, monkeypatch: pytest.MonkeyPatch
+):
+    if not compiled:
+        monkeypatch.setattr(library, "_found", lambda: Unavailable("switched off"))
+    elif native() is None:
+        pytest.skip("no C compiler")
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "vocab_size": vocab, "head_dim": 32}
+    arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"] | sizes)
+    settings = EngineSettings.model_validate({"dtype": dtype, "device": "cpu", "prefill_chunk": 400, "max_sequences": 32})
+    decoder = Decoder(arch)
+    decoder.initialise(torch.Generator().manual_seed(0))
+    engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine-0", eos_ids=())
+    step, most = engine._step, 0
+
+    def watched(cache: Any) -> None:
+        nonlocal most
+        with Alive() as alive:
+            step(cache)
+        most = max(most, alive.most)
+
+    monkeypatch.setattr(engine, "_step", watched)
+    params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature)
+    texts = [np.full(100, i, np.int32) for i in range(32)]
+    await asyncio.gather(*(engine.generate(text, params, "policy", str(i)) for i, text in enumerate(texts)))
+    await engine.close()
+    monkeypatch.setattr(memory, "GATHER_BYTES", {"cpu": 1 << 20})  # so short rows and few have no more, nor such masks
+    monkeypatch.setattr(memory, "MOST_PAIRS", 32 * 100 * 112)
+    assert most <= memory.step_memory(settings, arch) <= (2 if compiled else 4) * most
 
 
 def test_the_cache_takes_a_share_of_what_is_free():
@@ -370,7 +433,7 @@ async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
     """What it shares with no other, without its model: an engine that has begun to work, and one that judges."""
     arch = fresh_model(tmp_path / "model", alphabet="abcdef", **SIZES["0.1m"])
     config = recipe("engine.device=cpu", "engine.kv_memory_mb=1")
-    model = sum(of(memory.engine_memory(config.engine, arch)).values())
+    model = sum(size for what, size in of(memory.engine_memory(config.engine, arch)).items() if "a step" not in what)
     async with start_engine(config, tmp_path / "model", tmp_path / "logs", 1) as engine:
         prompts = np.arange(48, dtype=np.int32).reshape(16, 3) % arch.vocab
         replies = (engine.generate(prompt, SamplingParams(max_tokens=8), "policy", str(prompt)) for prompt in prompts)

@@ -1,7 +1,8 @@
 """Memory that a run takes, process by process, from the shapes of its models: for `explain`, and to refuse what cannot fit.
 
-Bytes of weights, optimizer and caches are exact. Activations are an upper bound for the largest micro-batch that there can
-be: the tensors that a layer keeps for the backward pass, with what padding adds to its attention. Of Python and torch each
+Bytes of weights, optimizer and caches are exact. Activations are an upper bound for the largest micro-batch, or the largest
+step of an engine, that there can be: the tensors that a layer keeps for the backward pass, with what padding adds to its
+attention, or those that are alive at a time. Of Python and torch each
 process counts with what little ones share with no other. The rest of that, and buffers of matrix products, come on top.
 """
 
@@ -14,6 +15,7 @@ import torch
 
 from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.algorithms.settings import begins_as
+from tidemill.engine.attention import GATHER_BYTES, MOST_PAIRS
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
 from tidemill.errors import ConfigError
@@ -271,6 +273,9 @@ def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None
     elif size == 2 and (on_cpu or not MIXES):
         held.append(Held("head in float32", 4 * arch.vocab * arch.hidden))
     pages, _ = kv_pages(settings, arch, free)
+    chunk, rows = settings.prefill_chunk, settings.max_sequences
+    lever = f"a lower engine.prefill_chunk (now {chunk:,}) or engine.max_sequences (now {rows:,})"
+    held.append(Held(f"a step of at most {chunk + rows:,} tokens", step_memory(settings, arch), lever))
     cache = "KV cache, taken as it is used" if on_cpu else "KV cache"
     given = settings.kv_memory_mb is not None
     lever = f"a lower engine.kv_memory_mb (now {settings.kv_memory_mb:,})" if given else ""
@@ -278,6 +283,24 @@ def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None
         *held,
         Held(cache, pages * page_bytes(arch, settings.page_size, getattr(torch, settings.dtype)), lever, lazy=not given),
     ]
+
+
+def step_memory(settings: EngineSettings, arch: Architecture) -> int:
+    """Bytes alive at a time in an engine's step, at most, where all rows choose among the whole vocabulary.
+
+    For each token: its input and what is added to it, q|k|v, as they come and rotated, what attention gives, gate|up and
+    their product; where these are not compiled, normed copies and silu besides, and what is gathered. Of each row that
+    samples its logits, and where no kernel does, their logarithms, with and without the temperature, and probabilities.
+    """
+    q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
+    size, on_cpu = ITEM[settings.dtype], device_of(settings.device) == "cpu"
+    compiled = not on_cpu or (native() is not None and not settings.batch_invariant)
+    layer = 3 * arch.hidden + 2 * q + 2 * arch.head_dim + (2 if compiled else 4) * (q + 2 * kv)
+    layer += (3 if compiled else 4) * arch.intermediate
+    tokens, keys = settings.prefill_chunk + settings.max_sequences, settings.context_of(arch.context) * 2 * kv * 4
+    gathered = 0 if compiled else 2 * max(GATHER_BYTES["cpu"], keys) + 5 * MOST_PAIRS  # a mask is bytes, and floats
+    logits = settings.max_sequences * (size * arch.hidden + (1 if compiled else 4) * 4 * arch.vocab)
+    return max(size * tokens * layer, logits) + gathered  # one after the other, and what is gathered stays for the next
 
 
 def row_tokens(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:

@@ -38,6 +38,7 @@ from tidemill.models.decoder import Attend, Decoder
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of keys and values of one block of rows, unless a single row has more
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
+MOST_PAIRS = 16 * QUERY_BLOCK**2  # of a query and a key, in chunks that are attended together
 PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
 
 
@@ -347,7 +348,7 @@ def _group(pieces: list[Piece], most: int) -> list[list[Piece]]:
             work += piece.count * end
             seen = (len(groups[-1]) + 1) * max(keys, end)
             padded = max(queries, piece.count) * seen
-        if not groups or padded > PADDING * work or padded > QUERY_BLOCK * QUERY_BLOCK * 16 or seen > most:
+        if not groups or padded > PADDING * work or padded > MOST_PAIRS or seen > most:
             groups.append([])
             work, queries, keys = piece.count * end, 0, 0
         groups[-1].append(piece)
