@@ -294,7 +294,8 @@ def step_memory(settings: EngineSettings, arch: Architecture) -> int:
     """
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     size, on_cpu = ITEM[settings.dtype], device_of(settings.device) == "cpu"
-    compiled = not on_cpu or (native() is not None and not settings.batch_invariant)
+    fits = Native.attends(getattr(torch, settings.dtype), arch.heads, arch.kv_heads, arch.head_dim, settings.page_size)
+    compiled = not on_cpu or (native() is not None and fits and not settings.batch_invariant)
     layer = 3 * arch.hidden + 2 * q + 2 * arch.head_dim + (2 if compiled else 4) * (q + 2 * kv)
     layer += (3 if compiled else 4) * arch.intermediate
     tokens, keys = settings.prefill_chunk + settings.max_sequences, settings.context_of(arch.context) * 2 * kv * 4
