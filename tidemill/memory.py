@@ -2,8 +2,8 @@
 
 Bytes of weights, optimizer and caches are exact. Activations are an upper bound for the largest micro-batch, or the largest
 step of an engine, that there can be: the tensors that a layer keeps for the backward pass, with what padding adds to its
-attention, or those that are alive at a time. Of Python and torch each
-process counts with what little ones share with no other. The rest of that, and buffers of matrix products, come on top.
+attention, or those that are alive at a time. Of Python and torch each process counts with what little ones share with no
+other. The rest of that, and buffers of matrix products, come on top.
 """
 
 from __future__ import annotations

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from tidemill.engine.settings import EngineSettings
 from tidemill.kernels.native import Native
 
 SHAPES = [  # heads, kv_heads, size, page_size
@@ -108,6 +111,17 @@ def test_a_prompt_and_its_samples(kernels: Native, samples, prompt, own, dtype) 
     slots, ends = np.arange(samples), np.full(samples, prompt + own)
     seen = kernels.attend(pages, q, table, slots, np.zeros_like(ends), ends, slots, 1)
     expect(seen, pages, q, table, [(slot, 0, prompt + own) for slot in slots])
+
+
+def test_as_many_rows_as_a_step_may_have(kernels: Native) -> None:
+    """What is known of each row lies on the stack of the thread that calls, which is no larger for a long prompt."""
+    most = next(each.le for each in EngineSettings.model_fields["prefill_chunk"].metadata if hasattr(each, "le")) + 4096
+    pages, q, _ = case((4, 2, 16, 16), torch.float32, 1)
+    slots, rows = np.zeros(most, np.int64), np.arange(most)
+    with ThreadPoolExecutor(1) as pool:
+        given = (pages, q.expand(most, -1, -1), np.zeros((1, 1), np.int32), slots, slots, slots + 7, rows, 2)
+        seen = pool.submit(kernels.attend, *given).result(timeout=60)
+    expect(seen[[0, -1]], pages, q.expand(2, -1, -1), np.zeros((1, 1), np.int32), [(0, 0, 7)] * 2)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -15,7 +15,7 @@ class EngineSettings(Config):
     max_sequences: int = Field(default=128, ge=1)  # rows that run at the same time
     page_size: int = Field(default=16, ge=1)  # tokens of a KV page
     kv_memory_mb: int | None = Field(default=None, ge=1)  # None: max_sequences full contexts, within a share of what is free
-    prefill_chunk: int = Field(default=2048, ge=1)  # prompt tokens computed in one step, beside its decode rows
+    prefill_chunk: int = Field(default=2048, ge=1, le=1 << 17)  # prompt tokens computed in one step, beside its decode rows
     context: int | None = Field(default=None, ge=2)  # None: the model's
     in_flight: Literal["keep", "finish", "recompute"] = "keep"  # see `types.InFlight`
     prefix_cache: bool = True
