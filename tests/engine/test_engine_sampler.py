@@ -9,7 +9,7 @@ from engine_cases import kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.engine.sampler import RowParams, draw, sample, truncate, uniforms
+from tidemill.engine.sampler import RowParams, draw, mixed, sample, truncate, uniforms
 from tidemill.types import SamplingParams
 
 CASES = {
@@ -36,7 +36,7 @@ def rows(params: list[SamplingParams], uniform: np.ndarray) -> RowParams:
 def test_chi_square(case, vocab):
     params, draws = CASES[case], 8000
     logits = torch.randn(vocab, generator=torch.Generator().manual_seed(3)) * 2
-    uniform = uniforms(np.arange(draws, dtype=np.uint64), np.full(draws, 17))
+    uniform = uniforms(mixed(np.arange(draws, dtype=np.uint64)), np.full(draws, 17))
     got = sample(logits.expand(draws, -1), rows([params] * draws, uniform))
     expected = np.exp(kept(logits.double().numpy(), params)) * draws
     observed = np.bincount(got.tokens, minlength=vocab)
@@ -98,11 +98,11 @@ def test_draw_inverts_the_cumulative_distribution():
 
 
 def test_uniforms_are_a_function_of_seed_and_position_only():
-    seeds, positions = np.array([1, 1, 2, 2**63 - 1], np.uint64), np.array([0, 1, 0, 5])
+    seeds, positions = mixed(np.array([1, 1, 2, 2**63 - 1], np.uint64)), np.array([0, 1, 0, 5])
     first = uniforms(seeds, positions)
     np.testing.assert_array_equal(first[::-1], uniforms(seeds[::-1].copy(), positions[::-1].copy()))
     assert len(set(first.tolist())) == 4 and (first >= 0).all() and (first < 1).all()
-    many = uniforms(np.repeat(np.arange(300, dtype=np.uint64), 300), np.tile(np.arange(300), 300))
+    many = uniforms(np.repeat(mixed(np.arange(300, dtype=np.uint64)), 300), np.tile(np.arange(300), 300))
     counts = np.histogram(many, 50, (0, 1))[0]
     assert ((counts - 1800) ** 2 / 1800).sum() < 49 + 5 * np.sqrt(98)
     assert abs(np.corrcoef(many[:-1], many[1:])[0, 1]) < 0.02

@@ -300,8 +300,7 @@ class NativeEngine:
         self._activity.counters["generated_tokens"] += len(slots)
         for i in np.flatnonzero(rows.detailed[slots]).tolist():
             self._record_details(int(here[i]), int(slots[i]), output)
-        stopped = (tokens[:, None] == rows.stops[slots]).any(axis=1)
-        lengths = positions + 1
+        stopped, lengths = rows.stopped(slots, tokens), positions + 1
         for i in np.flatnonzero(stopped | (lengths >= rows.limit[slots])).tolist():
             request, length = rows.requests[slots[i]], int(lengths[i])
             assert request is not None and request.params is not None

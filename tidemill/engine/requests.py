@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.engine.runner import Probed
-from tidemill.engine.sampler import RowParams, uniforms
+from tidemill.engine.sampler import RowParams, mixed, uniforms
 from tidemill.engine.scheduler import Sequence
 from tidemill.types import Completion, Finish, SamplingParams, Scored, Support, Version
 
@@ -64,9 +64,11 @@ class Slots:
         self.limit = np.zeros(slots, np.int64)
         self.temperature, self.top_p, self.min_p = np.ones(slots), np.ones(slots), np.zeros(slots)
         self.top_k, self.top = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
-        self.seed = np.zeros(slots, np.uint64)
+        self.seed = np.zeros(slots, np.uint64)  # mixed
         self.detailed = np.zeros(slots, bool)
-        self.stops = np.full((slots, 1), -1, np.int64)  # padded with -1, which no token is
+        self.stops = [
+            np.full(slots, -1, np.int64)
+        ]  # the first of each, the second and so on: -1, which no token is, fills up
         # Zeroed lazily by the system: only what is used takes memory.
         self.logprobs = np.zeros((slots, context), np.float32)
         self.model_logprobs = np.zeros((slots, context), np.float32)
@@ -79,14 +81,12 @@ class Slots:
             return
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = params.temperature, params.top_p, params.min_p
         self.top_k[slot], self.top[slot] = params.top_k, params.top_logprobs
-        self.seed[slot] = params.seed % 2**64
+        self.seed[slot] = mixed(np.array([params.seed % 2**64], np.uint64))[0]
         self.detailed[slot] = request.detailed
-        if len(request.stops) > self.stops.shape[1]:
-            wider = np.full((len(self.stops), len(request.stops)), -1, np.int64)
-            wider[:, : self.stops.shape[1]] = self.stops
-            self.stops = wider
-        self.stops[slot] = -1
-        self.stops[slot, : len(request.stops)] = request.stops
+        while len(request.stops) > len(self.stops):
+            self.stops.append(np.full_like(self.limit, -1))
+        for i, stops in enumerate(self.stops):
+            stops[slot] = request.stops[i] if i < len(request.stops) else -1
 
     def params(self, slots: np.ndarray, positions: np.ndarray) -> RowParams:
         return RowParams(
@@ -96,6 +96,13 @@ class Slots:
             min_p=self.min_p[slots],
             uniform=uniforms(self.seed[slots], positions),
         )
+
+    def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+        """[n] bool: which of these rows' tokens end them."""
+        found = tokens == self.stops[0][slots]
+        for stops in self.stops[1:]:
+            found |= tokens == stops[slots]
+        return found
 
 
 class Stream(AsyncIterator[Token]):
@@ -132,14 +139,17 @@ def completion(
     """The record of what was sampled for `request`: `tokens` [n], and what the slots hold beside them."""
     slot, first = request.sequence.slot, len(request.sequence.prompt)
     row = slice(first, first + len(tokens))
-    epochs, distinct = np.unique(slots.epochs[slot, row], return_inverse=True)
-    sources = tuple(versions[e] for e in epochs)
+    epochs = slots.epochs[slot, row]
+    begins = [0, *(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist()] if len(epochs) else []
+    sources, steps = tuple(versions[e] for e in epochs[begins]), np.empty(len(epochs), np.int32)
+    for begin, source in zip(begins, sources, strict=True):  # a version that has been left does not come back
+        steps[begin:] = source.step
     tops = request.tops
     return Completion(
         tokens=tokens.copy(),
         logprobs=slots.logprobs[slot, row].copy(),
         model_logprobs=slots.model_logprobs[slot, row].copy(),
-        versions=np.array([v.step for v in sources], np.int32)[distinct],
+        versions=steps,
         sources=sources,
         finish=finish,
         prompt_tokens=first,

@@ -21,6 +21,7 @@ from tidemill.kernels.native import Native
 
 BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
 CANDIDATES = 256  # a truncated row is first looked for among this many likeliest tokens
+_STEP, _FIRST, _SECOND = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 @dataclass(slots=True)
@@ -48,15 +49,15 @@ class Sampled:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[R] float64 in [0, 1) from `seeds` [R] uint64 and token `positions` [R] (splitmix64, Steele et al. 2014)."""
-    with np.errstate(over="ignore"):
-        counter = (positions.astype(np.uint64) + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15)
-        return (_mix(_mix(seeds.astype(np.uint64)) + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    """[R] float64 in [0, 1) from seeds [R] that `mixed` gave and token `positions` [R] (splitmix64, Steele et al. 2014)."""
+    counter = (positions.astype(np.uint64) + np.uint64(1)) * _STEP
+    return (mixed(seeds + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
-def _mix(z: np.ndarray) -> np.ndarray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+def mixed(z: np.ndarray) -> np.ndarray:
+    """[R] uint64 for as many: neighbours no longer have anything in common."""
+    z = (z ^ (z >> np.uint64(30))) * _FIRST
+    z = (z ^ (z >> np.uint64(27))) * _SECOND
     return z ^ (z >> np.uint64(31))
 
 

@@ -136,7 +136,8 @@ class Scheduler:
         budget = self._continue_prefill(chunks)
         self._admit(chunks, budget)
         slots = self._slots()
-        single = (self.length[slots] - self.computed[slots] == 1) & (self.length[slots] < self._limit[slots])
+        length = self.length[slots]
+        single = (length - self.computed[slots] == 1) & (length < self._limit[slots])
         if chunks:
             single &= ~np.isin(slots, [c.slot for c in chunks])
         singles = slots[single]
@@ -314,27 +315,31 @@ class Scheduler:
             slots.append(np.full(chunk.count, chunk.slot))
             positions.append(np.arange(chunk.start, chunk.start + chunk.count))
         slot, position = np.concatenate(slots), np.concatenate(positions)
-        pages = np.where(position < self._shared[slot], NULL_PAGE, self.table[slot, position // size])
-        last = [c for c in chunks if c.start + c.count == self.length[c.slot] and not self._probe[c.slot]]
-        decoding = np.flatnonzero(~self._probe[singles])
+        page, offset = np.divmod(position, size)
+        pages = np.where(position < self._shared[slot], NULL_PAGE, self.table[slot, page])
+        probing = self._probe[singles]
         probes = [c for c in chunks if self._probe[c.slot]]
-        for i in np.flatnonzero(self._probe[singles]).tolist():
-            probes.append(Chunk(int(singles[i]), int(lengths[i]) - 1, 1, i))
-        sample_rows = np.concatenate([decoding, np.array([c.row + c.count - 1 for c in last], np.int64)])
-        sample_slots = np.concatenate([singles[decoding], np.array([c.slot for c in last], np.int64)])
-        row_of = dict(zip(sample_slots.tolist(), sample_rows.tolist(), strict=True)) if self._twins else {}
-        twins = [(row_of[other.slot], twin.slot) for twin, other in self._twins]
-        sample_slots = np.concatenate([sample_slots, np.array([slot for _, slot in twins], np.int64)])
-        own = [(other.pages[twin.registered :], twin.pages[twin.registered :]) for twin, other in self._twins]
-        copies = [pair for pages in own for pair in zip(*pages, strict=True)]
+        probes += [Chunk(int(singles[i]), int(lengths[i]) - 1, 1, i) for i in np.flatnonzero(probing).tolist()]
+        sample_rows = np.flatnonzero(~probing)
+        sample_slots = singles[sample_rows]
+        if last := [c for c in chunks if c.start + c.count == self.length[c.slot] and not self._probe[c.slot]]:
+            sample_rows = np.concatenate((sample_rows, [c.row + c.count - 1 for c in last]))
+            sample_slots = np.concatenate((sample_slots, [c.slot for c in last]))
+        copies: list[tuple[int, int]] = []
+        if self._twins:
+            row_of = dict(zip(sample_slots.tolist(), sample_rows.tolist(), strict=True))
+            sample_rows = np.concatenate((sample_rows, [row_of[other.slot] for _, other in self._twins]))
+            sample_slots = np.concatenate((sample_slots, [twin.slot for twin, _ in self._twins]))
+            for twin, other in self._twins:
+                copies += zip(other.pages[twin.registered :], twin.pages[twin.registered :], strict=True)
         return Plan(
             singles=singles,
             lengths=lengths,
             chunks=chunks,
             tokens=self.tokens[slot, position].astype(np.int64),
             positions=position,
-            writes=pages.astype(np.int64) * size + position % size,
-            sample_rows=np.concatenate([sample_rows, np.array([row for row, _ in twins], np.int64)]),
+            writes=pages.astype(np.int64) * size + offset,
+            sample_rows=sample_rows,
             sample_slots=sample_slots,
             sample_positions=self.length[sample_slots],
             tenures=self._tenure[sample_slots],
