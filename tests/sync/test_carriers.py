@@ -23,7 +23,7 @@ from tidemill.protocols import PolicyMismatch
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.checkpoint import CheckpointSender
 from tidemill.sync.settings import SyncSettings
-from tidemill.sync.shared_memory import SharedMemorySender
+from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tidemill.types import Published, Version
 
 CARRIERS: dict[str, Callable[[Path], Sender]] = {
@@ -146,6 +146,23 @@ def test_names_shapes_and_dtypes_may_change_in_the_same_bytes(sender: Sender) ->
         published = send(sender, Version(step), whole(tensors))
         receiver = receiver or make_receiver(published.carrier)
         assert same(receive(published, receiver)[0], tensors), step
+
+
+def test_a_longer_manifest_does_not_cost_a_mapping(tmp_path: Path) -> None:
+    """The number of version 10 takes a byte more than that of 8, which the same slot held."""
+    sender, receiver = SharedMemorySender(tmp_path), SharedMemoryReceiver()
+    sizes, mappings = [], []
+    for step in range(7, 11):
+        tensors = weights(step)
+        published = send(sender, Version(step), whole(tensors))
+        for piece in receiver.receive(published):
+            assert torch.equal(piece.tensor, tensors[piece.name])
+        sizes.append(os.stat(published.location).st_size)
+        mappings.append(list(receiver._mappings.values())[-1])
+    assert sizes[3] > sizes[1], "no slot has grown"
+    assert mappings[0] is mappings[2] and mappings[1] is mappings[3] and mappings[0] is not mappings[1]
+    receiver.close()
+    sender.close()
 
 
 def test_the_version_before_stays_readable(sender: Sender) -> None:
