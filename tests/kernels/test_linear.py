@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tidemill.kernels import worth
 from tidemill.kernels.native import FLOATS, PAIRED, TILED, WIDENED, Native
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import word_sum
@@ -67,15 +68,23 @@ def test_products(
     assert torch.equal(alone, wide[:40]), "a row depends on its neighbours"
 
 
-@pytest.mark.parametrize("outputs, inputs", [(32, 32), (45, 96), (7, 64)])
-def test_packing(kernels: Native, dtype: torch.dtype, outputs: int, inputs: int) -> None:
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("outputs, inputs", [(32, 32), (45, 96), (7, 64), (160, 64)])
+def test_packing(
+    kernels: Native, dtype: torch.dtype, outputs: int, inputs: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The weights come back bit for bit, and the packed copy holds their words and zeros; a copy is made where one was."""
-    weight = torch.randn(outputs + 2, inputs + 4).to(dtype)[:outputs, :inputs]
-    packed = kernels.pack(weight)
-    one = torch.eye(inputs).to(dtype)
-    assert torch.equal(kernels.linear(one, packed, outputs), weight.T) and word_sum(packed) == word_sum(weight)
+    monkeypatch.setattr(worth, "BYTES", 0)
+    weight, one = torch.randn(outputs + 2, inputs + 4).to(dtype)[:outputs, :inputs], torch.eye(inputs).to(dtype)
     other = torch.randn(outputs, inputs).to(dtype)
-    assert kernels.pack(other, packed) is packed and torch.equal(kernels.linear(one, packed, outputs), other.T)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        packed = kernels.pack(weight)
+        assert torch.equal(kernels.linear(one, packed, outputs), weight.T) and word_sum(packed) == word_sum(weight)
+        assert kernels.pack(other, packed) is packed and torch.equal(kernels.linear(one, packed, outputs), other.T)
+    finally:
+        torch.set_num_threads(before)
 
 
 def test_nan_and_infinity_come_out(kernels: Native, dtype: torch.dtype) -> None:

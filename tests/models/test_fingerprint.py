@@ -7,6 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.kernels import worth
+from tidemill.kernels.library import native
 from tidemill.models import fingerprint as module
 from tidemill.models.fingerprint import Fingerprint, fingerprint, tensor_sums, word_sum
 from tidemill.models.slices import Slice
@@ -196,6 +198,28 @@ def test_words_come_with_the_sum(dtype: torch.dtype, compiled: bool, monkeypatch
         assert total.add(piece, words=True) == word_sum(piece.tensor)
         again = Fingerprint()
         assert again.add(piece) == 0 and again._sums == total._sums
+
+
+@pytest.mark.parametrize("threads", [2, 3, 7])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+def test_threads_that_share_a_sum(dtype: torch.dtype, threads: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of one run and of several, that begin and end anywhere; the formula in NumPy says what they sum up to."""
+    if native() is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setattr(worth, "BYTES", 0)
+    run = module._RUN
+    whole = (tensor_of((5 * run + 99,), torch.float32, 3) * 99).to(dtype)
+    for begin, end in ((0, len(whole)), (5, 6), (9, run + 9), (2 * run - 1, 4 * run + 1), (run, 4 * run), (3, 3)):
+        piece = Slice("w", tuple(whole.shape), (begin,), whole[begin:end])
+        with monkeypatch.context() as without:
+            without.setattr(module, "native", lambda: None)
+            expected = module._block_sum(piece, words=True)
+        torch.set_num_threads(threads)
+        try:
+            assert module._block_sum(piece, words=True) == expected
+            assert word_sum(piece.tensor) == expected[1]
+        finally:
+            torch.set_num_threads(1)
 
 
 @pytest.mark.gpu

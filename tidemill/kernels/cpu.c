@@ -68,8 +68,7 @@ void tidemill_sample(const float *logits, int n, int vocab, const float *sharpne
 
 /* ---- fingerprints ----------------------------------------------------------------------------------------------- */
 
-/* The sum of bytes as little-endian words of four, modulo 2^64; the last may be short. */
-uint64_t tidemill_word_sum(const char *bytes, int64_t n) {
+static uint64_t word_sum(const char *bytes, int64_t n) {
     uint64_t sum = 0;
     uint32_t word = 0;
     for (int64_t i = 0; i < n / 4; i++) {
@@ -79,6 +78,17 @@ uint64_t tidemill_word_sum(const char *bytes, int64_t n) {
     word = 0;
     memcpy(&word, bytes + n / 4 * 4, n % 4);
     return sum + word;
+}
+
+/* The sum of bytes as little-endian words of four, modulo 2^64; the last may be short. */
+uint64_t tidemill_word_sum(const char *bytes, int64_t n, int threads) {
+    uint64_t sum = 0;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int64_t from = n / 4 * part / threads * 4, to = part + 1 < threads ? n / 4 * (part + 1) / threads * 4 : n;
+        sum += word_sum(bytes + from, to - from);
+    }
+    return sum;
 }
 
 enum {
@@ -101,30 +111,45 @@ static uint64_t keyed(const char *elements, int width, const uint64_t *key, int6
             sum += element * key[i];
             seen += element;
         }
-    if (words) *words += width == 4 ? seen : tidemill_word_sum(elements, count * width);
+    if (words) *words += width == 4 ? seen : word_sum(elements, count * width);
     return sum;
 }
 
-/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] times
- * factors[i / run], which are counted from the run of `first`. Elements are unsigned and have `width` bytes. Where
- * `words` is given, it becomes the sum of their words, in the same pass over memory; `run` is a multiple of four. */
-uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t first, const uint64_t *keys, int64_t run,
-                            const uint64_t *factors, uint64_t *words) {
-    const char *bytes = elements;
-    uint64_t total = 0, seen = 0;
-    uint64_t *here = words && first * width % 4 == 0 ? &seen : NULL; /* then every part begins with a word */
-    for (int64_t at = 0; at < n;) {
+/* Of `tidemill_keyed_sum`, elements [at, end), in one thread. To `words` is added the sum of theirs. */
+static uint64_t keyed_runs(const char *bytes, int width, int64_t at, int64_t end, int64_t first, const uint64_t *keys,
+                           int64_t run, const uint64_t *factors, uint64_t *words) {
+    uint64_t total = 0;
+    factors += (first + at) / run - first / run;
+    for (const int64_t n = end; at < n;) {
         const int64_t begin = (first + at) % run, count = n - at < run - begin ? n - at : run - begin;
         const int64_t whole = begin ? 0 : (n - at) / run, runs = whole < 1 ? 1 : whole < TOGETHER ? whole : TOGETHER;
         uint64_t sums[TOGETHER] = {0};
         for (int64_t i = 0; i < count; i += PART) {
             const int64_t part = count - i < PART ? count - i : PART;
             for (int64_t r = 0; r < runs; r++)
-                sums[r] += keyed(bytes + (at + r * run + i) * width, width, keys + begin + i, part, here);
+                sums[r] += keyed(bytes + (at + r * run + i) * width, width, keys + begin + i, part, words);
         }
         for (int64_t r = 0; r < runs; r++) total += sums[r] * *factors++;
         at += runs * count;
     }
-    if (words) *words = here ? seen : tidemill_word_sum(bytes, n * width);
+    return total;
+}
+
+/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] times
+ * factors[i / run], which are counted from the run of `first`. Elements are unsigned and have `width` bytes. Where
+ * `words` is given, it becomes the sum of their words, in the same pass over memory; `run` is a multiple of four. */
+uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t first, const uint64_t *keys, int64_t run,
+                            const uint64_t *factors, uint64_t *words, int threads) {
+    const int64_t runs = n ? (first + n - 1) / run - first / run + 1 : 0;
+    const int whole = words && first * width % 4 == 0; /* then every part of a run begins with a word */
+    uint64_t total = 0, seen = 0;
+    if (threads > runs) threads = runs;
+#pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total, seen) if (threads > 1)
+    for (int part = 0; part < threads; part++) { /* of a run each has all or nothing */
+        const int64_t before = runs * part / threads * run - first % run, after = runs * (part + 1) / threads * run - first % run;
+        const int64_t from = before < 0 ? 0 : before, to = after < n ? after : n;
+        total += keyed_runs(elements, width, from, to, first, keys, run, factors, whole ? &seen : NULL);
+    }
+    if (words) *words = whole ? seen : tidemill_word_sum(elements, n * width, threads);
     return total;
 }

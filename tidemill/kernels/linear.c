@@ -340,9 +340,19 @@ INLINE void pack(int32_t *packed, const char *weight, int64_t bytes, int outputs
         }
 }
 
-void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs, int inputs, int narrow) {
-    if (narrow) pack(packed, weight, stride * 2, outputs, inputs / 2, 1);
-    else pack(packed, weight, stride * 4, outputs, inputs, 0);
+void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs, int inputs, int narrow, int threads) {
+    const int blocks = (outputs + BLOCK - 1) / BLOCK, units = narrow ? inputs / 2 : inputs;
+    const int64_t bytes = stride * (narrow ? 2 : 4);
+    if (threads > blocks) threads = blocks;
+#pragma omp parallel for num_threads(threads) schedule(static) if (threads > 1)
+    for (int part = 0; part < threads; part++) {
+        const int first = (int64_t)blocks * part / threads * BLOCK, end = (int64_t)blocks * (part + 1) / threads * BLOCK;
+        int32_t *to = (int32_t *)packed + (int64_t)first * units;
+        const char *from = (const char *)weight + first * bytes;
+        const int rows = (end < outputs ? end : outputs) - first;
+        if (narrow) pack(to, from, bytes, rows, units, 1);
+        else pack(to, from, bytes, rows, units, 0);
+    }
 }
 
 /* 0, or 1 when there is no memory. */

@@ -36,11 +36,11 @@ _SIGNATURES: dict[str, tuple[type | None, list[type]]] = {
     "tidemill_gate_back": (None, [_Pointer, _Int, _Pointer, _Pointer] + [_Int] * 4),
     "tidemill_sample": (None, [_Pointer, _Int, _Int, _Pointer, _Pointer, _Pointer, _Pointer, _Pointer, _Int]),
     "tidemill_sequences": (_Int, [_Pointer, _Pointer, _Int]),
-    "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer]),
-    "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long]),
+    "tidemill_keyed_sum": (ctypes.c_uint64, [_Pointer, _Int, _Long, _Long, _Pointer, _Long, _Pointer, _Pointer, _Int]),
+    "tidemill_word_sum": (ctypes.c_uint64, [_Pointer, _Long, _Int]),
     "tidemill_multiplies": (_Int, [_Int]),
     "tidemill_pairs_are_quick": (_Int, []),
-    "tidemill_pack": (None, [_Pointer, _Pointer, _Long] + [_Int] * 3),
+    "tidemill_pack": (None, [_Pointer, _Pointer, _Long] + [_Int] * 4),
     "tidemill_outer": (_Int, [_Pointer, _Long, _Pointer, _Long, _Pointer] + [_Int] * 4),
     "tidemill_linear": (_Int, [_Pointer, _Long, _Pointer, _Pointer, _Pointer] + [_Int] * 6),
 }
@@ -265,7 +265,8 @@ class Native:
         assert self.packs(weight) and weight.stride(1) == 1 and packed.is_contiguous() and packed.dtype == weight.dtype
         assert packed.numel() == -(-n // BLOCK) * BLOCK * k
         self._library.tidemill_pack(
-            *(packed.data_ptr(), weight.data_ptr(), weight.stride(0), n, k, weight.dtype == torch.bfloat16)
+            *(packed.data_ptr(), weight.data_ptr(), weight.stride(0), n, k, weight.dtype == torch.bfloat16),
+            threads_for(weight.nbytes, worth.BYTES),
         )
         return packed
 
@@ -349,13 +350,14 @@ class Native:
         total = self._library.tidemill_keyed_sum(
             *(elements.data_ptr(), width, n, first, keys.data_ptr(), run, factors.data_ptr()),
             ctypes.addressof(found) if words else None,
+            threads_for(elements.nbytes, worth.BYTES),
         )
         return total, found.value
 
     def word_sum(self, tensor: Tensor) -> int:
         """Of a dense tensor's bytes as little-endian words of four, modulo 2^64; the last may be short."""
         assert tensor.is_contiguous()
-        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes)
+        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes, threads_for(tensor.nbytes, worth.BYTES))
 
 
 def _shares(rows: int) -> int:

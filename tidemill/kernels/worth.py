@@ -7,6 +7,7 @@ import torch
 ROWS = 16  # of a norm, a rotation, a gate, a softmax
 MULTIPLICATIONS = 1 << 22  # of a product
 QUERY_NUMBERS = 1 << 14  # of attention in a packed batch
+BYTES = 1 << 18  # that are summed up or packed
 LAYER_BYTES = 16 << 20  # where no layer is larger, a thread reads it sooner than it would meet the others five times
 PASS_ROWS = 24  # a thread: with as many, multiplying by larger layers takes longer than reading them
 

@@ -10,7 +10,7 @@ from torch import Tensor
 T = TypeVar("T")
 Work: TypeAlias = Generator[None, None, T]  # each step of it is a piece; what it returns is the result
 
-PIECE_BYTES = 1 << 20  # to copy, to sum up or to pack them takes 0.1 to 0.3 ms
+PIECE_BYTES = 1 << 21  # to copy, to sum up or to pack them takes 0.1 to 0.4 ms
 DEVICE_PIECE_BYTES = 8 << 20  # steps that run beside them wait for large ones: see `docs/performance.md`, "On a CUDA device"
 ROWS = 32  # a piece has a multiple: packed matrices are made of so many, and four rows of anything are whole words
 
