@@ -24,20 +24,17 @@ from typing import Any
 import psutil
 import torch
 from harness import System, ratio, save, spread, table, turns, wait_until_quiet
-from workloads import SIZES
+from systems.step_task import alphabet
+from workloads import SIZES, VOCAB
 
 from tidemill.models.fresh import fresh_model
 
 GROUPS, SAMPLES, PROMPT, TOKENS = 16, 8, 64, 128
-CHARACTERS = {"XL": 15_000}  # else 500: as many tokens as the other benchmarks' models know
+SPECIAL = 3  # tokens of a vocabulary that are no characters
 MICRO_BATCH = {"S": 1152}  # tokens: two of half a group; else two of a group
 TARGET, TARGET_MEMORY = 3.5, 0.6
 SAMPLED_S = 0.25  # between two questions for what is resident
 MORE, LOOK_S = 1.002, 3.0  # so much more than before is worth a look, or so much time
-
-
-def alphabet(size: str) -> str:
-    return "".join(chr(0x4E00 + i) for i in range(CHARACTERS.get(size, 500)))
 
 
 class Memory:
@@ -89,7 +86,7 @@ def _pss(process: psutil.Process) -> int:
 
 
 def make_model(folder: Path, size: str) -> None:
-    fresh_model(folder, alphabet=alphabet(size), context=512, **SIZES[size])
+    fresh_model(folder, alphabet=alphabet(VOCAB[size] - SPECIAL), context=512, **SIZES[size])
     for name in ("config.json", "generation_config.json"):  # nothing ends a reply before its length
         path = folder / name
         path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": None}))
@@ -97,7 +94,7 @@ def make_model(folder: Path, size: str) -> None:
 
 def systems_for(model: Path, size: str, dtype: str, args: argparse.Namespace) -> list[System]:
     work = {"model": str(model), "dtype": dtype, "groups": GROUPS, "samples": SAMPLES, "tokens": TOKENS}
-    work |= {"prompt": PROMPT, "alphabet": alphabet(size), "device": args.device}
+    work |= {"prompt": PROMPT, "characters": VOCAB[size] - SPECIAL, "device": args.device}
     shared = {"HF_HUB_OFFLINE": "1"}
     theirs = shared | {"OMP_NUM_THREADS": str(args.threads)}
     of_trl: dict[str, dict[str, Any]] = {}
@@ -125,7 +122,7 @@ def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, An
         systems = [system for system in every if system.name.partition(",")[0] not in args.without]
         for system in systems:
             stack.enter_context(system)
-            about[f"{system.name} {dtype}"] = system.about | {k: v for k, v in system.given.items() if k != "alphabet"}
+            about[f"{system.name} {dtype}"] = system.about | system.given
         wait_until_quiet()
         for number in range(args.repeats + 1):
             for system in turns(systems, number):

@@ -8,24 +8,25 @@ import numpy as np
 import torch
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.fresh import Size, architecture
+from tidemill.models.fresh import Size, architecture, head_dim
 from tidemill.models.weights import save_folder
 
 SIZES: dict[str, Size] = {
     "S": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 768},
     "M": {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
-    "XL": {"layers": 28, "hidden": 1024, "heads": 8, "kv_heads": 4, "intermediate": 3072},  # for a GPU
     "L": {"layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 2816},
+    # Qwen3's own, for a GPU:
+    "0.6B": {"layers": 28, "hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 3072, "head_dim": 128},
+    "1.7B": {"layers": 28, "hidden": 2048, "heads": 16, "kv_heads": 8, "intermediate": 6144, "head_dim": 128},
 }
-VOCAB = {"S": 512, "M": 512, "L": 8192, "XL": 15_004}
+VOCAB = {"S": 512, "M": 512, "L": 8192, "0.6B": 151_936, "1.7B": 151_936}
 NO_ENDS = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 
 
 def kv_mb(size: str, dtype: str, tokens: int) -> int:
     """MiB that the keys and values of so many tokens take."""
     shape = SIZES[size]
-    head = shape["hidden"] // shape["heads"]
-    each = shape["layers"] * shape["kv_heads"] * 2 * head * getattr(torch, dtype).itemsize
+    each = shape["layers"] * shape["kv_heads"] * 2 * head_dim(shape) * getattr(torch, dtype).itemsize
     return -(-tokens * each >> 20)
 
 

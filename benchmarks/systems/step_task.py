@@ -9,9 +9,14 @@ import random
 import zlib
 
 
-def prompt_texts(alphabet: str, count: int, length: int, seed: int) -> list[str]:
-    rng = random.Random(seed)
-    return ["".join(rng.choices(alphabet, k=length)) for _ in range(count)]
+def alphabet(characters: int) -> str:
+    """So many, each a token of its own."""
+    return "".join(chr(0x10000 + i) for i in range(characters))
+
+
+def prompt_texts(characters: int, count: int, length: int, seed: int) -> list[str]:
+    rng, letters = random.Random(seed), alphabet(characters)
+    return ["".join(rng.choices(letters, k=length)) for _ in range(count)]
 
 
 def score(completion: str) -> float:
@@ -21,5 +26,5 @@ def score(completion: str) -> float:
 def tasks(split: str) -> list[dict[str, str]]:
     """Tidemill's rows: what they are made of comes with the environment."""
     given = json.loads(os.environ["STEP_TASK"])
-    texts = prompt_texts(given["alphabet"], 4096, given["prompt"], seed=0 if split == "train" else 1)
+    texts = prompt_texts(given["characters"], 4096, given["prompt"], seed=0 if split == "train" else 1)
     return [{"prompt": text} for text in (texts if split == "train" else texts[:16])]

@@ -19,7 +19,7 @@ import tidemill
 
 FILLING = 3  # steps at the beginning of a run that are not counted, at least
 wanted = given()
-os.environ["STEP_TASK"] = json.dumps({"alphabet": wanted["alphabet"], "prompt": wanted["prompt"]})
+os.environ["STEP_TASK"] = json.dumps({"characters": wanted["characters"], "prompt": wanted["prompt"]})
 
 
 def answer(steps: int) -> dict:

@@ -77,7 +77,7 @@ with tempfile.TemporaryDirectory() as folder:
         disable_tqdm=True,
         seed=0,
     )
-    texts = prompt_texts(wanted["alphabet"], 4096, wanted["prompt"], seed=0)
+    texts = prompt_texts(wanted["characters"], 4096, wanted["prompt"], seed=0)
     dataset = Dataset.from_dict({"prompt": texts})
     trainer = GRPOTrainer(
         model=model,

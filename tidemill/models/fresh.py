@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import TypedDict
+from typing import NotRequired, TypedDict
 
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import character_tokenizer
@@ -21,6 +21,7 @@ class Size(TypedDict):
     heads: int
     kv_heads: int
     intermediate: int
+    head_dim: NotRequired[int]  # else hidden / heads
 
 
 SIZES: dict[str, Size] = {  # parameters with an alphabet of 61 characters (64 tokens)
@@ -39,6 +40,7 @@ def fresh_model(
     heads: int,
     kv_heads: int,
     intermediate: int,
+    head_dim: int | None = None,
     context: int = 512,
     seed: int = 0,
     lowercase: bool = False,
@@ -52,14 +54,16 @@ def fresh_model(
 
     from tidemill.models.weights import empty_decoder, save_folder
 
-    if hidden % heads or heads % kv_heads or (hidden // heads) % 2:
+    if heads % kv_heads or (head_dim or hidden // heads) % 2 or (head_dim is None and hidden % heads):
         raise ValueError(
-            f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}: expected hidden = heads * an even number, "
-            "and heads a multiple of kv_heads"
+            f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}: expected hidden = heads * an even "
+            "number, or an even head_dim, and heads a multiple of kv_heads"
         )
     tokenizer = character_tokenizer(alphabet, lowercase=lowercase)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     sizes = Size(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
+    if head_dim is not None:
+        sizes["head_dim"] = head_dim
     arch = architecture(sizes, vocab=len(tokenizer), context=context, ends=ends)
     decoder = empty_decoder(arch)
     decoder.initialise(torch.Generator().manual_seed(derive_seed(seed, "fresh model")))
@@ -71,6 +75,10 @@ def fresh_model(
         (Path(companions) / "generation_config.json").write_text(json.dumps(ends | {"do_sample": True}) + "\n")
         save_folder(decoder, folder, tokenizer_from=companions, dtype=torch.float32)
     return arch
+
+
+def head_dim(sizes: Size) -> int:
+    return sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
 
 
 def architecture(sizes: Size, *, vocab: int, context: int, ends: dict[str, int | None]) -> Architecture:
@@ -85,7 +93,7 @@ def architecture(sizes: Size, *, vocab: int, context: int, ends: dict[str, int |
             "num_hidden_layers": sizes["layers"],
             "num_attention_heads": sizes["heads"],
             "num_key_value_heads": sizes["kv_heads"],
-            "head_dim": sizes["hidden"] // sizes["heads"],
+            "head_dim": head_dim(sizes),
             "hidden_act": "silu",
             "max_position_embeddings": context,
             "rms_norm_eps": 1e-6,
