@@ -129,6 +129,10 @@ def measure(size: str, dtype: str, args: argparse.Namespace, about: dict[str, An
                 with Memory(system.pid) as memory:
                     answer = system.ask(steps=args.steps if number else 1)
                 peaks[system.name] = max(peaks.get(system.name, 0), memory.peak)
+                print(
+                    f"{system.name}: {answer['tokens'] / answer['seconds']:,.0f} tok/s, {memory.peak / 1e6:,.0f} MB",
+                    flush=True,
+                )
                 if number:
                     answers.setdefault(system.name, []).append(answer)
     speeds = {name: [each["tokens"] / each["seconds"] for each in found] for name, found in answers.items()}
