@@ -143,7 +143,8 @@ async def test_weights_that_change_behind_the_commit_end_the_engine(dtype, monke
 def test_the_head_of_other_weights_is_noticed_in_low_precision_too():
     receiver, model = MemoryReceiver(), decoder(dtype=torch.bfloat16)
     published = receiver.publish(1, decoder(seed=1), torch.bfloat16)
-    old, under_test = serve(model, Version(0), pack=True), Staging(receiver, pack=True)
+    old = serve(model, Version(0), pack=True)
+    under_test = Staging(receiver, old, pack=True)
     staged = at_once(under_test.stage(published, old))
     at_once(under_test.prove(staged, published.version))
     staged.head = old.head
@@ -154,7 +155,8 @@ def test_the_head_of_other_weights_is_noticed_in_low_precision_too():
 def test_decoding_with_other_weights_is_noticed():
     receiver, model = MemoryReceiver(), decoder()
     published = receiver.publish(1, decoder(seed=1))
-    old, under_test = serve(model, Version(0), pack=True), Staging(receiver, pack=True)
+    old = serve(model, Version(0), pack=True)
+    under_test = Staging(receiver, old, pack=True)
     staged = at_once(under_test.stage(published, old))
     if staged.decoding is None:
         pytest.skip("nothing is packed on this processor")
@@ -169,8 +171,9 @@ def test_decoding_with_other_weights_is_noticed():
 def test_a_packed_copy_that_is_not_its_weights_is_noticed(dtype, name):
     receiver, model = MemoryReceiver(), decoder(dtype=dtype)
     published = receiver.publish(1, decoder(seed=1), dtype)
-    under_test = Staging(receiver, pack=True)
-    staged = at_once(under_test.stage(published, serve(model, Version(0), pack=True)))
+    serving = serve(model, Version(0), pack=True)
+    under_test = Staging(receiver, serving, pack=True)
+    staged = at_once(under_test.stage(published, serving))
     packed = {name: packed for name, _, packed in staged.decoder.packed()}[name]
     names = {"layers.1.qkv": "model.layers.1.self_attn.q_proj.weight, ", "layers.0.down": "model.layers.0.mlp.down_proj"}
     what = names.get(name, "(the head, |lm_head)")

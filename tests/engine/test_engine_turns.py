@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts
 from tidemill.engine import turns
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.turns import SHARE, TURN_S, in_turns
-from tidemill.engine.weights import Staging
+from tidemill.engine.weights import Staging, serve
 from tidemill.models import fingerprint, linear, pieces, served
 from tidemill.models.decoder import Decoder
 from tidemill.models.pieces import Work, at_once, by_rows
@@ -161,13 +162,26 @@ def test_every_pass_over_a_large_tensor_is_cut(monkeypatch):
     watch(torch, "equal", lambda one, other: one.nbytes)
     if (compiled := linear.native()) is not None:
         watch(type(compiled), "pack", lambda self, weight, into=None: weight.nbytes)
-    staging = Staging(receiver, pack=True)
+    staging = Staging(receiver, serving, pack=True)
     staged = at_once(staging.stage(published, serving))
     at_once(staging.prove(staged, published.version))
     rows = 32 * model.layers[0].down.in_features * 4  # type: ignore[union-attr]
     assert {"_block_sum", "word_bits", "copy_", "equal"} <= set(largest)
     assert max(largest.values()) <= max(limit, rows) < max(p.nbytes for p in model.parameters()), largest
     assert staged.version == published.version
+
+
+def test_an_engine_has_the_memory_of_its_next_version_from_the_beginning():
+    """To get it page by page takes the system several times as long as to fill it again."""
+    arch = replace(BASE, vocab=20_000, hidden=256)  # an embedding of 20 MB, and its copy
+    receiver, model = MemoryReceiver(), decoder(arch, seed=1)
+    published, serving = receiver.publish(1, model), serve(decoder(arch), Version(0), pack=True)
+    staging = Staging(receiver, serving, pack=True)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    staged = at_once(staging.stage(published, serving))
+    pages = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) * resource.getpagesize()
+    assert staged.version == published.version
+    assert pages < sum(p.nbytes for p in model.parameters()) / 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -90,6 +90,7 @@ class NativeEngine:
         weights = serve(decoder, version, pack)
         if settings.batch_invariant:
             check_machine(weights, settings.page_size)
+        staging = None if receiver is None else Staging(receiver, weights, pack)
         self._pages = _pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
         self._scheduler = Scheduler(
@@ -103,7 +104,7 @@ class NativeEngine:
         self._activity, self._cores = Activity(), cores or Cores()
         self._updates = Updates(
             weights,
-            Staging(receiver, pack) if receiver is not None else None,
+            staging,
             self._scheduler,
             self._activity,
             name=name,

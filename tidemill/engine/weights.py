@@ -68,10 +68,11 @@ def _serving(decoder: Decoder, version: Version, pack: bool) -> Work[Weights]:
 class Staging:
     """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back."""
 
-    def __init__(self, receiver: Receiver, pack: bool) -> None:
+    def __init__(self, receiver: Receiver, serving: Weights, pack: bool) -> None:
         self._receiver, self._pack = receiver, pack
-        self._spare: Decoder | None = None
-        self._uploads: Uploads | None = None  # to a device
+        self._spare = _spare_of(serving.decoder, pack)
+        device = serving.decoder.embed.weight.device
+        self._uploads = Uploads(device) if device.type == "cuda" else None
         self._proven: tuple[Version, dict[str, int]] | None = None  # what was staged last: its version and its words
 
     def stage(self, published: Published, serving: Weights) -> Work[Weights]:
@@ -83,11 +84,6 @@ class Staging:
 
     def _stage(self, published: Published, serving: Weights) -> Work[Weights]:
         version = published.version
-        if self._spare is None:
-            weight = serving.decoder.embed.weight
-            self._spare = empty_decoder(serving.decoder.arch, weight.dtype, weight.device).requires_grad_(False)
-            if weight.is_cuda:
-                self._uploads = Uploads(weight.device)
         totals: dict[str, int | None] = {}
         try:
             yield from loading(self._spare, _noting(self._receiver.receive(published), totals), self._uploads)
@@ -123,6 +119,18 @@ class Staging:
 
     def close(self) -> None:
         self._receiver.close()
+
+
+def _spare_of(decoder: Decoder, pack: bool) -> Decoder:
+    """One like it, all zeros. Every byte is written, copies included, so that its memory is here: to get it page by page
+    takes several times as long as to write it again, which would be the first update's time."""
+    weight = decoder.embed.weight
+    spare = empty_decoder(decoder.arch, weight.dtype, weight.device).requires_grad_(False)
+    for parameter in spare.parameters():
+        parameter.zero_()
+    if pack:
+        at_once(spare.packing())
+    return spare
 
 
 @contextmanager
