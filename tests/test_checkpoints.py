@@ -7,7 +7,9 @@ import contextlib
 import errno
 import json
 import os
+import random
 import shutil
+import threading
 import tracemalloc
 from hashlib import blake2b
 from pathlib import Path
@@ -165,7 +167,7 @@ DAMAGE = {
         "manifest.json is damaged",
     ),
     "other step": (lambda f: edit(f, lambda t: t.update(step=7)), "is that of step 7"),
-    "other format": (lambda f: edit(f, lambda t: t.update(format=2)), r"\$.format"),
+    "other format": (lambda f: edit(f, lambda t: t.update(format=1)), r"\$.format"),
     "other field": (lambda f: edit(f, lambda t: t.update(more=1)), "unknown field"),
     "negative": (lambda f: edit(f, lambda t: t.update(next_id=-1)), "next_id"),
     "no files": (lambda f: edit(f, lambda t: t.update(files={})), "files"),
@@ -347,6 +349,28 @@ async def test_a_cancelled_write_has_ended_when_it_is_left_and_publishes_nothing
     with pytest.raises(asyncio.CancelledError):
         await writing
     assert len(reads) == 1 and place.names() == ["step-000001.partial"] and not place.ledger.events("checkpoint")
+
+
+@pytest.mark.parametrize("cores", [1, 2, 9])
+@pytest.mark.parametrize("size", [0, 1, 4095, 4096, 4097, 20_000])
+def test_a_hash_is_of_every_byte_of_every_part_in_order(tmp_path, monkeypatch, cores, size):
+    monkeypatch.setattr(checkpoint_manifest, "_PART", 4096)
+    monkeypatch.setattr(checkpoint_manifest, "_CHUNK", 1000)
+    monkeypatch.setattr(checkpoint_manifest, "usable_cores", lambda: cores)
+    file, contents = tmp_path / "file", random.Random(0).randbytes(size)
+    file.write_bytes(contents)
+    parts = [contents[i : i + 4096] for i in range(0, size, 4096)]
+    each = [blake2b(part, digest_size=32).digest() for part in parts]
+    assert checkpoint_manifest._digest(file) == blake2b(b"".join(each), digest_size=32).hexdigest()
+
+
+def test_a_hash_of_many_parts_is_given_up(tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint_manifest, "_PART", 4096)
+    (tmp_path / "file").write_bytes(bytes(20_000))
+    stop = threading.Event()
+    stop.set()
+    with pytest.raises(InterruptedError, match="stopped"):
+        checkpoint_manifest._digest(tmp_path / "file", stop)
 
 
 # --- any manifest whatever ------------------------------------------------------------------------------------------------

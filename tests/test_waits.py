@@ -213,6 +213,8 @@ class _Waits(ast.NodeVisitor):
             return "" if re.search(r"WNOHANG|blocking=False|acquire\(False\)", text) else name
         if last == "poll" and re.search(r"proc|child|popen", name):
             return ""  # a look at a process
+        if last == "shutdown" and "wait=False" in text:
+            return ""
         if last in EMPTY and isinstance(node.func, ast.Attribute) and not timeout:
             return name if not node.args or ast.unparse(node.args[0]) in ("None", "True") else ""
         return ""
@@ -342,6 +344,7 @@ sys.stdin.read()
 self._process.stdout.readline()
 for line in sys.stdin: pass
 context.term()
+pool.shutdown()
 torch.cuda.synchronize()
 torch.distributed.barrier()
 torch.distributed.init_process_group("gloo")
@@ -367,6 +370,7 @@ with open(path) as file: file.read()
 table.get(key); ", ".join(names); os.path.join(a, b)
 task.result()
 self._process.poll()
+pool.shutdown(wait=False)
 subprocess.run(command, timeout=5)
 process.wait(timeout=5)
 process.wait(5)

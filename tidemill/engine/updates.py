@@ -93,7 +93,7 @@ class Updates:
                 self._staging.close()
                 self._staging = None
         if self._tells_device is not None:
-            self._tells_device.shutdown(wait=False)  # bounded: it does not wait
+            self._tells_device.shutdown(wait=False)
 
     def _check_forward(self, new: Version) -> None:
         now = self.weights.version
