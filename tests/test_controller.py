@@ -14,6 +14,7 @@ from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
 from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, RunFailed, Schedule
+from tidemill.observability.waits import open_waits
 from tidemill.protocols import PolicyMismatch
 from tidemill.types import Finish, Group, InfraError, Score, Task, TrainResult, Trajectory, Version
 
@@ -141,6 +142,7 @@ class Silent:
     async def trained(self, step, groups, samples, result, metrics) -> None: ...
     def published(self, version: Version) -> None: ...
     def evaluated(self, step: int, results) -> None: ...
+    def saving(self, step: int) -> None: ...
 
 
 def controller(
@@ -299,6 +301,41 @@ def test_checkpoints_are_written_beside_the_next_steps_one_at_a_time_and_all_bef
     at_once = seconds(0)
     assert seconds(15) == at_once, "nobody waits for one that is written within two steps"
     assert seconds(500) >= at_once + 1500, "one that takes longer is waited for: by the next one, and by the end"
+
+
+@pytest.mark.parametrize("write_s, said", [(0.5, []), (500, [4])])
+def test_it_is_said_what_an_end_waits_for(write_s, said):
+    world, heard, waits = World(write_s=write_s), [], []
+    run = controller(world, steps=4, batch=2, max_lag=1, checkpoint_every=2)
+
+    class Hears(Silent):
+        def saving(self, step: int) -> None:
+            heard.append(step)
+            waits.extend((wait.peer, wait.what) for wait in open_waits())
+
+    run.observer = Hears()
+    run_virtually(run.run())
+    assert heard == said and world.saved == [2, 4] and not open_waits()
+    assert waits == [("the disk", "checkpoint of step 4")] * len(said)
+
+
+def test_nothing_is_said_after_a_failed_end():
+    world, heard = World(write_s=32, broken=True), []  # a second after the last evaluation
+    run = controller(world, steps=1, batch=1, max_lag=0)
+
+    class Hears(Silent):
+        def saving(self, step: int) -> None:
+            heard.append(step)
+
+    run.observer = Hears()
+
+    async def and_on() -> None:
+        with pytest.raises(OSError, match="the disk is full"):
+            await run.run()
+        await asyncio.sleep(60)
+
+    run_virtually(and_on())
+    assert not heard
 
 
 def test_a_checkpoint_that_cannot_be_written_ends_the_run_before_the_next_ones():

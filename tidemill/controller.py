@@ -31,6 +31,7 @@ from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Traine
 from tidemill.types import Array, Group, Metrics, Sample, Task, TrainResult, Version
 
 ROLE = "controller"  # of this process, to faults
+PATIENCE_S = 3.0  # with the last checkpoint, until it is said what the run waits for
 
 
 class Observer(Protocol):
@@ -43,6 +44,9 @@ class Observer(Protocol):
     ) -> None: ...
     def published(self, version: Version) -> None: ...
     def evaluated(self, step: int, results: Metrics) -> None: ...
+    def saving(self, step: int) -> None:
+        """All is trained, and the run waits until the checkpoint of this step is written."""
+        ...
 
 
 class RunFailed(RuntimeError):
@@ -119,6 +123,11 @@ class Controller:
                 done = await self._train(group, publishing)
                 for worker in workers:
                     worker.cancel()
+                said = asyncio.get_running_loop().call_later(PATIENCE_S, self.observer.saving, done)
+                try:
+                    await self._written()
+                finally:
+                    said.cancel()
         except BaseExceptionGroup as failures:
             raise first_cause(failures) from failures
         return done
@@ -289,11 +298,16 @@ class Controller:
         self._saved = step
         faults.reach(ROLE, "checkpoint", step)
         if self.hooks.checkpoint:
+            await self._written()
             with self.timeline.phase("checkpoint"):
-                if self._saving:
-                    await asyncio.wait({self._saving})  # bounded: its call of the trainer has a deadline
                 write = await self.hooks.checkpoint(step, self.buffer.next_id)
-            self._saving = tasks.create_task(write, name=f"checkpoint-{step}")
+            self._saving = tasks.create_task(write, name=f"checkpoint of step {step}")
+
+    async def _written(self) -> None:
+        """The checkpoint that was begun last."""
+        if self._saving:
+            with self.timeline.phase("checkpoint"), waiting("the disk", self._saving.get_name()):
+                await asyncio.wait({self._saving})  # bounded: its call of the trainer has a deadline
 
     def _due(self, step: int, every: int) -> bool:
         return every > 0 and step % every == 0

@@ -178,6 +178,9 @@ class Monitor:
         self._sinks.log(step, {f"eval/{name}": value for name, value in results.items()})
         self._display.evaluated(step, results)
 
+    def saving(self, step: int) -> None:
+        self._display.note(f"step {step} was the last one: its checkpoint is being written")
+
     async def probe(
         self, served: Version, samples: Sequence[Sample], logprobs: Sequence[Array], pool: EnginePool
     ) -> LogprobGap:
