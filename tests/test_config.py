@@ -90,6 +90,8 @@ def test_mistakes_get_one_sentence(overrides, message):
 def test_missing_and_broken_files(tmp_path):
     with pytest.raises(ConfigError, match="does not exist"):
         load(Run, [tmp_path / "none.toml"])
+    with pytest.raises(ConfigError, match="is a folder: give the path of a TOML file"):
+        load(Run, [tmp_path])
     (tmp_path / "bad.toml").write_text("model = \n")
     with pytest.raises(ConfigError, match="not readable as TOML"):
         load(Run, [tmp_path / "bad.toml"])

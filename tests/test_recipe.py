@@ -31,6 +31,19 @@ def test_short_forms_and_overrides_into_them():
     assert load("algorithm.advantage=remax").algorithm == load("algorithm=grpo", "algorithm.advantage=remax").algorithm
 
 
+@pytest.mark.parametrize("home", [home for home in RunConfig.called_elsewhere.values() if "'" in home])
+def test_names_from_elsewhere_lead_to_keys_that_are_there(home):
+    for key in re.findall("'(.*?)'", home):
+        with pytest.raises(ConfigError) as error:
+            load(f"{key}=[[]]")
+        assert "unknown key" not in str(error.value) and key in str(error.value)
+
+
+@pytest.mark.parametrize("home", [home for home in RunConfig.called_elsewhere.values() if "'" not in home])
+def test_tables_that_names_from_elsewhere_lead_to_are_taken(home):
+    load(home.replace(" = ", "=", 1))
+
+
 def test_every_recipe_takes_the_plain_keys():
     config = load("run_dir=a", "seed=3", "steps=4", "max_lag=2", "model=new:2m", "env=reasoning_gym:gcd", "algorithm=rloo")
     assert (config.run_dir, config.seed, config.steps, config.max_lag) == (Path("a"), 3, 4, 2)
@@ -50,6 +63,10 @@ def test_a_resolved_recipe_reads_back_as_itself():
         ("algorithm=gropo", "did you mean 'grpo'"),
         ("env=gess", "did you mean 'guess'"),
         ("max_lagg=2", "did you mean 'max_lag'"),
+        ("max_tokens=9", "unknown key 'max_tokens'; here it is 'rollout.max_tokens'"),
+        ("placement.device=cuda", "'placement.device'; here it is 'engine.device' or 'trainer.device'"),
+        ("trainer.learning_rate=3", "here it is 'trainer.lr'"),
+        ("trainer.beta=0.1", r"here it is algorithm.reference = \{ kl"),
         ("steps=0", "steps = 0"),
         ("placement=ray", "placement.kind = 'ray'"),
         ("trainer.lr=fast", "trainer.lr = 'fast'"),

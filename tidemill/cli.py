@@ -21,6 +21,21 @@ RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder")]
 AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines, and nothing else")]
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"tidemill {version('tidemill')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="the version", is_eager=True, callback=_print_version)] = False,
+) -> None:
+    pass
+
+
 @app.command()
 def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Teach a small model, made here, to spell words backward: the whole system in minutes."""
@@ -205,8 +220,12 @@ def serve(
 
 def _tell(error: Exception) -> None:
     """What happened, as the last line; what is known beside it (the end of a log, a traceback from elsewhere) before it."""
+    from tidemill.errors import ConfigError
+    from tidemill.protocols import TrainingDiverged
+
     first, *rest = str(error).splitlines() or [type(error).__name__]
-    for line in [*rest, *getattr(error, "__notes__", ())]:
+    plain = isinstance(error, (ConfigError, TrainingDiverged))  # they say all there is, wherever they come from
+    for line in rest if plain else [*rest, *getattr(error, "__notes__", ())]:
         print(line, file=sys.stderr)
     print(f"error: {first}", file=sys.stderr)
 
@@ -224,6 +243,6 @@ def main() -> None:
     except KNOWN as error:
         _tell(error)
         sys.exit(1)
-    except (KeyboardInterrupt, asyncio.CancelledError):
-        print("interrupted", file=sys.stderr)
+    except asyncio.CancelledError as error:
+        print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
         sys.exit(130)

@@ -11,7 +11,7 @@ import difflib
 import tomllib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar, get_args
+from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
@@ -22,6 +22,7 @@ class Config(BaseModel):
     """Base of every settings class."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
+    called_elsewhere: ClassVar[Mapping[str, str]] = {}  # names that people bring along, and where it is here
 
     @model_validator(mode="before")
     @classmethod
@@ -85,6 +86,8 @@ def _read(path: Path) -> dict[str, Any]:
         return tomllib.loads(path.read_text())
     except FileNotFoundError:
         raise ConfigError(f"recipe {str(path)!r} does not exist: give the path of a TOML file") from None
+    except IsADirectoryError:
+        raise ConfigError(f"recipe {str(path)!r} is a folder: give the path of a TOML file") from None
     except (
         OSError,
         ValueError,
@@ -124,6 +127,9 @@ def _sentence(kind: type[Config], error: Any) -> str:
     key = ".".join(where) or kind.__name__
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
+        home = kind.called_elsewhere.get(where[-1]) or " or ".join(map(repr, _homes(kind, where[-1])[:3]))
+        if home:
+            return f"unknown key {key!r}; here it is {home}"
         hint = f"did you mean {'.'.join([*where[:-1], near[0]])!r}?" if near else f"known here: {', '.join(known)}"
         return f"unknown key {key!r}; {hint}"
     if error["type"] == "missing":
@@ -153,6 +159,17 @@ def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
         known = sorted({name for c in candidates for name in c.model_fields})
         candidates = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
     return keys, known
+
+
+def _homes(kind: type[Config], name: str, under: str = "") -> list[str]:
+    """Every key of this name, below tables of one kind."""
+    found = []
+    for field, about in kind.model_fields.items():
+        if field == name:
+            found.append(under + field)
+        elif len(tables := _models(about.annotation)) == 1:
+            found += _homes(tables[0], name, f"{under}{field}.")
+    return found
 
 
 def _models(annotation: Any) -> list[type[Config]]:

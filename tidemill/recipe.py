@@ -6,9 +6,9 @@ the run folder. No torch here: the command line reads recipes long before anythi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -121,6 +121,23 @@ SHORT: dict[str, Callable[[str], Any]] = {
 
 
 class RunConfig(Config):
+    called_elsewhere: ClassVar[Mapping[str, str]] = {
+        "learning_rate": "'trainer.lr'",
+        "num_generations": "'rollout.group_size'",
+        "max_completion_length": "'rollout.max_tokens'",
+        "per_device_train_batch_size": "'rollout.groups' times 'rollout.group_size'",
+        "max_steps": "'steps'",
+        "bf16": "'trainer.dtype' and 'engine.dtype'",
+        "gradient_checkpointing": "'trainer.checkpointing'",
+        "beta": "algorithm.reference = { kl = 0.04 }",
+        "loss_type": "'algorithm'",
+        "epsilon": "algorithm.constants = { clip_low = 0.2, clip_high = 0.28 }",
+        "num_iterations": "algorithm.updates = { epochs = 1, minibatches = 1 }",
+        "eval_steps": "'eval.every'",
+        "save_steps": "'record.checkpoint_every'",
+        "report_to": "'record.sinks'",
+    }  # of TRL's: see docs/from_trl.md
+
     run_dir: Path
     model: str  # a Hugging Face folder, or "new:SIZE" for a random one made here
     env: EnvSettings

@@ -40,6 +40,7 @@ def make_report(
         "accuracy_before": evaluations[0].accuracy if evaluations else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
         "held_out": evaluations[-1].n if evaluations else None,
+        "held_out_before": evaluations[0].n if evaluations else None,
         "held_out_given": _given(evaluations),
         "unlearned": unlearned(evaluations),
         "steps": 0 if last is None else last + 1,

@@ -182,6 +182,8 @@ async def _describe(session: Session, preparation: Preparation) -> None:
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))
     how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups x "
     rows = f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}"
+    if longest_row > session.context:
+        rows += f", which end where a row has {session.context}"
     if config.data.replay.share:
         rows += f"; groups of the {config.data.replay.within} steps before may be trained once more, whatever max_lag"
     if given:

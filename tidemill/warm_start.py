@@ -59,7 +59,9 @@ async def warm_start(
         return WarmStart(model.path, None)
     kept = config.run_dir.parent / "warm-starts" / _digest(config, model, tasks)
     if (kept / RECORD).is_file():
-        return WarmStart(kept, WarmedUp(**read_json(kept / RECORD)), cached=True)
+        warmed = WarmedUp(**read_json(kept / RECORD))
+        note(f"warm-up: as an earlier run left it, {kept}: accuracy {warmed.accuracy:.2f} on training tasks")
+        return WarmStart(kept, warmed, cached=True)
     warmed = await _train(config, folder, placement, model, tasks, episodes, note, kept)
     return WarmStart(kept, warmed)
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import importlib.metadata
 import re
+import sys
 from math import sqrt
 from pathlib import Path
 
 import pytest
 
+from tidemill import cli
 from tidemill.commands import training
 from tidemill.evaluation import errors_apart
 from tidemill.ledger.records import EvalRecord
+from tidemill.orchestration.wire import PeerDied
+from tidemill.protocols import TrainingDiverged
 from tidemill.recipe import load_recipe
 from tidemill.report import unlearned
 from tidemill.run_folder import read_json
@@ -79,6 +85,52 @@ def test_what_could_not_be_judged_is_named_and_what_cannot_be_the_cause_is_not(t
     said = capsys.readouterr().out
     assert "from 0.900 to 0.500 on 40 and 20 tasks" in said and "8 of the 20 could not be judged" in said
     assert "look first at" in said and "max_lag" not in said
+
+
+def said_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys, recipe: Path, error: BaseException) -> tuple[object, str]:
+    """The exit status of the command line, and what it says of a run that ends so."""
+
+    async def ends(config: object, display: object) -> None:
+        raise error
+
+    monkeypatch.setattr(training, "run", ends)
+    monkeypatch.setattr(sys, "argv", ["tidemill", "train", str(recipe), "env=guess"])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), asyncio.CancelledError("SIGINT again")])
+def test_an_interrupted_run_says_how_it_goes_on(trained: Path, monkeypatch, capsys, error: BaseException):
+    status, said = said_at_the_end(monkeypatch, capsys, trained.parent / "recipe.toml", error)
+    assert status == 130 and said == "interrupted; the same command goes on from what is recorded\n"
+
+
+def test_so_does_one_whose_trainer_was_killed(trained: Path, monkeypatch, capsys):
+    error = PeerDied("trainer", "died: killed by SIGKILL")
+    status, said = said_at_the_end(monkeypatch, capsys, trained.parent / "recipe.toml", error)
+    assert status == 1
+    assert said == "the same command goes on from what is recorded\nerror: trainer died: killed by SIGKILL\n"
+
+
+def test_a_run_that_diverged_is_a_sentence(trained: Path, monkeypatch, capsys):
+    error = TrainingDiverged("the gradient norm is nan")
+    error.add_note("--- traceback in trainer ---")
+    status, said = said_at_the_end(monkeypatch, capsys, trained.parent / "recipe.toml", error)
+    assert (status, said) == (1, "error: the gradient norm is nan\n")
+
+
+def test_the_version_is_that_of_the_package(tidemill):
+    assert tidemill("--version").out == f"tidemill {importlib.metadata.version('tidemill')}\n"
+
+
+def test_figures_of_two_numbers_of_tasks_say_so(trained: Path, capsys):
+    recipe, report = trained.parent / "recipe.toml", read_json(trained / "report.json")
+    config = load_recipe([recipe], [f"run_dir={trained}", "env=guess"])
+    figures = {"accuracy_before": 0.5, "accuracy_after": 0.75, "held_out": 8}
+    for before, said in ((8, "0.500 -> 0.750 on 8 tasks"), (1024, "0.500 on 1,024 tasks -> 0.750 on 8 tasks")):
+        training._tell(config, recipe, Ended(3, True, report | figures | {"held_out_before": before}), False)
+        assert f"held-out accuracy {said}" in capsys.readouterr().out
 
 
 def again(tidemill, run: Path, trained: Path) -> str:

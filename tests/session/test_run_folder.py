@@ -6,6 +6,8 @@ import asyncio
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -192,3 +194,15 @@ def test_two_runs_that_warm_up_at_once_keep_one_result(tmp_path):
         (beside / warm_start.RECORD).write_text("{}")
         warm_start.keep(beside, kept)
     assert (kept / "config.json").read_text() == "one" and [p.name for p in kept.parent.iterdir()] == ["abc"]
+
+
+async def test_a_warm_up_of_an_earlier_run_is_told_of(tmp_path, monkeypatch):
+    monkeypatch.setattr(warm_start, "_digest", lambda *_: "abc")
+    kept = folder_of(tmp_path / "warm-starts" / "abc", "weights")
+    write_json(kept / warm_start.RECORD, {"seconds": 9.0, "steps": 40, "accuracy": 0.5})
+    config: Any = SimpleNamespace(run_dir=tmp_path / "run", warmup=SimpleNamespace(accuracy=0.4))
+    nothing: Any = None
+    told: list[str] = []
+    start = await warm_start.warm_start(config, nothing, nothing, nothing, [], nothing, told.append)
+    assert start.path == kept and start.cached
+    assert told == [f"warm-up: as an earlier run left it, {kept}: accuracy 0.50 on training tasks"]

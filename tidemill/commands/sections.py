@@ -100,7 +100,8 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     step, passes, replies = about["step"], about["passes"], about["step"]["replies"]
     asked = "as many as its environment asks for" if replies is None else f"at most {_n(replies, 'reply')} an attempt"
     tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
-    sampled = f"{tokens} tokens: {config.rollout.max_tokens:,} a reply, {asked}"
+    most = min(filter(None, (config.rollout.max_tokens, step["row_tokens"])))
+    sampled = f"{tokens} tokens: {most:,} a reply, {asked}"
     if config.given:
         sampled = f"nothing: the tasks give the {config.given}"
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"

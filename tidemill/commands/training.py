@@ -13,6 +13,7 @@ from rich.text import Text
 from tidemill.commands.screen import console, own_name
 from tidemill.errors import ConfigError
 from tidemill.observability.display import ProgressDisplay
+from tidemill.protocols import PeerLost
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.session import Ended, run
 
@@ -35,7 +36,12 @@ def demo(overrides: Sequence[str], as_json: bool) -> int:
 
 def _run(config: RunConfig, as_json: bool) -> Ended:
     display = ProgressDisplay(config.steps, mode="json" if as_json else "auto")
-    return asyncio.run(run(config, display))
+    try:
+        return asyncio.run(run(config, display))
+    except (PeerLost, asyncio.CancelledError, KeyboardInterrupt) as error:
+        ended = asyncio.CancelledError() if isinstance(error, KeyboardInterrupt) else error  # that one typer would hide
+        ended.add_note("the same command goes on from what is recorded")
+        raise ended from error.__cause__
 
 
 def _tell(config: RunConfig, recipe: Path, ended: Ended, as_json: bool) -> None:
@@ -54,7 +60,9 @@ def _tell(config: RunConfig, recipe: Path, ended: Ended, as_json: bool) -> None:
     else:
         print(f"  stopped after step {report['steps']} of {config.steps}; the same command goes on from there")
     if before is not None and after is not None and n is not None:
-        print(f"  held-out accuracy {before:.3f} -> {after:.3f} on {n:,} tasks")
+        first = report.get("held_out_before", n)  # an older run's report has none
+        of = "" if first == n else f" on {first:,} tasks"
+        print(f"  held-out accuracy {before:.3f}{of} -> {after:.3f} on {n:,} tasks")
     if given := report.get("held_out_given"):
         both = [(name, was, given["after"][name]) for name, was in given["before"].items() if name in given["after"]]
         changes = [f"{name.replace('_', ' ')} {was:.3f} -> {now:.3f}" for name, was, now in both]

@@ -40,8 +40,9 @@ class Symptoms:
         if count and flat == count:
             yield (
                 "no advantages",
-                "the rewards of every group of this step are all equal, so it has no gradient. Take easier or harder tasks, "
-                "more attempts a task (rollout.group_size), or a reward with steps in between",
+                "the rewards of every group of this step are all equal, so it has no gradient. Where all attempts are right "
+                "there is no more to learn; else take easier or harder tasks, more attempts a task (rollout.group_size), "
+                "or a reward with steps in between",
             )
         entropy = figures.get("train/entropy")
         if entropy is not None and self._entropy is None:

@@ -85,7 +85,9 @@ def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         text = path.expanduser().read_text(encoding="utf-8")
     except FileNotFoundError:
-        raise ConfigError(f"data file {str(path)!r} does not exist") from None
+        raise ConfigError(
+            f"data file {str(path)!r} does not exist: give the path of a file of JSON lines, one task each"
+        ) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"data file {str(path)!r} is not readable: {error}") from None
     for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also split at U+2028 inside a string

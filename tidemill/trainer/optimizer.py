@@ -56,8 +56,8 @@ class Optimizer:
         if not math.isfinite(norm):
             self.forget()
             raise TrainingDiverged(
-                f"the gradient norm of update {self.done} is {norm}: no step was taken; lower lr or max_grad_norm, "
-                "or look for extreme importance ratios in the metrics"
+                f"the gradient norm of update {self.done} is {norm}: no step was taken. Lower trainer.lr or "
+                "trainer.max_grad_norm, in a run_dir of its own, or look for extreme importance ratios in the metrics"
             )
         return norm
 
