@@ -121,10 +121,10 @@ def test_light_imports(module):
 
 
 def option_names(kind: type[Config], prefix: str = "") -> Iterator[str]:
-    from tidemill.config import _models
+    from tidemill.config import tables_of
 
     for name, info in kind.model_fields.items():
-        nested = _models(info.annotation)
+        nested = tables_of(info.annotation)
         for model in nested:
             yield from option_names(model, f"{prefix}{name}.")
         if not nested:
@@ -141,16 +141,16 @@ def test_option_list_is_frozen():
 
 def test_settings_classes_are_small():
     def all_settings(kind: type[Config]) -> set[type[Config]]:
-        from tidemill.config import _models
+        from tidemill.config import tables_of
 
-        nested = {m for f in kind.model_fields.values() for m in _models(f.annotation)}
+        nested = {m for f in kind.model_fields.values() for m in tables_of(f.annotation)}
         return {kind} | {s for n in nested for s in all_settings(n)}
 
     def own(kind: type[Config]) -> int:
         """Fields that are no tables of their own."""
-        from tidemill.config import _models
+        from tidemill.config import tables_of
 
-        return sum(not list(_models(f.annotation)) for f in kind.model_fields.values())
+        return sum(not list(tables_of(f.annotation)) for f in kind.model_fields.values())
 
     assert not [s.__name__ for s in all_settings(RunConfig) if own(s) > 15]
 

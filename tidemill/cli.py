@@ -55,6 +55,17 @@ def train(
 
 
 @app.command()
+def settings(
+    table: Annotated[str, typer.Argument(metavar="[TABLE]", help="a table of a recipe, or a key; all if not given")] = "",
+    as_json: AsJson = False,
+) -> None:
+    """Every key that a recipe may have: its default, what it takes and what it does."""
+    from tidemill.commands import settings as command
+
+    raise typer.Exit(command.settings(table, as_json))
+
+
+@app.command()
 def explain(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:

@@ -157,7 +157,7 @@ def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
         if part.isdecimal():  # a place in a list
             continue
         known = sorted({name for c in candidates for name in c.model_fields})
-        candidates = [m for c in candidates if part in c.model_fields for m in _models(c.model_fields[part].annotation)]
+        candidates = [m for c in candidates if part in c.model_fields for m in tables_of(c.model_fields[part].annotation)]
     return keys, known
 
 
@@ -167,12 +167,13 @@ def _homes(kind: type[Config], name: str, under: str = "") -> list[str]:
     for field, about in kind.model_fields.items():
         if field == name:
             found.append(under + field)
-        elif len(tables := _models(about.annotation)) == 1:
+        elif len(tables := tables_of(about.annotation)) == 1:
             found += _homes(tables[0], name, f"{under}{field}.")
     return found
 
 
-def _models(annotation: Any) -> list[type[Config]]:
+def tables_of(annotation: Any) -> list[type[Config]]:
+    """The kinds of table that a field of this type may hold; none where it is a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
-    return [m for a in get_args(annotation) for m in _models(a)]
+    return [m for a in get_args(annotation) for m in tables_of(a)]

@@ -33,8 +33,8 @@ class PlacementSettings(Config):
 
     kind: Literal["local", "inline"] = "local"  # processes on this machine, or everything in one process
     engines: int = Field(default=1, ge=1)
-    engine_threads: int = Field(default=1, ge=1)  # of each engine. Where all together have more than there are cores,
-    trainer_threads: int = Field(default=1, ge=1)  # whoever computes alone has all of his, and the others share: see `cores`
+    engine_threads: int = Field(default=1, ge=1)  # of each; all together may have more than there are cores, and share them
+    trainer_threads: int = Field(default=1, ge=1)  # the same: whoever computes alone has all of his, see `cores`
     # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: where there is a
     # core for each thread of trainer and engines, or these name different devices
     stream: bool | Literal["auto"] = "auto"
@@ -138,12 +138,12 @@ class RunConfig(Config):
         "report_to": "'record.sinks'",
     }  # of TRL's: see docs/from_trl.md
 
-    run_dir: Path
+    run_dir: Path  # what is recorded; runs/RECIPE unless it is given
     model: str  # a Hugging Face folder, or "new:SIZE" for a random one made here
     env: EnvSettings
     algorithm: AlgorithmSettings = AlgorithmSettings.preset("grpo")
-    steps: int = Field(default=100, ge=1)
-    max_lag: int = Field(default=1, ge=0)
+    steps: int = Field(default=100, ge=1)  # of the whole run, each of `rollout.groups` groups
+    max_lag: int = Field(default=1, ge=0)  # versions that a sample may be old when it is trained on; 0: synchronous
     seed: int = Field(default=0, ge=0)
     profile: bool = False  # which operators engines and trainer ran in two steps: profile.json.gz, see `profiling`
     deterministic: bool = False  # the same weights to the last bit, whatever interrupts the run: float32 on the CPU

@@ -19,7 +19,7 @@ from safetensors.torch import load_file
 from sources import ROOT
 
 from tidemill import codec
-from tidemill.config import Config, _models, build, load
+from tidemill.config import Config, build, load, tables_of
 from tidemill.envs.rows import row_splits
 from tidemill.envs.settings import RowsSettings
 from tidemill.envs.tasks import check_splits
@@ -42,7 +42,7 @@ RECIPES = [path.read_text() for path in sorted((ROOT / "recipes").glob("*.toml")
 
 
 def option_words(kind: type[Config]) -> set[str]:
-    nested = [m for info in kind.model_fields.values() for m in _models(info.annotation)]
+    nested = [m for info in kind.model_fields.values() for m in tables_of(info.annotation)]
     return set(kind.model_fields).union(*(option_words(m) for m in nested))
 
 

@@ -1,0 +1,57 @@
+"""`tidemill settings`: nothing is left out, and what is said of a key is what its class says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from tidemill.commands.settings import known
+from tidemill.config import dump
+from tidemill.recipe import load_recipe
+
+OPTIONS = (Path(__file__).parents[1] / "options.txt").read_text().split()
+
+
+def test_every_option_is_there_once():
+    assert sorted(each.key for each in known()) == sorted(OPTIONS)
+
+
+def test_defaults_are_those_of_a_recipe_that_says_nothing_else():
+    config = dump(load_recipe([], ["run_dir=a", "model=new:0.1m", "env=guess"]))
+
+    def value(key: str) -> object:
+        table = config
+        for part in key.split("."):
+            if not isinstance(table, dict) or part not in table:
+                return None  # of a table that is not in use
+            table = table[part]
+        return table
+
+    compared = [(each, value(each.key)) for each in known() if not each.key.startswith("env.") and each.default is not None]
+    assert len(compared) > 100
+    for each, found in compared:
+        if found is not None:
+            default = json.loads(each.default or "")
+            assert default == found or (isinstance(found, list) and sorted(found) == default), each
+
+
+def test_remarks_stand_beside_above_or_in_the_field():
+    said = {each.key: each for each in known()}
+    assert said["trainer.max_grad_norm"].what == "0: gradients are not clipped"
+    assert said["placement.stream"].what.startswith("The trainer begins a step with the groups that have finished, where")
+    assert said["placement.stream"].what.endswith("these name different devices")
+    assert said["env.binary"].what == "1 for the full score and 0 for less: partial scores can be gamed"
+    assert said["env.binary"].kinds == ("reasoning_gym",) and said["env.binary"].default == "false"
+    assert said["env.kind"].takes == '"reasoning_gym" | "rows" | "guess" | "python"' and said["env.kind"].kinds == ()
+    assert said["model"].default is None and said["engine.kv_memory_mb"].takes == "a whole number or none"
+    assert said["trainer.betas"].default == "[0.9, 0.999]"
+
+
+def test_one_table_and_a_key_that_is_none(tidemill):
+    said = tidemill("settings", "trainer")
+    lines = [line for line in said.out.splitlines() if line.startswith("  trainer.")]
+    assert said.code == 0 and len(lines) == sum(key.startswith("trainer.") for key in OPTIONS)
+    (one,) = json.loads(tidemill("settings", "trainer.lr", "--json").out)
+    assert (one["key"], one["default"], one["takes"]) == ("trainer.lr", "1e-06", "a number")
+    wrong = tidemill("settings", "train")
+    assert wrong.code == 2 and "no setting is called 'train': expected one of algorithm, data," in wrong.out

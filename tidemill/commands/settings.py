@@ -1,0 +1,121 @@
+"""`tidemill settings [TABLE]`: every key of a recipe with its default and what it does, read from where it is declared."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import takewhile
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+from rich.text import Text
+
+from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.config import Config, tables_of
+from tidemill.errors import ConfigError
+from tidemill.recipe import RunConfig
+
+WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "none"}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    key: str
+    kinds: tuple[str, ...]  # of the table, that know it; () where there is but one
+    takes: str
+    default: str | None  # as TOML would have it; None: it must be given
+    what: str
+
+
+def settings(table: str, as_json: bool) -> int:
+    """Those below `table`, or all. The exit status."""
+    every = known()
+    found = [each for each in every if not table or each.key == table or each.key.startswith(f"{table}.")]
+    if not found:
+        tables = sorted({each.key.partition(".")[0] for each in every})
+        raise ConfigError(f"no setting is called {table!r}: expected one of {', '.join(tables)}, or a key below one")
+    if as_json:
+        print_json([{name: getattr(each, name) for name in Setting.__slots__} for each in found])
+    else:
+        print_rows(console(), [(each.key, _said(each)) for each in found])
+    return 0
+
+
+def _said(setting: Setting) -> Text:
+    default = "must be given" if setting.default is None else setting.default
+    more = [setting.takes, setting.what, f"where kind is {' or '.join(setting.kinds)}" if setting.kinds else ""]
+    return Text.assemble((default, "bold"), ("   " + "; ".join(filter(None, more)), ""))
+
+
+def known() -> list[Setting]:
+    """In the order of their declaration."""
+    found = dict[str, Setting]()
+    for each in _below(RunConfig, None, "", ()):
+        if (same := found.get(each.key)) is None:
+            found[each.key] = each
+        else:  # of another kind of the same table
+            kinds = tuple(dict.fromkeys((*same.kinds, *each.kinds)))
+            takes, default = same.takes, same.default
+            if each.key.endswith(".kind"):
+                takes, kinds, default = f"{takes} | {each.takes}", (), None
+            found[each.key] = Setting(each.key, kinds, takes, default, same.what or each.what)
+    return list(found.values())
+
+
+def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[str, ...]) -> Iterator[Setting]:
+    """given: the table's default. kinds: that of this table, where there are others."""
+    remarks = _remarks(table)
+    for name, field in table.model_fields.items():
+        required = given is None and field.is_required()
+        default = getattr(given, name) if given else None if required else field.get_default(call_default_factory=True)
+        inner = list(dict.fromkeys(tables_of(field.annotation)))  # of one environment, and of a list of them
+        for each in inner:
+            kind = each.model_fields["kind"].default if len(inner) > 1 else None
+            same = default if isinstance(default, each) else None
+            yield from _below(each, same, f"{under}{name}.", (kind,) if kind else kinds)
+        if not inner:
+            what = field.description or remarks.get(name, "")
+            yield Setting(under + name, kinds, _takes(field.annotation), None if required else _toml(default), what)
+
+
+@lru_cache
+def _remarks(table: type[Config]) -> dict[str, str]:
+    """The comments on its fields, and on inherited ones: in the line of the field, or in those above it."""
+    said = dict[str, str]()
+    for each in reversed([c for c in table.__mro__ if issubclass(c, Config) and c is not Config]):
+        text = textwrap.dedent(inspect.getsource(each))
+        lines, body = [line.strip() for line in text.split("\n")], ast.parse(text).body[0]
+        assert isinstance(body, ast.ClassDef)
+        for node in body.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno:
+                _, _, beside = lines[node.end_lineno - 1].partition("  # ")
+                above = list(takewhile(lambda line: line.startswith("# "), reversed(lines[: node.lineno - 1])))
+                said[node.target.id] = beside or " ".join(line[2:] for line in reversed(above))
+    return said
+
+
+def _takes(annotation: Any) -> str:
+    origin, inner = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return _takes(inner[0])
+    if origin is Literal:
+        return " | ".join(_toml(each) for each in inner)
+    if origin in (Union, UnionType):
+        return " or ".join(dict.fromkeys(map(_takes, inner)))
+    if origin in (list, tuple, frozenset, set):
+        return f"a list of {_takes(inner[0])}" if inner else "a list"
+    if origin is dict or annotation is dict:
+        return "a table"
+    return WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
+
+
+def _toml(value: Any) -> str:
+    if value is None:
+        return "none"
+    return json.dumps(value, default=lambda each: sorted(each) if isinstance(each, set | frozenset) else str(each))
