@@ -39,6 +39,11 @@ def test_names_from_elsewhere_lead_to_keys_that_are_there(home):
         assert "unknown key" not in str(error.value) and key in str(error.value)
 
 
+@pytest.mark.parametrize("name", RunConfig.called_elsewhere)
+def test_names_from_elsewhere_are_explained(name):
+    assert f"`{name}`" in (Path(__file__).parents[1] / "docs" / "from_trl.md").read_text()
+
+
 @pytest.mark.parametrize("home", [home for home in RunConfig.called_elsewhere.values() if "'" not in home])
 def test_tables_that_names_from_elsewhere_lead_to_are_taken(home):
     load(home.replace(" = ", "=", 1))

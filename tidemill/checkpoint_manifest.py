@@ -173,8 +173,10 @@ def _digest_part(path: Path, begin: int, stop: threading.Event | None) -> bytes:
     total = blake2b(digest_size=32)
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)
-        for at in range(0, _PART, _CHUNK):
+        left = _PART
+        while chunk := file.read(min(_CHUNK, left)):  # which may be less than was asked for
             if stop is not None and stop.is_set():
                 raise InterruptedError(f"{path}: stopped while it was read")
-            total.update(file.read(min(_CHUNK, _PART - at)))
+            total.update(chunk)
+            left -= len(chunk)
     return total.digest()

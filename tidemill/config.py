@@ -127,7 +127,7 @@ def _sentence(kind: type[Config], error: Any) -> str:
     key = ".".join(where) or kind.__name__
     if error["type"] == "extra_forbidden":
         near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
-        home = kind.called_elsewhere.get(where[-1]) or " or ".join(map(repr, _homes(kind, where[-1])[:3]))
+        home = kind.called_elsewhere.get(where[-1]) or " or ".join(map(repr, _homes(kind, where[-1])))
         if home:
             return f"unknown key {key!r}; here it is {home}"
         hint = f"did you mean {'.'.join([*where[:-1], near[0]])!r}?" if near else f"known here: {', '.join(known)}"

@@ -7,7 +7,7 @@ import inspect
 import json
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from itertools import takewhile
 from pathlib import Path
@@ -27,9 +27,9 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 @dataclass(frozen=True, slots=True)
 class Setting:
     key: str
-    kinds: tuple[str, ...]  # of the table, that know it; () where there is but one
+    kinds: tuple[str, ...]  # of its table, which know it so; () where the table has but one
     takes: str
-    default: str | None  # as TOML would have it; None: it must be given
+    default: str | None  # as JSON, or none; None: it must be given
     what: str
 
 
@@ -41,7 +41,7 @@ def settings(table: str, as_json: bool) -> int:
         tables = sorted({each.key.partition(".")[0] for each in every})
         raise ConfigError(f"no setting is called {table!r}: expected one of {', '.join(tables)}, or a key below one")
     if as_json:
-        print_json([{name: getattr(each, name) for name in Setting.__slots__} for each in found])
+        print_json([asdict(each) for each in found])
     else:
         print_rows(console(), [(each.key, _said(each)) for each in found])
     return 0
@@ -54,18 +54,12 @@ def _said(setting: Setting) -> Text:
 
 
 def known() -> list[Setting]:
-    """In the order of their declaration."""
-    found = dict[str, Setting]()
+    """In the order of their declaration. What kinds of a table know alike is one; else it is there once for each."""
+    found = dict[Setting, tuple[str, ...]]()  # of any kind -> which
     for each in _below(RunConfig, None, "", ()):
-        if (same := found.get(each.key)) is None:
-            found[each.key] = each
-        else:  # of another kind of the same table
-            kinds = tuple(dict.fromkeys((*same.kinds, *each.kinds)))
-            takes, default = same.takes, same.default
-            if each.key.endswith(".kind"):
-                takes, kinds, default = f"{takes} | {each.takes}", (), None
-            found[each.key] = Setting(each.key, kinds, takes, default, same.what or each.what)
-    return list(found.values())
+        alike = replace(each, kinds=())
+        found[alike] = (*found.get(alike, ()), *each.kinds)
+    return [replace(each, kinds=kinds) for each, kinds in found.items()]
 
 
 def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[str, ...]) -> Iterator[Setting]:
@@ -75,13 +69,15 @@ def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[s
         required = given is None and field.is_required()
         default = getattr(given, name) if given else None if required else field.get_default(call_default_factory=True)
         inner = list(dict.fromkeys(tables_of(field.annotation)))  # of one environment, and of a list of them
-        for each in inner:
-            kind = each.model_fields["kind"].default if len(inner) > 1 else None
+        several = [each.model_fields["kind"].default for each in inner] if len(inner) > 1 else []
+        if several:
+            yield Setting(f"{under}{name}.kind", kinds, " | ".join(map(_written, several)), None, "")
+        for number, each in enumerate(inner):
             same = default if isinstance(default, each) else None
-            yield from _below(each, same, f"{under}{name}.", (kind,) if kind else kinds)
-        if not inner:
+            yield from _below(each, same, f"{under}{name}.", (several[number],) if several else kinds)
+        if not inner and not (kinds and name == "kind"):
             what = field.description or remarks.get(name, "")
-            yield Setting(under + name, kinds, _takes(field.annotation), None if required else _toml(default), what)
+            yield Setting(under + name, kinds, _takes(field.annotation), None if required else _written(default), what)
 
 
 @lru_cache
@@ -105,7 +101,7 @@ def _takes(annotation: Any) -> str:
     if origin is Annotated:
         return _takes(inner[0])
     if origin is Literal:
-        return " | ".join(_toml(each) for each in inner)
+        return " | ".join(_written(each) for each in inner)
     if origin in (Union, UnionType):
         return " or ".join(dict.fromkeys(map(_takes, inner)))
     if origin in (list, tuple, frozenset, set):
@@ -115,7 +111,7 @@ def _takes(annotation: Any) -> str:
     return WORDS.get(annotation, getattr(annotation, "__name__", str(annotation)))
 
 
-def _toml(value: Any) -> str:
+def _written(value: Any) -> str:
     if value is None:
         return "none"
     return json.dumps(value, default=lambda each: sorted(each) if isinstance(each, set | frozenset) else str(each))

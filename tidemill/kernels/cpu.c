@@ -120,9 +120,9 @@ static uint64_t keyed_runs(const char *bytes, int width, int64_t at, int64_t end
                            int64_t run, const uint64_t *factors, uint64_t *words) {
     uint64_t total = 0;
     factors += (first + at) / run - first / run;
-    for (const int64_t n = end; at < n;) {
-        const int64_t begin = (first + at) % run, count = n - at < run - begin ? n - at : run - begin;
-        const int64_t whole = begin ? 0 : (n - at) / run, runs = whole < 1 ? 1 : whole < TOGETHER ? whole : TOGETHER;
+    while (at < end) {
+        const int64_t begin = (first + at) % run, count = end - at < run - begin ? end - at : run - begin;
+        const int64_t whole = begin ? 0 : (end - at) / run, runs = whole < 1 ? 1 : whole < TOGETHER ? whole : TOGETHER;
         uint64_t sums[TOGETHER] = {0};
         for (int64_t i = 0; i < count; i += PART) {
             const int64_t part = count - i < PART ? count - i : PART;
