@@ -69,6 +69,7 @@ class Published:
 
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow float32
+MIN_REPETITION = 0.01  # of `repetition_penalty`, whose inverse is the most: logits stay finite
 MOST_TOP_LOGPROBS = 20  # alternatives that may be asked for
 
 
@@ -84,6 +85,17 @@ class SamplingParams:
     seed: int = 0  # 64 bits; see `derive_seed`
     top_logprobs: int = 0  # alternatives reported per token, of the unmodified model distribution
     last: bool = False  # no prompt will go on where this ends: its KV beyond the prompt is not kept for one
+    min_tokens: int = 0  # no stop id is sampled before so many tokens
+    presence_penalty: float = 0.0  # taken once from the logit of each token of the reply so far
+    frequency_penalty: float = 0.0  # taken as often as the token stands in the reply so far
+    repetition_penalty: float = 1.0  # divides the positive logits of tokens of prompt and reply, multiplies the negative
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
+
+    @property
+    def adjusted(self) -> bool:
+        """Whether it samples from other logits than the model's."""
+        penalised = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
+        return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
     def __post_init__(self) -> None:
         checks = {
@@ -96,6 +108,14 @@ class SamplingParams:
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
             "max_tokens": (self.max_tokens >= 1, ">= 1"),
             "top_logprobs": (0 <= self.top_logprobs <= MOST_TOP_LOGPROBS, f"in 0..{MOST_TOP_LOGPROBS}"),
+            "min_tokens": (self.min_tokens >= 0, ">= 0"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "in [-2, 2]"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "in [-2, 2]"),
+            "repetition_penalty": (
+                MIN_REPETITION <= self.repetition_penalty <= 1 / MIN_REPETITION,
+                f"in [{MIN_REPETITION}, {1 / MIN_REPETITION:g}]",
+            ),
+            "logit_bias": (all(-100 <= bias <= 100 for _, bias in self.logit_bias), "in [-100, 100] for each token"),
         }
         for name, (ok, expected) in checks.items():
             if not ok:
@@ -129,6 +149,7 @@ class Completion:
     top_ids: Array | None = None  # [n, k] int32, when top_logprobs = k > 0
     top_logprobs: Array | None = None  # [n, k] float32
     queued_s: float = 0.0  # from arrival to the first scheduled step
+    first_token_s: float = 0.0  # from arrival to the first sampled token
     engine: str = ""
 
 

@@ -257,8 +257,10 @@ class NativeEngine:
         """(a step that is being computed, whether it has been)"""
         slots, weights, table = plan.sample_slots, self._updates.weights, self._scheduler.table
         params = self._slots.params(slots, plan.sample_positions)
+        if self._slots.adjusted[slots].any():  # a step that samples for them is never ahead: their replies are known
+            params.adjustments = self._slots.adjustments(slots, plan.sample_positions, self._scheduler.tokens)
         top, probes = int(self._slots.top[slots].max(initial=0)), [self._probe(c) for c in plan.probes]
-        if ahead := cache.ahead and not (top or probes or params.truncated.any()):
+        if ahead := cache.ahead and not (top or probes or params.adjustments or params.truncated.any()):
             read = launch(weights, cache, plan, table, params)
         else:
             compute = run_invariant if self.settings.batch_invariant else run
@@ -299,6 +301,10 @@ class NativeEngine:
         rows.model_logprobs[slots, positions] = sampled.model_logprobs[here]
         rows.epochs[slots, positions] = epoch
         self._activity.counters["generated_tokens"] += len(slots)
+        for slot in slots[rows.fresh[slots]].tolist():
+            rows.fresh[slot], request = False, rows.requests[slot]
+            assert request is not None
+            request.first_token_s = time.monotonic() - request.arrived
         for i in np.flatnonzero(rows.detailed[slots]).tolist():
             self._record_details(int(here[i]), int(slots[i]), output)
         stopped, lengths = rows.stopped(slots, tokens), positions + 1

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 import torch
@@ -171,19 +171,22 @@ def _sample(hidden: Tensor, head: Tensor, ask: RowParams, top: int) -> tuple[Sam
 
 
 def _sample_block(logits: Tensor, ask: RowParams, rows: np.ndarray, into: Sampled) -> None:
-    """Untruncated rows as one block, truncated rows one by one: how far truncation looks depends on who is looked at."""
-    truncated = ask.truncated[rows]
-    if not truncated.all():
-        plain = _take(ask, _filled(rows))
+    """Rows with a way of their own one by one, the others as one block: how far truncation looks depends on who is looked
+    at."""
+    own = ask.truncated[rows] | np.isin(rows, list(ask.adjustments))
+    if not own.all():
+        plain = replace(_take(ask, _filled(rows)), adjustments={})
         plain.top_p[:], plain.top_k[:], plain.min_p[:] = 1.0, 0, 0.0
-        _merge(into, sample(logits, plain), np.flatnonzero(~truncated), rows)
-    for i in np.flatnonzero(truncated).tolist():
+        _merge(into, sample(logits, plain), np.flatnonzero(~own), rows)
+    for i in np.flatnonzero(own).tolist():
         one = sample(logits[i : i + 1].clone(), _take(ask, rows[i : i + 1]))
         _merge(into, one, np.zeros(1, np.int64), rows[i : i + 1])
 
 
 def _take(ask: RowParams, rows: np.ndarray) -> RowParams:
-    return RowParams(**{field.name: getattr(ask, field.name)[rows] for field in fields(ask)})
+    arrays = {field.name: getattr(ask, field.name)[rows] for field in fields(ask) if field.name != "adjustments"}
+    adjustments = {i: ask.adjustments[row] for i, row in enumerate(rows.tolist()) if row in ask.adjustments}
+    return RowParams(**arrays, adjustments=adjustments)
 
 
 def _merge(into: Sampled, part: Sampled, picked: np.ndarray, rows: np.ndarray) -> None:

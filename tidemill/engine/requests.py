@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidemill.engine.adjustments import Adjustment
 from tidemill.engine.runner import Probed
 from tidemill.engine.sampler import RowParams, mixed, uniforms
 from tidemill.engine.scheduler import Sequence
@@ -32,6 +33,7 @@ class Request:
     future: asyncio.Future[Completion] | asyncio.Future[Scored] | None = None
     stream: asyncio.Queue[Token | None] | None = None  # None in it: the future is done
     queued_s: float = 0.0
+    first_token_s: float = 0.0
     supports: list[np.ndarray] = field(default_factory=list)
     tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
     temperature: float = 1.0  # of a score
@@ -66,6 +68,8 @@ class Slots:
         self.top_k, self.top = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
         self.seed = np.zeros(slots, np.uint64)  # mixed
         self.detailed = np.zeros(slots, bool)
+        self.adjusted = np.zeros(slots, bool)
+        self.fresh = np.zeros(slots, bool)  # nothing has been sampled in it yet
         self.stops = [
             np.full(slots, -1, np.int64)
         ]  # the first of each, the second and so on: -1, which no token is, fills up
@@ -82,7 +86,7 @@ class Slots:
         self.temperature[slot], self.top_p[slot], self.min_p[slot] = params.temperature, params.top_p, params.min_p
         self.top_k[slot], self.top[slot] = params.top_k, params.top_logprobs
         self.seed[slot] = mixed(np.array([params.seed % 2**64], np.uint64))[0]
-        self.detailed[slot] = request.detailed
+        self.detailed[slot], self.adjusted[slot], self.fresh[slot] = request.detailed, params.adjusted, True
         while len(request.stops) > len(self.stops):
             self.stops.append(np.full_like(self.limit, -1))
         for i, stops in enumerate(self.stops):
@@ -96,6 +100,16 @@ class Slots:
             min_p=self.min_p[slots],
             uniform=uniforms(self.seed[slots], positions),
         )
+
+    def adjustments(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> dict[int, Adjustment]:
+        """Of those rows that adjust their logits. `tokens` [slot, position] are known below the row's position."""
+        found: dict[int, Adjustment] = {}
+        for i in np.flatnonzero(self.adjusted[slots]).tolist():
+            request, row = self.requests[slots[i]], tokens[slots[i]]
+            assert request is not None and request.params is not None
+            begin = len(request.sequence.prompt)
+            found[i] = Adjustment(request.params, request.stops, row[:begin], row[begin : positions[i]])
+        return found
 
     def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
         """[n] bool: which of these rows' tokens end them."""
@@ -158,6 +172,7 @@ def completion(
         top_ids=np.stack([ids for ids, _ in tops]) if tops else None,
         top_logprobs=np.stack([logprobs for _, logprobs in tops]) if tops else None,
         queued_s=request.queued_s,
+        first_token_s=request.first_token_s,
         engine=engine,
     )
 

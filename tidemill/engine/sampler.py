@@ -4,18 +4,19 @@ Noise is one uniform number per (seed, position), from a counter-based hash: nei
 arrival can change it. The token is where the cumulative probability first exceeds it (inverse CDF, accumulated in float64
 over blocks, then inside one block), so a token of probability zero is never chosen.
 
-`logprobs` belong to the distribution that was sampled: temperature, then top-k, then top-p on what top-k kept, and min-p,
-renormalised. `model_logprobs` belong to the unmodified model. A greedy choice is certain: its logprob is 0.
+`logprobs` belong to the distribution that was sampled: adjusted logits, temperature, then top-k, then top-p on what top-k
+kept, and min-p, renormalised. `model_logprobs` belong to the unmodified model. A greedy choice is certain: its logprob is 0.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.engine.adjustments import Adjustment
 from tidemill.kernels.gpu import Gpu
 from tidemill.kernels.native import Native
 
@@ -33,6 +34,7 @@ class RowParams:
     top_k: np.ndarray  # [R] int64, 0 is off
     min_p: np.ndarray  # [R] float64
     uniform: np.ndarray  # [R] float64 in [0, 1), see `uniforms`
+    adjustments: dict[int, Adjustment] = field(default_factory=dict)  # by row
 
     @property
     def truncated(self) -> np.ndarray:
@@ -66,6 +68,8 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
 
     compiled: kernels that may be used; what they say differs in the last place.
     """
+    if ask.adjustments:
+        return _sample_adjusted(logits, ask)
     truncated = ask.truncated
     if not truncated.any() and compiled is not None:
         return finite(Sampled(*compiled.sample(logits, ask.temperature, ask.uniform)))
@@ -93,6 +97,19 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
         supports = {int(r): lists[i, : sizes[i]].copy() for i, r in enumerate(np.flatnonzero(truncated))}
     of_model = model.gather(1, tokens) if tempered or truncated.any() else chosen
     return finite(Sampled(_flat(tokens), _flat(chosen), _flat(of_model), supports))
+
+
+def _sample_adjusted(logits: Tensor, ask: RowParams) -> Sampled:
+    """As `sample`, after what some rows change in their logits. Their `model_logprobs` stay the unmodified model's."""
+    rows, own = list(ask.adjustments), logits
+    logits = logits.clone()
+    for row, adjustment in ask.adjustments.items():
+        adjustment.apply(logits[row])
+    result = sample(logits, replace(ask, adjustments={}))
+    tokens = torch.from_numpy(result.tokens[rows])[:, None].to(own.device)
+    result.model_logprobs = result.model_logprobs.copy()  # they may be the same array as the logprobs
+    result.model_logprobs[rows] = _flat(torch.log_softmax(own[rows], dim=-1).gather(1, tokens))
+    return finite(result)
 
 
 def finite(result: Sampled) -> Sampled:
