@@ -83,7 +83,7 @@ def dump(config: Config) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(path.read_text())
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))  # a mark that Windows puts first
     except FileNotFoundError:
         raise ConfigError(f"recipe {str(path)!r} does not exist: give the path of a TOML file") from None
     except IsADirectoryError:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from tidemill.build import budget_of
 from tidemill.commands.screen import console, print_json, print_rows, visible
+from tidemill.envs.json_lines import json_lines
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.settings import AnyEnv, environments_of
+from tidemill.envs.tasks import check_data
 from tidemill.envs.workers import in_workers
 from tidemill.errors import ConfigError
 from tidemill.recipe import RunConfig, load_recipe
@@ -49,22 +51,17 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
 
 def read_answers(path: Path) -> list[Own]:
     """Lines of {"reply" or "answer": TEXT, "expect": "pass" or "fail", "task": ID}; `expect` is "fail" unless given."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"--answers {path} is not readable: {error}") from None
-    found = [_own(line, f"{path}, line {number}") for number, line in enumerate(lines, 1) if line.strip()]
+    found = [_own(row, where) for where, row in json_lines(path, f"--answers {path}")]
     if not found:
         raise ConfigError(f"--answers {path} is empty: expected one object a line")
     return found
 
 
-def _own(line: str, where: str) -> Own:
-    try:
-        row = json.loads(line)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{where} is not JSON: {error}") from None
-    texts = [row[key] for key in ("reply", "answer") if key in row] if isinstance(row, dict) else []
+def _own(row: dict[str, Any], where: str) -> Own:
+    check_data(row, where)
+    if type(row.get("answer")) in (int, float):  # as in a column of answers
+        row["answer"] = str(row["answer"])
+    texts = [row[key] for key in ("reply", "answer") if key in row]
     if len(texts) != 1 or not isinstance(texts[0], str) or not row.keys() <= {"reply", "answer", "expect", "task"}:
         raise ConfigError(f'{where}: expected {{"reply": TEXT or "answer": TEXT, "expect": "pass" or "fail", "task": ID}}')
     expect, task = row.get("expect", "fail"), row.get("task", "")

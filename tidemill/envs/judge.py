@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from tidemill.envs.bounded import Overdue, bounded
@@ -50,6 +51,7 @@ class RewardJudge:
         self._scorer, self._options = scorer, dict(options or {})
         self._function: Callable[..., Any] | None = None  # set when it is awaited here
         self._teller: Teller | None = None  # of a user's reward
+        self._columns = frozenset[str]()
         self._form = NAMED[reward].gold if isinstance(reward, str) and reward in NAMED else None
         self._reference, self.signature = self._resolve(reward)
         unknown = [key for key in self._options if key not in self.signature.names and not self.signature.rest]
@@ -59,22 +61,29 @@ class RewardJudge:
             )
 
     def check(self, columns: set[str]) -> None:
-        """Raise ConfigError when the tasks lack a column that the reward needs."""
+        """Raise ConfigError when no task has a column that the reward needs. columns: those that any task has."""
         self.signature.check({*columns, *self._options})
+        self._columns = frozenset(columns)
 
     @property
     def grouped(self) -> bool:
         return self.signature.group
 
     def gold(self, task: Task) -> Gold:
-        return gold_reply(task, self.signature, self._teller, self._form)
+        return gold_reply(self._filled(task), self.signature, self._teller, self._form)
 
     async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
+        task = self._filled(task)
         texts = [attempt.text for attempt in attempts]
         if self.signature.group:
             ids = [attempt.tokens[attempt.mask].tolist() for attempt in attempts]
             return await self._group(self._arguments(group_values(task, texts, ids)), len(texts))
         return await asyncio.gather(*(self._single(self._arguments(single_values(task, text))) for text in texts))
+
+    def _filled(self, task: Task) -> Task:
+        """With None for the columns that only other tasks have; a parameter's default goes before that."""
+        lacking = {name: None for name in self._columns if name not in task.data and name not in self.signature.optional}
+        return replace(task, data={**task.data, **lacking}) if lacking else task
 
     def _arguments(self, values: Mapping[str, Any]) -> dict[str, Any]:
         return self.signature.pick(values) | self._options

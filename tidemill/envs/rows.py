@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tidemill.codec import CodecError, parse_json
 from tidemill.envs.environment import SingleTurn
+from tidemill.envs.json_lines import json_lines
 from tidemill.envs.judge import RewardJudge, Scorer
 from tidemill.envs.settings import NO_REWARD, PythonSettings, RowsSettings
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
@@ -65,7 +65,10 @@ def row_splits(settings: RowsSettings | PythonSettings) -> dict[str, list[Task]]
 
 
 def _read(settings: RowsSettings | PythonSettings, data: str) -> list[Task]:
-    found = _jsonl(Path(data)) if data.endswith((".jsonl", ".ndjson")) else _dataset(settings, data)
+    if data.endswith((".jsonl", ".ndjson")):
+        found = json_lines(Path(data).expanduser(), f"data file {data!r}")
+    else:
+        found = _dataset(settings, data)
     prompt, answer, template = "prompt", "answer", "{prompt}"
     if isinstance(settings, RowsSettings):
         prompt, answer, template = settings.prompt_column, settings.answer_column, settings.template
@@ -79,28 +82,6 @@ def _read(settings: RowsSettings | PythonSettings, data: str) -> list[Task]:
     if not tasks:
         raise ConfigError(f"{data!r} is empty: expected at least one row")
     return told_apart(tasks)
-
-
-def _jsonl(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except FileNotFoundError:
-        raise ConfigError(
-            f"data file {str(path)!r} does not exist: give the path of a file of JSON lines, one task each"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"data file {str(path)!r} is not readable: {error}") from None
-    for number, line in enumerate(text.split("\n"), 1):  # splitlines() would also split at U+2028 inside a string
-        where = f"{str(path)!r}, line {number}"
-        if not line.strip():
-            continue
-        try:
-            row = parse_json(line)
-        except CodecError as error:
-            raise ConfigError(f"{where} is {error}") from None
-        if not isinstance(row, dict):
-            raise ConfigError(f"{where} is a {type(row).__name__}: expected one object a line")
-        yield where, row
 
 
 def _dataset(settings: RowsSettings | PythonSettings, data: str) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -25,6 +25,8 @@ def task_of(row: Mapping[str, Any], where: str, *, prompt_column: str = "prompt"
         raise ConfigError(f"{where} has no column {prompt_column!r}: its columns are {columns}; set prompt_column")
     prompt = row[prompt_column]
     data = {key: value for key, value in row.items() if key != prompt_column}
+    check_data(data, where)
+    data = _without_nan(data)
     if isinstance(prompt, str) and prompt:
         prompt = template.replace("{prompt}", prompt)
     elif not _is_messages(prompt):
@@ -64,12 +66,33 @@ def check_splits(name: str, splits: Splits, *, prompts_apart: bool = False) -> N
             "remove them from one side"
         )
     for task in (*splits["train"], *splits["eval"]):
+        check_data(task.data, f"environment {name!r}: task {task.id}")
+
+
+def check_data(data: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError, which names the column, unless the data can travel between processes."""
+    for key, value in data.items():
+        column = f"{where}: column {key!r:.80}"
+        if _deeper(value, DEEPEST - 1):
+            raise ConfigError(f"{column} is nested more than {DEEPEST} deep")
         try:
-            codec.encode(task.data)
-        except (TypeError, ValueError, OverflowError, RecursionError) as error:  # half characters, numbers beyond 64 bits
-            raise ConfigError(f"environment {name!r}: the data of task {task.id} cannot travel: {error}") from None
-        if _deeper(task.data, DEEPEST):
-            raise ConfigError(f"environment {name!r}: the data of task {task.id} is nested more than {DEEPEST} deep")
+            codec.encode({key: value})
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise ConfigError(f"{column} holds half a character, {half!r}, which is no text: write the whole one") from None
+        except OverflowError:
+            raise ConfigError(f"{column} holds an integer of more than 64 bits: write it as a text") from None
+        except (TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"{column} cannot travel between processes: {error}") from None
+
+
+def _without_nan(value: Any) -> Any:
+    """NaN means a missing value in a table; it equals nothing, not even the recorded row that a resumed run compares."""
+    if isinstance(value, Mapping):
+        return {key: _without_nan(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [_without_nan(each) for each in value]
+    return None if isinstance(value, float) and value != value else value
 
 
 def _deeper(value: Any, levels: int) -> bool:
@@ -87,8 +110,8 @@ def told_apart(tasks: Sequence[Task]) -> list[Task]:
 
 
 def columns_of(tasks: Sequence[Task]) -> set[str]:
-    """The data columns that every task has."""
-    return set.intersection(*(set(task.data) for task in tasks)) if tasks else set()
+    """The data columns that any task has; where a task lacks one, a reward is given None."""
+    return set[str]().union(*(task.data for task in tasks))
 
 
 def _is_messages(prompt: Any) -> bool:

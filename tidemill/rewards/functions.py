@@ -21,17 +21,22 @@ _BRACE = re.compile(r"[{}]")
 _LONGEST = 400  # digits, and size of an exponent: beyond that it is no answer, and arithmetic on it would not end
 
 
-def exact(completion: str, answer: object, *, normalise: bool = False) -> float:
+def exact(completion: str, answer: object, *, normalise: bool = False) -> float | None:
     """Equality after stripping outer whitespace. `normalise` also ignores case, runs of whitespace, Unicode
-    compatibility forms and punctuation at the end."""
+    compatibility forms and punctuation at the end. None when the row has no answer."""
+    if missing(answer):
+        return None
     given, wanted = completion.strip(), str(answer).strip()
     if normalise:
         given, wanted = _normal(given), _normal(wanted)
     return float(given == wanted)
 
 
-def regex(completion: str, answer: object, *, pattern: str, normalise: bool = False) -> float:
-    """Compare what the last match of `pattern` captured (its first group, or the whole match) with the answer."""
+def regex(completion: str, answer: object, *, pattern: str, normalise: bool = False) -> float | None:
+    """Compare what the last match of `pattern` captured (its first group, or the whole match) with the answer.
+    None when the row has no answer."""
+    if missing(answer):
+        return None
     matches = list(re.finditer(pattern, completion, re.DOTALL))
     if not matches:
         return 0.0
@@ -51,13 +56,20 @@ def numeric(completion: str, answer: object, *, tolerance: float = 0.0) -> float
     return float(given is not None and abs(given - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted)))
 
 
-def last_boxed(completion: str, answer: object) -> float:
+def last_boxed(completion: str, answer: object) -> float | None:
     """Compare the content of the last `\\boxed{...}` of the completion with the answer (or the answer's own box),
-    ignoring spaces."""
+    ignoring spaces. None when the row has no answer."""
+    if missing(answer):
+        return None
     given, gold = boxed(completion), str(answer)
     inner = boxed(gold)
     wanted = gold if inner is None else inner
     return float(given is not None and "".join(given.split()) == "".join(wanted.split()))
+
+
+def missing(answer: object) -> bool:
+    """Whether the row has no answer: the column is not there, null, or the NaN of a table."""
+    return answer is None or answer != answer
 
 
 def last_number(text: str) -> Fraction | None:
