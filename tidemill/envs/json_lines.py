@@ -14,7 +14,7 @@ from typing import Any
 
 from tidemill.errors import ConfigError
 
-_MARKS = {codecs.BOM_UTF8: "utf-8-sig", codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
+_MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 def json_lines(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -23,7 +23,7 @@ def json_lines(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     Raises ConfigError when the file cannot be read, or a line holds anything but one JSON object.
     """
     for number, line in enumerate(_text(path, name).split("\n"), 1):  # splitlines() would also split at U+2028 in a string
-        line = line.removeprefix("\ufeff")  # files that were joined have a mark in the middle
+        line = line.removeprefix("\ufeff")  # at the start, and in the middle of files that were joined
         if line.strip():
             yield (where := f"{name}, line {number}"), _row(line, where)
 
