@@ -164,7 +164,7 @@ def main(steps: int, out: Path | None) -> int:
         accounts.mkdir()
         os.environ[ACCOUNTS] = str(accounts)
         overrides = [f"run_dir={folder}", f"steps={steps}", "record.checkpoint_every=10", "eval.every=0"]
-        config = load_recipe([DEMO], [*overrides, "eval.final_tasks=128", "warmup.seconds=40"])
+        config = load_recipe([DEMO], [*overrides, "eval.final_tasks=128"])
         asyncio.run(run(config, ProgressDisplay(steps, mode="quiet"), [count]))
         spans = json.loads((folder / "trace.json").read_text())["traceEvents"]
         beat = asyncio.run(beat_cost(Path(place), folder / "final"))

@@ -90,10 +90,10 @@ def seal(folder: Path, position: Position, stop: threading.Event) -> Path:
     return path
 
 
-def verify(folder: Path) -> Position:
+def verify(folder: Path, step: int | None = None) -> Position:
     """Raises CheckpointError unless every file that the manifest names is there, byte for byte, and no other one is in a
-    folder of it, where it might be read for one of ours."""
-    manifest = read_manifest(folder)
+    folder of it, where it might be read for one of ours. step: as for `read_manifest`."""
+    manifest = read_manifest(folder, step)
     try:
         found, entries = _files(folder), _entries(folder)
         if lost := sorted(manifest.files.keys() - found.keys()):
@@ -111,8 +111,9 @@ def verify(folder: Path) -> Position:
     return manifest.position
 
 
-def read_manifest(folder: Path) -> Manifest:
-    """Raises CheckpointError when there is none, or it is not one of ours, or it is not this folder's."""
+def read_manifest(folder: Path, step: int | None = None) -> Manifest:
+    """Raises CheckpointError when there is none, or it is not one of ours, or it is not this folder's. step: whose manifest
+    it must be; else that of the step in the folder's name."""
     path = folder / MANIFEST
     try:
         raw = _read(path)
@@ -121,7 +122,7 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} is not readable: {str(error)[:300]}") from None
     if manifest.own_digest() != manifest.blake2b:
         raise CheckpointError(f"{path} is damaged: its contents are not those that were written")
-    if step_of(folder.name) != manifest.step:
+    if manifest.step != (step_of(folder.name) if step is None else step):
         raise CheckpointError(f"{path} is that of step {manifest.step}")
     return manifest
 

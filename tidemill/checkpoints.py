@@ -16,13 +16,13 @@ import os
 import threading
 from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from tidemill import faults
 from tidemill.checkpoint_manifest import MANIFEST, Position, name_of, read_manifest, seal, step_of, strangers, verify
 from tidemill.controller import ROLE
 from tidemill.durable import flush, remove_left, remove_marked
-from tidemill.ledger.ledger import SqliteLedger
+from tidemill.ledger.records import Event
 from tidemill.protocols import CheckpointError, Trainer
 from tidemill.threads import in_thread
 
@@ -32,11 +32,21 @@ _MARKED = "A checkpoint of a Tidemill run. Tidemill deletes this folder when rec
 _PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 
+class Record(Protocol):
+    """Where it is recorded which checkpoints there were: a run's ledger."""
+
+    def event(self, kind: str, detail: dict[str, Any]) -> None: ...
+    def events(self, kind: str | None = None) -> list[Event]: ...
+    def retain(self, *, checkpoint: int) -> object:
+        """Nothing before the step `checkpoint` is trained again."""
+        ...
+
+
 class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        ledger: SqliteLedger,
+        ledger: Record,
         note: Callable[[str], None],
         keep: int = 1,
         keep_every: int = 0,

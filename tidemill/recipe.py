@@ -76,10 +76,20 @@ class DataSettings(Config):
 class WarmupSettings(Config):
     """Supervised training on the tasks' own answers before reinforcement learning. Off while `accuracy` is 0."""
 
-    accuracy: float = Field(default=0.0, ge=0, le=1)  # train until greedy accuracy on training tasks reaches this,
-    seconds: float = Field(default=55.0, gt=0)  # at most so long
+    accuracy: float = Field(default=0.0, ge=0, le=1)  # train until greedy accuracy on training tasks reaches this;
+    steps: int = Field(default=5000, ge=1)  # where it has not after so many, the run ends with an error
     lr: float = Field(default=1e-3, gt=0)
     batch: int = Field(default=64, ge=1)  # rows a step
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_steps(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "seconds" in given:
+            raise ValueError(
+                f"seconds = {given['seconds']!r} is no key any more, because a warm-up does not end by the clock: it ends "
+                "at warmup.accuracy, after warmup.steps at the latest; set warmup.steps, or leave it out"
+            )
+        return given
 
 
 class EvalSettings(Config):
@@ -218,9 +228,11 @@ class RunConfig(Config):
 
     @property
     def warming_up(self) -> RunConfig:
-        """By which the processes of a warm-up are started: one engine and the trainer take turns on all cores."""
-        cores = usable_cores()
-        together = {"engines": 1, "trainer_threads": cores, "engine_threads": cores}
+        """By which the processes of a warm-up are started: one engine and the trainer take turns on all cores. Where bits
+        have to stay they have the threads that the recipe gives them: how many there are is in the bits of sums."""
+        cores, given = usable_cores(), self.placement
+        threads = (given.trainer_threads, given.engine_threads) if self.deterministic else (cores, cores)
+        together = {"engines": 1, "trainer_threads": threads[0], "engine_threads": threads[1]}
         return self.model_copy(update={"placement": self.placement.model_copy(update=together)})
 
     @property
@@ -273,10 +285,9 @@ class RunConfig(Config):
         self._expect_order()
         self._expect_replay()
         self._expect_sampled_or_given()
-        if self.deterministic and (self.warmup.accuracy or self.rollout.window > 1):
+        if self.deterministic and self.rollout.window > 1:
             raise ValueError(
-                "deterministic = true: a warm-up ends by the clock, and a window above 1 takes groups as they finish; set "
-                "warmup.accuracy = 0 (give the initial/ of a run that was warmed up as the model) and rollout.window = 1"
+                f"deterministic = true: rollout.window = {self.rollout.window} takes groups as they finish; set it to 1"
             )
         self._expect_servable()
         widest = self.max_lag * self.rollout.groups + 1

@@ -2,6 +2,7 @@
 
     config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
     initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, where it was asked for
+    warm-up/, until there is an initial/: checkpoints of the warm-up
 
 The folder is private to its owner. It belongs to one recipe: `open` refuses to go on under another one.
 """
@@ -32,6 +33,8 @@ _BEFORE_CONFIG = {"config.json.partial"}
 _EVERY_START = {"config.json", "ledger.lock", "ledger.sqlite", "metrics.jsonl", FAILURE}
 _EMPTY = {"logs", "checkpoints", "trajectories"}
 """What every start makes before anything is computed: files, and folders that hold nothing yet."""
+_OLD_KEYS = (("warmup", "seconds"),)
+"""Tables and keys that recipes of older versions have."""
 
 
 class RunFolder:
@@ -44,6 +47,7 @@ class RunFolder:
         self.report = path / "report.json"
         self.interrupted = path / "interrupted.json"
         self.initial = path / "initial"
+        self.warm_up = path / "warm-up"
         self.final = path / "final"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
@@ -108,7 +112,12 @@ class RunFolder:
         return folder
 
     def recipe(self) -> dict[str, Any]:
-        return read_json(self.config)
+        """As it was resolved, without keys that are none any more: they were of what is over before a run begins."""
+        tree = read_json(self.config)
+        for table, key in _OLD_KEYS:
+            if isinstance(tree.get(table), dict):
+                tree[table].pop(key, None)
+        return tree
 
     def summary(self) -> dict[str, Any] | None:
         """The report of a run that came to its end; None before that."""
@@ -132,6 +141,7 @@ class RunFolder:
         shutil.copytree(start, beside)
         faults.reach(ROLE, "initial", path=beside / "config.json")
         put_in_place(beside, self.initial)
+        shutil.rmtree(self.warm_up, ignore_errors=True)
 
     def _beside_initial(self) -> Path:
         """Where there is nothing yet: what stood there was cut off by a kill."""

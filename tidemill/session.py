@@ -11,7 +11,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar
 
@@ -46,7 +46,7 @@ from tidemill.reward_check import QUICK_TASKS, vouch
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
 from tidemill.supervision import Budget
-from tidemill.warm_start import WarmStart, kept_start, warm_start
+from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start
 
 T = TypeVar("T")
 LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
@@ -299,9 +299,11 @@ async def _start(session: Session) -> WarmStart:
     if session.ledger.next_group_id() > 0:
         return kept_start(folder.initial)
     tasks = session.environment.tasks("train")
-    start = await warm_start(config, folder, session.placement, session.model, tasks, session.episodes(), session.note)
+    start = await warm_start(
+        Warming(config, folder, session.placement, session.model, tasks, session.episodes(), session.note)
+    )
     folder.keep_initial(start.path, copy=start.warmed is not None)
-    return start
+    return start if start.warmed is None else replace(start, path=folder.initial)  # what is kept elsewhere may go
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """The folder that reinforcement learning starts from: the model itself, or the result of a warm-up, which is kept.
 
-A warm-up is identified by everything that decides its result, so that the second run of a recipe finds it done.
+A warm-up is identified by everything that decides its result, so that the second run of a recipe finds it done. Only one
+that reached its target is kept. One that was cut off goes on from a checkpoint of its own, in the run's folder.
 """
 
 from __future__ import annotations
@@ -8,29 +9,33 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from tidemill import faults
 from tidemill.build import TrainerSpec
+from tidemill.checkpoint_manifest import Position
+from tidemill.checkpoints import Checkpoints
 from tidemill.config import dump
-from tidemill.controller import ROLE
-from tidemill.durable import put_in_place, write_json
 from tidemill.evaluation import Evaluator
+from tidemill.ledger.records import Event
 from tidemill.model_folder import NEW, ModelFolder
 from tidemill.orchestration.placement import Placement
-from tidemill.parts import start_parts
+from tidemill.parts import Parts, start_parts
 from tidemill.pool import PoolPublisher
+from tidemill.protocols import CheckpointError
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
 from tidemill.run_folder import RunFolder, read_json
+from tidemill.threads import in_thread
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.types import Task
-from tidemill.warmup import WarmedUp, warm_up
+from tidemill.warm_start_cache import RECORD, WarmStartCache, record
+from tidemill.warmup import WarmedUp, WarmUp
 
-RECORD = "warm_start.json"
 RAMP_UPDATES = 20  # over which the warm-up's learning rate rises
+RESULT = "result"  # of a warm-up, beside its checkpoints
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,82 +45,126 @@ class WarmStart:
     cached: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Warming:
+    """What a warm-up needs of its session."""
+
+    config: RunConfig
+    folder: RunFolder
+    placement: Placement
+    model: ModelFolder
+    tasks: Sequence[Task]
+    episodes: Episodes
+    note: Callable[[str], None]
+
+
 def kept_start(initial: Path) -> WarmStart:
     """What a run that has begun started from."""
     record = initial / RECORD
     return WarmStart(initial, WarmedUp(**read_json(record)) if record.is_file() else None, cached=True)
 
 
-async def warm_start(
-    config: RunConfig,
-    folder: RunFolder,
-    placement: Placement,
-    model: ModelFolder,
-    tasks: Sequence[Task],
-    episodes: Episodes,
-    note: Callable[[str], None],
-) -> WarmStart:
+async def warm_start(warming: Warming) -> WarmStart:
+    """Where the run starts from. Raises RunFailed when the warm-up does not reach its target."""
+    config, folder, note = warming.config, warming.folder, warming.note
     if config.warmup.accuracy == 0:
-        return WarmStart(model.path, None)
-    kept = config.run_dir.parent / "warm-starts" / _digest(config, model, tasks)
-    if (kept / RECORD).is_file():
-        warmed = WarmedUp(**read_json(kept / RECORD))
+        return WarmStart(warming.model.path, None)
+    name = _digest(config, warming.model, warming.tasks)
+    cache = WarmStartCache(config.run_dir.parent / "warm-starts", note)
+    usable = cache.prepare()
+    if usable and (warmed := await in_thread(cache.find, name)) is not None:
+        kept = cache.folder / name
         note(f"warm-up: as an earlier run left it, {kept}: accuracy {warmed.accuracy:.2f} on training tasks")
         return WarmStart(kept, warmed, cached=True)
-    warmed = await _train(config, folder, placement, model, tasks, episodes, note, kept)
-    return WarmStart(kept, warmed)
+    own = folder.warm_up / name
+    for other in folder.warm_up.glob("*"):
+        if other != own:  # of another recipe, which was given up
+            shutil.rmtree(other)
+    made = cache.folder / f"{name}.{config.run_dir.name}.partial" if usable else own / RESULT  # this run's own
+    shutil.rmtree(made, ignore_errors=True)  # cut off by a kill
+    warmed = await _train(warming, own, made)
+    await in_thread(record, made, warmed)
+    return WarmStart(await in_thread(cache.keep, made, name) if usable else made, warmed)
 
 
-async def _train(
-    config: RunConfig,
-    folder: RunFolder,
-    placement: Placement,
-    model: ModelFolder,
-    tasks: Sequence[Task],
-    episodes: Episodes,
-    note: Callable[[str], None],
-    kept: Path,
-) -> WarmedUp:
+async def _train(warming: Warming, own: Path, made: Path) -> WarmedUp:
+    """Warm up, from the newest checkpoint in `own`, and export the model to `made`."""
+    config, model, tell = warming.config, warming.model, warming.note
+    spec = _spec(config, model, warming.folder)
+    async with start_parts(config.warming_up, spec, warming.placement, lambda k, detail: tell(f"{k}: {detail}")) as parts:
+        async with parts.watched():
+            checkpoints = Checkpoints(own, _Unrecorded(), tell)
+
+            async def save(step: int) -> Coroutine[Any, Any, None]:
+                return await checkpoints.begin(parts.trainer, Position(step, 0, 0))
+
+            warmed = await WarmUp(
+                config.warmup,
+                warming.tasks,
+                model.tokenizer,
+                parts.trainer,
+                PoolPublisher(parts.trainer, parts.pool),
+                Evaluator(parts.pool, warming.episodes, config.seed),
+                config.seed,
+                tell,
+                save=save if config.record.checkpoint_every else None,
+                step=await _taken_up(checkpoints, parts, own, tell),
+            ).run()
+        await parts.trainer.export(str(made))
+    return warmed
+
+
+def _spec(config: RunConfig, model: ModelFolder, folder: RunFolder) -> TrainerSpec:
     settings = config.trainer.model_copy(
         update={"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
     )
-    spec = TrainerSpec(
+    return TrainerSpec(
         model=model.path,
         trainer=TrainerSettings.model_validate(settings.model_dump()),
         steps=1,  # a constant rate has no end
-        checkpoints=False,
+        checkpoints=config.record.checkpoint_every > 0,
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,
     )
-    async with start_parts(config.warming_up, spec, placement, lambda kind, detail: note(f"{kind}: {detail}")) as parts:
-        publisher, evaluator = PoolPublisher(parts.trainer, parts.pool), Evaluator(parts.pool, episodes, config.seed)
-        async with parts.watched():
-            warmed = await warm_up(
-                config.warmup, tasks, model.tokenizer, parts.trainer, publisher, evaluator, config.seed, note
-            )
-        beside = kept.with_name(f"{kept.name}.{config.run_dir.name}.partial")  # this run's own
-        kept.parent.mkdir(parents=True, exist_ok=True)
-        shutil.rmtree(beside, ignore_errors=True)  # cut off by a kill
-        await parts.trainer.export(str(beside))
-    write_json(beside / RECORD, asdict(warmed))
-    faults.reach(ROLE, "warm-start", path=beside / RECORD)
-    keep(beside, kept)
-    return warmed
 
 
-def keep(beside: Path, kept: Path) -> None:
-    """Of two runs that warmed up at the same time, the first one's result is kept."""
-    if (kept / RECORD).is_file():
-        shutil.rmtree(beside)
-    else:
-        put_in_place(beside, kept)
+async def _taken_up(checkpoints: Checkpoints, parts: Parts, own: Path, tell: Callable[[str], None]) -> int:
+    """The steps that an earlier process did of this warm-up, which the trainer then has; 0 where none can be used."""
+    try:
+        latest = await checkpoints.newest()
+        if latest is None:
+            return 0
+        await parts.trainer.load(str(latest[0] / "trainer"))
+    except CheckpointError as error:
+        tell(f"the warm-up begins anew: {error}")
+        shutil.rmtree(own)
+        return 0
+    tell(f"warm-up: going on from step {latest[1].step}")
+    return latest[1].step
+
+
+class _Unrecorded:
+    """In place of a ledger, for checkpoints that are gone when the run begins: they are no part of its record."""
+
+    def event(self, kind: str, detail: dict[str, Any]) -> None:
+        pass
+
+    def events(self, kind: str | None = None) -> list[Event]:
+        return []
+
+    def retain(self, *, checkpoint: int) -> None:
+        pass
 
 
 def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str:
-    """Of everything that decides the result: settings, the model's files, every task's prompt and answer."""
+    """Of everything that decides the result: settings, the model's files, every task's prompt and answer. Not of the limit
+    of steps: a warm-up that came to it goes on under a higher one."""
     tree = dump(config)
-    decides = {key: tree[key] for key in ("warmup", "seed", "trainer", "engine", "rollout")}
+    decides = {key: tree[key] for key in ("seed", "trainer", "engine", "rollout", "env", "deterministic")}
+    decides["warmup"] = {key: value for key, value in tree["warmup"].items() if key != "steps"}
+    if config.deterministic:
+        decides["threads"] = [config.placement.trainer_threads, config.placement.engine_threads]
     decides["tasks"] = [(task.id, task.prompt, task.data.get("answer")) for task in tasks]
     if config.model.startswith(NEW):
         decides["model"] = config.model

@@ -1,18 +1,21 @@
 """Supervised training on the tasks' own answers, before reinforcement learning: the same trainer, engine and publication.
 
-A model that never solves a task earns no reward to learn from. The warm-up ends at `seconds`, or as soon as greedy accuracy
-on training tasks reaches `accuracy`; held-out tasks are not touched.
+A model that never solves a task earns no reward to learn from. The warm-up ends as soon as greedy accuracy on training tasks
+reaches `accuracy`, and fails where it has not after `steps`. Held-out tasks are not touched. Looks come by steps, never by
+the clock: what a warm-up gives does not depend on how busy the machine is.
 """
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
+from tidemill.controller import RunFailed
 from tidemill.envs.order import task_order
 from tidemill.envs.template import as_messages, conversation
 from tidemill.errors import ConfigError
@@ -23,49 +26,107 @@ from tidemill.protocols import Trainer
 from tidemill.recipe import WarmupSettings
 from tidemill.types import Array, LossSpec, Sample, Task, Version
 
-FIRST_LOOK_S = 5.0  # evaluations begin here and come at every further share of the budget:
-LOOKS = 48  # accuracy goes from a tenth to two thirds within seconds
-LOOK_TASKS = 128
+LOOK_EVERY = 10  # steps between two looks at the accuracy, which goes from a tenth to two thirds within fifty
+LOOK_TASKS = 256
+TELL_S = 4.0  # between two lines of progress
+SAVE_S, SAVE_SHARE = 3.0, 10  # between two checkpoints, and at least so many times what the last one took
 SUPERVISED = "supervised"  # its loss
 
 Row = tuple[Array, Array]  # tokens [T] int32, loss mask [T] bool
+Save = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]  # steps done -> when the state is copied: what writes it
 
 
 @dataclass(frozen=True, slots=True)
 class WarmedUp:
-    seconds: float
+    seconds: float  # of the process that ended it
     steps: int
     accuracy: float  # on training tasks, at the end
 
 
-async def warm_up(
-    settings: WarmupSettings,
-    tasks: Sequence[Task],
-    tokenizer: Tokenizer,
-    trainer: Trainer,
-    publisher: PoolPublisher,
-    evaluator: Evaluator,
-    seed: int,
-    note: Callable[[str], None],
-) -> WarmedUp:
-    """Train until the goal or the end of the time. The trainer then holds the result; it has yet to be exported."""
-    batches = _batches(tasks, tokenizer, settings.batch, seed)
-    probe = [tasks[task_order(len(tasks), seed + 1, i)] for i in range(min(LOOK_TASKS, len(tasks)))]
-    begin, step, accuracy, looks = time.monotonic(), 0, 0.0, 0
-    while (spent := time.monotonic() - begin) < settings.seconds:
-        samples, losses, scale = supervised(next(batches))
-        await trainer.forward_backward(samples, losses)
-        await trainer.apply(scale)
-        step += 1
-        if spent >= FIRST_LOOK_S + looks * settings.seconds / LOOKS:
-            looks += 1
-            accuracy = await _look(publisher, evaluator, probe, step)
-            if looks % 4 == 1 or accuracy >= settings.accuracy:
-                note(f"warm-up {spent:3.0f} s: accuracy {accuracy:.2f} on training tasks")
-            if accuracy >= settings.accuracy:
-                break
-        await asyncio.sleep(0)
-    return WarmedUp(time.monotonic() - begin, step, accuracy)
+@dataclass(slots=True)
+class WarmUp:
+    """A warm-up that may begin where an earlier process left it.
+
+    Its looks depend on steps alone. When it tells of its progress, and when its state is saved, depends on the time: neither
+    changes what comes out.
+    """
+
+    settings: WarmupSettings
+    tasks: Sequence[Task]
+    tokenizer: Tokenizer
+    trainer: Trainer
+    publisher: PoolPublisher
+    evaluator: Evaluator
+    seed: int
+    note: Callable[[str], None]
+    save: Save | None = None  # None: nothing is kept of it on the way
+    step: int = 0  # steps done
+    accuracy: float = 0.0  # at the latest look
+    _begin: float = field(default_factory=lambda: time.monotonic())
+    _told: float = field(default_factory=lambda: time.monotonic())
+    _save_at: float = field(default_factory=lambda: time.monotonic() + SAVE_S)
+    _saving: asyncio.Task[None] | None = None
+
+    async def run(self) -> WarmedUp:
+        """Train until the target is reached; the trainer then holds the result. Raises RunFailed at the limit of steps."""
+        batches, probe = _batches(self.tasks, self.tokenizer, self.settings.batch, self.seed, self.step), self._probe()
+        async with asyncio.TaskGroup() as group:
+            while not await self._reached(probe):
+                samples, losses, scale = supervised(next(batches))
+                await self.trainer.forward_backward(samples, losses)
+                await self.trainer.apply(scale)
+                self.step += 1
+                self._tell()
+                await self._save(group)
+                await asyncio.sleep(0)
+        self._tell(always=True)
+        return WarmedUp(time.monotonic() - self._begin, self.step, self.accuracy)
+
+    async def _reached(self, probe: Sequence[Task]) -> bool:
+        """Whether accuracy is what it is to be, where it is time to look. Raises RunFailed when it is not, at the limit."""
+        last = self.step >= self.settings.steps
+        if self.step % LOOK_EVERY and not last:
+            return False
+        served = await self.publisher.publish(Version(self.step))
+        self.accuracy = (await self.evaluator(probe, served))["accuracy"]
+        if last and self.accuracy < self.settings.accuracy:
+            raise RunFailed(self._why_failed())
+        return self.accuracy >= self.settings.accuracy
+
+    async def _save(self, group: asyncio.TaskGroup) -> None:
+        """Begin a checkpoint when the one before is over and a tenth of the time pays for it."""
+        begin, over = time.monotonic(), self._saving is None or self._saving.done()
+        if self.save is not None and over and begin >= self._save_at:
+            self._saving = group.create_task(await self.save(self.step))
+            self._saving.add_done_callback(lambda _: self._saved(begin))
+
+    def _saved(self, begin: float) -> None:
+        now = time.monotonic()
+        self._save_at = now + max(SAVE_S, SAVE_SHARE * (now - begin))
+
+    def _probe(self) -> list[Task]:
+        """The training tasks that are looked at, always the same ones."""
+        count = min(LOOK_TASKS, len(self.tasks))
+        return [self.tasks[task_order(len(self.tasks), self.seed + 1, i)] for i in range(count)]
+
+    def _tell(self, always: bool = False) -> None:
+        """A line of progress now and then."""
+        if always or time.monotonic() - self._told >= TELL_S:
+            self._told, goal = time.monotonic(), self.settings
+            self.note(
+                f"warm-up: step {self.step:,} of at most {goal.steps:,}, accuracy {self.accuracy:.2f} on training tasks "
+                f"(it ends at {goal.accuracy:.2f})"
+            )
+
+    def _why_failed(self) -> str:
+        goal, also = self.settings, ""
+        if self.accuracy == 0:
+            also = "; `tidemill reward test RECIPE` says whether the tasks' own answers earn the full score at all"
+        return (
+            f"the warm-up reached accuracy {self.accuracy:.2f} on training tasks in {self.step:,} steps, and "
+            f"warmup.accuracy = {goal.accuracy:g} was expected: give more warmup.steps, and the same command goes on from "
+            f"its last checkpoint; or another warmup.lr (now {goal.lr:g}), easier tasks or a lower warmup.accuracy{also}"
+        )
 
 
 def supervised(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, LossSpec], float]:
@@ -89,13 +150,9 @@ def supervised(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, LossSpec], 
     return samples, {SUPERVISED: LossSpec("cross_entropy")}, 1.0 / trained if trained else 0.0
 
 
-async def _look(publisher: PoolPublisher, evaluator: Evaluator, tasks: Sequence[Task], step: int) -> float:
-    served = await publisher.publish(Version(step))
-    return (await evaluator(tasks, served))["accuracy"]
-
-
-def _batches(tasks: Sequence[Task], tokenizer: Tokenizer, size: int, seed: int) -> Iterator[list[Row]]:
-    position = 0
+def _batches(tasks: Sequence[Task], tokenizer: Tokenizer, size: int, seed: int, done: int) -> Iterator[list[Row]]:
+    """The rows of each step from number `done` on."""
+    position = done * size
     while True:
         chosen = [tasks[task_order(len(tasks), seed, position + i)] for i in range(size)]
         yield [_row(task, tokenizer) for task in chosen]

@@ -42,7 +42,7 @@ if __name__ == "__main__":
         run = tidemill.train(
             env=reward, tasks=rows, model="new:0.1m", run_dir=sys.argv[1], steps=steps, quiet=True,
             rollout={"groups": 2, "group_size": 4, "max_tokens": 2}, eval={"every": 2, "tasks": 2, "final_tasks": 2},
-            warmup={"accuracy": 0.05, "seconds": 2}, record={"checkpoint_every": 1, "probe_every": 1},
+            warmup={"accuracy": 0.05, "lr": 5e-3}, record={"checkpoint_every": 1, "probe_every": 1},
             algorithm={"name": "grpo", "reference": {"kl": 0.1}},
             callbacks=[lambda step, metrics: loaded.append([step, "torch" in sys.modules])],
         )

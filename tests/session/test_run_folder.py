@@ -20,6 +20,8 @@ from tidemill.ledger import lock
 from tidemill.ledger.records import RunFolderError
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder
+from tidemill.warm_start_cache import WarmStartCache, record
+from tidemill.warmup import WarmedUp
 
 
 @pytest.fixture
@@ -188,21 +190,31 @@ def test_a_file_of_json_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
 
 
 def test_two_runs_that_warm_up_at_once_keep_one_result(tmp_path):
-    kept = tmp_path / "warm-starts" / "abc"
+    cache = WarmStartCache(tmp_path / "warm-starts", [].append)
+    assert cache.prepare()
     for name in ("one", "two"):
-        beside = folder_of(kept.with_name(f"abc.{name}.partial"), name)
-        (beside / warm_start.RECORD).write_text("{}")
-        warm_start.keep(beside, kept)
-    assert (kept / "config.json").read_text() == "one" and [p.name for p in kept.parent.iterdir()] == ["abc"]
+        beside = folder_of(cache.folder / f"abc.{name}.partial", name)
+        record(beside, WarmedUp(9.0, 40, 0.5))
+        kept = cache.keep(beside, "abc")
+    assert (kept / "config.json").read_text() == "one" and [p.name for p in cache.folder.iterdir()] == ["abc"]
 
 
 async def test_a_warm_up_of_an_earlier_run_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(warm_start, "_digest", lambda *_: "abc")
     kept = folder_of(tmp_path / "warm-starts" / "abc", "weights")
-    write_json(kept / warm_start.RECORD, {"seconds": 9.0, "steps": 40, "accuracy": 0.5})
+    record(kept, WarmedUp(9.0, 40, 0.5))
     config: Any = SimpleNamespace(run_dir=tmp_path / "run", warmup=SimpleNamespace(accuracy=0.4))
     nothing: Any = None
     told: list[str] = []
-    start = await warm_start.warm_start(config, nothing, nothing, nothing, [], nothing, told.append)
+    parts = (config, RunFolder(tmp_path / "run"), nothing, SimpleNamespace(path=kept), [], nothing, told.append)
+    start = await warm_start.warm_start(warm_start.Warming(*parts))
     assert start.path == kept and start.cached
     assert told == [f"warm-up: as an earlier run left it, {kept}: accuracy 0.50 on training tasks"]
+
+
+def test_a_recipe_of_an_older_version_is_read_without_what_it_knew_alone(config, tmp_path):
+    folder = RunFolder.open(config)
+    tree = dump(config)
+    write_json(folder.config, tree | {"warmup": tree["warmup"] | {"seconds": 55.0}})
+    assert folder.recipe() == tree and build(RunConfig, folder.recipe()) == config
+    folder.claim(config, begun=True)  # it goes on
