@@ -265,7 +265,7 @@ def http_bodies(folder: Path) -> Iterator[Attack]:
         client = httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=20)
         yield lambda given: run(attack(given))
         run(client.aclose())
-        run(service.engine.close())
+        run(service.close())
 
 
 class Refused(Exception):

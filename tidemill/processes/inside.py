@@ -11,18 +11,19 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 from typing import BinaryIO
 
 from tidemill import faults
-from tidemill.processes.frames import framed
+from tidemill.processes.frames import HEADER_BYTES, framed, size_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 def settle(memory_mb: int, parent: int) -> tuple[int, int]:
     """Limits, the tie to the parent, and the file descriptors of the frames: (in, out)."""
-    _die_with(parent)
+    die_with(parent)
     _stand_apart()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
@@ -31,7 +32,21 @@ def settle(memory_mb: int, parent: int) -> tuple[int, int]:
     return _take_pipes()
 
 
-def write(pipe: BinaryIO, body: bytes) -> None:
+def die_with(parent: int) -> None:
+    """Have the kernel kill this process when its parent ends. Linux."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before the line above
+        os._exit(1)
+
+
+def read(pipe: BinaryIO) -> bytes:
+    """The next frame; empty at the end of file."""
+    header = pipe.read(HEADER_BYTES)  # bounded: it lives as long as who started it
+    return pipe.read(size_of(header)) if len(header) == HEADER_BYTES else b""  # bounded: as above
+
+
+def write(pipe: BinaryIO | socket.SocketIO, body: bytes) -> None:
     """Write one frame to an unbuffered pipe."""
     left = memoryview(framed(body))
     while left:
@@ -60,10 +75,3 @@ def _stand_apart() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # not everywhere allowed
             file.write("1000")
-
-
-def _die_with(parent: int) -> None:
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died before the line above
-        os._exit(1)

@@ -13,7 +13,6 @@ from typing import BinaryIO
 
 from tidemill import codec, faults
 from tidemill.processes import inside
-from tidemill.processes.frames import HEADER_BYTES, size_of
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 from tidemill.scoring.invoke import failed, invoke, load
 
@@ -22,7 +21,7 @@ def main(memory_mb: int, parent: int) -> None:
     frames_in, frames_out = inside.settle(memory_mb, parent)
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
     here, before = os.getpid(), Surroundings()
-    while frame := _read(requests):
+    while frame := inside.read(requests):
         request: Request = codec.decode(frame, Request)
         reason = load(request)
         _write(replies, Started(request.id))
@@ -57,12 +56,6 @@ def _done(request: Request, outcomes: list) -> Done:
     if size > MAX_REPLY:
         done = Done(request.id, failed(request, f"{request.name} gave {size} bytes: at most {MAX_REPLY} are taken"))
     return done
-
-
-def _read(pipe: BinaryIO) -> bytes:
-    """The next frame; empty at the end of file."""
-    header = pipe.read(HEADER_BYTES)  # bounded: it lives as long as who started it
-    return pipe.read(size_of(header)) if len(header) == HEADER_BYTES else b""  # bounded: as above
 
 
 def _write(pipe: BinaryIO, message: Reply) -> None:

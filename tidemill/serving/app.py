@@ -33,12 +33,13 @@ BODY_S = 60.0  # for a request's body to come
 
 
 def make_app(service: Service, api_key: str | None) -> Starlette:
-    """The engine of `service` is closed when the application shuts down."""
+    """`service` is closed when the application shuts down."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
+        service.reader.begin()
         yield
-        await service.engine.close()
+        await service.close()
 
     async def models(request: Request) -> Response:
         return reply({"object": "list", "data": [service.model()]})

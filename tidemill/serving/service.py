@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 
 from tidemill.engine.core import NativeEngine
-from tidemill.envs.template import prompt_tokens
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.seeds import derive_seed
 from tidemill.serving.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, messages_of, parse, prompts_of
 from tidemill.serving.choices import POLICY, Asked, Piece, of_prompt, sample, whole
 from tidemill.serving.errors import ApiError
+from tidemill.serving.reading import Reader
 from tidemill.serving.shapes import ChatShape, CompletionShape, Names, Usage
 from tidemill.types import SamplingParams
 
@@ -43,6 +43,7 @@ class Service:
     def __init__(self, engine: NativeEngine, tokenizer: Tokenizer, name: str, *, context: int, vocab: int) -> None:
         """name: of the model. context: tokens a reply may fill, its prompt included. vocab: ids below it are tokens."""
         self.engine, self.name, self.context = engine, name, context
+        self.reader = Reader(tokenizer, context)
         self._tokenizer, self._vocab, self._names = tokenizer, vocab, Names(tokenizer)
         self._created = int(time.time())
 
@@ -67,7 +68,7 @@ class Service:
         seed = _seed(body)
         asked: list[Asked | None] = []
         echoes: list[Piece | None] = []
-        rows = [self._checked(self._encoded(p), body.max_tokens, "prompt") for p in prompts]
+        rows = [self._checked(await self._encoded(p), body.max_tokens, "prompt") for p in prompts]
         for prompt, tokens in zip(prompts, rows, strict=True):
             echo = await self._echo(prompt, tokens, body) if body.echo else None
             for i in range(body.n):
@@ -84,11 +85,7 @@ class Service:
         limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
         if len(limits) > 1:
             raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-        try:
-            tokens = prompt_tokens(self._tokenizer, messages_of(body.messages))
-        except ValueError as error:  # the template refuses these roles, or this order of them
-            raise ApiError(str(error), param="messages") from None
-        tokens = self._checked(tokens, 1, "messages")
+        tokens = self._checked(await self.reader.chat(messages_of(body.messages)), 1, "messages")
         limit = limits.pop() if limits else self.context
         seed = _seed(body)
         asked = [self._asked(body, tokens, limit, body.top_logprobs, seed, i) for i in range(body.n)]
@@ -166,9 +163,13 @@ class Service:
             scored = await self.engine.score(tokens, POLICY, 1.0, body.logprobs)
         return of_prompt(tokens, self._tokenizer, text, scored)
 
-    def _encoded(self, prompt: str | list[int]) -> np.ndarray:
+    async def close(self) -> None:
+        await self.reader.close()
+        await self.engine.close()
+
+    async def _encoded(self, prompt: str | list[int]) -> np.ndarray:
         if isinstance(prompt, str):
-            return np.array(self._tokenizer.encode(prompt, add_special_tokens=True), np.int32)
+            return await self.reader.text(prompt)
         if outside := [token for token in prompt if not 0 <= token < self._vocab]:
             message = f"token id {outside[0]!s:.40}: this model knows 0 to {self._vocab - 1}"
             raise ApiError(message, param="prompt")

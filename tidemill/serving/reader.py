@@ -1,0 +1,177 @@
+"""The process that tokenizes prompts and renders chats, `python -m tidemill.serving.reader MEMORY_MB PARENT`.
+
+    Load -> Loaded, then Text | Chat -> Tokens | Refused
+
+A chat template comes from the model's folder and may loop for ever; a text may take a minute and a gigabyte. So each
+request is done by a fork of this process, with a limit of memory, that is killed when it is late. A fork that behaved
+stays for the next request; one that had much to do is ended, and its memory goes back to the system.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import numpy as np
+import psutil
+
+from tidemill import codec
+from tidemill.envs.template import prompt_tokens
+from tidemill.models.tokenizer import Tokenizer, load_tokenizer
+from tidemill.processes import inside
+from tidemill.serving.lengths import Reach, reach_of
+
+MEMORY_MB = 1024  # that one request may take
+GROWN_MB = 16  # a fork that ever took so much more is not used again
+
+
+class Load(msgspec.Struct, frozen=True, tag=True):
+    folder: str
+    of_class: str | None
+    context: int
+    limit_s: float  # of one request
+
+
+class Text(msgspec.Struct, frozen=True, tag=True):
+    text: str
+    special: bool  # the tokenizer adds its special tokens
+    bounded: bool  # refuse what the context cannot hold
+
+
+class Chat(msgspec.Struct, frozen=True, tag=True):
+    messages: list[dict[str, Any]]
+    options: dict[str, Any]  # of the template
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    error: str
+
+
+class Tokens(msgspec.Struct, frozen=True, tag=True):
+    tokens: np.ndarray  # [P] int32
+
+
+class Refused(msgspec.Struct, frozen=True, tag=True):
+    why: str
+    too_long: bool = False
+
+
+Request = Text | Chat
+Reply = Tokens | Refused
+
+
+def too_long(what: str, least: int, context: int) -> str:
+    return (
+        f"{what} is at least {least} tokens, and the context holds {context}, reply included: shorten it, "
+        "or serve the model with a longer context"
+    )
+
+
+class Fork:
+    """A copy of this process that answers requests until it is late or ended."""
+
+    def __init__(self, answer: Callable[[Request], Reply]) -> None:
+        self._socket, theirs = socket.socketpair()
+        parent = os.getpid()
+        self._pid = os.fork()
+        if not self._pid:
+            self._socket.close()
+            _be_fork(theirs, answer, parent)
+        theirs.close()
+        self._replies, self._requests = self._socket.makefile("rb"), self._socket.makefile("wb", buffering=0)
+
+    def ask(self, frame: bytes, limit_s: float) -> Reply:
+        """Raises TimeoutError, and EOFError or OSError when the fork ended."""
+        self._socket.settimeout(limit_s)
+        inside.write(self._requests, frame)
+        if not (reply := inside.read(self._replies)):
+            raise EOFError
+        return codec.decode(reply, Reply)
+
+    def grown(self) -> bool:
+        held = psutil.Process().memory_info().rss + (GROWN_MB << 20)
+        return psutil.Process(self._pid).memory_info().rss > held
+
+    def end(self) -> None:
+        self._socket.close()
+        os.kill(self._pid, signal.SIGKILL)
+
+
+def main(parent: int) -> None:
+    frames_in, frames_out = inside.settle(0, parent)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end are not waited for
+    requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
+    load = codec.decode(inside.read(requests), Load)
+    try:
+        tokenizer = load_tokenizer(load.folder, load.of_class)
+    except ValueError as error:
+        inside.write(replies, codec.encode(Loaded(str(error))))
+        return
+    reach = reach_of(tokenizer)
+    fork: Fork | None = None
+    inside.write(replies, codec.encode(Loaded("")))
+    while frame := inside.read(requests):
+        fork = fork or Fork(lambda request: answer(tokenizer, reach, load.context, request))
+        reply, fork = _reply(fork, frame, load.limit_s)
+        inside.write(replies, codec.encode(reply))
+
+
+def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Request) -> Reply:
+    if isinstance(request, Text):
+        if request.bounded and reach is not None and reach.exceeds(request.text, context):
+            return Refused(too_long("the prompt", reach.least(request.text), context), too_long=True)
+        return Tokens(np.array(tokenizer.encode(request.text, add_special_tokens=request.special), np.int32))
+    try:
+        if reach is not None and tokenizer.chat_template and reach.exceeds(_texts(request.messages), context):
+            # Whoever renders a long chat may leave most of it out. Only what it renders is held against the context.
+            rendered = tokenizer.apply_chat_template(
+                request.messages, tokenize=False, add_generation_prompt=True, **request.options
+            )
+            if reach.exceeds(rendered, context):
+                return Refused(too_long("the chat", reach.least(rendered), context), too_long=True)
+        return Tokens(prompt_tokens(tokenizer, request.messages, **request.options))
+    except ValueError as error:  # the template refuses these roles, or this order of them
+        return Refused(str(error))
+    except Exception as error:  # a template may raise anything
+        return Refused(f"the chat template failed: {type(error).__name__}: {error!s:.500}")
+
+
+def _reply(fork: Fork, frame: bytes, limit_s: float) -> tuple[Reply, Fork | None]:
+    try:
+        reply = fork.ask(frame, limit_s)
+        if not fork.grown():
+            return reply, fork
+    except TimeoutError:
+        reply = Refused(f"it could not be rendered and tokenized within {limit_s:g} s: shorten it")
+    except (EOFError, OSError, psutil.NoSuchProcess):
+        reply = Refused(f"rendering and tokenizing it took more than {MEMORY_MB} MB, or crashed: shorten it")
+    fork.end()
+    return reply, None
+
+
+def _be_fork(channel: socket.socket, answer: Callable[[Request], Reply], parent: int) -> None:
+    """Never returns: what called it is the other process's."""
+    try:
+        inside.die_with(parent)
+        if sys.platform == "linux":
+            limit = psutil.Process().memory_info().vms + (MEMORY_MB << 20)
+            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+        requests, replies = channel.makefile("rb"), channel.makefile("wb", buffering=0)
+        while frame := inside.read(requests):
+            inside.write(replies, codec.encode(answer(codec.decode(frame, Request))))
+    finally:
+        os._exit(0)
+
+
+def _texts(messages: list[dict[str, Any]]) -> str:
+    return "".join(text for message in messages for text in message.values() if isinstance(text, str))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[2]))

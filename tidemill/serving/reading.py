@@ -1,0 +1,178 @@
+"""Prompts and chats to tokens, beside the event loop and within bounds of length, time and memory.
+
+    short text -> here (microseconds)     chat, long text -> the process of a lane (`reader`) -> tokens, or an ApiError
+
+There is a lane for what is short and one for what is long, so that nobody waits for another's megabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+
+from tidemill import codec
+from tidemill.models.tokenizer import Tokenizer, class_name
+from tidemill.processes.child import STARTUP_LIMIT_S, Child
+from tidemill.processes.guarding import Guard
+from tidemill.serving.errors import ApiError
+from tidemill.serving.lengths import reach_of
+from tidemill.serving.reader import Chat, Load, Loaded, Refused, Reply, Request, Text, too_long
+from tidemill.types import Array
+
+HERE = 1000  # characters of a text that is tokenized in this process
+SHORT = 1 << 15  # characters of what the short lane takes
+LIMIT_S = 15.0  # to render and tokenize one request
+QUEUE_S = 30.0  # for those before it
+_SLACK_S = 5.0  # for the process itself to answer
+MOST_REPLY = 64 << 20  # bytes
+
+
+class Reader:
+    def __init__(self, tokenizer: Tokenizer, context: int) -> None:
+        """tokenizer: of a folder, which is loaded once more in the processes. context: tokens a request may hold."""
+        self._tokenizer, self._context, self._reach = tokenizer, context, reach_of(tokenizer)
+        load = Load(tokenizer.name_or_path, class_name(tokenizer), context, LIMIT_S)
+        self._guard = Guard()
+        self._short, self._long = _Lane(load, self._guard), _Lane(load, self._guard)
+
+    def begin(self) -> None:
+        """Start what the first chat needs, without waiting for it."""
+        self._short.begin()
+
+    async def text(self, text: str, *, special: bool = True, bounded: bool = True, param: str = "prompt") -> Array:
+        """The tokens of a text. [P] int32
+
+        special: with the special tokens that the tokenizer adds. bounded: refuse what the context cannot hold.
+        """
+        if len(text) <= HERE:
+            return np.array(self._tokenizer.encode(text, add_special_tokens=special), np.int32)
+        if bounded and self._reach is not None and self._reach.exceeds(text, self._context):
+            message = too_long("the prompt", self._reach.least(text), self._context)
+            raise ApiError(message, param=param, code="context_length_exceeded")
+        return await self._ask(Text(text, special, bounded), len(text), param)
+
+    async def chat(
+        self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None, *, param: str = "messages"
+    ) -> Array:
+        """The tokens of a chat, ready for the reply. `options`: further names that the template may use. [P] int32"""
+        size = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
+        size += len(messages)
+        return await self._ask(Chat([dict(message) for message in messages], dict(options or {})), size, param)
+
+    async def close(self) -> None:
+        await asyncio.gather(self._short.close(), self._long.close())
+        await self._guard.close()
+
+    async def _ask(self, request: Request, size: int, param: str) -> Array:
+        lane = self._short if size <= SHORT else self._long
+        reply = await lane.ask(request)
+        if isinstance(reply, Refused):
+            raise ApiError(reply.why, param=param, code="context_length_exceeded" if reply.too_long else None)
+        return reply.tokens
+
+
+class _Lane:
+    """One process, started when it is needed, that does one request after the other."""
+
+    def __init__(self, load: Load, guard: Guard) -> None:
+        self._load, self._guard = load, guard
+        self._turn = asyncio.Lock()
+        self._child: Child | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()  # what goes on though who asked has left
+        self._closed = False
+
+    def begin(self) -> None:
+        self._spawn(self._ready())
+
+    async def ask(self, request: Request) -> Reply:
+        await self._acquire()
+        work = self._spawn(self._exchange(request))
+        await asyncio.wait({work}, timeout=2 * (STARTUP_LIMIT_S + self._load.limit_s + _SLACK_S))
+        return work.result()
+
+    async def close(self) -> None:
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=_SLACK_S)
+        await self._retire()
+
+    def _spawn(self, work: Any) -> asyncio.Task[Any]:
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        return task
+
+    async def _ready(self) -> None:
+        with suppress(ApiError):  # whoever asks first is told
+            await self._acquire()
+            try:
+                self._child = self._child or await self._start()
+            finally:
+                self._turn.release()
+
+    async def _acquire(self) -> None:
+        try:
+            async with asyncio.timeout(QUEUE_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise ApiError(f"the server is busy: no turn within {QUEUE_S:g} s", status=503) from None
+
+    async def _exchange(self, request: Request) -> Reply:
+        """The turn is this request's, and is given back."""
+        try:
+            if self._child is not None:
+                with suppress(ApiError):  # it may have ended since
+                    return await self._told(self._child, request)
+            return await self._told(await self._start(), request)
+        finally:
+            self._turn.release()
+
+    async def _told(self, child: Child, request: Request) -> Reply:
+        done = False
+        try:
+            async with asyncio.timeout(self._load.limit_s + _SLACK_S):
+                await child.send(codec.encode(request))
+                reply = codec.decode(await child.receive(MOST_REPLY), Reply)
+            done = True
+            return reply
+        except TimeoutError:
+            raise ApiError("the process that reads prompts did not answer", status=503) from None
+        except (asyncio.IncompleteReadError, ConnectionError, codec.CodecError):
+            raise ApiError("the process that reads prompts ended", status=503) from None
+        finally:
+            if not done:
+                await self._retire()
+
+    async def _start(self) -> Child:
+        if self._closed:
+            raise ApiError("the server is closing", status=503)
+        await self._guard.start()
+        self._child = child = await Child.start("tidemill.serving.reader", "the process that reads prompts", 0)
+        self._guard.add(child.pid)
+        try:
+            async with asyncio.timeout(STARTUP_LIMIT_S):
+                await child.send(codec.encode(self._load))
+                loaded = codec.decode(await child.receive(MOST_REPLY), Loaded)
+            why = loaded.error
+        except TimeoutError:
+            why = f"it did not start within {STARTUP_LIMIT_S:g} s"
+        except (asyncio.IncompleteReadError, ConnectionError, codec.CodecError):
+            why = await child.epitaph()
+        if why:
+            await self._retire()
+            raise ApiError(f"the process that reads prompts did not start: {why}", status=503)
+        return child
+
+    async def _retire(self) -> None:
+        child, self._child = self._child, None
+        if child is not None:
+            child.kill()
+            await child.reap()
+            self._guard.discard(child.pid)
