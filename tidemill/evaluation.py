@@ -72,7 +72,8 @@ def errors_apart(before: float, n: int, after: float, m: int) -> float:
 def summary(attempts: Sequence[Trajectory]) -> Metrics:
     """accuracy: share of all attempts that are solved, with its standard error; an attempt without a score is not solved.
 
-    `infra_errors` and `unscorable` say how many have no score; `reward` is the mean over those that have one.
+    `infra_errors` and `unscorable` say how many have no score; `reward` is the mean over those that have one, `length` over
+    those that have a reply.
     """
     n = max(len(attempts), 1)
     rewards = np.array([t.outcome.value for t in attempts if isinstance(t.outcome, Score)] or [0.0])
@@ -82,7 +83,7 @@ def summary(attempts: Sequence[Trajectory]) -> Metrics:
         "accuracy": accuracy,
         "accuracy_se": float(np.sqrt(accuracy * (1 - accuracy) / n)),
         "reward": float(rewards.mean()),
-        "length": float(np.mean([t.sampled for t in attempts] or [0])),
+        "length": float(np.mean([t.sampled for t in attempts if t.sampled] or [0])),
         "truncated": sum(t.finish in TRUNCATED for t in attempts) / n,
         "infra_errors": float(sum(isinstance(t.outcome, InfraError) for t in attempts)),
         "unscorable": float(sum(isinstance(t.outcome, Unscorable) for t in attempts)),

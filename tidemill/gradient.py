@@ -117,9 +117,13 @@ class Begun:
 
 
 def computed_tokens(group: Group) -> int:
-    """Tokens that a pass over its attempts computes, at most: what comes before the first sampled one they share."""
-    begins = [int(np.argmax(t.mask)) for t in group.trajectories]
-    return max(begins) + sum(len(t.tokens) - begin for t, begin in zip(group.trajectories, begins, strict=True))
+    """Tokens that a pass over its attempts computes, at most: what comes before the first sampled one they share.
+
+    An attempt that failed before its first reply has nothing to train, and no pass computes it.
+    """
+    attempts = [t for t in group.trajectories if t.learnt.any()]
+    begins = [int(np.argmax(t.mask)) for t in attempts]
+    return max(begins, default=0) + sum(len(t.tokens) - begin for t, begin in zip(attempts, begins, strict=True))
 
 
 async def train_on(

@@ -64,6 +64,8 @@ def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
     """What the policy does."""
     for env, t in ((group.task.env, t) for group in groups for t in group.trajectories if t.sample != GREEDY):
         length = int(t.learnt.sum())
+        if not length:  # it failed before its first reply: it says nothing of the policy
+            continue
         metrics.mean("length/mean", length)
         metrics.max("length/max", length)
         if t.given is None:  # a score that was given with a reply is no reward of the policy's

@@ -3,7 +3,7 @@
     task -> group_size episodes (environment x engine, side by side) -> judge -> Group
 
 What an environment raises is an `InfraError` of that attempt, never a score (I5). An attempt without a sampled token
-cannot be trained on and cannot be stamped; it stays in the group as evidence.
+cannot be trained on, cannot be stamped and cannot earn a score; it stays in the group as evidence.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tidemill.observability.timeline import Beside
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Environment
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
-from tidemill.types import GREEDY, Finish, Group, InfraError, Outcome, SamplingParams, Task, Trajectory, Unscorable
+from tidemill.types import GREEDY, Finish, Group, InfraError, Outcome, SamplingParams, Score, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -68,7 +68,17 @@ class Episodes:
             outcome, finish = InfraError(reason), Finish.ENV_ERROR
         if chat.failure is not None:  # also when the environment swallowed it: an engine's failure is no outcome
             raise chat.failure
+        if not chat.sampled and not isinstance(outcome, Unscorable | InfraError):
+            outcome, finish = self._unasked(outcome), Finish.ENV_ERROR
         return chat.trajectory(outcome, finish)
+
+    def _unasked(self, outcome: Score | None) -> InfraError:
+        """A score of what the policy did not say is none, and nothing could be trained with it."""
+        returned = "nothing" if outcome is None else f"Score({outcome.value:g})"
+        return InfraError(
+            f"environment {self.environment.name} returned {returned} for an attempt without a reply of the policy: there "
+            "is nothing to score; call chat.reply first, or return Unscorable or InfraError with a reason"
+        )
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> None:
         """Decide, together, what `run` left undecided. Writes the outcomes."""

@@ -51,6 +51,7 @@ class RunFolder:
         self.final = path / "final"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
+        self.warnings = self.logs / "warnings.log"  # of the controller, such as what an environment raised
         self.weights = path / "weights"  # of the checkpoint carrier
         self._made = False  # by this process
 

@@ -35,6 +35,7 @@ from tidemill.monitor import Monitor
 from tidemill.observability.display import Display
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
+from tidemill.orchestration.logs import warnings_to
 from tidemill.orchestration.placement import Placement
 from tidemill.parts import start_parts
 from tidemill.preparation import Preparation
@@ -95,7 +96,8 @@ async def _in_folder(
         folder.interrupted.unlink(missing_ok=True)
         try:
             async with placed(config.placement, folder.logs, config.supervise) as placement:
-                return await _with_environment(config, folder, ledger, placement, display, callbacks, make)
+                with warnings_to(folder.warnings, lambda path: display.note(f"warnings with their tracebacks go to {path}")):
+                    return await _with_environment(config, folder, ledger, placement, display, callbacks, make)
         except BaseException as error:
             cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
             record_failure(folder.path, cause)

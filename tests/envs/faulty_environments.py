@@ -24,6 +24,7 @@ async def two_turns(task: Task, chat: Chat) -> Any:
 
 
 async def returns_pid(task: Task, chat: Chat) -> Any:
+    await chat.reply(task.prompt)
     return os.getpid()
 
 

@@ -93,7 +93,7 @@ def _pair(record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleR
 
 
 def _answers(attempt: Trajectory, prompt: Array) -> bool:
-    return np.array_equal(attempt.tokens[: int(attempt.mask.argmax())], prompt)
+    return bool(attempt.mask.any()) and np.array_equal(attempt.tokens[: int(attempt.mask.argmax())], prompt)
 
 
 def _left_out(found: Found) -> str:

@@ -46,7 +46,7 @@ def print_json(value: Any) -> None:
 def print_rows(screen: Console, rows: Sequence[tuple[str | Text, str | Text]]) -> None:
     """Rows of (what it is, what it says), indented. What is said wraps within its own column."""
     labels = [Text(label, "dim") if isinstance(label, str) else label for label, _ in rows]
-    edge = INDENT + max(label.cell_len for label in labels) + INDENT
+    edge = INDENT + max((label.cell_len for label in labels), default=0) + INDENT
     for label, (_, said) in zip(labels, rows, strict=True):
         content = Text(said) if isinstance(said, str) else said
         lines = content.wrap(screen, max(MIN_COLUMN, screen.width - edge), overflow="fold") or [Text()]

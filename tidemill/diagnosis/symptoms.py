@@ -74,10 +74,9 @@ class Symptoms:
 
 
 def _identical(groups: Sequence[Group]) -> float:
-    """Share of the groups, among those of several attempts, whose attempts are all the same."""
-    same = [
-        len({t.tokens[t.mask].tobytes() for t in group.trajectories}) == 1 for group in groups if len(group.trajectories) > 1
-    ]
+    """Share of the groups, among those of several attempts with a reply, whose attempts are all the same."""
+    replied = [[t for t in group.trajectories if t.mask.any()] for group in groups]
+    same = [len({t.tokens[t.mask].tobytes() for t in attempts}) == 1 for attempts in replied if len(attempts) > 1]
     return float(np.mean(same)) if same else 0.0
 
 

@@ -84,6 +84,11 @@ class EpisodeChat:
         return len(self._replies)
 
     @property
+    def sampled(self) -> int:
+        """Tokens of the policy's so far."""
+        return sum(len(reply.tokens) for reply in self._replies)
+
+    @property
     def length(self) -> int:
         """Tokens so far."""
         return sum(map(len, self._given)) + sum(len(reply.tokens) for reply in self._replies)
@@ -151,7 +156,7 @@ class EpisodeChat:
 
     async def _turn(self, added: Array, max_tokens: int | None, last: bool) -> str:
         tokens = np.concatenate([self._tokens(), added])
-        limit = max_tokens or self._params.max_tokens
+        limit = min(max_tokens or self._params.max_tokens, self._context)  # any number travels to an engine
         params = replace(self._params, seed=self._seeds(self.turns), max_tokens=limit, last=last)
         try:
             reply = await self._engine.generate(tokens, params, self._policy, self._key)
@@ -188,11 +193,14 @@ class EpisodeChat:
 
 
 def count_of(max_tokens: Any) -> int | None:
-    """What an environment gave as `max_tokens`, which may be anything. ValueError for what is no whole number."""
+    """The `max_tokens` of an environment, which may be anything. ValueError for what is no whole number >= 1."""
     try:
-        return None if max_tokens is None else operator.index(max_tokens)
+        count = None if max_tokens is None else operator.index(max_tokens)
     except TypeError:
         raise ValueError(f"max_tokens is a {type(max_tokens).__name__}: expected a whole number") from None
+    if count is not None and count < 1:
+        raise ValueError(f"max_tokens={count}: expected a whole number >= 1, or None for the recipe's rollout.max_tokens")
+    return count
 
 
 _KINDS = (np.int32, np.bool_, np.float32, np.int32)

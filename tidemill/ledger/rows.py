@@ -58,11 +58,17 @@ def _judged(outcome: Outcome | None) -> tuple[float | None, str | None, str | No
 
 
 def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, int | None, float | None]]:
-    """sampled, oldest, newest, mean_logprob of each. All at once: NumPy's calls cost more than what they do here."""
+    """sampled, oldest, newest, mean_logprob of each. All at once: NumPy's calls cost more than what they do here.
+
+    Trajectories without a sampled token, or without any token, may stand anywhere among them.
+    """
+    if not trajectories:
+        return []
     mask = np.concatenate([t.mask for t in trajectories])
     versions = np.concatenate([t.versions for t in trajectories])[mask]
     logprobs = np.concatenate([t.logprobs for t in trajectories])[mask]
-    ends = np.cumsum(mask)[np.cumsum([len(t.mask) for t in trajectories]) - 1]
+    before = np.concatenate(([0], np.cumsum(mask)))  # sampled tokens before each place, and before the end
+    ends = before[np.cumsum([len(t.mask) for t in trajectories])]
     counts = np.diff(ends, prepend=0)
     some = counts > 0  # reduceat would give an empty stretch the element after it
     starts = (ends - counts)[some]

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
+MOST_BYTES = 4 << 20  # of a file of warnings, of which there are two: an environment may fail a million times
 
 
 @dataclass(frozen=True)
@@ -33,3 +38,32 @@ class Log:
 def describe(code: int) -> str:
     """An exit status, or a signal's number, negative."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
+
+
+class _Warnings(RotatingFileHandler):
+    def __init__(self, path: Path, begun: Callable[[Path], None]) -> None:
+        super().__init__(path, maxBytes=MOST_BYTES, backupCount=1, encoding="utf-8", delay=True, errors="backslashreplace")
+        self._path = path
+        self._begun: Callable[[Path], None] | None = begun
+        self.setFormatter(logging.Formatter("%(asctime)s %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if begun := self._begun:
+            self._begun = None
+            begun(self._path)
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """A warning that cannot be written is lost: a full disk ends the run with a sentence of its own."""
+
+
+@contextmanager
+def warnings_to(path: Path, begun: Callable[[Path], None]) -> Iterator[None]:
+    """Send the warnings of this process to a file, with their tracebacks. `begun` is told of the first."""
+    handler, logger = _Warnings(path, begun), logging.getLogger("tidemill")
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        handler.close()

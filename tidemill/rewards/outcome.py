@@ -49,7 +49,12 @@ def shown(value: Any) -> str:
 
 
 def clip(text: str, length: int = SHOWN) -> str:
-    return text if len(text) <= length else f"{text[:length]}... ({len(text)} characters)"
+    return plain(text) if len(text) <= length else f"{plain(text[:length])}... ({len(text)} characters)"
+
+
+def plain(text: str) -> str:
+    """The text with halves of surrogate pairs escaped: a file name of other bytes holds some, and no record takes them."""
+    return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
 _repr = reprlib.Repr()
@@ -68,7 +73,8 @@ def _checked(outcome: Outcome, name: str) -> Outcome:
         number = _number(value)
         if not isinstance(part, str) or number is None or not math.isfinite(number):
             return InfraError(f"{name} returned a Score whose {part} is {shown(value)}: expected a finite number")
-    return Score(float(outcome.value), {part: float(value) for part, value in parts.items()}, tuple(map(float, turns)))
+    named = {plain(part): float(value) for part, value in parts.items()}
+    return Score(float(outcome.value), named, tuple(map(float, turns)))
 
 
 def _number(value: Any) -> float | None:
