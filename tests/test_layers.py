@@ -54,7 +54,8 @@ L4 |= {
     "replay",
     "reward_check",
 }
-L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation", "warm_start_cache"}
+L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
+L4 |= {"warm_start_cache", "unearned"}
 
 CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 

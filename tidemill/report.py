@@ -16,6 +16,7 @@ from tidemill.observability.account import CONTROLLER, GENERATE, REFERENCE, REWA
 from tidemill.observability.advice import Setup, advise
 from tidemill.observability.trace import Trace, busy_seconds, overlap
 from tidemill.recipe import RunConfig
+from tidemill.unearned import unearned
 from tidemill.warm_start import WarmStart
 
 CLEARLY = 2.0  # standard errors, from which on a fall of held-out accuracy is no chance
@@ -43,6 +44,7 @@ def make_report(
         "held_out_before": evaluations[0].n if evaluations else None,
         "held_out_given": _given(evaluations),
         "unlearned": unlearned(evaluations),
+        "unearned": unearned(ledger, config),
         "steps": 0 if last is None else last + 1,
         "steps_before": before,
         "wall_s": round(wall_s, 2),

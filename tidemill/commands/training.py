@@ -85,6 +85,9 @@ def _tell(config: RunConfig, recipe: Path, ended: Ended, as_json: bool) -> None:
     if ended.complete:
         following += [f"eval {folder}", "new mytask" if recipe.resolve() == DEMO.resolve() else f"serve {folder}"]
     print(f"  next:   {'  ·  '.join(f'{me} {command}' for command in following)}")
+    if nothing := report.get("unearned"):  # last of all; an older run's report has none
+        text = nothing["text"].replace("`tidemill reward test RECIPE`", f"`{me} reward test {recipe}`")
+        console().print(Text(f"  UNEARNED: {text}", "bold red"), soft_wrap=True)
 
 
 def _unlearned(fell: dict[str, Any], config: RunConfig, test: str) -> list[str]:

@@ -36,13 +36,13 @@ def standing(folder: RunFolder) -> dict[str, Any]:
 
     status: the last that the process wrote whose state it is; None when it came to none.
     """
-    status, failure = _if_there(folder.path / STATUS), _if_there(folder.path / FAILURE)
+    status, failure, unearned = _if_there(folder.path / STATUS), _if_there(folder.path / FAILURE), None
     pid = holder(folder.path)
     if pid is not None:
         late = status is None or status["pid"] != pid or time.time() - status["at"] > LATE_S
         state, failure = ("stuck" if late and _stopped(pid) else "running"), None
     elif (report := folder.summary()) is not None and report["steps"] >= folder.recipe()["steps"]:
-        state, failure = "complete", None
+        state, failure, unearned = "complete", None, (report.get("unearned") or {}).get("text")  # older ones have none
     elif failure is not None:
         state = "stopped" if failure["kind"] in ("CancelledError", "KeyboardInterrupt") else "failed"
     else:
@@ -50,7 +50,8 @@ def standing(folder: RunFolder) -> dict[str, Any]:
     with SqliteLedger(folder.path, mode="read") as ledger:
         counts = ledger.counts().figures()
         events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind not in ROUTINE][-5:]
-    return {"state": state, "pid": pid, "status": status, "failure": failure, "groups": counts, "events": events}
+    about = {"state": state, "pid": pid, "status": status, "failure": failure, "unearned": unearned}
+    return about | {"groups": counts, "events": events}
 
 
 def _if_there(file: Path) -> dict[str, Any] | None:
@@ -78,6 +79,8 @@ def _show(run: Path, about: dict[str, Any]) -> None:
         first, *rest = failure["message"].splitlines() or [failure["kind"]]
         rows.append(("first cause", Text(first, "bold red")))
         rows += [("", line) for line in rest]
+    if about["unearned"] is not None:
+        rows.append(("unearned", Text(about["unearned"], "bold red")))
     if status is not None:
         step = f"step {status.get('step', '?')} of {status.get('steps', '?')}, {_age(status['at'])}"
         rows.append(("at" if live else "last at", step))

@@ -15,6 +15,7 @@ from tidemill import codec
 from tidemill.ledger.records import (
     Counts,
     Damage,
+    Earned,
     EvalRecord,
     Event,
     LedgerError,
@@ -25,6 +26,7 @@ from tidemill.ledger.records import (
 )
 from tidemill.ledger.rows import task_row
 from tidemill.ledger.segments import Location, read_record
+from tidemill.rewards.outcome import SOLVED
 from tidemill.types import GREEDY, Group, Metrics, Task, Trajectory, Version
 
 Order = Literal["worst", "best", "recent"]
@@ -197,6 +199,30 @@ class LedgerReads:
         if row is None:
             raise LedgerError(f"group {group_id} has no trajectory {place}")
         return self._payload(row)
+
+    def earned(self) -> Earned:
+        """What all attempts came to, whatever became of their groups."""
+        sums = self._one(
+            "SELECT count(*), count(reward), max(reward), min(reward), total(reward >= ?), "
+            "total(finish IN ('length', 'context')), total(finish = 'context'), "
+            "max(CASE WHEN finish = 'length' AND turns = 1 THEN sampled END), "
+            "total(outcome IS 'infra_error'), total(outcome IS 'unscorable') FROM trajectories WHERE sample <> ?",
+            *(SOLVED, GREEDY),
+        )
+        common = self._one(
+            "SELECT outcome_reason FROM trajectories WHERE reward IS NULL AND outcome_reason IS NOT NULL "
+            "GROUP BY outcome_reason ORDER BY count(*) DESC LIMIT 1"
+        )
+        differing = "SELECT 1 FROM trajectories WHERE sample <> ? GROUP BY group_id, seat HAVING max(reward) > min(reward)"
+        varied = self._one(f"SELECT count(*) FROM ({differing})", GREEDY)[0]
+        count, scored, best, worst, solved, cut, full, longest, errors, unscorable = sums
+        ended = (int(cut), int(full), longest, int(errors), int(unscorable))
+        return Earned(count, scored, best, worst, int(solved), varied, *ended, reason=common[0] if common else None)
+
+    def largest_gradient(self) -> float | None:
+        """The largest norm of a live step's gradient; None where none is recorded."""
+        sql = "SELECT max(json_extract(metrics, '$.grad_norm')) FROM live_steps JOIN steps USING (step, incarnation)"
+        return self._one(sql)[0]
 
     def samples(self, step: int | None = None, order: Order = "worst", limit: int = 10) -> list[SampleRow]:
         """Lines of the index: of the groups trained at `step`, or of all. "worst" and "best" rank those with a score."""

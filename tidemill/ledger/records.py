@@ -44,6 +44,24 @@ class Counts:
 
 
 @dataclass(frozen=True, slots=True)
+class Earned:
+    """What all attempts of a run came to, without greedy ones."""
+
+    attempts: int
+    scored: int
+    best: float | None  # reward; None: no attempt has a score
+    worst: float | None
+    solved: int
+    varied: int  # groups whose attempts differ in reward
+    cut: int  # ended by a limit of tokens, or by the context
+    cut_context: int  # of these, by the context
+    longest_cut: int | None  # tokens of the longest reply that a limit cut off, among attempts of one turn
+    infra_errors: int
+    unscorable: int
+    reason: str | None  # the commonest of why there is no score
+
+
+@dataclass(frozen=True, slots=True)
 class PendingGroup:
     """A group without a fate. When `finished`, its trajectories are on disk (`load`); else it was in flight."""
 

@@ -1,0 +1,107 @@
+"""A run whose policy never earned anything to learn from: that it is one, and the likely cause, from its own record.
+
+    rewards of all attempts, how they ended, the norms of gradients, the check of the reward -> Unearned, or None
+
+Such a run came to its end, and its result is a model that learnt nothing. It says so, last of all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.ledger.records import Earned
+from tidemill.recipe import RunConfig
+
+MOST = 0.5  # of the replies, cut off: the first thing to mend
+TEST = "`tidemill reward test RECIPE`"
+
+
+@dataclass(frozen=True, slots=True)
+class Unearned:
+    cause: str  # judging, solved, cut, reward, left out, alike, sampling, unsolved
+    text: str
+
+
+def unearned(ledger: SqliteLedger, config: RunConfig) -> dict[str, Any] | None:
+    """What `report.json` says under this name; None of a run that had something to learn from, or needs no rewards."""
+    if config.given or any(each.distils for each in config.algorithms.values()):
+        return None
+    earned, norm = ledger.earned(), ledger.largest_gradient()
+    alike = earned.best == earned.worst
+    if not earned.attempts or not (alike or norm == 0):
+        return None
+    if alike and norm and (earned.best or 0) > 0:  # learnt from all the same, where attempts are not compared
+        return None
+    evaluations, checks = ledger.evaluations(), ledger.events("reward_check")
+    found = cause_of(
+        earned,
+        config,
+        begun_with=evaluations[0].accuracy if evaluations else None,
+        vouched=any(event.detail.get("verdicts", {}).get("gold") == "ok" for event in checks),
+    )
+    return {"cause": found.cause, "text": f"{_what(earned, ledger.next_step())}: {found.text}"}
+
+
+def _what(earned: Earned, steps: int) -> str:
+    during = f"in {steps:,} step{'s' if steps != 1 else ''}"
+    if not earned.scored:
+        return f"nothing was earned {during}, for none of {earned.attempts:,} attempts has a score"
+    if earned.best == earned.worst:
+        every = f"all {earned.scored:,} attempts have the reward {earned.best:g}"
+        return f"{'there was nothing to learn' if earned.best else 'nothing was earned'} {during}, for {every}"
+    return f"there was nothing to learn {during}, for no step had a gradient"
+
+
+def cause_of(earned: Earned, config: RunConfig, begun_with: float | None, vouched: bool) -> Unearned:
+    """The likeliest cause, with what to do. begun_with: held-out accuracy before the first step. vouched: a right answer was
+    seen to earn the full score."""
+    asked = config.rollout
+    if not earned.scored:
+        errors = f"{earned.infra_errors:,} infrastructure errors, {earned.unscorable:,} unscorable"
+        first = f", the commonest {earned.reason!r}" if earned.reason else ""
+        return Unearned("judging", f"judging failed ({errors}{first}); {TEST} shows it without a run")
+    if earned.solved == earned.scored:
+        return Unearned("solved", "the model solves every task already; take harder ones")
+    if earned.cut > MOST * earned.attempts:
+        return Unearned("cut", _cut(earned, config))
+    if not vouched:
+        text = f"no right answer has been seen to earn this reward's full score; {TEST} is the first thing to try"
+        return Unearned("reward", text)
+    if earned.varied:
+        return Unearned("left out", _LEFT_OUT.format(varied=earned.varied))
+    if earned.solved:
+        return Unearned("alike", _ALIKE.format(size=asked.group_size))
+    if begun_with:
+        text = f"greedy replies solved {begun_with:.0%} of the held-out tasks, and sampled ones none; lower "
+        return Unearned("sampling", f"{text}rollout.temperature (now {asked.temperature:g}), or set rollout.top_p")
+    warm = "" if config.warmup.accuracy else "a warm-up on the tasks' answers (warmup.accuracy = 0.5), "
+    return Unearned("unsolved", _UNSOLVED.format(warm=warm, size=asked.group_size, test=TEST))
+
+
+_LEFT_OUT = (
+    "the rewards differ within {varied:,} groups, and yet nothing of them was trained; look at what algorithm.overlong and "
+    "algorithm.corrections leave out"
+)
+_ALIKE = (
+    "the attempts at a task all earned the same, at some the full score and at others less; take tasks in between, more "
+    "attempts at each (rollout.group_size, now {size}), or a reward with steps in between"
+)
+_UNSOLVED = (
+    "the model never solves a task, so no attempt is better than another; begin with {warm}a run of algorithm = 'sft' or a "
+    "better model, or take easier tasks or more attempts at each (rollout.group_size, now {size}); {test} says what right "
+    "answers earn"
+)
+
+
+def _cut(earned: Earned, config: RunConfig) -> str:
+    limit, said = config.rollout.max_tokens, f"{earned.cut / earned.attempts:.0%} of the replies were cut off"
+    learns = "or begin with a model that ends its replies (a warm-up, or algorithm = 'sft')"
+    if earned.cut_context > earned.cut / 2:
+        used = f", now {config.engine.context:,}" if config.engine.context else ""
+        return f"{said} where the context was full; raise it (engine.context{used}), shorten prompts, {learns}"
+    if earned.longest_cut is not None and earned.longest_cut < limit:
+        own = f"the environment's own limit, below rollout.max_tokens = {limit:,}"
+        return f"{said} at {earned.longest_cut:,} tokens, {own}; raise that, {learns}"
+    return f"{said} at rollout.max_tokens = {limit:,}, before they ended; raise it, {learns}"
