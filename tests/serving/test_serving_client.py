@@ -13,7 +13,7 @@ from serving_cases import Running, generate, score
 
 from tidemill.envs.template import prompt_tokens
 from tidemill.seeds import derive_seed
-from tidemill.serving.text import BROKEN
+from tidemill.serving.vocabulary import BROKEN
 from tidemill.types import SamplingParams
 
 
@@ -25,6 +25,14 @@ def chat(running: Running, content: Any = "hello", **more: Any) -> Any:
     messages = content if isinstance(content, list) else [{"role": "user", "content": content}]
     asked = {"max_completion_tokens": 24, "seed": 5, **more}
     return running.client.chat.completions.create(model=running.name, messages=messages, **asked)
+
+
+def part_of(running: Running, token: int) -> int:
+    """The byte of a token of a byte-level vocabulary."""
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letter = running.tokenizer.convert_ids_to_tokens(int(token))
+    return next(byte for byte, other in bytes_to_unicode().items() if other == letter)
 
 
 def streamed(chunks: Any) -> tuple[dict[int, str], dict[int, str], list[Any]]:
@@ -69,12 +77,14 @@ def test_completion_is_the_engines(chats: Running, temperature: float, logprobs:
     if logprobs is None:
         assert choice.logprobs is None
         return
-    names = [chats.tokenizer.decode([t]) for t in expected.tokens]
-    assert choice.logprobs.tokens == names
+    names = choice.logprobs.tokens
+    for token, name in zip(expected.tokens, names, strict=True):
+        shown = chats.tokenizer.decode([token])
+        assert name == (f"bytes:\\x{part_of(chats, token):02x}" if BROKEN in shown else shown)
     np.testing.assert_allclose(choice.logprobs.token_logprobs, expected.model_logprobs, atol=1e-5)
     for i, (name, found) in enumerate(zip(names, choice.logprobs.top_logprobs, strict=True)):
         assert found[name] == choice.logprobs.token_logprobs[i]
-        if logprobs and BROKEN not in found:  # bytes that are no character alone share one name
+        if logprobs:
             assert max(found.values()) == pytest.approx(float(expected.top_logprobs[i, 0]), abs=1e-5)
 
 
@@ -96,7 +106,7 @@ def test_chat_is_the_engines(chats: Running, characters: Running) -> None:
         np.testing.assert_allclose([e.logprob for e in entries], expected.model_logprobs, atol=1e-5)
         tops = [[t.logprob for t in e.top_logprobs] for e in entries]
         np.testing.assert_allclose(tops, expected.top_logprobs, atol=1e-5)
-        assert all(e.bytes is None or bytes(e.bytes).decode() == e.token for e in entries)
+        assert b"".join(bytes(e.bytes) for e in entries).decode("utf-8", "replace") == message.content
     assert "<|im_start|>user\ngood tide<|im_end|>" in chats.tokenizer.decode(prompt_tokens(chats.tokenizer, plain))
 
 
@@ -202,8 +212,10 @@ def test_ends(chats: Running, characters: Running) -> None:
     seed = replies.index(ended[0])
     on = complete(chats, seed=seed, max_tokens=200, extra_body={"ignore_eos": True})
     assert on.choices[0].finish_reason == "length" and on.usage.completion_tokens == 200
-    full = chat(chats, seed=seed, max_completion_tokens=None, extra_body={"ignore_eos": True})  # the context's end
+    full = chat(chats, seed=seed, max_completion_tokens=256, extra_body={"ignore_eos": True})  # the context's end
     assert full.choices[0].finish_reason == "length" and full.usage.total_tokens == 256
+    unasked = chat(chats, seed=seed, max_completion_tokens=None, extra_body={"ignore_eos": True})
+    assert unasked.choices[0].finish_reason == "length" and unasked.usage.completion_tokens == 128, "half the context"
 
 
 def test_two_hundred_at_a_time(chats: Running) -> None:

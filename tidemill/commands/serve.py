@@ -17,7 +17,7 @@ from tidemill.types import Version
 def serve(
     model: Path, host: str, port: int, api_key: str | None, context: int | None, dtype: str, threads: int | None
 ) -> int:
-    if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
+    if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
         raise ConfigError(
@@ -44,6 +44,7 @@ async def _serve(
 
     from tidemill.engine.core import NativeEngine
     from tidemill.model_folder import ModelFolder
+    from tidemill.models.tokenizer import generation_config
     from tidemill.models.weights import load_folder
     from tidemill.serving.app import make_app
     from tidemill.serving.server import Server, address_of
@@ -58,7 +59,15 @@ async def _serve(
     engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=folder.stop_ids)
     context = (await engine.capabilities()).context
     name = served_name(model)
-    service = Service(engine, folder.tokenizer, name, context=context, vocab=folder.architecture.vocab)
+    usual = generation_config(model).get("max_new_tokens")
+    service = Service(
+        engine,
+        folder.tokenizer,
+        name,
+        context=context,
+        vocab=folder.architecture.vocab,
+        reply_tokens=usual if isinstance(usual, int) and usual > 0 else None,
+    )
     about = f"serving {name} at {address_of(sock)}/v1  (context {context}, {settings.dtype}; Ctrl-C stops)"
     await Server(make_app(service, api_key), about).serve([sock])
 

@@ -187,6 +187,15 @@ class NativeEngine:
             cached_tokens=int(counters["cached_tokens"]),
         )
 
+    @property
+    def pages(self) -> int:
+        """KV pages that sequences can have."""
+        return self._scheduler.blocks.usable
+
+    @property
+    def alive(self) -> bool:
+        return self._failure is None
+
     def progress(self) -> float:
         return self._activity.counters["steps"]
 

@@ -25,10 +25,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.serving.bodies import MAX_BODY
 from tidemill.serving.errors import ApiError, error_body
+from tidemill.serving.metrics import CONTENT_TYPE, CountRequests
 from tidemill.serving.service import Prepared, Service
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
+HEALTH = "/health"
 BODY_S = 60.0  # for a request's body to come
 
 
@@ -48,14 +50,33 @@ def make_app(service: Service, api_key: str | None) -> Starlette:
         service.check_model(request.path_params["name"])
         return reply(service.model())
 
+    async def health(request: Request) -> Response:
+        alive = service.engine.alive
+        return reply({"status": "ok" if alive else "the engine has stopped"}, 200 if alive else 503)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(await service.engine.stats()), media_type=CONTENT_TYPE)
+
+    async def tokenizer_info(request: Request) -> Response:
+        return reply(service.tokens.info())
+
+    routes = [
+        Route(HEALTH, health),
+        Route("/metrics", metrics),
+        Route("/tokenizer_info", tokenizer_info),
+        Route("/tokenize", _tell(service.tokens.tokenize), methods=["POST"]),
+        Route("/detokenize", _tell(service.tokens.detokenize), methods=["POST"]),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", model),
+        Route("/v1/completions", _answer(service, service.completion), methods=["POST"]),
+        Route("/v1/chat/completions", _answer(service, service.chat), methods=["POST"]),
+    ]
     return Starlette(
-        routes=[
-            Route("/v1/models", models),
-            Route("/v1/models/{name:path}", model),
-            Route("/v1/completions", _answer(service, service.completion), methods=["POST"]),
-            Route("/v1/chat/completions", _answer(service, service.chat), methods=["POST"]),
+        routes=routes,
+        middleware=[
+            Middleware(CountRequests, metrics=service.metrics, routes=[route.path for route in routes]),
+            Middleware(OriginCheck) if api_key is None else Middleware(KeyCheck, key=api_key),
         ],
-        middleware=[Middleware(OriginCheck) if api_key is None else Middleware(KeyCheck, key=api_key)],
         exception_handlers={ApiError: _refused, HTTPException: _http_error, Exception: _failed},
         lifespan=lifespan,
     )
@@ -66,13 +87,16 @@ def reply(value: dict[str, Any], status: int = 200) -> Response:
 
 
 class KeyCheck:
-    """Lets requests through that bear the key. The time it takes tells nothing about the key."""
+    """Lets requests through that bear the key, and those that only ask whether the server lives.
+
+    The time it takes tells nothing about the key.
+    """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app, self._expected = app, b"Bearer " + key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
+        if scope["type"] == "http" and scope["path"] != HEALTH:
             given = next((value for name, value in scope["headers"] if name == b"authorization"), b"")
             if not hmac.compare_digest(given, self._expected):
                 error = ApiError(
@@ -167,6 +191,14 @@ def _answer(
         if prepared.stream:
             return EventStream(service.events(prepared))
         value = await while_connected(request.receive, service.reply(prepared))
+        return Response(status_code=499) if value is None else reply(value)
+
+    return endpoint
+
+
+def _tell(work: Callable[[bytes], Coroutine[Any, Any, dict[str, Any]]]) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        value = await while_connected(request.receive, work(await _body(request)))
         return Response(status_code=499) if value is None else reply(value)
 
     return endpoint

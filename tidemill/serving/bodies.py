@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import difflib
 import json
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tidemill.serving.errors import ApiError
-from tidemill.types import MIN_TEMPERATURE
+from tidemill.types import MIN_REPETITION, MIN_TEMPERATURE
 
 MAX_BODY = 8 << 20  # bytes
 MAX_CHOICES = 1024  # of one request, prompts times n
@@ -26,11 +26,9 @@ IGNORED = (
     "prompt_cache_key",
     "prompt_cache_retention",
     "parallel_tool_calls",
+    "request_id",
 )
 UNCHANGING: dict[str, list[Any]] = {  # not supported; these values ask for nothing
-    "presence_penalty": [0],
-    "frequency_penalty": [0],
-    "logit_bias": [{}],
     "suffix": [""],
     "best_of": [1],
     "tools": [[]],
@@ -39,9 +37,33 @@ UNCHANGING: dict[str, list[Any]] = {  # not supported; these values ask for noth
     "function_call": ["none", "auto"],
     "modalities": [["text"]],
     "response_format": [{"type": "text"}],
+    "use_beam_search": [False],
+    "length_penalty": [1],
+    "include_stop_str_in_output": [False],
+    "spaces_between_special_tokens": [True],
+    "truncate_prompt_tokens": [],
+    "prompt_logprobs": [],
+    "allowed_token_ids": [[]],
+    "bad_words": [[]],
+    "logits_processors": [[]],
+    "priority": [0],
+    "documents": [[]],
+    "include_reasoning": [True],
+    "reasoning_effort": ["none"],
+    "mm_processor_kwargs": [{}],
+    "vllm_xargs": [{}],
+    "structured_outputs": [{}],
+    "chat_template": [],
+    "guided_json": [],
+    "guided_regex": [],
+    "guided_choice": [[]],
+    "guided_grammar": [],
+    "verbosity": ["medium"],
 }
+OF_CHATS: dict[str, list[Any]] = {"echo": [False], "add_special_tokens": [False]}
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
+STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
 Messages = list[dict[str, str]]
 
@@ -50,13 +72,14 @@ class StreamOptions(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
     include_usage: bool = False
+    continuous_usage_stats: Literal[False] = False
     include_obfuscation: bool = False  # accepted: nothing is padded here
 
 
 class Body(BaseModel):
     """What completions and chats have in common. A parameter that is null is a parameter that was not given."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = STRICT
 
     model: str
     n: int = Field(default=1, ge=1, le=128)
@@ -67,6 +90,15 @@ class Body(BaseModel):
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
     stop: list[Stop] = Field(default=[], max_length=16)
+    stop_token_ids: list[int] = Field(default=[], max_length=256)
+    min_tokens: int = Field(default=0, ge=0)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(default=1.0, ge=MIN_REPETITION, le=1 / MIN_REPETITION)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
+    skip_special_tokens: bool = True
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
@@ -76,32 +108,65 @@ class CompletionBody(Body):
     max_tokens: int = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
+    add_special_tokens: bool = True
 
 
-class ChatBody(Body):
+class Chat(BaseModel):
+    """What a chat is rendered from."""
+
     messages: list[dict[str, Any]] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] = {}
+
+
+class ChatBody(Body, Chat):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
 
 
+class TokenizeBody(BaseModel):
+    model_config = STRICT
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(Chat):
+    model_config = STRICT
+
+    model: str | None = None
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(BaseModel):
+    model_config = STRICT
+
+    model: str | None = None
+    tokens: list[int]
+
+
 B = TypeVar("B", bound=Body)
+K = TypeVar("K", bound=BaseModel)
+OWN_NAMES = ("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding", "truncation")
+OWN_NAMES += ("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
 
 
 def parse(kind: type[B], raw: bytes) -> B:
-    tree = {key: value for key, value in _json(raw).items() if value is not None and key not in IGNORED}
+    tree = {key: value for key, value in read(raw).items() if value is not None and key not in IGNORED}
     if tree.get("best_of") == tree.get("n", 1):
         tree.pop("best_of", None)
-    for key, unchanging in UNCHANGING.items():
-        if key in tree and (value := tree.pop(key)) not in unchanging:
+    unchanging = UNCHANGING | OF_CHATS if issubclass(kind, ChatBody) else UNCHANGING
+    for key, values in unchanging.items():
+        if key in tree and (value := tree.pop(key)) not in values:
             raise ApiError(f"{key} = {_short(value)} is not supported by this server: leave {key!r} out", param=key)
     if isinstance(tree.get("stop"), str):
         tree["stop"] = [tree["stop"]]
-    try:
-        body = kind.model_validate(tree)
-    except ValidationError as error:
-        raise _refusal(kind, error) from None
+    body = validated(kind, tree)
     if 0 < body.temperature < MIN_TEMPERATURE:
         message = f"temperature = {body.temperature}: expected 0, which is greedy, or a value from 0.001 to 100"
         raise ApiError(message, param="temperature")
@@ -110,6 +175,27 @@ def parse(kind: type[B], raw: bytes) -> B:
             "stream_options was given without stream: set stream to true, or leave it out", param="stream_options"
         )
     return body
+
+
+def validated(kind: type[K], tree: dict[str, Any]) -> K:
+    try:
+        return kind.model_validate({key: value for key, value in tree.items() if value is not None})
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+
+
+def options_of(chat: Chat) -> dict[str, Any]:
+    """What the template is given beside the messages."""
+    if given := [key for key in chat.chat_template_kwargs if key in OWN_NAMES or not key.isidentifier()]:
+        message = f"chat_template_kwargs.{_short(given[0])}: expected names that the template itself asks for"
+        raise ApiError(message, param="chat_template_kwargs")
+    if chat.continue_final_message and chat.add_generation_prompt:
+        raise ApiError(
+            "continue_final_message was given with add_generation_prompt: set add_generation_prompt to false",
+            param="continue_final_message",
+        )
+    given = {"add_generation_prompt": chat.add_generation_prompt, "continue_final_message": chat.continue_final_message}
+    return chat.chat_template_kwargs | given
 
 
 def prompts_of(value: Any) -> list[str | list[int]]:
@@ -136,7 +222,8 @@ def messages_of(value: list[dict[str, Any]]) -> Messages:
 
 def _message(index: int, given: dict[str, Any]) -> dict[str, str]:
     where = f"messages[{index}]"
-    if extra := [key for key in given if key not in ("role", "content") and given[key] not in ([], "")]:
+    known = ("role", "content", "name", "type")
+    if extra := [key for key in given if key not in known and given[key] not in ([], "")]:
         raise ApiError(f"{where}.{extra[0]} is not supported by this server: give role and content", param="messages")
     role, content = given.get("role"), given.get("content")
     if role not in ROLES:
@@ -147,14 +234,16 @@ def _message(index: int, given: dict[str, Any]) -> dict[str, str]:
         content = "".join(texts) if len(texts) == len(content) else None
     if not isinstance(content, str):
         raise ApiError(f"{where}.content: expected a text, or a list of parts of type 'text'", param="messages")
-    return {"role": role, "content": content}
+    if not isinstance(name := given.get("name", ""), str):
+        raise ApiError(f"{where}.name = {_short(name)}: expected a text", param="messages")
+    return {"role": role, "content": content} | ({"name": name} if name else {})
 
 
 def _is_row(value: list[Any]) -> bool:
     return bool(value) and all(type(item) is int for item in value)  # True is no token id
 
 
-def _json(raw: bytes) -> dict[str, Any]:
+def read(raw: bytes) -> dict[str, Any]:
     try:
         tree = json.loads(raw, parse_constant=_no_constant)
         json.dumps(tree, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
@@ -171,7 +260,7 @@ def _no_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _refusal(kind: type[Body], error: ValidationError) -> ApiError:
+def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"])
     param = str(first["loc"][0])[:100] if first["loc"] else None

@@ -1,7 +1,8 @@
 """One choice of a reply: the engine's tokens as pieces of text, each with the tokens it is made of.
 
 The logprobs are the unmodified model's, whatever the temperature; alternatives are of the same distribution. A stop id that
-was sampled is among the tokens, without text. Tokens that begin behind the place where a stop string cut are left out.
+was sampled is among the tokens, without text. Tokens that begin behind the place where a stop string cut are left out,
+unless the request wants the ids of all that was sampled.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ import numpy as np
 
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.requests import Token
-from tidemill.models.tokenizer import Tokenizer
-from tidemill.serving.text import Detokenizer, StopStrings
+from tidemill.serving.metrics import Clock
+from tidemill.serving.text import Detokenizer, Marks, StopStrings
+from tidemill.serving.vocabulary import Vocabulary
 from tidemill.types import Completion, Finish, SamplingParams, Scored
 
 POLICY = "policy"
@@ -29,6 +31,9 @@ class Asked:
     tokens: np.ndarray  # [P] int32
     params: SamplingParams
     stops: tuple[str, ...] = ()
+    begun: bool = False  # the reply's text goes on behind the prompt's
+    shown: bool = False  # special tokens are part of the text
+    every: bool = False  # tokens behind a cut are listed too
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +42,9 @@ class TokenLogprob:
     logprob: float | None  # None: nothing predicts it
     top: list[tuple[int, float]]  # alternatives, likeliest first
     offset: int  # in characters of the choice's text, where the token begins
+    data: bytes  # what it adds to the text
+    first: bool = False  # nothing of the text stands before it
+    shown: bool = False  # a special token here is part of the text
 
 
 @dataclass(slots=True)
@@ -47,20 +55,23 @@ class Piece:
     tokens: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     sampled: int = 0
+    ids: list[int] = field(default_factory=list)  # of its tokens that were sampled
 
     def shifted(self, by: int) -> Piece:
         """As a piece of a text in which `by` characters stand before the reply."""
         tokens = [replace(token, offset=token.offset + by) for token in self.tokens] if by else self.tokens
-        return Piece(self.text, tokens, self.finish, self.sampled)
+        return replace(self, tokens=tokens)
 
 
 class Assembler:
     """Tokens in, pieces out; a token leaves together with the text that begins with it."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: tuple[str, ...], ends: tuple[int, ...]) -> None:
+    def __init__(self, vocabulary: Vocabulary, asked: Asked, ends: tuple[int, ...]) -> None:
         """ends: the ids that end a completion, which have no text even where the tokenizer would show them."""
-        self._ends = ends
-        self._detokenizer, self._stops = Detokenizer(tokenizer), StopStrings(stops)
+        self._ends, self._every, self._least = ends, asked.every, asked.params.min_tokens
+        self._detokenizer = Detokenizer(vocabulary, begun=asked.begun, shown=asked.shown)
+        self._marks = Marks(asked.stops, vocabulary)
+        self._stops = StopStrings(self._marks.stops)
         self._waiting: deque[TokenLogprob] = deque()
         self._decoded = 0  # characters that the detokenizer gave out
         self._sent = 0  # and those of them that left
@@ -73,46 +84,63 @@ class Assembler:
     def push(self, token: Token) -> Piece:
         number, _, logprob, top = token
         self._sampled += 1
-        self._waiting.append(TokenLogprob(number, logprob, top, self._decoded))
-        return self._piece("" if number in self._ends else self._detokenizer.push(number))
+        first, shown = self._detokenizer.first, self._detokenizer.shown
+        data, text = (b"", "") if number in self._ends else self._detokenizer.push(number)
+        self._waiting.append(TokenLogprob(number, logprob, top, self._decoded, data, first, shown))
+        return self._piece(text, "" if data else self._marks.of(number))
 
     def finish(self, finish: Finish) -> Piece:
         """The last piece, for the reason the engine gave; a stop string, found now or before, takes precedence."""
         piece = Piece("")
         if not self.stopped:
             piece = self._piece(self._detokenizer.flush())
+        if not self.stopped:
+            piece.text += self._stops.flush()
         if self.stopped:
             finish = Finish.STOP
-        else:
-            piece.text += self._stops.flush()
-            piece.tokens += self._waiting
+        if not self.stopped or self._every:
+            end = self._sent + len(piece.text)
+            self._list(piece, [replace(token, offset=min(token.offset, end)) for token in self._waiting])
         piece.finish = "stop" if finish is Finish.STOP else "length"
         piece.sampled = self._sampled
         return piece
 
-    def _piece(self, text: str) -> Piece:
+    def _piece(self, text: str, mark: str = "") -> Piece:
         self._decoded += len(text)
-        piece = Piece(self._stops.push(text) if text else "")
+        sends = self._stops.push if self._sampled > self._least else self._stops.skip
+        piece = Piece(sends(text + mark))
         self._sent += len(piece.text)
+        begun = list[TokenLogprob]()
         while self._waiting and self._waiting[0].offset < self._sent:
-            piece.tokens.append(self._waiting.popleft())
+            begun.append(self._waiting.popleft())
+        self._list(piece, begun)
         return piece
 
+    @staticmethod
+    def _list(piece: Piece, tokens: list[TokenLogprob]) -> None:
+        piece.tokens += tokens
+        piece.ids += [token.token for token in tokens]
 
-async def sample(engine: NativeEngine, tokenizer: Tokenizer, asked: Asked, *, live: bool) -> AsyncGenerator[Piece, None]:
+
+async def sample(
+    engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, clock: Clock, *, live: bool
+) -> AsyncGenerator[Piece, None]:
     """The pieces of one choice; the last one has its `finish`. Close it (`aclosing`) to abort.
 
     live: a piece as soon as there is text; otherwise everything at the end, which is cheaper.
     """
-    assembler = Assembler(tokenizer, asked.stops, () if asked.params.ignore_eos else engine.eos_ids)
+    ends = asked.params.stop_ids if asked.params.ignore_eos else (*asked.params.stop_ids, *engine.eos_ids)
+    assembler = Assembler(vocabulary, asked, ends)
     if not live and not asked.stops:
         completion = await engine.generate(asked.tokens, asked.params, POLICY, "")
+        clock.first(completion.first_token_s)
         for token in _tokens(completion):
             yield assembler.push(token)
     else:
         stream = engine.stream(asked.tokens, asked.params, POLICY, "")
         try:
             async for token in stream:  # bounded: by the tokens asked for
+                clock.first()
                 piece = assembler.push(token)
                 if piece.text:
                     yield piece
@@ -121,33 +149,52 @@ async def sample(engine: NativeEngine, tokenizer: Tokenizer, asked: Asked, *, li
         finally:
             await stream.aclose()
         completion = stream.completion
-    yield assembler.finish(Finish.STOP if completion is None else completion.finish)
+    last = assembler.finish(Finish.STOP if completion is None else completion.finish)
+    clock.finished(last.sampled, last.finish or "")
+    yield last
 
 
-async def whole(engine: NativeEngine, tokenizer: Tokenizer, asked: Asked) -> Piece:
+async def whole(engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, clock: Clock) -> Piece:
     """A choice as one piece."""
     result = Piece("")
-    async with aclosing(sample(engine, tokenizer, asked, live=False)) as pieces:
+    async with aclosing(sample(engine, vocabulary, asked, clock, live=False)) as pieces:
         async for piece in pieces:
             result.text += piece.text
             result.tokens += piece.tokens
+            result.ids += piece.ids
             result.finish, result.sampled = piece.finish, piece.sampled
     return result
 
 
-def of_prompt(tokens: np.ndarray, tokenizer: Tokenizer, text: str, scored: Scored | None) -> Piece:
-    """A prompt as the first piece of its echo: `text`, and its tokens where `scored` has their logprobs."""
-    piece = Piece(text)
+def of_prompt(tokens: np.ndarray, vocabulary: Vocabulary, text: str | None, scored: Scored | None) -> Piece:
+    """A prompt as the first piece of its echo, with its tokens where `scored` has their logprobs.
+
+    text: the prompt's, where it was given as one. What it spells of special tokens belongs to it then.
+    """
+    shown = text is not None and text == _decoded(tokens, vocabulary, shown=True)
+    piece = Piece(_decoded(tokens, vocabulary, shown=shown) if text is None else text)
     if scored is None:
         return piece
-    detokenizer, offset = Detokenizer(tokenizer), 0
+    detokenizer, offset = Detokenizer(vocabulary, shown=shown), 0
     for t, token in enumerate(tokens.tolist()):
         top: list[tuple[int, float]] = []
         if t and scored.top_ids is not None and scored.top_logprobs is not None:
             top = list(zip(scored.top_ids[t].tolist(), scored.top_logprobs[t].tolist(), strict=True))
-        piece.tokens.append(TokenLogprob(token, float(scored.logprobs[t]) if t else None, top, min(offset, len(text))))
-        offset += len(detokenizer.push(token))
+        logprob, first = float(scored.logprobs[t]) if t else None, detokenizer.first
+        data, settled = detokenizer.push(token)
+        piece.tokens.append(TokenLogprob(token, logprob, top, min(offset, len(piece.text)), data, first, shown))
+        offset += len(settled)
     return piece
+
+
+def goes_on(tokens: np.ndarray, vocabulary: Vocabulary) -> bool:
+    """Whether a text stands in these tokens that another one behind it would go on with."""
+    return not vocabulary.special.keys() >= set(tokens.tolist())
+
+
+def _decoded(tokens: np.ndarray, vocabulary: Vocabulary, *, shown: bool) -> str:
+    detokenizer = Detokenizer(vocabulary, shown=shown)
+    return "".join([*(detokenizer.push(token)[1] for token in tokens.tolist()), detokenizer.flush()])
 
 
 def _tokens(completion: Completion) -> list[Token]:

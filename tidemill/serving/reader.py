@@ -22,10 +22,10 @@ import numpy as np
 import psutil
 
 from tidemill import codec
-from tidemill.envs.template import prompt_tokens
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
 from tidemill.processes import inside
 from tidemill.serving.lengths import Reach, reach_of
+from tidemill.serving.rendering import chat_tokens, rendered
 
 MEMORY_MB = 1024  # that one request may take
 GROWN_MB = 16  # a fork that ever took so much more is not used again
@@ -130,16 +130,14 @@ def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Req
     try:
         if reach is not None and tokenizer.chat_template and reach.exceeds(_texts(request.messages), context):
             # Whoever renders a long chat may leave most of it out. Only what it renders is held against the context.
-            rendered = tokenizer.apply_chat_template(
-                request.messages, tokenize=False, add_generation_prompt=True, **request.options
-            )
-            if reach.exceeds(rendered, context):
-                return Refused(too_long("the chat", reach.least(rendered), context), too_long=True)
-        return Tokens(prompt_tokens(tokenizer, request.messages, **request.options))
-    except ValueError as error:  # the template refuses these roles, or this order of them
+            text = rendered(tokenizer, request.messages, request.options)
+            if reach.exceeds(text, context):
+                return Refused(too_long("the chat", reach.least(text), context), too_long=True)
+        return Tokens(chat_tokens(tokenizer, request.messages, request.options))
+    except ValueError as error:  # what the template says of these messages
         return Refused(str(error))
-    except Exception as error:  # a template may raise anything
-        return Refused(f"the chat template failed: {type(error).__name__}: {error!s:.500}")
+    except Exception as error:  # of whatever a template made
+        return Refused(f"the chat cannot be tokenized: {type(error).__name__}: {error!s:.500}")
 
 
 def _reply(fork: Fork, frame: bytes, limit_s: float) -> tuple[Reply, Fork | None]:

@@ -18,13 +18,16 @@ import numpy as np
 
 from tidemill.engine.core import NativeEngine
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.seeds import derive_seed
-from tidemill.serving.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, messages_of, parse, prompts_of
-from tidemill.serving.choices import POLICY, Asked, Piece, of_prompt, sample, whole
+from tidemill.serving.asking import asked_of, check_body, limit_of
+from tidemill.serving.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
+from tidemill.serving.choices import POLICY, Asked, Piece, goes_on, of_prompt, sample, whole
 from tidemill.serving.errors import ApiError
+from tidemill.serving.metrics import Clock, Metrics
+from tidemill.serving.prompts import Prompts
 from tidemill.serving.reading import Reader
-from tidemill.serving.shapes import ChatShape, CompletionShape, Names, Usage
-from tidemill.types import SamplingParams
+from tidemill.serving.shapes import ChatShape, CompletionShape, Usage
+from tidemill.serving.tokens import TokenRoutes
+from tidemill.serving.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)
@@ -37,63 +40,86 @@ class Prepared:
     usage: Usage
     stream: bool
     include_usage: bool
+    clock: Clock
 
 
 class Service:
-    def __init__(self, engine: NativeEngine, tokenizer: Tokenizer, name: str, *, context: int, vocab: int) -> None:
-        """name: of the model. context: tokens a reply may fill, its prompt included. vocab: ids below it are tokens."""
+    def __init__(
+        self,
+        engine: NativeEngine,
+        tokenizer: Tokenizer,
+        name: str,
+        *,
+        context: int,
+        vocab: int,
+        reply_tokens: int | None = None,
+    ) -> None:
+        """name: of the model. context: tokens a reply may fill, its prompt included. vocab: ids below it have an embedding.
+
+        reply_tokens: of a chat that does not say how many; None: see `asking.limit_of`.
+        """
         self.engine, self.name, self.context = engine, name, context
+        self.metrics = Metrics(name, engine.pages)
         self.reader = Reader(tokenizer, context)
-        self._tokenizer, self._vocab, self._names = tokenizer, vocab, Names(tokenizer)
+        self.prompts = Prompts(tokenizer, self.reader, context=context, vocab=vocab)
+        self._vocabulary, self._reply_tokens = Vocabulary(tokenizer), reply_tokens
+        self.tokens = TokenRoutes(tokenizer, self.prompts, self.check_model)
         self._created = int(time.time())
 
     def model(self) -> dict[str, Any]:
         about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "tidemill"}
         return about | {"max_model_len": self.context}
 
-    def check_model(self, name: str) -> None:
-        if name != self.name:
+    def check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
             message = f"model {name[:100]!r} is not served here: this server has {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     async def completion(self, raw: bytes) -> Prepared:
         body = parse(CompletionBody, raw)
+        clock = Clock(self.metrics)
         self.check_model(body.model)
+        check_body(body, self.prompts)
         if body.max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens = 0: expected at least 1, or echo to look at the prompt alone", param="max_tokens")
         prompts = prompts_of(body.prompt)
         if len(prompts) * body.n > MAX_CHOICES:
             raise ApiError(f"{len(prompts)} prompts times n = {body.n}: expected at most {MAX_CHOICES} choices", param="n")
-        top = body.logprobs or 0
-        seed = _seed(body)
+        rows = list[np.ndarray]()
+        for i, prompt in enumerate(prompts):
+            place = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
+            tokens = await self.prompts.of_text(prompt, place, special=body.add_special_tokens)
+            rows.append(self.prompts.check(tokens, body.max_tokens, place, "prompt"))
         asked: list[Asked | None] = []
         echoes: list[Piece | None] = []
-        rows = [self._checked(await self._encoded(p), body.max_tokens, "prompt") for p in prompts]
+        seed = _seed(body)
         for prompt, tokens in zip(prompts, rows, strict=True):
             echo = await self._echo(prompt, tokens, body) if body.echo else None
+            begun = goes_on(tokens, self._vocabulary)
             for i in range(body.n):
                 echoes.append(echo)
-                asked.append(self._asked(body, tokens, body.max_tokens, top, seed, i) if body.max_tokens else None)
-        shape = CompletionShape(self.name, body.logprobs is not None, self._names)
-        return _prepared(shape, asked, echoes, sum(map(len, rows)), body)
+                one = asked_of(body, tokens, min(body.max_tokens, self.context - len(tokens)), seed, i, begun=begun)
+                asked.append(one if body.max_tokens else None)
+        ids = [row.tolist() for row in rows for _ in range(body.n)] if body.return_token_ids else None
+        shape = CompletionShape(self.name, self._vocabulary, body.logprobs is not None, ids, body.return_tokens_as_token_ids)
+        return _prepared(shape, asked, echoes, sum(map(len, rows)), body, clock)
 
     async def chat(self, raw: bytes) -> Prepared:
         body = parse(ChatBody, raw)
+        clock = Clock(self.metrics)
         self.check_model(body.model)
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError("top_logprobs was given without logprobs: set logprobs to true", param="top_logprobs")
-        limits = {limit for limit in (body.max_tokens, body.max_completion_tokens) if limit is not None}
-        if len(limits) > 1:
-            raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-        tokens = self._checked(await self.reader.chat(messages_of(body.messages)), 1, "messages")
-        limit = limits.pop() if limits else self.context
+        check_body(body, self.prompts)
+        tokens = await self.prompts.of_chat(body)
+        tokens = self.prompts.check(tokens, 1, self.prompts.place_of(tokens, body), "messages")
+        limit = limit_of(body, self.context - len(tokens), self.context, self._reply_tokens)
         seed = _seed(body)
-        asked = [self._asked(body, tokens, limit, body.top_logprobs, seed, i) for i in range(body.n)]
-        shape = ChatShape(self.name, body.logprobs, self._names)
-        return _prepared(shape, list(asked), [None] * body.n, len(tokens), body)
+        asked: list[Asked | None] = [asked_of(body, tokens, limit, seed, i) for i in range(body.n)]
+        ids = [tokens.tolist()] if body.return_token_ids else None
+        shape = ChatShape(self.name, self._vocabulary, body.logprobs, ids, body.return_tokens_as_token_ids)
+        return _prepared(shape, asked, [None] * body.n, len(tokens), body, clock)
 
     async def reply(self, prepared: Prepared) -> dict[str, Any]:
-        choices = await asyncio.gather(*map(self._whole, prepared.asked, prepared.echoes))
+        choices = await asyncio.gather(*(self._whole(prepared, i) for i in range(len(prepared.asked))))
         prepared.usage.completion_tokens = sum(choice.sampled for choice in choices)
         return prepared.shape.reply(choices, prepared.usage)
 
@@ -115,7 +141,7 @@ class Service:
         arrived: asyncio.Queue[tuple[int, Piece] | asyncio.Task[None]] = asyncio.Queue()
 
         async def pump(index: int) -> None:
-            async with aclosing(self._pieces(prepared.asked[index], prepared.echoes[index])) as pieces:
+            async with aclosing(self._pieces(prepared, index)) as pieces:
                 async for piece in pieces:
                     arrived.put_nowait((index, piece))
 
@@ -136,68 +162,36 @@ class Service:
                 task.cancel()
             await asyncio.wait(tasks)  # bounded: they are cancelled
 
-    async def _pieces(self, asked: Asked | None, echo: Piece | None) -> AsyncGenerator[Piece, None]:
-        shift = 0
-        if echo is not None:
-            shift = len(echo.text)
-            yield Piece(echo.text, echo.tokens, "length" if asked is None else None)
-        if asked is not None:
-            async with aclosing(sample(self.engine, self._tokenizer, asked, live=True)) as pieces:
-                async for piece in pieces:
-                    yield piece.shifted(shift)
-
-    async def _whole(self, asked: Asked | None, echo: Piece | None) -> Piece:
-        if asked is None:
-            assert echo is not None
-            return Piece(echo.text, echo.tokens, "length")
-        piece = await whole(self.engine, self._tokenizer, asked)
-        if echo is None:
-            return piece
-        piece = piece.shifted(len(echo.text))
-        return Piece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish, piece.sampled)
-
-    async def _echo(self, prompt: str | list[int], tokens: np.ndarray, body: CompletionBody) -> Piece:
-        text = prompt if isinstance(prompt, str) else self._tokenizer.decode(prompt, skip_special_tokens=True)
-        scored = None
-        if body.logprobs is not None:
-            scored = await self.engine.score(tokens, POLICY, 1.0, body.logprobs)
-        return of_prompt(tokens, self._tokenizer, text, scored)
-
     async def close(self) -> None:
         await self.reader.close()
         await self.engine.close()
 
-    async def _encoded(self, prompt: str | list[int]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return await self.reader.text(prompt)
-        if outside := [token for token in prompt if not 0 <= token < self._vocab]:
-            message = f"token id {outside[0]!s:.40}: this model knows 0 to {self._vocab - 1}"
-            raise ApiError(message, param="prompt")
-        return np.array(prompt, np.int32)
+    async def _pieces(self, prepared: Prepared, index: int) -> AsyncGenerator[Piece, None]:
+        asked, echo, shift = prepared.asked[index], prepared.echoes[index], 0
+        if echo is not None:
+            shift = len(echo.text)
+            yield Piece(echo.text, echo.tokens, "length" if asked is None else None)
+        if asked is not None:
+            async with aclosing(sample(self.engine, self._vocabulary, asked, prepared.clock.copy(), live=True)) as pieces:
+                async for piece in pieces:
+                    yield piece.shifted(shift)
 
-    def _checked(self, tokens: np.ndarray, wanted: int, param: str) -> np.ndarray:
-        if not len(tokens):
-            raise ApiError(f"{param} has no tokens: give at least one character", param=param)
-        if len(tokens) + min(wanted, 1) > self.context:
-            message = (
-                f"{param} is {len(tokens)} tokens, and the context holds {self.context}, reply included: shorten it, "
-                "or serve the model with a longer context"
-            )
-            raise ApiError(message, param=param, code="context_length_exceeded")
-        return tokens
+    async def _whole(self, prepared: Prepared, index: int) -> Piece:
+        asked, echo = prepared.asked[index], prepared.echoes[index]
+        if asked is None:
+            assert echo is not None
+            return Piece(echo.text, echo.tokens, "length")
+        piece = await whole(self.engine, self._vocabulary, asked, prepared.clock.copy())
+        if echo is None:
+            return piece
+        piece = piece.shifted(len(echo.text))
+        return Piece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish, piece.sampled, piece.ids)
 
-    def _asked(self, body: Body, tokens: np.ndarray, limit: int, top: int, seed: int, index: int) -> Asked:
-        params = SamplingParams(
-            temperature=body.temperature,
-            top_p=body.top_p,
-            top_k=min(max(body.top_k, 0), self._vocab),
-            min_p=body.min_p,
-            max_tokens=min(limit, self.context - len(tokens)),
-            ignore_eos=body.ignore_eos,
-            seed=derive_seed(seed, "choice", index),
-            top_logprobs=top,
-        )
-        return Asked(tokens, params, tuple(body.stop))
+    async def _echo(self, prompt: str | list[int], tokens: np.ndarray, body: CompletionBody) -> Piece:
+        scored = None
+        if body.logprobs is not None:
+            scored = await self.engine.score(tokens, POLICY, 1.0, body.logprobs)
+        return of_prompt(tokens, self._vocabulary, prompt if isinstance(prompt, str) else None, scored)
 
 
 def _seed(body: Body) -> int:
@@ -205,8 +199,13 @@ def _seed(body: Body) -> int:
 
 
 def _prepared(
-    shape: CompletionShape | ChatShape, asked: list[Asked | None], echoes: list[Piece | None], prompt: int, body: Body
+    shape: CompletionShape | ChatShape,
+    asked: list[Asked | None],
+    echoes: list[Piece | None],
+    prompt: int,
+    body: Body,
+    clock: Clock,
 ) -> Prepared:
     options = body.stream_options
     include = options is not None and options.include_usage
-    return Prepared(shape, asked, echoes, Usage(prompt), body.stream, include)
+    return Prepared(shape, asked, echoes, Usage(prompt), body.stream, include, clock)

@@ -1,16 +1,14 @@
-"""Replies in OpenAI's format: choices, chunks of a stream, logprobs, usage."""
+"""Replies in OpenAI's format: choices, chunks of a stream, logprobs, usage; token ids where vLLM puts them."""
 
 from __future__ import annotations
 
 import secrets
 import time
 from dataclasses import dataclass, field
-from functools import lru_cache
 from typing import Any
 
-from tidemill.models.tokenizer import Tokenizer
 from tidemill.serving.choices import Piece, TokenLogprob
-from tidemill.serving.text import BROKEN
+from tidemill.serving.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no minus infinity
 
@@ -25,23 +23,15 @@ class Usage:
         return {"prompt_tokens": self.prompt_tokens, "completion_tokens": self.completion_tokens, "total_tokens": total}
 
 
-class Names:
-    """What a token is called where it is shown alone; special tokens by their names."""
-
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._of = lru_cache(1 << 16)(lambda token: tokenizer.decode([token], skip_special_tokens=False))
-
-    def __call__(self, token: int) -> str:
-        return self._of(token)
-
-
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One request's reply. `logprobs`: whether they were asked for."""
+    """One request's reply."""
 
     model: str
-    logprobs: bool
-    names: Names
+    vocabulary: Vocabulary
+    logprobs: bool  # they were asked for
+    prompts: list[list[int]] | None = None  # of each choice, where token ids were asked for
+    numbered: bool = False  # tokens are called by their ids
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -49,14 +39,19 @@ class Shape:
         head = {"id": f"{prefix}-{self.id}", "object": kind, "created": self.created, "model": self.model}
         return head | {"choices": choices} | more
 
+    def name(self, token: int, at: TokenLogprob) -> str:
+        return f"token_id:{token}" if self.numbered else self.vocabulary.name(token, at.first)
+
 
 class CompletionShape(Shape):
     def reply(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
-        choices = [self._choice(i, piece) for i, piece in enumerate(pieces)]
+        choices = [self._choice(i, piece) | self._prompt(i) for i, piece in enumerate(pieces)]
         return self.envelope("text_completion", "cmpl", choices, usage=usage.body())
 
     def opening(self, index: int) -> list[dict[str, Any]]:
-        return []
+        if self.prompts is None:
+            return []
+        return [self.envelope("text_completion", "cmpl", [self._choice(index, Piece("")) | self._prompt(index)])]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         return self.envelope("text_completion", "cmpl", [self._choice(index, piece)])
@@ -64,26 +59,30 @@ class CompletionShape(Shape):
     def closing(self, usage: Usage) -> dict[str, Any]:
         return self.envelope("text_completion", "cmpl", [], usage=usage.body())
 
+    def _prompt(self, index: int) -> dict[str, Any]:
+        return {} if self.prompts is None else {"prompt_token_ids": self.prompts[index]}
+
     def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
         logprobs = self._logprobs(piece.tokens) if self.logprobs else None
-        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish}
+        ids = {} if self.prompts is None else {"token_ids": piece.ids}
+        return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish} | ids
 
     def _logprobs(self, tokens: list[TokenLogprob]) -> dict[str, Any]:
         return {
-            "tokens": [self.names(t.token) for t in tokens],
+            "tokens": [self.name(t.token, t) for t in tokens],
             "token_logprobs": [None if t.logprob is None else max(t.logprob, FLOOR) for t in tokens],
             "top_logprobs": [self._alternatives(t) for t in tokens],
             "text_offset": [t.offset for t in tokens],
         }
 
-    def _alternatives(self, token: TokenLogprob) -> dict[str, float] | None:
+    def _alternatives(self, at: TokenLogprob) -> dict[str, float] | None:
         """By name, the token itself always among them. Of several with one name the likeliest is shown."""
-        if token.logprob is None:
+        if at.logprob is None:
             return None
         found: dict[str, float] = {}
-        for number, logprob in token.top:
-            found.setdefault(self.names(number), max(logprob, FLOOR))
-        return found | {self.names(token.token): max(token.logprob, FLOOR)}
+        for number, logprob in at.top:
+            found.setdefault(self.name(number, at), max(logprob, FLOOR))
+        return found | {self.name(at.token, at): max(at.logprob, FLOOR)}
 
 
 class ChatShape(Shape):
@@ -92,11 +91,11 @@ class ChatShape(Shape):
         for i, piece in enumerate(pieces):
             message = {"role": "assistant", "content": piece.text, "refusal": None}
             choices.append({"index": i, "message": message, **self._end(piece)})
-        return self.envelope("chat.completion", "chatcmpl", choices, usage=usage.body())
+        return self.envelope("chat.completion", "chatcmpl", choices, usage=usage.body(), **self._prompt())
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
-        return [self._envelope([first])]
+        return [self._envelope([first], **({} if index else self._prompt()))]
 
     def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
@@ -104,6 +103,9 @@ class ChatShape(Shape):
 
     def closing(self, usage: Usage) -> dict[str, Any]:
         return self._envelope([], usage=usage.body())
+
+    def _prompt(self) -> dict[str, Any]:
+        return {} if self.prompts is None else {"prompt_token_ids": self.prompts[0]}
 
     def _envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return self.envelope("chat.completion.chunk", "chatcmpl", choices, **more)
@@ -114,12 +116,13 @@ class ChatShape(Shape):
             entries = []
             for t in piece.tokens:
                 assert t.logprob is not None, "a chat does not echo its prompt"
-                top = [self._entry(number, logprob) for number, logprob in t.top]
-                entries.append(self._entry(t.token, t.logprob) | {"top_logprobs": top})
+                top = [self._entry(t, number, logprob) for number, logprob in t.top]
+                entries.append(self._entry(t, t.token, t.logprob) | {"bytes": list(t.data), "top_logprobs": top})
             logprobs = {"content": entries, "refusal": None}
-        return {"logprobs": logprobs, "finish_reason": piece.finish}
+        ids = {} if self.prompts is None else {"token_ids": piece.ids}
+        return {"logprobs": logprobs, "finish_reason": piece.finish} | ids
 
-    def _entry(self, token: int, logprob: float) -> dict[str, Any]:
-        """`bytes` is null where the token is a part of a character."""
-        name = self.names(token)
-        return {"token": name, "logprob": max(logprob, FLOOR), "bytes": None if BROKEN in name else list(name.encode())}
+    def _entry(self, at: TokenLogprob, token: int, logprob: float) -> dict[str, Any]:
+        """A token in the place of `at`. Its `bytes` are what it adds to the text: none for a special token."""
+        data = self.vocabulary.data(token, at.first, at.shown)
+        return {"token": self.name(token, at), "logprob": max(logprob, FLOOR), "bytes": list(data)}

@@ -1,0 +1,72 @@
+"""Bodies to what is asked of the engine."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.seeds import derive_seed
+from tidemill.serving.bodies import Body, ChatBody, CompletionBody
+from tidemill.serving.choices import Asked
+from tidemill.serving.errors import ApiError
+from tidemill.serving.prompts import Prompts
+from tidemill.types import SamplingParams
+
+REPLY_TOKENS = 4096  # of a chat that does not say how many
+
+
+def check_body(body: CompletionBody | ChatBody, prompts: Prompts) -> None:
+    """Raises ApiError where parameters contradict one another or the model."""
+    prompts.check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids")
+    prompts.check_ids([token for token, _ in _bias(body)], "logit_bias", "logit_bias")
+    limit = body.max_tokens
+    if isinstance(body, ChatBody):
+        if body.top_logprobs and not body.logprobs:
+            raise ApiError("top_logprobs was given without logprobs: set logprobs to true", param="top_logprobs")
+        if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
+            raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+        limit = limit or body.max_completion_tokens
+    if limit is not None and body.min_tokens > limit:
+        raise ApiError(f"min_tokens = {body.min_tokens}: expected at most max_tokens, {limit}", param="min_tokens")
+
+
+def limit_of(body: ChatBody, room: int, context: int, usual: int | None) -> int:
+    """Tokens that the reply may take of the `room` that its prompt leaves.
+
+    A chat that does not say gets the model's `usual` number, or else 4096 and at most half the context: so it ends where a
+    model does not, and the conversation can go on.
+    """
+    asked = body.max_tokens or body.max_completion_tokens
+    if asked is None:
+        asked = max(usual or min(REPLY_TOKENS, context // 2), body.min_tokens, 1)
+    return min(asked, room)
+
+
+def asked_of(
+    body: CompletionBody | ChatBody, tokens: np.ndarray, limit: int, seed: int, index: int, *, begun: bool = False
+) -> Asked:
+    """Choice `index` of those of the prompt `tokens`."""
+    params = SamplingParams(
+        temperature=body.temperature,
+        top_p=body.top_p,
+        top_k=max(body.top_k, 0),
+        min_p=body.min_p,
+        max_tokens=max(limit, 1),
+        stop_ids=tuple(dict.fromkeys(body.stop_token_ids)),
+        ignore_eos=body.ignore_eos,
+        seed=derive_seed(seed, "choice", index),
+        top_logprobs=body.top_logprobs if isinstance(body, ChatBody) else body.logprobs or 0,
+        min_tokens=body.min_tokens,
+        presence_penalty=body.presence_penalty,
+        frequency_penalty=body.frequency_penalty,
+        repetition_penalty=body.repetition_penalty,
+        logit_bias=_bias(body),
+    )
+    stops = tuple(body.stop)
+    return Asked(tokens, params, stops, begun, not body.skip_special_tokens, body.return_token_ids)
+
+
+def _bias(body: Body) -> tuple[tuple[int, float], ...]:
+    try:
+        return tuple((int(token), bias) for token, bias in body.logit_bias.items())
+    except ValueError:
+        raise ApiError("logit_bias: expected token ids as its keys", param="logit_bias") from None

@@ -1,0 +1,64 @@
+"""Prompts and chats to tokens that the model can be given, or an ApiError that names the place of what it cannot."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from tidemill.models.tokenizer import Tokenizer
+from tidemill.serving.bodies import Chat, messages_of, options_of
+from tidemill.serving.errors import ApiError
+from tidemill.serving.reading import Reader
+
+
+class Prompts:
+    def __init__(self, tokenizer: Tokenizer, reader: Reader, *, context: int, vocab: int) -> None:
+        """context: tokens a reply may fill, its prompt included. vocab: ids below it have an embedding."""
+        self._tokenizer, self._reader, self.context, self._vocab = tokenizer, reader, context, vocab
+
+    async def of_text(
+        self, prompt: str | list[int], place: str = "prompt", *, special: bool = True, bounded: bool = True
+    ) -> np.ndarray:
+        """[P] int32. special: with the special tokens that the tokenizer adds. bounded: it is to fit the context."""
+        if isinstance(prompt, str):
+            return await self._reader.text(prompt, special=special, bounded=bounded)
+        self.check_ids(prompt, place, "prompt")
+        return np.array(prompt, np.int32)
+
+    async def of_chat(self, chat: Chat) -> np.ndarray:
+        """[P] int32, ready for the reply"""
+        return await self._reader.chat(messages_of(chat.messages), options_of(chat))
+
+    def check_ids(self, ids: list[int], place: str, param: str) -> None:
+        """Raises ApiError for ids that the model has no embedding for."""
+        if outside := [token for token in ids if not 0 <= token < self._vocab]:
+            message = f"{place}: token id {outside[0]!s:.40}: this model knows 0 to {self._vocab - 1}"
+            raise ApiError(message, param=param)
+
+    def check(self, tokens: np.ndarray, wanted: int, place: str, param: str) -> np.ndarray:
+        """`tokens`, for which there is an embedding, and room beside the `wanted` ones of the reply, of which one counts."""
+        if not len(tokens):
+            raise ApiError(f"{place} has no tokens: give at least one character", param=param)
+        if len(tokens) + min(wanted, 1) > self.context:
+            message = (
+                f"{place} is {len(tokens)} tokens, and the context holds {self.context}, reply included: shorten it, "
+                "or serve the model with a longer context"
+            )
+            raise ApiError(message, param=param, code="context_length_exceeded")
+        if tokens.max() >= self._vocab:
+            at = int((tokens >= self._vocab).argmax())
+            name = self._tokenizer.convert_ids_to_tokens(int(tokens[at]))
+            message = (
+                f"{place}: its token {at} is {name!r:.100}, id {tokens[at]}, for which the model has no embedding (it knows "
+                f"0 to {self._vocab - 1}, and its tokenizer more): leave that text out"
+            )
+            raise ApiError(message, param=param)
+        return tokens
+
+    def place_of(self, tokens: np.ndarray, chat: Chat) -> str:
+        """The message with a token that the model does not know; `messages` where there is none."""
+        for token in tokens[tokens >= self._vocab][:1].tolist():
+            name = str(self._tokenizer.convert_ids_to_tokens(token))
+            for i, message in enumerate(chat.messages):
+                if name in str(message.get("content")):
+                    return f"messages[{i}]"
+        return "messages"

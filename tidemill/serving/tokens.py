@@ -1,0 +1,52 @@
+"""Text to token ids and back, and what the tokenizer is: the shapes are vLLM's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from tidemill.models.tokenizer import Tokenizer
+from tidemill.serving.bodies import DetokenizeBody, TokenizeBody, TokenizeChatBody, read, validated
+from tidemill.serving.errors import ApiError
+from tidemill.serving.prompts import Prompts
+
+TOLD = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens", "model_max_length")
+
+
+class TokenRoutes:
+    def __init__(self, tokenizer: Tokenizer, prompts: Prompts, check_model: Callable[[str | None], None]) -> None:
+        self._tokenizer, self._prompts, self._check_model = tokenizer, prompts, check_model
+        self._size = max([*tokenizer.added_tokens_decoder, len(tokenizer) - 1]) + 1
+
+    async def tokenize(self, raw: bytes) -> dict[str, Any]:
+        """The ids of a text, or of a chat as it is rendered for a reply."""
+        tree = read(raw)
+        body = validated(TokenizeChatBody if "messages" in tree else TokenizeBody, tree)
+        self._check_model(body.model)
+        if isinstance(body, TokenizeBody):
+            tokens = (await self._prompts.of_text(body.prompt, special=body.add_special_tokens, bounded=False)).tolist()
+        else:
+            tokens = (await self._prompts.of_chat(body)).tolist()
+        names = [self._tokenizer.convert_ids_to_tokens(token) for token in tokens] if body.return_token_strs else None
+        return {"count": len(tokens), "max_model_len": self._prompts.context, "tokens": tokens, "token_strs": names}
+
+    async def detokenize(self, raw: bytes) -> dict[str, Any]:
+        """The text of ids, special tokens included."""
+        body = validated(DetokenizeBody, read(raw))
+        self._check_model(body.model)
+        if outside := [token for token in body.tokens if not 0 <= token < self._size]:
+            raise ApiError(f"token id {outside[0]!s:.40}: the tokenizer knows 0 to {self._size - 1}", param="tokens")
+        return {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def info(self) -> dict[str, Any]:
+        """What a client needs to know of the tokenizer to stand in for it."""
+        about = {key: value for key in TOLD if (value := getattr(self._tokenizer, key, None)) is not None}
+        about |= {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
+        return {key: _plain(value) for key, value in about.items()}
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it: a special token by its text."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, dict | str | int | None) else str(value)
