@@ -36,9 +36,9 @@ def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], option
         return _render(tokenizer, given, options)
     except jinja2.TemplateError as error:
         roles = ", ".join(message["role"] for message in given[:20])
-        raise ValueError(f"the chat template refuses these messages (roles {roles:.200}): {error!s:.500}") from None
+        raise ValueError(f"the chat template refuses roles {roles:.200}: {error!s:.500}") from None
     except Exception as error:  # a template may raise anything: it is a program that came with the model
-        raise ValueError(f"the chat template fails on these messages: {type(error).__name__}: {error!s:.500}") from None
+        raise ValueError(f"the chat template failed: {type(error).__name__}: {error!s:.500}") from None
 
 
 @lru_cache(maxsize=4)
