@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import shutil
@@ -26,11 +27,30 @@ NATIVE = ("-march=native",) if platform.machine() == "x86_64" else ()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], str]:
+    """`building._output`, which compiles a source once with the same flags: most tests change one source of seven, or none."""
+    output, known = building._output, tmp_path_factory.mktemp("objects")
+
+    def compile_once(command: list[str]) -> str:
+        if "-c" not in command:
+            return output(command)
+        source, made = Path(command[command.index("-c") + 1]), Path(command[-1])
+        flags = (*command[: command.index("-c")], source.name, source.read_text())
+        kept = known / f"{hashlib.blake2b(repr(flags).encode(), digest_size=12).hexdigest()}.o"
+        said = "" if kept.exists() else output([*command[:-1], str(kept)])
+        shutil.copy(kept, made)
+        return said
+
+    return compile_once
+
+
 @pytest.fixture
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache of compiled files, and nothing loaded yet."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objects: Callable[[list[str]], str]) -> Path:
+    """An empty cache of compiled libraries, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(building, "variants", lambda: [("-O1", *NATIVE)])  # quick to compile
+    monkeypatch.setattr(building, "_output", objects)
     library._found.cache_clear()
     yield tmp_path / "tidemill"
     library._found.cache_clear()

@@ -20,9 +20,10 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no C compiler")
 
 
 @st.composite
-def families(draw: st.DrawFn) -> Families:
-    """Up to seven sequences, some longer than what is seen at a time; equal ones, and ones that continue another."""
-    lengths = draw(st.lists(st.one_of(st.integers(1, 60), st.integers(240, 300), st.just(530)), min_size=1, max_size=7))
+def families(draw: st.DrawFn, tile: int = 256) -> Families:
+    """Up to seven sequences, some longer than the `tile` tokens seen at a time; equal ones, and ones that continue another."""
+    near = st.integers(tile - tile // 16, tile + tile // 6)
+    lengths = draw(st.lists(st.one_of(st.integers(1, 60), near, st.just(2 * tile + 18)), min_size=1, max_size=7))
     shared = [0]
     for before, length in itertools.pairwise(lengths):
         shared.append(draw(st.integers(0, min(before, length))))
