@@ -427,6 +427,14 @@ def test_a_run_that_drops_everything_says_so():
         run_virtually(controller(World(drop_share=1.0), steps=3, batch=2, max_lag=1, barren=5).run())
 
 
+def test_groups_that_are_dropped_now_and_then_do_not_add_up_to_a_barren_run():
+    world = World(drop_share=0.5)
+    run = controller(world, steps=20, batch=2, max_lag=1, barren=6)
+    assert run_virtually(run.run()) == 20
+    dropped = sum(fates == ["zero-variance"] for fates in world.fates.values())
+    assert dropped > 2 * 6, "more in all than may be dropped in a row"
+
+
 def test_a_verifier_that_always_fails_stops_the_run_with_its_reason():
     with pytest.raises(RunFailed, match="division by zero"):
         run_virtually(controller(Unscorable(), steps=3, batch=2, max_lag=1).run())

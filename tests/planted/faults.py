@@ -1,0 +1,379 @@
+"""Sixty faults that were planted in the product, each with the tests that must notice it.
+
+A fault is a line of the package and the line that takes its place. Lines are found by their text, wherever their module
+lies, so that a module may move. `plant.py` applies one at a time and runs its tests.
+"""
+
+# ruff: noqa: E501
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Fault(NamedTuple):
+    name: str
+    right: str  # occurs once in the package
+    wrong: str
+    tests: str  # paths, or path::test, separated by spaces; relative to tests/
+
+
+FAULTS = [
+    # the buffer and the controller
+    Fault(
+        "one slot too many",
+        "self.slots = (max_lag + 1) * batch - window + 1",
+        "self.slots = (max_lag + 1) * batch - window + 2",
+        "test_controller.py",
+    ),
+    Fault(
+        "a window that is one too wide",
+        "if group_id >= head + self.window and place >= places:",
+        "if group_id > head + self.window and place >= places:",
+        "test_controller.py",
+    ),
+    Fault(
+        "a dropped group is not sampled anew",
+        "                self._quota += 1\n",
+        "                self._quota += 0\n",
+        "test_controller.py",
+    ),
+    Fault(
+        "tokens of an unknown policy are trained on",
+        "            if not self._known([group]):",
+        "            if False:",
+        "test_controller.py",
+    ),
+    Fault(
+        "the update does not wait for the publication",
+        '        served = await self._published(publishing)\n        with self.timeline.phase("check"):',
+        '        served = publishing.result() if publishing.done() else Version(step)\n        with self.timeline.phase("check"):',
+        "test_controller.py",
+    ),
+    Fault(
+        "engines and trainer need not agree",
+        "            if self.hooks.agree:",
+        "            if self.hooks.agree and step > 10**6:",
+        "test_controller.py test_agreement.py",
+    ),
+    Fault(
+        "a gross disagreement is let pass",
+        "        if fault := GROSS[self._dtype].exceeded(gap):",
+        "        if (fault := GROSS[self._dtype].exceeded(gap)) and gap.tokens < 0:",
+        "test_agreement.py",
+    ),
+    Fault(
+        "a trained group does not end a barren stretch",
+        "            self._dropped = 0\n            await self.buffer.put(group)",
+        "            await self.buffer.put(group)",
+        "test_controller.py",
+    ),
+    Fault(
+        "a streamed part is not held against the whole",
+        "            self._expect(all(map(_same, self.samples, update.samples)))",
+        "            pass",
+        "test_streaming.py",
+    ),
+    # algorithms
+    Fault(
+        "reward at the first token",
+        "rewards[np.cumsum(self.lengths) - 1] += self.rewards",
+        "rewards[np.cumsum(self.lengths) - self.lengths] += self.rewards",
+        "algorithms/test_advantages.py",
+    ),
+    Fault(
+        "rloo without its factor",
+        "* (size / np.maximum(size - 1, 1)))",
+        "* (size / np.maximum(size, 1)))",
+        "algorithms/test_advantages.py",
+    ),
+    Fault(
+        "opo with equal weights",
+        "baseline = np.bincount(index, x.lengths * centred) / np.bincount(index, x.lengths)",
+        "baseline = np.bincount(index, centred) / np.bincount(index)",
+        "algorithms/test_advantages.py",
+    ),
+    Fault(
+        "dual clip from the wrong side",
+        "torch.maximum(objective, dual_clip * a), objective)",
+        "torch.minimum(objective, dual_clip * a), objective)",
+        "algorithms/test_losses.py",
+    ),
+    Fault(
+        "aipo without its cap",
+        "return Loss(-(rho.clamp(max=cap) * x.advantages) * x.logprobs",
+        "return Loss(-(rho * x.advantages) * x.logprobs",
+        "algorithms/test_losses.py",
+    ),
+    Fault(
+        "cispo lets the gradient through its ratio",
+        "    r = ratio(x.logprobs.detach(), x.old)\n    clipped = (r < 1 - clip_low)",
+        "    r = ratio(x.logprobs, x.old)\n    clipped = (r < 1 - clip_low)",
+        "algorithms/test_losses.py",
+    ),
+    Fault(
+        "a token without weight reaches the loss",
+        "    keep = weights != 0\n",
+        "    keep = weights >= 0\n",
+        "algorithms/test_losses.py",
+    ),
+    Fault("k3 with its sign turned", "torch.expm1(-d) + d", "torch.expm1(d) - d", "algorithms/test_losses.py"),
+    Fault(
+        "tis lifts instead of cutting",
+        "    return np.minimum(_exp(x.log_k), cap)",
+        "    return np.maximum(_exp(x.log_k), cap)",
+        "algorithms/test_corrections.py",
+    ),
+    Fault(
+        "m2po drops what pushes inwards",
+        "np.flatnonzero(x.advantages * x.log_k > 0)",
+        "np.flatnonzero(x.advantages * x.log_k < 0)",
+        "algorithms/test_corrections.py",
+    ),
+    Fault("opsm masks what is near", "/ x.lengths > delta", "/ x.lengths < delta", "algorithms/test_corrections.py"),
+    Fault(
+        "the sequence mean counts empty rows",
+        "return np.maximum(lengths, 1), int(np.count_nonzero(lengths))",
+        "return np.maximum(lengths, 1), len(lengths)",
+        "algorithms/test_mixture.py algorithms/test_prepare.py",
+    ),
+    Fault(
+        "masked overlong replies are trained",
+        "trained = scores.lengths * counted * ~np.array(masked, bool)",
+        "trained = scores.lengths * counted",
+        "algorithms/test_prepare.py",
+    ),
+    Fault(
+        "a cancelled attempt is trained",
+        "isinstance(trajectory.outcome, Score) and trajectory.finish is not Finish.CANCELLED",
+        "isinstance(trajectory.outcome, Score)",
+        "algorithms/test_prepare.py",
+    ),
+    Fault(
+        "the entropy bonus has the wrong side of its target",
+        "return weight if found[ENTROPY] <= s.target else 0.0, found",
+        "return weight if found[ENTROPY] >= s.target else 0.0, found",
+        "algorithms/test_entropy.py",
+    ),
+    # the engine
+    Fault(
+        "noise that does not depend on the position",
+        "counter = (positions.astype(np.uint64) + np.uint64(1)) * _STEP",
+        "counter = (positions.astype(np.uint64) * np.uint64(0) + np.uint64(1)) * _STEP",
+        "engine/test_engine_sampler.py",
+    ),
+    Fault(
+        "top-p leaves the token out that crosses it",
+        "before = mass.cumsum(dim=-1) - mass",
+        "before = mass.cumsum(dim=-1)",
+        "engine/test_engine_sampler.py",
+    ),
+    Fault(
+        "truncated logprobs are not renormalised",
+        "kept = kept - kept.logsumexp(dim=-1, keepdim=True)",
+        "kept = kept - 0 * kept.logsumexp(dim=-1, keepdim=True)",
+        "engine/test_engine_sampler.py",
+    ),
+    Fault(
+        "the model's logprob is the sampled one",
+        "of_model = model.gather(1, tokens) if tempered or truncated.any() else chosen",
+        "of_model = chosen",
+        "engine/test_engine_sampler.py",
+    ),
+    Fault(
+        "the oldest sequence is preempted first",
+        "self.preempt(next(reversed(self.running.values())))",
+        "self.preempt(next(iter(self.running.values())))",
+        "engine/test_engine_blocks.py engine/test_engine_core.py",
+    ),
+    Fault(
+        "a whole prompt is taken from the cache",
+        "min(len(shared) * self.blocks.page_size, len(tokens) - 1)",
+        "min(len(shared) * self.blocks.page_size, len(tokens))",
+        "engine/test_engine_blocks.py engine/test_engine_core.py",
+    ),
+    Fault(
+        "shared pages are written to",
+        "np.where(position < self._shared[slot], NULL_PAGE, self.table[slot, page])",
+        "self.table[slot, page]",
+        "engine/test_engine_blocks.py engine/test_engine_core.py engine/test_engine_parity.py",
+    ),
+    Fault(
+        "pages are freed from the beginning",
+        "for page in reversed(list(pages)):",
+        "for page in list(pages):",
+        "engine/test_engine_blocks.py",
+    ),
+    Fault(
+        "only the first stop id stops",
+        "        for stops in self.stops[1:]:\n            found |=",
+        "        for stops in self.stops[2:]:\n            found |=",
+        "engine/test_engine_core.py engine/test_engine_parity.py",
+    ),
+    Fault(
+        "a completion's tokens all have the last version",
+        "        steps[begin:] = source.step",
+        "        steps[:] = source.step",
+        "engine/test_engine_core.py engine/test_engine_proof.py",
+    ),
+    Fault(
+        "an old version may be committed",
+        "if (new.incarnation, new.step) < (now.incarnation, now.step):",
+        "if new.incarnation < now.incarnation:",
+        "engine/test_engine_core.py engine/test_engine_proof.py",
+    ),
+    Fault(
+        "a prompt keeps the KV of the version before",
+        "begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt",
+        "begun = False",
+        "engine/test_engine_core.py engine/test_engine_proof.py",
+    ),
+    # weights in motion
+    Fault(
+        "what was staged need not be what was announced",
+        "if held.fingerprint != version.fingerprint:",
+        "if not held.fingerprint:",
+        "engine/test_engine_proof.py sync/test_mutations.py",
+    ),
+    Fault(
+        "what is served is not looked at again",
+        "if other := next((name for name in words if found.get(name) != words[name]), None):",
+        "if other := next((name for name in words if name not in found), None):",
+        "engine/test_engine_proof.py sync/test_mutations.py",
+    ),
+    Fault(
+        "a slot that was overwritten is read on",
+        "if os.pread(fd, _HEADER.size, 0) != before:",
+        "if len(os.pread(fd, _HEADER.size, 0)) != len(before):",
+        "sync/test_carriers.py sync/test_damage.py",
+    ),
+    Fault(
+        "a manifest's digest is not compared",
+        "if hashlib.blake2b(raw, digest_size=32).digest() != header.digest:",
+        "if not header.digest:",
+        "sync/test_damage.py sync/test_carriers.py",
+    ),
+    Fault(
+        "the fingerprint does not see where an element lies",
+        "    return _random(2**32 + run)\n",
+        "    return _random(2**32)\n",
+        "models/test_fingerprint.py",
+    ),
+    # the trainer
+    Fault(
+        "the gradient is scaled twice",
+        "factor = scale * min(1.0, limit / norm) if limit and norm else scale",
+        "factor = scale * scale * min(1.0, limit / norm) if limit and norm else scale",
+        "trainer/test_optimizer.py trainer/test_native_trainer.py",
+    ),
+    Fault(
+        "norms and biases decay",
+        "self._step([name for name, p in self.named.items() if p.ndim < 2], lr, 0.0)",
+        "self._step([name for name, p in self.named.items() if p.ndim < 2], lr, decay)",
+        "trainer/test_optimizer.py",
+    ),
+    Fault(
+        "a shared prompt is as long as its row",
+        "    shared = int(differing.argmax()) if differing.any() else n\n",
+        "    shared = n\n",
+        "trainer/test_batch.py trainer/test_gradients.py",
+    ),
+    Fault(
+        "rows without an advantage get a gradient",
+        "        trained &= sample.advantages != 0\n",
+        "        trained |= sample.advantages != 0\n",
+        "trainer/test_native_trainer.py trainer/test_gradients.py",
+    ),
+    # what is recorded
+    Fault(
+        "a record's checksum is not looked at",
+        "    if _checksum(group_id, place, count, payload) != at.crc:\n        raise",
+        "    if at.crc < 0:\n        raise",
+        "ledger/test_segments.py",
+    ),
+    Fault(
+        "a group may be dropped after it was trained",
+        '"dropped_after = (SELECT max(step) FROM steps) WHERE id = ? AND fate IS NULL",',
+        '"dropped_after = (SELECT max(step) FROM steps) WHERE id = ?",',
+        "ledger/test_ledger.py ledger/test_ledger_conservation.py",
+    ),
+    Fault(
+        "a version may be published with another fingerprint",
+        "elif known[0] != version.fingerprint:",
+        "elif not known[0]:",
+        "ledger/test_ledger.py",
+    ),
+    Fault(
+        "a checkpoint's files are not read again",
+        "            if _digest(found[name]) != file.blake2b:",
+        "            if not file.blake2b:",
+        "test_checkpoints.py",
+    ),
+    Fault(
+        "a group is trained again too often",
+        "if uses < self._settings.times]",
+        "if uses <= self._settings.times]",
+        "session/test_replay_runs.py",
+    ),
+    # environments and rewards
+    Fault(
+        "every epoch has the same order",
+        'draw = random.Random(derive_seed(seed, "order", epoch))',
+        'draw = random.Random(derive_seed(seed, "order"))',
+        "envs/test_curriculum.py envs/test_make.py envs/test_several.py",
+    ),
+    Fault(
+        "the end token is part of the text",
+        "spoken = reply.tokens[:-1] if reply.finish is Finish.STOP else reply.tokens",
+        "spoken = reply.tokens",
+        "envs/test_chat.py",
+    ),
+    Fault(
+        "an infinite reward is a score",
+        "    if not math.isfinite(number):\n        return InfraError",
+        "    if math.isnan(number):\n        return InfraError",
+        "rewards scoring/test_pool.py",
+    ),
+    Fault(
+        "a worker is kept with what it left running",
+        "keep = not done.children",
+        "keep = True",
+        "scoring/test_pool.py scoring/test_reward_faults.py",
+    ),
+    Fault(
+        "a breaker that never opens",
+        "if len(latest) < LEAST or share <= self.limit:",
+        "if len(latest) < LEAST or share <= 1:",
+        "test_breaker.py",
+    ),
+    Fault(
+        "a restart's budget is never spent",
+        "        if len(self._spent) >= self.restarts:",
+        "        if len(self._spent) > 10 * self.restarts:",
+        "test_supervision.py",
+    ),
+    Fault(
+        "an attempt without a score counts for nothing",
+        "accuracy = float((rewards >= SOLVED).sum()) / n",
+        "accuracy = float((rewards >= SOLVED).mean())",
+        "test_rollout_outcomes.py commands/test_evaluate.py test_warmup.py",
+    ),
+    # processes and the network
+    Fault(
+        "any token opens the door",
+        "if len(frames) != 4 or not hmac.compare_digest(frames[1].bytes, self._token):",
+        "if len(frames) != 4 or not frames[1].bytes:",
+        "orchestration/test_rpc.py test_security.py",
+    ),
+    Fault(
+        "a call that is late goes on at the peer",
+        '            future.cancel()\n            await self._send(Cancel(request.id), b"")\n            raise PeerTimeout',
+        "            future.cancel()\n            raise PeerTimeout",
+        "orchestration/test_rpc.py",
+    ),
+    Fault(
+        "a stop string may be cut in two",
+        "ends = range(min(self._longest - 1, len(text)), 0, -1)",
+        "ends = range(min(self._longest - 2, len(text)), 0, -1)",
+        "serving/test_serving_text.py",
+    ),
+]
