@@ -30,6 +30,7 @@ def lost(run: Run) -> list[str]:
         return [event.detail["engine"] for event in ledger.events("engine_lost")]
 
 
+@pytest.mark.slow
 def test_a_teacher_that_is_killed_is_started_again(tmp_path):
     """Once in its first step, and once more, frozen, after it had come back."""
     run, more = taught(tmp_path)

@@ -14,6 +14,8 @@ import pytest
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.observability.spent import processes
 
+pytestmark = pytest.mark.slow  # shares of time, beside whatever else the machine does
+
 RECIPE = """
 model = "{model}"
 env = {{ kind = "guess", low = 1, high = 4, turns = 2 }}
