@@ -243,17 +243,39 @@ def _tell(error: Exception) -> None:
 
 def main() -> None:
     """Errors that are the user's affair, or the world's, are one sentence and a non-zero status; bugs are tracebacks."""
+    from tidemill.commands.streams import guard
+
+    lost = guard()
+    status = _status()
+    if lost() is not None and status == 0 and not _KEEP.intersection(sys.argv[1:2]):
+        status = 1
+    sys.exit(status)
+
+
+_KEEP = {"demo", "train"}
+"""Commands whose result is on disk, whatever becomes of what they print."""
+
+
+def _status() -> int:
+    """Run the command line. Returns the exit status."""
     from tidemill.errors import ConfigError
     from tidemill.failures import KNOWN
 
     try:
         app()
+    except SystemExit as ended:  # of typer: always
+        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except ConfigError as error:
         _tell(error)
-        sys.exit(2)
+        return 2
     except KNOWN as error:
         _tell(error)
-        sys.exit(1)
+        return 1
     except asyncio.CancelledError as error:
         print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        sys.exit(130)
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    main()

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from tidemill.commands.samples import Segment, segments
-from tidemill.commands.screen import visible
 from tidemill.ledger import SqliteLedger
+from tidemill.observability.text import visible
 from tidemill.types import Finish, Group, InfraError, Task, Trajectory, Version
 
 

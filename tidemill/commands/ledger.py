@@ -10,11 +10,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows, visible
+from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
 from tidemill.observability.display import held_out
 from tidemill.observability.events import worded
+from tidemill.observability.text import visible
 from tidemill.types import Version
 
 LATEST = 5  # events shown, unless all are asked for

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from tidemill.build import budget_of
-from tidemill.commands.screen import console, print_json, print_rows, visible
+from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.envs.json_lines import json_lines
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
@@ -21,6 +21,7 @@ from tidemill.envs.settings import AnyEnv, environments_of
 from tidemill.envs.tasks import check_data
 from tidemill.envs.workers import in_workers
 from tidemill.errors import ConfigError
+from tidemill.observability.text import visible
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.reward_check import Check, Line, Own, check
 from tidemill.scoring.pool import WorkerPool

@@ -19,12 +19,13 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows, visible
+from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
 from tidemill.ledger.records import SampleRow
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.observability.text import visible
 from tidemill.run_folder import RunFolder
 from tidemill.types import Finish, Trajectory
 

@@ -1,7 +1,7 @@
 """Where commands write: one console with the same manners for all of them.
 
 A terminal gets colours and its own width; a pipe gets plain text, wide enough that a line stays a line. A stream that
-cannot encode a character gets a question mark for it.
+cannot encode a character gets its nearest ASCII form.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
+from tidemill.observability.text import DEGRADE
+
 PIPE_WIDTH = 120
 INDENT = 2
 MIN_COLUMN = 20  # of a terminal too narrow for anything: lines then wrap where they must
@@ -26,7 +28,7 @@ MIN_COLUMN = 20  # of a terminal too narrow for anything: lines then wrap where 
 def console(stderr: bool = False) -> Console:
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
-        stream.reconfigure(errors="replace")
+        stream.reconfigure(errors=DEGRADE)
     return Console(stderr=stderr, highlight=False, markup=False, width=None if stream.isatty() else PIPE_WIDTH)
 
 
@@ -55,15 +57,3 @@ def print_rows(screen: Console, rows: Sequence[tuple[str | Text, str | Text]]) -
             begin = Text.assemble(" " * INDENT, label if number == 0 else "")
             begin.pad_right(edge - begin.cell_len)
             screen.print(begin + line if line else begin[: len(begin.plain.rstrip())], soft_wrap=True)
-
-
-def visible(text: str) -> str:
-    """Text without anything that would move the cursor: control characters as their pictures, a line break as an arrow."""
-    return "".join("↵" if c == "\n" else "⇥" if c == "\t" else _picture(c) for c in text)
-
-
-def _picture(character: str) -> str:
-    code = ord(character)
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "␡" if code == 0x7F else "�" if 0x80 <= code < 0xA0 else character

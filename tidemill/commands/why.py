@@ -9,12 +9,13 @@ from typing import Any
 import psutil
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows, visible
+from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.errors import ConfigError
 from tidemill.health import EVERY_S, FAILURE, STATUS
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.lock import holder
 from tidemill.observability.events import worded
+from tidemill.observability.text import visible
 from tidemill.run_folder import RunFolder, read_json
 
 ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing

@@ -1,0 +1,92 @@
+"""Standard output that cannot end a command: closed, full, or of an encoding that lacks a character.
+
+closed by its reader (`| head`)     the rest is thrown away in silence, and the command's status stays
+not open at all (`>&-`)             the null device takes its place, so that no other file gets its number
+any other failure (a full disk)     said once on standard error
+an encoding without a character     the nearest ASCII form is written
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import sys
+from collections.abc import Callable
+
+from tidemill.observability.text import DEGRADE
+
+QUIET = (errno.EPIPE, errno.EBADF)
+
+
+class Lenient(io.RawIOBase):
+    """A file descriptor for writing. After its first failure everything is thrown away."""
+
+    def __init__(self, descriptor: int, lost: Callable[[OSError], None]) -> None:
+        """lost: called once, with the first failure."""
+        self._descriptor, self._lost = descriptor, lost
+        self.failure: OSError | None = None
+
+    def writable(self) -> bool:
+        return True
+
+    def fileno(self) -> int:
+        return self._descriptor
+
+    def isatty(self) -> bool:
+        return os.isatty(self._descriptor)
+
+    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
+        while self.failure is None:
+            try:
+                return os.write(self._descriptor, data)
+            except BlockingIOError:
+                select.select([], [self._descriptor], [])  # bounded: by the reader, as any write to it is
+            except OSError as error:
+                self.failure = error
+                self._lost(error)
+        return len(data)
+
+
+def guard() -> Callable[[], OSError | None]:
+    """Make standard output and error lenient. Returns what tells why output was lost, None where it was not.
+
+    That a reader closed its end is no loss: it had what it wanted.
+    """
+    _open_all()
+    out = _lenient("stdout", 1, _say)
+    _lenient("stderr", 2, lambda _: None)
+
+    def lost() -> OSError | None:
+        sys.stdout.flush()
+        failure = out.failure
+        return None if failure is None or failure.errno in QUIET else failure
+
+    return lost
+
+
+def _lenient(name: str, descriptor: int, lost: Callable[[OSError], None]) -> Lenient:
+    old, raw = getattr(sys, name), Lenient(descriptor, lost)
+    if old is not None:
+        old.flush()
+    line = descriptor == 2 or raw.isatty()
+    stream = io.TextIOWrapper(
+        io.BufferedWriter(raw), encoding=getattr(old, "encoding", None) or "utf-8", errors=DEGRADE, line_buffering=line
+    )
+    setattr(sys, name, stream)
+    return raw
+
+
+def _open_all() -> None:
+    """Nobody else's file may get the number of a standard stream: it would be printed into."""
+    for descriptor in (0, 1, 2):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+
+
+def _say(error: OSError) -> None:
+    if error.errno not in QUIET:
+        print(f"standard output cannot be written ({error.strerror}): nothing more is printed there", file=sys.stderr)
