@@ -56,6 +56,7 @@ L4 |= {
 }
 L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
 L4 |= {"warm_start_cache", "unearned"}
+L4 |= {"other_names"}
 
 CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 

@@ -31,24 +31,6 @@ def test_short_forms_and_overrides_into_them():
     assert load("algorithm.advantage=remax").algorithm == load("algorithm=grpo", "algorithm.advantage=remax").algorithm
 
 
-@pytest.mark.parametrize("home", [home for home in RunConfig.called_elsewhere.values() if "'" in home])
-def test_names_from_elsewhere_lead_to_keys_that_are_there(home):
-    for key in re.findall("'(.*?)'", home):
-        with pytest.raises(ConfigError) as error:
-            load(f"{key}=[[]]")
-        assert "unknown key" not in str(error.value) and key in str(error.value)
-
-
-@pytest.mark.parametrize("name", RunConfig.called_elsewhere)
-def test_names_from_elsewhere_are_explained(name):
-    assert f"`{name}`" in (Path(__file__).parents[1] / "docs" / "from_trl.md").read_text()
-
-
-@pytest.mark.parametrize("home", [home for home in RunConfig.called_elsewhere.values() if "'" not in home])
-def test_tables_that_names_from_elsewhere_lead_to_are_taken(home):
-    load(home.replace(" = ", "=", 1))
-
-
 def test_every_recipe_takes_the_plain_keys():
     config = load("run_dir=a", "seed=3", "steps=4", "max_lag=2", "model=new:2m", "env=reasoning_gym:gcd", "algorithm=rloo")
     assert (config.run_dir, config.seed, config.steps, config.max_lag) == (Path("a"), 3, 4, 2)

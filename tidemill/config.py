@@ -23,6 +23,8 @@ class Config(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
     called_elsewhere: ClassVar[Mapping[str, str]] = {}  # names that people bring along, and where it is here
+    not_yet: ClassVar[Mapping[str, str]] = {}  # names of what does not exist here, and what there is instead
+    not_yet_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # the same of values, by their key
 
     @model_validator(mode="before")
     @classmethod
@@ -125,13 +127,18 @@ def _merge(into: dict[str, Any], tree: Mapping[str, Any]) -> None:
 def _sentence(kind: type[Config], error: Any) -> str:
     where, known = _locate(kind, [str(p) for p in error["loc"]])
     key = ".".join(where) or kind.__name__
+    given = error.get("input")
+    if isinstance(given, str) and (missing := kind.not_yet_values.get(key, {}).get(given.lower())):
+        return f"{key} = {given!r}: {missing}"
     if error["type"] == "extra_forbidden":
-        near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
-        home = kind.called_elsewhere.get(where[-1]) or " or ".join(map(repr, _homes(kind, where[-1])))
-        if home:
-            return f"unknown key {key!r}; here it is {home}"
-        hint = f"did you mean {'.'.join([*where[:-1], near[0]])!r}?" if near else f"known here: {', '.join(known)}"
-        return f"unknown key {key!r}; {hint}"
+        return _unknown(kind, where, known, given)
+    if isinstance(given, dict) and error["type"] in (
+        "string_type",
+        "value_error",
+    ):  # a plain value's place, or a whole table
+        named = [leaf for leaf in _leaves(given, key) if leaf in kind.called_elsewhere]
+        if told := _told(kind, named):
+            return told
     if error["type"] == "missing":
         return f"{key!r} is required and was not given"
     if error["type"] == "union_tag_invalid":
@@ -139,7 +146,51 @@ def _sentence(kind: type[Config], error: Any) -> str:
     message = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     if error["type"] == "value_error":
         return f"{key}: {message}" if where else message
-    return f"{key} = {error.get('input')!r}: {message}"
+    return f"{key} = {given!r}: {message}"
+
+
+MOST_LEAVES = 5  # of an unknown table, that are explained
+
+
+def _unknown(kind: type[Config], where: list[str], known: list[str], given: Any) -> str:
+    """A key that does not exist: what it is called here, that it does not exist yet, or what it resembles."""
+    key = ".".join(where)
+    leaves = [*_leaves(given, key)]
+    if told := _told(kind, leaves):
+        return told
+    if homes := _homes(kind, where[-1]):
+        return f"unknown key {key!r}; here it is {' or '.join(map(repr, homes))}"
+    near = difflib.get_close_matches(where[-1], known, n=1, cutoff=0.5)
+    hint = f"did you mean {'.'.join([*where[:-1], near[0]])!r}?" if near else f"known here: {', '.join(known)}"
+    return f"unknown key {key!r}; {hint}"
+
+
+def _told(kind: type[Config], leaves: list[str]) -> str:
+    """What is known of these keys, each by its own name; empty where nothing is."""
+    told = dict.fromkeys(said for leaf in leaves if (said := _explained(kind, leaf)))
+    more = f"; and {len(told) - MOST_LEAVES} more" if len(told) > MOST_LEAVES else ""
+    return "; ".join([*told][:MOST_LEAVES]) + more
+
+
+def _explained(kind: type[Config], key: str) -> str:
+    """The whole key first, then the tables it is in and its parts; empty where nothing is known of it."""
+    parts = key.split(".")
+    tables = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+    if home := kind.called_elsewhere.get(key):
+        return f"unknown key {key!r}; here it is {home}"
+    if missing := next((kind.not_yet[name] for name in (*tables, *parts) if name in kind.not_yet), None):
+        return f"unknown key {key!r}: {missing}"
+    if home := kind.called_elsewhere.get(parts[-1]):
+        return f"unknown key {key!r}; here it is {home}"
+    whole = kind.not_yet.get(f"{parts[0]}.*")
+    return f"unknown key {key!r}: {whole}" if whole else ""
+
+
+def _leaves(given: Any, key: str) -> Iterable[str]:
+    """Full names of the plain values in a table, or of what is no table."""
+    if not isinstance(given, dict) or not given:
+        return [key]
+    return [leaf for name, value in given.items() for leaf in _leaves(value, f"{key}.{name}")]
 
 
 def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:

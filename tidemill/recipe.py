@@ -22,6 +22,7 @@ from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, R
 from tidemill.errors import ConfigError
 from tidemill.machine import usable_cores
 from tidemill.observability.settings import LogSettings
+from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
@@ -131,22 +132,9 @@ SHORT: dict[str, Callable[[str], Any]] = {
 
 
 class RunConfig(Config):
-    called_elsewhere: ClassVar[Mapping[str, str]] = {
-        "learning_rate": "'trainer.lr'",
-        "num_generations": "'rollout.group_size'",
-        "max_completion_length": "'rollout.max_tokens'",
-        "per_device_train_batch_size": "'rollout.groups' times 'rollout.group_size'",
-        "max_steps": "'steps'",
-        "bf16": "'trainer.dtype' and 'engine.dtype'",
-        "gradient_checkpointing": "'trainer.checkpointing'",
-        "beta": "algorithm.reference = { kl = 0.04 }",
-        "loss_type": "'algorithm'",
-        "epsilon": "algorithm.constants = { clip_low = 0.2, clip_high = 0.28 }",
-        "num_iterations": "algorithm.updates = { epochs = 1, minibatches = 1 }",
-        "eval_steps": "'eval.every'",
-        "save_steps": "'record.checkpoint_every'",
-        "report_to": "'record.sinks'",
-    }  # of TRL's: see docs/from_trl.md
+    called_elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+    not_yet: ClassVar[Mapping[str, str]] = NOT_YET
+    not_yet_values: ClassVar[Mapping[str, Mapping[str, str]]] = NOT_YET_VALUES
 
     run_dir: Path  # what is recorded; runs/RECIPE unless it is given
     model: str  # a Hugging Face folder, or "new:SIZE" for a random one made here

@@ -1,0 +1,102 @@
+"""Keys from other projects lead to ours, and keys of what does not exist yet say so."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tidemill.errors import ConfigError
+from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES, OPENRLHF, PRIME_RL, TRL, VERL
+from tidemill.recipe import RunConfig, load_recipe
+
+BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def load(*overrides: str) -> RunConfig:
+    return load_recipe([], overrides, BASE)
+
+
+def refused(*overrides: str) -> str:
+    with pytest.raises(ConfigError) as error:
+        load(*overrides)
+    return str(error.value)
+
+
+def test_every_home_exists():
+    """A key in quotes is one of a recipe; anything else is a line that a recipe takes."""
+    for home in set(ELSEWHERE.values()):
+        keys = re.findall("'(.*?)'", home)
+        for key in keys:
+            said = refused(f"{key}=[[]]")
+            assert "unknown key" not in said and key in said, said
+        if not keys and "FILE.py" not in home:
+            load(home.replace(" = ", "=", 1))
+
+
+def test_every_name_from_elsewhere_is_answered_and_documented():
+    trl, others = ((DOCS / f"from_{name}.md").read_text() for name in ("trl", "others"))
+    for names, page in ((TRL, trl), (VERL, others), (PRIME_RL, others), (OPENRLHF, others)):
+        for name in names:
+            assert f"`{name}`" in page, name
+    for name, home in ELSEWHERE.items():
+        for value in ("1", "true", "text"):
+            assert refused(f"{name}={value}") == f"unknown key {name!r}; here it is {home}"
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["trainer.lora=true"], "unknown key 'trainer.lora': LoRA and other adapters do not exist here yet"),
+        (["trainer.lora.rank=8"], "unknown key 'trainer.lora.rank': LoRA"),
+        (["peft.r=8"], "unknown key 'peft.r': LoRA"),
+        (["lora.alpha=8"], "unknown key 'lora.alpha': LoRA"),
+        (["trainer.model.experimental.lora.rank=16"], "LoRA and other adapters do not exist"),
+        (["actor_rollout_ref.model.lora_rank=8"], "LoRA and other adapters do not exist"),
+        (["trainer.fsdp=true"], "a trainer on several devices or machines does not exist yet"),
+        (["trainer.ranks=4"], "a trainer on several devices or machines does not exist yet"),
+        (["trainer.shard=4"], "a trainer on several devices or machines does not exist yet"),
+        (["trainer=fsdp"], "trainer = 'fsdp': a trainer on several devices"),
+        (["zero_stage=3"], "a trainer on several devices or machines does not exist yet"),
+        (["engine.tensor_parallel_size=2"], "unknown key 'engine.tensor_parallel_size': one engine on several devices"),
+        (["inference.parallel.tp=8"], "one engine on several devices does not exist yet"),
+        (["engine.kind=vllm"], "engine.kind = 'vllm': other engines (vLLM, SGLang) do not exist here yet"),
+        (["engine.kind=sglang"], "engine.kind = 'sglang': other engines"),
+        (["engine=vllm"], "engine = 'vllm': other engines"),
+        (["engine.kind=mine"], "unknown key 'engine.kind': other engines"),
+        (["placement=ray"], "placement.kind = 'ray': several machines do not exist yet"),
+        (["placement.kind=ray"], "placement.kind = 'ray': several machines do not exist yet"),
+        (["placement.nodes=2"], "unknown key 'placement.nodes': several machines do not exist yet"),
+        (["trainer.nnodes=2"], "several machines do not exist yet"),
+        (["engine.quantization=awq"], "quantised weights do not exist yet"),
+        (["quantization=fp8"], "quantised weights do not exist yet"),
+        (["trainer.optimizer=muon"], "other optimizers do not exist yet"),
+        (["orchestrator.train.sampling.max_completion_tokens=9"], "here it is 'rollout.max_tokens'"),
+        (["actor_rollout_ref.no.such=1"], "unknown key 'actor_rollout_ref.no.such': a key of verl's"),
+        (
+            ["algorithm.kl_ctrl.kl_coef=0.1", "algorithm.clip_high=0.3"],
+            "'algorithm.kl_ctrl.kl_coef'; here it is algorithm.ref",
+        ),
+        (["trainer.lrr=1"], "unknown key 'trainer.lrr'; did you mean 'trainer.lr'?"),  # a slip stays a slip
+        (["placement.kind=lokal"], "placement.kind = 'lokal': should be 'local' or 'inline'"),
+    ],
+)
+def test_what_is_not_there_is_said(given, says):
+    assert says in refused(*given)
+
+
+def test_a_pasted_table_is_explained_key_by_key():
+    said = refused("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=32")
+    for home in ("'trainer.lr'", "'rollout.group_size'", "'rollout.groups'"):
+        assert f"here it is {home}" in said
+    many = refused(*(f"{name}=1" for name in VERL if name.startswith("actor_rollout_ref.")))
+    assert many.count("here it is") == 5 and re.search(r"; and \d+ more$", many)
+
+
+def test_no_key_of_ours_is_said_to_be_missing():
+    ours = (Path(__file__).parent / "options.txt").read_text().split()
+    named = {*ELSEWHERE, *NOT_YET, *NOT_YET_VALUES} & {*ours}
+    assert named <= {"placement.kind"}  # of which some values are not there yet
+    assert load("placement.kind=inline").placement.kind == "inline"
