@@ -20,7 +20,8 @@ from tidemill.breaker import Change
 from tidemill.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
 from tidemill.diagnosis.symptoms import Symptoms
 from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
-from tidemill.observability.display import HELD_OUT, Display
+from tidemill.observability.columns import HELD_OUT
+from tidemill.observability.display import Display
 from tidemill.observability.memory import PeakMemory
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout

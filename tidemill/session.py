@@ -182,21 +182,21 @@ async def _describe(session: Session, preparation: Preparation) -> None:
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))
-    how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups x "
+    how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups × "
     rows = f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}"
     if longest_row > session.context:
         rows += f", which end where a row has {session.context}"
     if config.data.replay.share:
         rows += f"; groups of the {config.data.replay.within} steps before may be trained once more, whatever max_lag"
     if given:
-        how = f"nothing is sampled: {config.steps} steps of {config.rollout.groups} tasks x "
+        how = f"nothing is sampled: {config.steps} steps of {config.rollout.groups} tasks × "
         rows = f"rows up to {longest_row} tokens"
     session.monitor.header(
         [
-            f"task: {environment.name}   {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
+            f"task: {environment.name}, {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
             f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {config.model}",
-            f"{algorithms}, {how}{config.rollout.group_size} = {per_step} samples",
-            rows,
+            f"training: {algorithms}, {how}{config.rollout.group_size} = {per_step} samples",
+            f"rows: {rows}",
             *filter(None, [context_cut(config, architecture)]),
         ]
     )

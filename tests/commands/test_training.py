@@ -13,6 +13,7 @@ import pytest
 
 from tidemill import cli
 from tidemill.commands import training
+from tidemill.commands.ending import tell
 from tidemill.evaluation import errors_apart
 from tidemill.ledger.records import EvalRecord
 from tidemill.orchestration.wire import PeerDied
@@ -48,11 +49,10 @@ def test_a_run_that_unlearns_says_so_and_is_no_failure(tidemill, trained: Path, 
     given = [f"run_dir={tmp_path / 'run'}", f"env={tmp_path / 'env.py'}:forgetful", "steps=1", "eval.final_tasks=20"]
     recipe = trained.parent / "recipe.toml"
     said = tidemill("train", recipe, *given, "placement.environment.workers=0", "trainer.lr=1e-3", "max_lag=2")
-    assert said.code == 0 and "done: 1 steps" in said.out
-    assert "UNLEARNED: held-out accuracy fell from 1.000 to 0.000 on 20 tasks, by 6.3 standard errors" in said.out
-    assert (
-        f"look first at: trainer.lr=0.001 (try a tenth), the reward (`tidemill reward test {recipe}`), max_lag=2" in said.out
-    )
+    assert said.code == 0 and "done     1 steps" in said.out
+    told = " ".join(said.out.split())
+    assert "UNLEARNED: held-out accuracy fell from 1.000 to 0.000 on 20 tasks, by 6.3 standard errors" in told
+    assert f"look first at: trainer.lr=0.001 (try a tenth), the reward (`tidemill reward test {recipe}`), max_lag=2" in told
     assert "could not be judged" not in said.out
     found = read_json(tmp_path / "run" / "report.json")["unlearned"]
     assert found == {"before": 1.0, "after": 0.0, "n_before": 20, "n_after": 20, "errors": 6.32, "unjudged": 0}
@@ -81,7 +81,7 @@ def test_what_could_not_be_judged_is_named_and_what_cannot_be_the_cause_is_not(t
     recipe, report = trained.parent / "recipe.toml", read_json(trained / "report.json")
     fell = {"before": 0.9, "after": 0.5, "n_before": 40, "n_after": 20, "errors": 3.3, "unjudged": 8}
     config = load_recipe([recipe], [f"run_dir={trained}", "env=guess", "max_lag=0"])
-    training._tell(config, recipe, Ended(3, True, report | {"unlearned": fell}), False)
+    tell(config, recipe, Ended(3, True, report | {"unlearned": fell}), newcomer=False)
     said = capsys.readouterr().out
     assert "from 0.900 to 0.500 on 40 and 20 tasks" in said and "8 of the 20 could not be judged" in said
     assert "look first at" in said and "max_lag" not in said
@@ -128,8 +128,8 @@ def test_figures_of_two_numbers_of_tasks_say_so(trained: Path, capsys):
     recipe, report = trained.parent / "recipe.toml", read_json(trained / "report.json")
     config = load_recipe([recipe], [f"run_dir={trained}", "env=guess"])
     figures = {"accuracy_before": 0.5, "accuracy_after": 0.75, "held_out": 8}
-    for before, said in ((8, "0.500 -> 0.750 on 8 tasks"), (1024, "0.500 on 1,024 tasks -> 0.750 on 8 tasks")):
-        training._tell(config, recipe, Ended(3, True, report | figures | {"held_out_before": before}), False)
+    for before, said in ((8, "0.500 → 0.750 on 8 tasks"), (1024, "0.500 on 1,024 tasks → 0.750 on 8 tasks")):
+        tell(config, recipe, Ended(3, True, report | figures | {"held_out_before": before}), newcomer=False)
         assert f"held-out accuracy {said}" in capsys.readouterr().out
 
 
@@ -141,25 +141,47 @@ def again(tidemill, run: Path, trained: Path) -> str:
     return said.out
 
 
+def following(said: str) -> list[str]:
+    """The commands that are advised."""
+    rows = said[said.index("  next ") :].split("\n\n")[0].splitlines()
+    return [row[11:] for row in rows]
+
+
 def test_what_comes_next(tidemill, run: Path, trained: Path, monkeypatch: pytest.MonkeyPatch, capsys):
     recipe, report = trained.parent / "recipe.toml", read_json(run / "report.json")
     said = again(tidemill, run, trained)
     assert "UNLEARNED" not in said
-    last = said.splitlines()[-1]
-    assert f"samples {run} " in last and f"eval {run} " in last and f"serve {run}" in last and "new " not in last
+    samples = f"tidemill samples {run} --worst 3 --tokens"
+    assert following(said) == [samples, f"tidemill eval {run}", f"tidemill serve {run}"]
     config = load_recipe([recipe], [f"run_dir={run}", "env=guess"])
-    training._tell(config, recipe, Ended(2, False, report), False)
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert f"samples {run} " in last and "eval" not in last and "serve" not in last  # there is no model yet
+    tell(config, recipe, Ended(2, False, report), newcomer=False)
+    assert following(capsys.readouterr().out) == [samples]  # there is no model yet
     monkeypatch.setattr(training, "DEMO", recipe)
-    assert again(tidemill, run, trained).splitlines()[-1].endswith("new mytask")
+    assert following(again(tidemill, run, trained))[-1] == "tidemill new mytask"
+
+
+def test_the_result_stands_last_and_is_highlighted(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys):
+    recipe, report = trained.parent / "recipe.toml", read_json(trained / "report.json")
+    config = load_recipe([recipe], [f"run_dir={trained}", "env=guess"])
+    report |= {"accuracy_before": 0.5, "accuracy_after": 0.75, "held_out": 40, "held_out_before": 40}
+    tell(config, recipe, Ended(3, True, report), newcomer=False)
+    said = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in said[-3:]] == ["done", "model", "result"]
+    assert said[-1] == "  result   held-out accuracy 0.500 → 0.750 on 40 tasks"
+    assert sum("%" in line for line in said) <= 4  # no wall of percentages
+    assert max(len(line) for line in said if str(trained) not in line) <= 120
+    for complete, colour in ((True, 32), (False, 33)):
+        monkeypatch.setenv("FORCE_COLOR", "1")
+        monkeypatch.setenv("TERM", "xterm")
+        tell(config, recipe, Ended(2, complete, report), newcomer=False)
+        assert f"\x1b[1;{colour}mheld-out accuracy" in capsys.readouterr().out
 
 
 def test_the_time_of_a_run_that_went_on_is_that_of_its_last_process(tidemill, run: Path, trained: Path):
     """No other is recorded: those before may have been killed."""
-    assert read_json(run / "report.json")["steps_before"] == 0 and "done: 3 steps in " in again(tidemill, run, trained)
+    assert read_json(run / "report.json")["steps_before"] == 0 and "done     3 steps in " in again(tidemill, run, trained)
     env = read_json(run / "config.json")["env"]["path"]
     said = tidemill("train", trained.parent / "recipe.toml", f"run_dir={run}", f"env={env}", "steps=5")
-    assert said.code == 0 and re.search(r"done: 5 steps, \d+s since it went on after step 3   model: ", said.out)
+    assert said.code == 0 and re.search(r"done     5 steps, \d+s since it went on after step 3\n", said.out)
     report = read_json(run / "report.json")
-    assert f"held-out accuracy {report['accuracy_before']:.3f} -> {report['accuracy_after']:.3f} on " in said.out
+    assert f"held-out accuracy {report['accuracy_before']:.3f} → {report['accuracy_after']:.3f} on " in said.out

@@ -1,8 +1,8 @@
-"""The line that says where a step's time went."""
+"""Where time went, as a column and as lines."""
 
 from __future__ import annotations
 
-from tidemill.observability.spent import processes, where_time_went
+from tidemill.observability.spent import column, lines, processes
 
 
 def told(**shares: dict[str, float]) -> dict[str, float]:
@@ -16,24 +16,36 @@ TRAINER = {"train": 0.7, "sync": 0.009, "wait for engines": 0.05, "wait for roll
 ENGINE = {"generate": 0.8, "wait for trainer": 0.15, "other": 0.05}
 
 
-def test_the_trainer_comes_first_and_every_process_says_for_whom_it_waited():
+def test_the_column_has_work_and_longest_wait_of_trainer_and_engines():
     metrics = told(controller=CONTROLLER, engine_0=ENGINE, trainer=TRAINER) | {"time/reward": 0.06, "time/step_s": 2.0}
-    assert where_time_went(metrics | {"time/train": 0.5, "loss": 1.0}) == (
-        "trainer: train 70 awaits rollouts 20 engines 5 ledger 4 | engine: generate 80 awaits trainer 15 other 5 | "
-        "controller: ledger 4 awaits trainer 70 rollouts 20 engines 5 other 1 | reward: judging 6"
-    )
+    assert column(metrics | {"time/train": 0.5, "loss": 1.0}) == "train 70 (rollouts 20)  gen 80 (trainer 15)"
+    widest = {
+        "trainer": {"train": 0.1, "wait for evaluation": 0.9},
+        "engine_0": {"generate": 0.7, "wait for environment": 0.3},
+    }
+    assert column(told(**widest)) == "train 10 (evaluation 90)  gen 70 (env 30)"
+    assert column(told(trainer={"train": 1.0})) == "train 100"  # nothing is sampled, nobody waited for
+
+
+def test_a_line_for_each_process_with_its_largest_shares():
+    found = processes(told(controller=CONTROLLER, engine_0=ENGINE, trainer=TRAINER))
+    trainer = ("trainer", "train 70%, awaits rollouts 20%, awaits engines 5%, awaits ledger 4%")
+    engine = ("engine", "generate 80%, awaits trainer 15%, unnamed 5%")
+    assert lines(found) == [trainer, engine]
+    driver = "awaits trainer 70%, awaits rollouts 20%, awaits engines 5%, ledger 4%, unnamed 1%"
+    assert lines(found, 9, controller=True) == [trainer, engine, ("controller", driver)]
+    assert lines(found, 1) == [("trainer", "train 70%"), ("engine", "generate 80%")]
 
 
 def test_engines_are_pooled_and_those_of_the_reference_apart():
     other = {"generate": 0.4, "wait for trainer": 0.6}
     metrics = told(reference_0={"score": 0.3, "wait for trainer": 0.7}, engine_0=ENGINE, engine_11=other)
-    assert where_time_went(metrics) == (
-        "engines: generate 60 awaits trainer 38 other 2 | reference: score 30 awaits trainer 70"
-    )
+    assert column(metrics) == "gen 60 (trainer 38)"
+    assert [name for name, _ in lines(processes(metrics))] == ["engine", "reference"]
 
 
 def test_what_is_not_known_is_a_dash():
-    assert where_time_went({}) == where_time_went({"time/train": 0.3, "time/step_s": 1.0}) == "–"
+    assert column({}) == column({"time/train": 0.3, "time/step_s": 1.0}) == "–" and lines({}) == []
 
 
 def test_shares_are_read_from_a_steps_metrics():

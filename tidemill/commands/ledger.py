@@ -13,7 +13,7 @@ from rich.text import Text
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
-from tidemill.observability.display import held_out
+from tidemill.observability.columns import held_out
 from tidemill.observability.events import worded
 from tidemill.observability.text import visible
 from tidemill.types import Version

@@ -18,10 +18,13 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.observability.text import DEGRADE
+from tidemill.observability.display import LABEL
+from tidemill.observability.text import DEGRADE, paragraphs, visible
 
 PIPE_WIDTH = 120
 INDENT = 2
+WHOLE = "next"  # the label of commands, which are copied
+_AS_IS: dict[str, Any] = {"overflow": "ignore", "no_wrap": True, "crop": False}
 MIN_COLUMN = 20  # of a terminal too narrow for anything: lines then wrap where they must
 
 
@@ -57,3 +60,21 @@ def print_rows(screen: Console, rows: Sequence[tuple[str | Text, str | Text]]) -
             begin = Text.assemble(" " * INDENT, label if number == 0 else "")
             begin.pad_right(edge - begin.cell_len)
             screen.print(begin + line if line else begin[: len(begin.plain.rstrip())], soft_wrap=True)
+
+
+def print_labelled(screen: Console, rows: Sequence[tuple[str, str]], style: str = "") -> None:
+    """Rows of (label, sentence), the labels in one column, each shown once. Words stay whole, paths too, and commands."""
+    before = ""
+    for label, said in rows:
+        shown, before = "" if label == before else label, label
+        width = screen.width - LABEL - INDENT
+        first, *rest = [visible(said)] if label == WHOLE else paragraphs(said, width, "", "")
+        screen.print(Text.assemble(" " * INDENT, (f"{shown:<{LABEL}}", style or "dim"), (first, style)), **_AS_IS)
+        for line in rest:
+            screen.print(Text(" " * (INDENT + LABEL) + line, style), **_AS_IS)
+
+
+def print_wrapped(screen: Console, said: str, style: str = "") -> None:
+    """A paragraph whose words stay whole."""
+    for line in paragraphs(said, screen.width):
+        screen.print(Text(line, style), **_AS_IS)

@@ -69,6 +69,8 @@ def guard() -> Callable[[], OSError | None]:
 def _lenient(name: str, descriptor: int, lost: Callable[[OSError], None]) -> Lenient:
     old, raw = getattr(sys, name), Lenient(descriptor, lost)
     if old is not None:
+        if not _is(old, descriptor):  # somebody captures it, and takes whatever is printed
+            return raw
         old.flush()
     line = descriptor == 2 or raw.isatty()
     stream = io.TextIOWrapper(
@@ -76,6 +78,13 @@ def _lenient(name: str, descriptor: int, lost: Callable[[OSError], None]) -> Len
     )
     setattr(sys, name, stream)
     return raw
+
+
+def _is(stream: io.TextIOBase, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor
+    except (OSError, ValueError):
+        return False
 
 
 def _open_all() -> None:

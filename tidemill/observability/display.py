@@ -1,12 +1,14 @@
-"""Progress for people and for machines: one line a step.
+"""Progress for people and for machines: a line for a step.
 
     live    a terminal: the header, a line for each evaluation and each twentieth of the run, below them the present step
-    plain   no terminal: the same columns, one plain line a step
+    plain   no terminal: the same lines without colour, and one at least every ten seconds
     json    one JSON object a line: {"kind": "header" | "step" | "eval" | "note", ...}, and nothing else
     quiet   nothing
 
-A column whose metric is missing shows a dash. `version` must be written only after every engine has answered with the
-trainer's fingerprint: the display says "ok" beside it. A reader that went away (`| head`) silences the display, not the run.
+A line is as wide as the terminal at most, and 120 characters where there is none. That steps are left out is said; all are
+in metrics.jsonl. A column whose metric is missing shows a dash. `version` must be written only after every engine has
+answered with the trainer's fingerprint: the display says "ok" beside it. A stream that fails silences the display, not the
+run.
 """
 
 from __future__ import annotations
@@ -14,22 +16,29 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
+from tidemill.observability.columns import TITLES, WIDTHS, cells, held_out, line, number
 from tidemill.observability.metrics import finite
-from tidemill.observability.spent import where_time_went
+from tidemill.observability.spent import lines, processes
+from tidemill.observability.text import DEGRADE, paragraphs
 from tidemill.types import Metrics
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
-BAR = 10
-HELD_OUT = ("accuracy", "preference_accuracy", "preference_loss", "loss")  # figures of an evaluation, the best known first
-TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", "where the step's time went, in %")
-WIDTHS = (5, 5 + BAR, 8, 5, 6, 7, 8, 6, 1)
+PLAIN_WIDTH = 120
+LINES = 20  # of steps, at most, that a run's steps leave on a terminal
+QUIET_S = 10.0  # that a plain display may be silent while steps end
+LABEL = 9  # columns of a label, with what parts it from what is said
+_LABELLED = re.compile(r"([a-z-]{2,8}): (?=\S)")
+_ROUND = (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500)
+Style = Literal["", "bold", "dim", "green", "yellow", "cyan"]
 
 
 class Display(Protocol):
@@ -43,22 +52,31 @@ class Display(Protocol):
 class ProgressDisplay:
     """`Display` on a stream."""
 
-    def __init__(self, total: int, stream: TextIO | None = None, mode: Mode = "auto") -> None:
+    def __init__(
+        self,
+        total: int,
+        stream: TextIO | None = None,
+        mode: Mode = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """total: steps of the run. stream: standard output unless given."""
-        self._stream = sys.stdout if stream is None else stream
-        self._total = total
-        self._mode = mode if mode != "auto" else "live" if self._stream.isatty() else "plain"
+        given = sys.stdout if stream is None else stream
+        self._stream: TextIO | None = given
+        self._total, self._clock, self._shown_at = total, clock, -math.inf
+        self._mode = mode if mode != "auto" else _mode_of(given)
+        self._every = spacing(total)
         self._range = (0.0, 1.0)  # of rewards, for the bar
         self._titled = False
-        self._live = _Live(self._stream, total) if self._mode == "live" else None
+        self._plain_width = _width_of(given)
+        self._live = _Live(given, total) if self._mode == "live" else None
 
     def header(self, lines: Sequence[str]) -> None:
         """What is about to run, before the first step."""
         if self._mode == "json":
             self._say_json({"kind": "header", "lines": list(lines)})
         else:
-            for line in lines:
-                self._say(f"  {line}")
+            for text in lines:
+                self._say(text)
 
     def step(self, metrics: Metrics) -> None:
         """The metrics of a step that has ended; `step` among them counts from 1."""
@@ -70,13 +88,16 @@ class ProgressDisplay:
             self._range = (min(self._range[0], reward), max(self._range[1], reward))
         if not self._titled:
             self._titled = True
-            self._say(line(TITLES).rstrip(), "bold", cut=True)
-        text = line(cells(metrics, self._range)).rstrip()
+            self._print_titles()
+        step, text = int(metrics.get("step", 0)), line(cells(metrics, self._range), self._width)
+        keep = step in (1, self._total) or step % self._every == 0
         if self._live is None:
-            self._say(text)
+            if keep or self._clock() - self._shown_at >= QUIET_S:
+                self._shown_at = self._clock()
+                self._print(text)
             return
-        step = int(metrics.get("step", 0))
-        self._attempt(lambda: self._live and self._live.show(step, self._fit(text), keep=self._milestone(step)))
+        spent = [f"{name}: {said}" for name, said in lines(processes(metrics))]
+        self._attempt(lambda: self._live and self._live.show(step, self._fit(text), spent, keep=keep))
 
     def evaluated(self, step: int, results: Metrics) -> None:
         """Held-out results of the weights after `step` steps."""
@@ -86,14 +107,18 @@ class ProgressDisplay:
         own = {key.removesuffix("/accuracy"): value for key, value in results.items() if key.endswith("/accuracy")}
         each = ", ".join(f"{name} {number(value, '.3f')}" for name, value in own.items())
         figures, n = held_out(results) or "accuracy –", number(results.get("n"), ".0f")
-        self._say(f"{step:>{WIDTHS[0]}}  held-out {figures} on {n} tasks{f' ({each})' if each else ''}", "green")
+        said = f"held-out {figures} on {n} tasks{f' ({each})' if each else ''}"
+        indent = " " * (WIDTHS[0] + 2)
+        first, *rest = paragraphs(said, self._width, indent, "")
+        for text in (f"{step:>{WIDTHS[0]}}{first[WIDTHS[0] :]}", *rest):
+            self._print(text, "green")
 
     def note(self, text: str) -> None:
         """A sentence that must be seen: a resume, a sink that was switched off, how the run ended."""
         if self._mode == "json":
             self._say_json({"kind": "note", "text": text})
         else:
-            self._say(f"  {text}")
+            self._say(text, "yellow" if text.startswith(("warning", "an attempt has no score")) else "")
 
     def close(self) -> None:
         """Leave the terminal as it was found. Needed whenever the run ends, however it ends."""
@@ -106,35 +131,48 @@ class ProgressDisplay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _milestone(self, step: int) -> bool:
-        return step in (1, self._total) or step % max(1, self._total // 20) == 0
+    @property
+    def _width(self) -> int:
+        return self._plain_width if self._live is None else self._live.console.width
+
+    def _print_titles(self) -> None:
+        if self._every > 1:
+            often = "" if self._live else f", or one in {QUIET_S:.0f} s if that comes first"
+            self._say(f"steps: every {ordinal(self._every)} is shown{often}; metrics.jsonl has all", "dim")
+        self._print(line(TITLES, self._width), "bold")
 
     def _say_json(self, value: dict[str, Any]) -> None:
         self._attempt(lambda: print(json.dumps(value, allow_nan=False), file=self._stream, flush=True))
 
-    def _say(self, text: str, style: str = "", *, cut: bool = False) -> None:
+    def _say(self, text: str, style: Style = "") -> None:
+        """A paragraph, which wraps; a word and a colon before it are a label, in a column of its own."""
+        label = found[1] if (found := _LABELLED.match(text)) else ""
+        said = text[len(label) + 2 :] if label else text
+        first, *rest = paragraphs(said, self._width, " " * (LABEL + 2 if label else 2), "" if label else "  ")
+        for each in (f"  {label:<{LABEL}}{first[LABEL + 2 :]}" if label else first, *rest):
+            self._print(each, style)
+
+    def _print(self, text: str, style: Style = "") -> None:
+        """A line, as it is."""
         if self._live is not None:
-            self._attempt(lambda: self._live and self._live.say(self._fit(text), style, cut=cut))
+            self._attempt(lambda: self._live and self._live.say(self._fit(text), style))
         else:
             self._attempt(lambda: print(self._fit(text), file=self._stream, flush=True))
 
     def _fit(self, text: str) -> str:
         """Text in what the stream can write: a terminal in the C locale knows ASCII only."""
-        encoding = self._stream.encoding or "utf-8"  # a StringIO has none, and takes anything
-        return (
-            text.replace("Δ", "d").replace("–", "-").replace("≤", "<=").encode(encoding, "replace").decode(encoding)
-            if not _can(encoding)
-            else text
-        )
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"  # a StringIO has none, and takes anything
+        return text.encode(encoding, DEGRADE).decode(encoding)
 
     def _attempt(self, write: Callable[[], object]) -> None:
         if self._mode == "quiet":
             return
         try:
             write()
-        except BrokenPipeError:
+        except (OSError, ValueError) as error:  # a ValueError: the stream is closed
             self._mode, self._live = "quiet", None
-            if self._stream is sys.stdout:  # so that the interpreter's own flush at exit has somewhere to go
+            if self._stream is sys.stdout and isinstance(error, BrokenPipeError):
+                # so that the interpreter's own flush at exit has somewhere to go
                 os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -147,10 +185,11 @@ class _Live:
         from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
         self.console = Console(file=stream, highlight=False, force_terminal=True)
-        self._present = ""
+        self._present, self._spent = "", list[str]()
         elapsed, left = TimeElapsedColumn(), TimeRemainingColumn()
+        progress = BarColumn(24, complete_style="green", finished_style="green")
         self._progress = Progress(
-            *(TextColumn("  "), BarColumn(40), MofNCompleteColumn(), TextColumn("steps"), elapsed),
+            *(TextColumn(" "), progress, MofNCompleteColumn(), TextColumn("steps"), elapsed),
             *(TextColumn("left"), left),
             console=self.console,
         )
@@ -158,20 +197,20 @@ class _Live:
         self._live = Live(self._render(), console=self.console, refresh_per_second=4, transient=True)
         self._started = False
 
-    def show(self, step: int, text: str, *, keep: bool) -> None:
+    def show(self, step: int, text: str, spent: list[str], *, keep: bool) -> None:
+        """spent: where the step's time went, a line for each process."""
         if not self._started:
             self._started = True
             self._live.start()
         self._progress.update(self._task, completed=step)
-        self._present = "" if keep else text
+        self._present, self._spent = "" if keep else text, spent
         self._live.update(self._render())
         if keep:
-            self.say(text, cut=True)
+            self.say(text)
 
-    def say(self, text: str, style: str = "", *, cut: bool = False) -> None:
-        """cut: a line of the table, which ends at the terminal's edge; anything else wraps."""
-        overflow = "ellipsis" if cut else "fold"
-        self.console.print(text, style=style or None, markup=False, overflow=overflow, no_wrap=cut)
+    def say(self, text: str, style: str = "") -> None:
+        """One line; a word that is longer than the terminal is wide goes on in the next."""
+        self.console.print(text, style=style or None, markup=False, overflow="ignore", no_wrap=True, crop=False)
 
     def close(self) -> None:
         self._live.stop()
@@ -180,88 +219,31 @@ class _Live:
         from rich.console import Group
         from rich.text import Text
 
-        present = Text(self._present, style="cyan", overflow="ellipsis", no_wrap=True)
-        return Group(present, self._progress) if self._present else self._progress
+        present = [Text(self._present, style="cyan", overflow="ellipsis", no_wrap=True)] if self._present else []
+        spent = [Text(f"  {text}", style="dim", overflow="ellipsis", no_wrap=True) for text in self._spent]
+        return Group(*present, self._progress, *spent)
 
 
-def cells(metrics: Mapping[str, float], scale: tuple[float, float]) -> tuple[str, ...]:
-    """A step's columns, in the order of TITLES. scale: the rewards at the bar's two ends."""
-    version, mean_lag, max_lag = (metrics.get(k) for k in ("version", "lag/mean", "lag/max"))
-    lag = number(mean_lag, ".1f") + (f" ≤{max_lag:.0f}" if _known(max_lag) else "")
-    return (
-        number(metrics.get("step"), ".0f"),
-        bar(metrics.get("reward/mean"), scale) if "reward/mean" in metrics else _loss(metrics),
-        number(_first(metrics, [f"eval/{name}" for name in HELD_OUT]), ".2f"),
-        number(metrics.get("length/mean"), ".1f"),
-        lag,
-        exponent(metrics.get("mismatch/lag0_mean")),
-        f"v{version:.0f} ok" if _known(version) and version is not None else "–",
-        thousands(metrics.get("throughput/tokens_per_s")),
-        where_time_went(metrics),
-    )
+def spacing(total: int) -> int:
+    """Every so many steps one is kept, a round number, so that a run leaves few lines."""
+    return next((each for each in _ROUND if total <= each * LINES), -(-total // LINES))
 
 
-def held_out(results: Mapping[str, float]) -> str:
-    """What an evaluation found, in words."""
-    found = {name.replace("_", " "): number(results.get(name), ".3f") for name in HELD_OUT if name in results}
-    return ", ".join(f"{name} {figure}" for name, figure in found.items())
+def ordinal(number: int) -> str:
+    ending = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else ending}"
 
 
-def _first(metrics: Mapping[str, float], names: Iterable[str]) -> float | None:
-    return next((metrics[name] for name in names if name in metrics), None)
+def _mode_of(stream: TextIO | None) -> Mode:
+    """Live on a terminal that can move its cursor. None: the program has no standard output."""
+    if stream is None or getattr(stream, "closed", False):
+        return "quiet"
+    return "live" if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "") else "plain"
 
 
-def _loss(metrics: Mapping[str, float]) -> str:
-    """In place of a reward, where nothing is sampled, so that nothing has a lag."""
-    loss = None if "lag/mean" in metrics else _first(metrics, ("train/preference_loss", "train/loss"))
-    return f"loss {number(loss, '.3f')}" if _known(loss) else "–"
-
-
-def line(columns: Iterable[str]) -> str:
-    """Columns beside each other: numbers to the right, the bar and what follows the last number to the left."""
-    left = {1, len(WIDTHS) - 1}
-    padded = (f"{c:<{w}}" if i in left else f"{c:>{w}}" for i, (c, w) in enumerate(zip(columns, WIDTHS, strict=True)))
-    return "  ".join(padded)
-
-
-def bar(value: float | None, scale: tuple[float, float]) -> str:
-    if not _known(value) or value is None:
-        return "–"
-    low, high = scale
-    filled = round(BAR * (value - low) / (high - low))
-    return f"{value:.2f} {'#' * max(0, min(BAR, filled))}"
-
-
-def number(value: float | None, form: str) -> str:
-    return format(value, form) if _known(value) and value is not None else "–"
-
-
-def exponent(value: float | None) -> str:
-    """One digit and its power of ten: 1e-6."""
-    if not _known(value) or value is None:
-        return "–"
-    if value == 0:
-        return "0"
-    digit, power = f"{value:.0e}".split("e")
-    return f"{digit}e{int(power)}"
-
-
-def thousands(value: float | None) -> str:
-    if not _known(value) or value is None:
-        return "–"
-    for size, unit in ((1e6, "M"), (1e3, "k")):
-        if value >= size:
-            return f"{value / size:.1f}{unit}"
-    return f"{value:.0f}"
-
-
-def _known(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
-def _can(encoding: str) -> bool:
+def _width_of(stream: TextIO | None) -> int:
+    """Of a terminal that is not live its own; a pipe and a file have none."""
     try:
-        "Δ–≤".encode(encoding)
-    except UnicodeEncodeError:
-        return False
-    return True
+        return (os.get_terminal_size(stream.fileno()).columns if stream is not None else 0) or PLAIN_WIDTH
+    except (OSError, ValueError):
+        return PLAIN_WIDTH

@@ -1,33 +1,56 @@
-"""Where the time of one step went, in one line: what each process did, then for whom it waited.
+"""Where time went, in few words, from shares of it by process and kind.
 
-    trainer: train 62 sync 4 awaits rollouts 30 | engine: generate 80 awaits trainer 15 | controller: ... | reward: judging 6
+    column    train 62 (rollouts 30)  gen 80 (trainer 15)    the trainer's work and its longest wait, and the engines'
+    lines     trainer: train 62%, awaits rollouts 30%, ...    a line for each process, the largest shares first
 
-All in percent of the step's time, from the metrics `time/PROCESS/KIND`; what is below 1 % is left out. The trainer comes
-first, because a terminal cuts the line at its edge. Several engines are pooled: the mean of them. The controller waits for
-what it drives; a reward's judging goes on beside all of that.
+Several engines are pooled: the mean of them. What is below 1 % is left out; metrics.jsonl and report.json have all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from tidemill.observability.account import CONTROLLER, REFERENCE, TRAINER, WAIT, WAITS
 from tidemill.observability.timeline import REST
 
 LITTLE = 0.01
+MOST = 4  # shares of a process that a line says
+SHORT = {"environment": "env"}  # in the column, which has 44 characters
+TITLE = "busy (longest wait), %"
 Shares = dict[str, float]
 
 
-def where_time_went(metrics: Mapping[str, float]) -> str:
-    """A dash where nothing is known."""
-    found: dict[str, list[Shares]] = {}
-    for process, shares in processes(metrics).items():
-        found.setdefault(process.rstrip("0123456789").rstrip("-"), []).append(shares)
-    order = sorted(found, key=lambda name: (name == CONTROLLER, name.startswith(REFERENCE), name != TRAINER))
-    parts = [_said(f"{name}s" if len(found[name]) > 1 else name, _mean(found[name]), name == CONTROLLER) for name in order]
-    if (judging := metrics.get("time/reward", 0.0)) >= LITTLE:
-        parts.append(f"reward: judging {100 * judging:.0f}")
-    return " | ".join(parts) or "–"
+def column(metrics: Mapping[str, float]) -> str:
+    """Of one step, from its metrics `time/PROCESS/KIND`: a dash where nothing is known."""
+    found = pooled(processes(metrics))
+    parts = []
+    for name, does, short in ((TRAINER, "train", "train"), ("engine", "generate", "gen")):
+        if (shares := found.get(name)) is None:
+            continue
+        whom, most = max(_waits(shares).items(), key=lambda each: each[1], default=("", 0.0))
+        wait = f" ({SHORT.get(whom, whom)} {100 * most:.0f})" if most >= LITTLE else ""
+        parts.append(f"{short} {100 * shares.get(does, 0.0):.0f}{wait}")
+    return "  ".join(parts) or "–"
+
+
+def lines(found: Mapping[str, Shares], most: int = MOST, controller: bool = False) -> list[tuple[str, str]]:
+    """A process and what it did, each: the largest shares of its time. controller: it too, which drives the others."""
+    said = []
+    for name, shares in pooled(found).items():
+        if name != CONTROLLER or controller:
+            kinds = _driven(shares) if name == CONTROLLER else shares
+            largest = sorted(kinds.items(), key=lambda each: -each[1])[:most]
+            said.append((name, ", ".join(f"{_worded(kind)} {share:.0%}" for kind, share in largest if share >= LITTLE)))
+    return [(name, text) for name, text in said if text]
+
+
+def pooled(found: Mapping[str, Shares]) -> dict[str, Shares]:
+    """Shares of the trainer, the engines, those of the reference, then the controller; alike ones as their mean."""
+    alike: dict[str, list[Shares]] = {}
+    for process, shares in found.items():
+        alike.setdefault(process.rstrip("0123456789").rstrip("-"), []).append(shares)
+    order = sorted(alike, key=lambda name: (name == CONTROLLER, name.startswith(REFERENCE), name != TRAINER))
+    return {name: _mean(alike[name]) for name in order}
 
 
 def processes(metrics: Mapping[str, float]) -> dict[str, Shares]:
@@ -40,20 +63,21 @@ def processes(metrics: Mapping[str, float]) -> dict[str, Shares]:
     return found
 
 
-def _said(name: str, shares: Shares, drives: bool) -> str:
-    work = {kind: share for kind, share in shares.items() if not kind.startswith(WAIT) and kind != REST}
-    waits = {kind.removeprefix(WAIT): share for kind, share in shares.items() if kind.startswith(WAIT)}
-    if drives:  # its phases are named by what it waits for
-        peers = {**WAITS, "train": TRAINER}
-        for phase in peers.keys() & work.keys():
-            waits[peers[phase]] = waits.get(peers[phase], 0.0) + work.pop(phase)
-    done, awaited = _listed(work.items()), _listed(sorted(waits.items(), key=lambda each: -each[1]))
-    words = [*done, *(["awaits", *awaited] if awaited else []), *_listed([(REST, shares.get(REST, 0.0))])]
-    return f"{name}: {' '.join(words)}"
+def _waits(shares: Shares) -> Shares:
+    return {kind.removeprefix(WAIT): share for kind, share in shares.items() if kind.startswith(WAIT)}
 
 
-def _listed(shares: Iterable[tuple[str, float]]) -> list[str]:
-    return [f"{kind} {100 * share:.0f}" for kind, share in shares if share >= LITTLE]
+def _driven(shares: Shares) -> Shares:
+    """The controller's, whose phases are named by what it waits for."""
+    peers, found = {**WAITS, "train": TRAINER}, dict[str, float]()
+    for kind, share in shares.items():
+        name = f"{WAIT}{peers[kind]}" if kind in peers else kind
+        found[name] = found.get(name, 0.0) + share
+    return found
+
+
+def _worded(kind: str) -> str:
+    return f"awaits {kind.removeprefix(WAIT)}" if kind.startswith(WAIT) else "unnamed" if kind == REST else kind
 
 
 def _mean(of: list[Shares]) -> Shares:
