@@ -14,8 +14,12 @@ import os
 import select
 import sys
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from tidemill.observability.text import DEGRADE
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 QUIET = (errno.EPIPE, errno.EBADF)
 
@@ -37,7 +41,7 @@ class Lenient(io.RawIOBase):
     def isatty(self) -> bool:
         return os.isatty(self._descriptor)
 
-    def write(self, data: bytes | bytearray | memoryview, /) -> int:  # type: ignore[override]
+    def write(self, data: ReadableBuffer, /) -> int:
         while self.failure is None:
             try:
                 return os.write(self._descriptor, data)
@@ -46,7 +50,7 @@ class Lenient(io.RawIOBase):
             except OSError as error:
                 self.failure = error
                 self._lost(error)
-        return len(data)
+        return memoryview(data).nbytes
 
 
 def guard() -> Callable[[], OSError | None]:
