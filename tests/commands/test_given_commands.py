@@ -43,9 +43,9 @@ def test_what_is_said_while_it_runs(given: Path) -> None:
     said = (given.parent / "said.txt").read_text()
     first = next(line for line in said.splitlines() if line.strip().startswith("1 "))
     assert "loss 0.693" in first and "v0 ok" in first, said
-    assert "nothing is sampled: 3 steps of 2 tasks x 2 = 4 samples" in said and "rows up to 5 tokens" in said
+    assert "nothing is sampled: 3 steps of 2 tasks × 2 = 4 samples" in said and "rows     rows up to 5 tokens" in said
     assert "held-out preference accuracy 0.000, preference loss 0.693 on" in said
-    assert "held-out preference loss 0.693 -> 0." in said and "None" not in said and "nan" not in said
+    assert "held-out preference loss 0.693 → 0." in said and "None" not in said and "nan" not in said
 
 
 def test_samples_tell_what_was_given_from_what_was_sampled(tidemill, given: Path) -> None:
