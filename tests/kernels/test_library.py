@@ -29,7 +29,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], str]:
-    """`building._output`, which compiles a source once with the same flags: most tests change one source of seven, or none."""
+    """`building._output`, which compiles a source once with the same flags: most tests change one source, or none."""
     output, known = building._output, tmp_path_factory.mktemp("objects")
 
     def compile_once(command: list[str]) -> str:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(native() is None, reason="no C compiler")
 
 @st.composite
 def families(draw: st.DrawFn, tile: int = 256) -> Families:
-    """Up to seven sequences, some longer than the `tile` tokens seen at a time; equal ones, and ones that continue another."""
+    """Up to seven sequences, some longer than a `tile`; equal ones, and ones that continue another."""
     near = st.integers(tile - tile // 16, tile + tile // 6)
     lengths = draw(st.lists(st.one_of(st.integers(1, 60), near, st.just(2 * tile + 18)), min_size=1, max_size=7))
     shared = [0]
