@@ -46,7 +46,7 @@ class Lenient(io.RawIOBase):
             try:
                 return os.write(self._descriptor, data)
             except BlockingIOError:
-                select.select([], [self._descriptor], [])  # bounded: by the reader, as any write to it is
+                select.select([], [self._descriptor], [], 1.0)  # then tried again, as a write that blocks would be
             except OSError as error:
                 self.failure = error
                 self._lost(error)
