@@ -218,7 +218,10 @@ def serve(
         str, typer.Option(help="address to listen on; another than this machine's own needs a key")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one")] = 8000,
-    api_key: Annotated[str | None, typer.Option(help="clients must send it")] = None,
+    api_key: Annotated[
+        str | None, typer.Option(help="clients must send it; others see it in `ps`: better a file or TIDEMILL_API_KEY")
+    ] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="file whose first line is the key")] = None,
     context: Annotated[int | None, typer.Option(min=2, help="tokens a request may hold; the model's if not given")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     threads: Annotated[int | None, typer.Option(min=1, help="of torch")] = None,
@@ -226,7 +229,8 @@ def serve(
     """Answer OpenAI's API for a model: completions, chat, logprobs, streaming. Ctrl-C stops."""
     from tidemill.commands import serve
 
-    raise typer.Exit(serve.serve(model, host, port, api_key, context, dtype, threads))
+    key = serve.key_of(api_key, api_key_file)
+    raise typer.Exit(serve.serve(model, host, port, key, context, dtype, threads))
 
 
 def _tell(error: Exception) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import re
 import signal
 import socket
@@ -15,7 +16,7 @@ import pytest
 from openai import OpenAI
 from serving_cases import Running
 
-from tidemill.commands.serve import serve, served_name
+from tidemill.commands.serve import key_of, serve, served_name
 from tidemill.errors import ConfigError
 
 ASKED: dict[str, Any] = {
@@ -30,8 +31,9 @@ ASKED: dict[str, Any] = {
 
 def test_from_start_to_interrupt(characters: Running) -> None:
     command = [sys.executable, "-m", "tidemill", "serve", str(characters.folder), "--port", "0", "--context", "64"]
-    command += ["--dtype", "bfloat16", "--threads", "1", "--api-key", "sesame"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    command += ["--dtype", "bfloat16", "--threads", "1"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, **pipes, env=os.environ | {"TIDEMILL_API_KEY": "sesame"}) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
             said = process.stdout.readline()
@@ -66,9 +68,9 @@ def test_a_port_in_use_is_found_before_loading(tmp_path: Path) -> None:
 def test_refusals(characters: Running, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="not a folder"):
         serve(tmp_path / "nothing", **ASKED)
-    with pytest.raises(ConfigError, match="give --api-key"):
+    with pytest.raises(ConfigError, match="give a key"):
         serve(characters.folder, **ASKED | {"host": "0.0.0.0"})
-    with pytest.raises(ConfigError, match="--api-key is"):
+    with pytest.raises(ConfigError, match="the API key is"):
         serve(characters.folder, **ASKED | {"api_key": ""})
     with pytest.raises(ConfigError, match="dtype = 'float8'"):
         serve(characters.folder, **ASKED | {"dtype": "float8"})
@@ -80,6 +82,24 @@ def test_refusals(characters: Running, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
     with pytest.raises(ConfigError, match="pip install uvicorn"):
         serve(characters.folder, **ASKED)
+
+
+def test_where_the_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TIDEMILL_API_KEY", raising=False)
+    file = tmp_path / "key"
+    file.write_text("of the file\r\nand more\n")
+    assert key_of(None, None) is None
+    assert key_of(None, file) == "of the file"
+    monkeypatch.setenv("TIDEMILL_API_KEY", "of the environment")
+    assert (key_of(None, None), key_of("given", None), key_of("", None)) == ("of the environment", "given", "")
+    assert key_of(None, file) == "of the file"
+    with pytest.raises(ConfigError, match="both given"):
+        key_of("given", file)
+    with pytest.raises(ConfigError, match="cannot be read: No such file"):
+        key_of(None, tmp_path / "absent")
+    file.write_text("")
+    with pytest.raises(ConfigError, match="the API key is empty"):
+        serve(tmp_path, **ASKED | {"api_key": key_of(None, file)})
 
 
 def test_names() -> None:

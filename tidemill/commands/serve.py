@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import os
 import socket
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.errors import ConfigError
 from tidemill.types import Version
 
+KEY_VARIABLE = "TIDEMILL_API_KEY"
+MOST_KEY = 4096  # bytes of a key's file that are read
+
 
 def serve(
     model: Path, host: str, port: int, api_key: str | None, context: int | None, dtype: str, threads: int | None
@@ -21,7 +25,7 @@ def serve(
         raise ConfigError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
         raise ConfigError(
-            "--api-key is empty or holds other than ASCII letters, digits and signs: clients could not send it"
+            "the API key is empty or holds more than ASCII letters, digits and signs: clients could not send it"
         )
     settings = build(EngineSettings, {"dtype": dtype, "context": context})
     folder = model_of(model)
@@ -76,3 +80,17 @@ def served_name(model: Path) -> str:
     """The folder's name; for `runs/NAME/final` that is NAME-final."""
     path = model.resolve()
     return f"{path.parent.name}-{path.name}" if path.name in ("final", "initial") else path.name
+
+
+def key_of(given: str | None, file: Path | None) -> str | None:
+    """The key of the command line, of a file's first line, or of the environment, in this order."""
+    if given is not None and file is not None:
+        raise ConfigError("--api-key and --api-key-file were both given: give one of them")
+    if file is None:
+        return given if given is not None else os.environ.get(KEY_VARIABLE)
+    try:
+        with open(file, "rb") as lines:
+            first = lines.readline(MOST_KEY)
+    except OSError as error:
+        raise ConfigError(f"--api-key-file {str(file)!r} cannot be read: {error.strerror}") from None
+    return first.decode(errors="replace").strip()

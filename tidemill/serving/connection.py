@@ -1,35 +1,50 @@
-"""A client's connection with deadlines: for the head of its request, and for taking what it is sent.
+"""A client's connection: a deadline in every state, and room for new clients when there are too many.
 
-uvicorn waits for ever for both, so whoever can reach the port could hold connections, and what is computed for them, without
-sending a key. The body's deadline is the application's (`app.BODY_S`), which can still answer. A client that is late is
-disconnected; its request ends as that of a client that left.
+    HEAD: waiting for a request, or for the rest of its head          REST: answered before its body came to an end
+    TAKE: something was sent that the client has not taken yet        otherwise the application answers, within its limits
+
+uvicorn waits for ever in the first three, so whoever can reach the port could hold connections, and what is computed for
+them, without sending a key. The body's deadline is the application's (`app.BODY_S`), which can still answer. A client that
+is late is disconnected; its request ends as that of a client that left.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
+from typing import Any
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEAD_S = 30.0  # from the first wait for a request's head to its last byte
-TAKE_S = 60.0  # for a full buffer (64 KiB) to drain
+REST_S = 5.0  # for what is left of a body after its request was refused
+TAKE_S = 60.0  # for TAKEN bytes to be taken, or all that there are
+TAKEN = 1 << 16
+YOUNG_S = 1.0  # a connection is left alone for so long, however many there are
+BEYOND = 64  # connections above the limit that are told so; more are closed without a word
 
 
 class BoundedConnection(H11Protocol):
-    _head: asyncio.TimerHandle | None = None
+    _deadline: asyncio.TimerHandle | None = None
     _taking: asyncio.TimerHandle | None = None
+    _state: type | None = None  # IDLE: HEAD, SEND_BODY: REST, None: the application's
+    since = 0.0  # the loop's time at which this state began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._head = self.loop.call_later(HEAD_S, transport.abort)
+        transport.set_write_buffer_limits(high=0)  # whatever is left in the buffer was not taken
+        self._watch()
+        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
+            make_room(self, self.connections, self.limit_concurrency)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self.conn.their_state is not h11.IDLE:
-            self._head = _cancelled(self._head)
-        elif self._head is None:  # more bytes do not put it off
-            self._head = self.loop.call_later(HEAD_S, self.transport.abort)
+        self._watch()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._watch()
 
     def send_400_response(self, msg: str) -> None:
         if (
@@ -39,17 +54,69 @@ class BoundedConnection(H11Protocol):
             self.cycle.message_event.set()
         super().send_400_response(msg)
 
+    @property
+    def answering(self) -> bool:
+        """Its request is with the application, body and all."""
+        return self._state is None and self.conn.their_state is not h11.SEND_BODY
+
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._taking = self.loop.call_later(TAKE_S, self.transport.abort)
+        self._taking = self.loop.call_later(TAKE_S, self._look, self.transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         super().resume_writing()
         self._taking = _cancelled(self._taking)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._head, self._taking = _cancelled(self._head), _cancelled(self._taking)
+        self._deadline, self._taking = _cancelled(self._deadline), _cancelled(self._taking)
         super().connection_lost(exc)
+
+    def _watch(self) -> None:
+        """Begin the deadline of the state that the connection is in now. More bytes in the same state do not put it off."""
+        theirs = self.conn.their_state
+        if self.cycle is None or self.cycle.response_complete:
+            state = h11.IDLE if theirs is h11.IDLE else h11.SEND_BODY
+        else:
+            state = None
+        if state is self._state and (state is None or self._deadline is not None):
+            return
+        self._state, self.since = state, self.loop.time()
+        self._deadline = _cancelled(self._deadline)
+        if state is not None:
+            self._deadline = self.loop.call_later(HEAD_S if state is h11.IDLE else REST_S, self.leave)
+
+    def leave(self) -> None:
+        """Close the connection. What the client has not taken yet keeps its own deadline."""
+        if self._taking is None:
+            self.transport.abort()
+        else:
+            self.transport.close()
+
+    def _look(self, before: int) -> None:
+        left = self.transport.get_write_buffer_size()
+        if before - left < TAKEN:
+            self.transport.abort()
+        else:
+            self._taking = self.loop.call_later(TAKE_S, self._look, left)
+
+
+def make_room(new: BoundedConnection, connections: set[Any], limit: int) -> None:
+    """Close the connection that has been waited for longest, of the address that has most. Who is being answered stays,
+    and where there is nobody else the new one is answered with status 503."""
+    now, of_address = new.loop.time(), Counter(_address(each) for each in connections)
+    waiting = [each for each in connections if not each.answering and now - each.since >= YOUNG_S]
+    if waiting:
+        gone = max(waiting, key=lambda each: (of_address[_address(each)], now - each.since))
+    elif len(connections) >= limit + BEYOND:
+        gone = new
+    else:
+        return
+    gone.transport.abort()
+    connections.discard(gone)  # now: others may come before its end is told
+
+
+def _address(connection: BoundedConnection) -> str | None:
+    return connection.client[0] if connection.client else None
 
 
 def _cancelled(timer: asyncio.TimerHandle | None) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tidemill import codec
+from tidemill.envs.template import prompt_tokens
 from tidemill.models.tokenizer import Tokenizer, class_name
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.processes.guarding import Guard
@@ -41,7 +42,8 @@ class Reader:
 
     def begin(self) -> None:
         """Start what the first chat needs, without waiting for it."""
-        self._short.begin()
+        if self._tokenizer.chat_template:
+            self._short.begin()
 
     async def text(self, text: str, *, special: bool = True, bounded: bool = True, param: str = "prompt") -> Array:
         """The tokens of a text. [P] int32
@@ -61,6 +63,8 @@ class Reader:
         """The tokens of a chat, ready for the reply. `options`: further names that the template may use. [P] int32"""
         size = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
         size += len(messages)
+        if size <= HERE and not self._tokenizer.chat_template and not options:
+            return prompt_tokens(self._tokenizer, [dict(message) for message in messages])
         return await self._ask(Chat([dict(message) for message in messages], dict(options or {})), size, param)
 
     async def close(self) -> None:

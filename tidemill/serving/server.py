@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import ipaddress
+import resource
 import socket
 
 import uvicorn
@@ -11,9 +12,12 @@ from starlette.applications import Starlette
 
 from tidemill.errors import ConfigError
 from tidemill.serving.connection import BoundedConnection
+from tidemill.serving.heads import HeadCheck
 
 GRACE_S = 5  # for what is being answered when the server is told to stop
 CONNECTIONS = 1024  # at a time; each may hold a body (`bodies.MAX_BODY`)
+BACKLOG = 128  # connections that are taken up in one turn of the loop
+_SPARE = 256  # descriptors for everything else: a turn's connections, those above the limit, files, pipes
 
 
 def bind(host: str, port: int, *, api_key: str | None) -> socket.socket:
@@ -25,7 +29,7 @@ def bind(host: str, port: int, *, api_key: str | None) -> socket.socket:
     family, _, _, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)  # "localhost" is both
     if api_key is None and not ipaddress.ip_address(str(address[0]).partition("%")[0]).is_loopback:
         raise ConfigError(
-            f"host {host!r} can be reached from other machines: give --api-key KEY, or leave --host out to serve this one"
+            f"host {host!r} can be reached from other machines: give a key (--api-key-file), or leave --host out"
         )
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -43,18 +47,29 @@ def address_of(sock: socket.socket) -> str:
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
+def connections() -> int:
+    """How many there may be at a time: CONNECTIONS, where the system lets this process have so many descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS + _SPARE
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(CONNECTIONS, max(soft - _SPARE, soft // 4))
+
+
 class Server(uvicorn.Server):
     """Says `announcement` when it listens."""
 
     def __init__(self, app: Starlette, announcement: str) -> None:
         config = uvicorn.Config(
-            app,
+            HeadCheck(app),
             http=BoundedConnection,
             ws="none",
             lifespan="on",
             log_level="warning",
             access_log=False,
-            limit_concurrency=CONNECTIONS,
+            limit_concurrency=connections() + 1,
+            backlog=BACKLOG,
             timeout_graceful_shutdown=GRACE_S,
         )
         super().__init__(config)
