@@ -24,6 +24,7 @@ L0 = {
     "codec",
     "seeds",
     "loading",
+    "standalone",
     "durable",
     "faults",
     "processes",

@@ -1,0 +1,1 @@
+"""Functions that no file holds, such as those of a notebook, for processes that import what they run."""

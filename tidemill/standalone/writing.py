@@ -1,0 +1,192 @@
+"""The source of a function that no file holds (a notebook's cell), as a module of its own that other processes import.
+
+    function -> its source and the names that it reads -> imports | plain constants | other functions and classes -> text
+
+A name that stands for anything else (a model, a client, an open file) is alive in this process alone. So is what the
+function changes: a copy in another process would not see it.
+"""
+
+from __future__ import annotations
+import __future__ as features
+
+import ast
+import builtins
+import inspect
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from tidemill.loading import reference_of
+from tidemill.standalone.finding import Found, cells, definition, folder_of, guarded, import_of, names_read
+from tidemill.standalone.literals import literal, may_change
+
+NOTICE = "# Taken by tidemill from the program or notebook that began this run, for its worker processes."
+
+
+class Live(ValueError):
+    """A function that can run in this process only. The message says why."""
+
+
+def reference_for(function: Callable[..., Any], folder: Path | None, role: str) -> str:
+    """FILE.py:NAME or MODULE:NAME, by which another process finds `function`. Raises Live where none could.
+
+    What no other process can import as it is, or should not, since the import would run the whole program, is written into
+    `folder` as a module of its own, where there is a folder.
+    """
+    if not isinstance(function, FunctionType):
+        raise Live(f"it is a {type(function).__name__} of this process, not a function")
+    if _importable(function) or (folder is None and "<" not in function.__qualname__):
+        try:
+            return reference_of(function)
+        except ValueError as error:
+            raise Live(str(error)) from None
+    if folder is None:
+        raise Live("it is a lambda or is defined inside a function")
+    return written(function, folder, role)
+
+
+def _importable(function: FunctionType) -> bool:
+    if "<" in function.__qualname__:
+        return False
+    if function.__module__ != "__main__":
+        return function.__module__ in sys.modules
+    texts = cells(function.__globals__)
+    return "In" not in function.__globals__ and bool(texts) and guarded(texts[0])
+
+
+def written(function: FunctionType, folder: Path, role: str) -> str:
+    """FILE.py:NAME of `function`, whose source is written into `folder`. Raises Live."""
+    name, text = as_module(function)
+    file = folder / f"{role}_{name}.py"  # never the name of a module that the function may import
+    if not file.is_file() or file.read_text(encoding="utf-8") != text:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        beside = file.with_name(f"{file.name}.partial")
+        beside.write_text(text, encoding="utf-8")
+        os.replace(beside, file)
+    return f"{file.resolve()}:{name}"
+
+
+def as_module(function: FunctionType) -> tuple[str, str]:
+    """Its name there, and the text. Raises Live."""
+    module = _Module(function)
+    return module.name, module.text()
+
+
+class _Module:
+    """What has been found so far of the text of one module."""
+
+    def __init__(self, function: FunctionType) -> None:
+        self._namespace, self._home = function.__globals__, function.__module__
+        self._cells = cells(self._namespace)
+        self._seen = set[str]()
+        self._imports, self._folders, self._bodies = dict[str, None](), dict[str, None](), list[str]()
+        self._mutable, self._trees = set[str](), list[ast.AST]()
+        self._future = False
+        self.name = self._define(function, bare=True)
+        for tree in self._trees:
+            if changed := may_change(tree, self._mutable):
+                raise Live(f"it may change {changed}, a {type(self._namespace[changed]).__name__} of this process")
+
+    def text(self) -> str:
+        parts = [NOTICE, *(["from __future__ import annotations"] if self._future else [])]
+        if self._folders:
+            parts += ["import sys", f"sys.path += [each for each in {list(self._folders)!r} if each not in sys.path]"]
+        head = "\n".join([*parts, *self._imports])
+        text = "\n\n\n".join([head, *(body.rstrip() for body in self._bodies)]) + "\n"
+        compile(text, "source", "exec")
+        return text
+
+    def _define(self, value: Any, bare: bool = False) -> str:
+        """Add a function or a class after all that it reads. bare: without its decorators. The name it has there."""
+        found = definition(value, self._cells, bare)
+        if found is None:
+            raise Live(f"the source of {getattr(value, '__name__', 'it')} is not to be had here")
+        self._seen.add(found.name)
+        if isinstance(inner := _inner(value), FunctionType):
+            self._expect_stateless(inner)
+        self._trees.append(found.tree)
+        reads, assigned = names_read(found.text)
+        if assigned:
+            raise Live(f"it sets {min(assigned)}, a variable of this process")
+        for name in sorted(reads):
+            self._need(name, found)
+        self._bodies.append(found.text)
+        return found.name
+
+    def _expect_stateless(self, function: FunctionType) -> None:
+        self._future = self._future or bool(function.__code__.co_flags & _ANNOTATIONS)
+        if function.__closure__:
+            raise Live(f"it closes over {', '.join(function.__code__.co_freevars)}")
+        if state := sorted(set(vars(function)) - {"__wrapped__"}):
+            raise Live(f"it has the attribute {state[0]}")
+
+    def _need(self, name: str, reader: Found) -> None:
+        if name in self._seen or name not in self._namespace:  # a builtin, or an error that every process would meet
+            return
+        self._seen.add(name)
+        value = self._namespace[name]
+        if getattr(builtins, name, _NOTHING) is value or self._imported(name, value, reader):
+            return
+        if self._owns(value):
+            if (own := self._define(value)) != name:
+                self._bodies.append(f"{name} = {own}")
+        elif (text := literal(value)) is not None:
+            self._imports |= dict.fromkeys(text.imports)
+            self._bodies.append(f"{name} = {text.text}")
+            if text.mutable:
+                self._mutable.add(name)
+        else:
+            raise Live(f"it uses {name}, a {type(value).__name__} of this process")
+
+    def _imported(self, name: str, value: Any, reader: Found) -> bool:
+        found = list(_imports(name, value, reader, self._cells, self._home))
+        for module, statement in found:
+            self._imports[statement] = None
+            if (folder := folder_of(module)) is not None:
+                self._folders[folder] = None
+        return bool(found)
+
+    def _owns(self, value: Any) -> bool:
+        inner = _inner(value)
+        local = isinstance(inner, type) and "<" in inner.__qualname__  # what it closes over is not to be seen
+        return isinstance(inner, FunctionType | type) and inner.__module__ == self._home and not local
+
+
+def _imports(name: str, value: Any, reader: Found, texts: list[str], home: str) -> Iterator[tuple[str, str]]:
+    """The modules that have to be imported for `name` to be `value`, each with the statement."""
+    if isinstance(value, ModuleType):
+        if value.__name__ == "__main__" or sys.modules.get(value.__name__) is not value:
+            return
+        plain = value.__name__ == name
+        yield value.__name__, f"import {name}" if plain else f"import {value.__name__} as {name}"
+        for chain in reader.chains(name):  # `import xml.etree.ElementTree` binds only `xml`
+            inner = value.__name__
+            for part in chain:
+                inner = f"{inner}.{part}"
+                if inner not in sys.modules:
+                    break
+                yield inner, f"import {inner}"
+        return
+    module = getattr(value, "__module__", None)
+    names = [getattr(value, key, None) for key in ("__name__", "_name")]
+    candidates = [(module, each) for each in [*names, name] if isinstance(module, str) and isinstance(each, str)]
+    for module, attribute in [*candidates, *import_of(name, texts)]:
+        if module != home and module != "__main__" and _reaches(module, attribute, value):
+            yield module, f"from {module} import {attribute}" + (f" as {name}" if attribute != name else "")
+            return
+
+
+def _inner(value: Any) -> Any:
+    """The function that a decorated one wraps."""
+    return inspect.unwrap(value) if callable(value) and not isinstance(value, type) else value
+
+
+def _reaches(module: str, attribute: str, value: Any) -> bool:
+    return module in sys.modules and getattr(sys.modules[module], attribute, _NOTHING) is value
+
+
+_NOTHING = object()
+_ANNOTATIONS = features.annotations.compiler_flag
