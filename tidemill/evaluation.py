@@ -16,6 +16,8 @@ from tidemill.rollout import Episodes, greedy
 from tidemill.seeds import derive_seed
 from tidemill.types import TRUNCATED, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
 
+Z95 = 1.959964  # of the normal distribution, two-sided
+MOST_PARTS = 32  # of a reward, in figures
 CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a queue of thousands
 
 
@@ -72,8 +74,8 @@ def errors_apart(before: float, n: int, after: float, m: int) -> float:
 def summary(attempts: Sequence[Trajectory]) -> Metrics:
     """accuracy: share of all attempts that are solved, with its standard error; an attempt without a score is not solved.
 
-    `infra_errors` and `unscorable` say how many have no score; `reward` is the mean over those that have one, `length` over
-    those that have a reply.
+    `infra_errors` and `unscorable` say how many have no score; `reward` is the mean over those that have one, `reward.PART`
+    that of a named part over those that have it, `length` over those that have a reply.
     """
     n = max(len(attempts), 1)
     rewards = np.array([t.outcome.value for t in attempts if isinstance(t.outcome, Score)] or [0.0])
@@ -87,4 +89,27 @@ def summary(attempts: Sequence[Trajectory]) -> Metrics:
         "truncated": sum(t.finish in TRUNCATED for t in attempts) / n,
         "infra_errors": float(sum(isinstance(t.outcome, InfraError) for t in attempts)),
         "unscorable": float(sum(isinstance(t.outcome, Unscorable) for t in attempts)),
+        **{f"reward.{name}": float(np.mean(values)) for name, values in parts_of(attempts).items()},
     }
+
+
+def parts_of(attempts: Sequence[Trajectory]) -> dict[str, list[float]]:
+    """The values of each named part of their scores; of as many parts as a table of figures may hold."""
+    found: dict[str, list[float]] = {}
+    for attempt in attempts:
+        for name, value in attempt.outcome.parts.items() if isinstance(attempt.outcome, Score) else ():
+            if name in found or len(found) < MOST_PARTS:
+                found.setdefault(name, []).append(value)
+    return found
+
+
+def interval(share: float, n: float) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share of n: unlike share +- 1.96 errors it stays within 0..1 and has a width at the ends.
+
+    https://www.itl.nist.gov/div898/handbook/prc/section2/prc241.htm
+    """
+    if n == 0:
+        return 0.0, 1.0
+    centre = (share + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
+    half = Z95 * sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n)) / (1 + Z95**2 / n)
+    return max(0.0, centre - half), min(1.0, centre + half)

@@ -4,6 +4,9 @@
     pairs    `chosen` and `rejected`                                     two, of score 1 and 0
     labels   `completion` and `label` (true or false)                    one, of score 1 or 0
 
+A completion, chosen or rejected one is a text, or the messages that follow the prompt: what the assistant says in them is
+learnt.
+
 Provenance stays true (I7): no token is marked as sampled, so none has a logprob or a version; `Trajectory.given` says which
 are learnt: a reply's, and the end token after it. A policy's truth (I1) and age (I2) are nothing that such a group has.
 """
@@ -82,43 +85,43 @@ def replies(kind: str, task: Task) -> list[Reply]:
         case "answers":
             return [(_answer(task), 1.0)]
         case "pairs":
-            return [(_single(task, _text(task, column)), score) for column, score in (("chosen", 1.0), ("rejected", 0.0))]
+            return [(_reply(task, column), score) for column, score in (("chosen", 1.0), ("rejected", 0.0))]
         case "labels":
             if not isinstance(label := task.data.get("label"), bool):
                 raise ConfigError(f"{_named(task)} has label = {label!r:.40}: expected a column `label`, true or false")
-            return [(_single(task, _text(task, "completion")), float(label))]
+            return [(_reply(task, "completion"), float(label))]
     raise AssertionError(kind)
 
 
 def _answer(task: Task) -> list[Turn]:
     if "completion" in task.data:
-        return _single(task, _text(task, "completion"))
+        return _reply(task, "completion")
     if "messages" in task.data:
-        return list(_turns(task, task.data["messages"]))
+        return list(_turns(task, task.data["messages"], "messages"))
     if "answer" not in task.data and isinstance(task.prompt, list):  # the column of the prompt is the whole conversation
-        return list(_turns(task, task.prompt))
-    return _single(task, _text(task, "answer"))
+        return list(_turns(task, task.prompt, "messages"))
+    return _reply(task, "answer")
 
 
-def _single(task: Task, reply: str) -> list[Turn]:
-    return [(as_messages(task.prompt), reply)]
+def _reply(task: Task, column: str) -> list[Turn]:
+    """What follows the prompt: a text, or messages of which the assistant's are learnt."""
+    found = task.data.get(column)
+    if isinstance(found, str):
+        return [(as_messages(task.prompt), found)]
+    if isinstance(found, list) and column != "answer":
+        return list(_turns(task, found, column, as_messages(task.prompt)))
+    has = f"{column} = {found!r:.40}" if column in task.data else f"the columns {', '.join(task.data) or 'none'}"
+    raise ConfigError(f"{_named(task)} has {has}: expected a column `{column}` with a text")
 
 
-def _text(task: Task, column: str) -> str:
-    if not isinstance(text := task.data.get(column), str):
-        has = f"{column} = {text!r:.40}" if column in task.data else f"the columns {', '.join(task.data) or 'none'}"
-        raise ConfigError(f"{_named(task)} has {has}: expected a column `{column}` with a text")
-    return text
-
-
-def _turns(task: Task, messages: Sequence[dict[str, str]]) -> Iterator[Turn]:
-    """What the assistant says, each time with the messages since it spoke last."""
-    heard: Messages = []
+def _turns(task: Task, messages: Sequence[dict[str, str]], column: str, before: Sequence = ()) -> Iterator[Turn]:
+    """What the assistant says, each time with the messages since it spoke last. before: messages of which none is learnt."""
+    heard: Messages = list(before)
     try:
         said = as_messages(messages)
     except (ValueError, TypeError):
         raise ConfigError(
-            f"{_named(task)} has messages = {messages!r:.60}: expected messages with role and content"
+            f"{_named(task)} has {column} = {messages!r:.60}: expected messages with role and content"
         ) from None
     for number, message in enumerate(said):
         if not isinstance(message["content"], str):

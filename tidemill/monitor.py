@@ -19,6 +19,7 @@ import numpy as np
 from tidemill.breaker import Change
 from tidemill.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
 from tidemill.diagnosis.symptoms import Symptoms
+from tidemill.evaluation import parts_of
 from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
 from tidemill.observability.columns import HELD_OUT
 from tidemill.observability.display import Display
@@ -41,6 +42,7 @@ from tidemill.types import (
     Span,
     Telemetry,
     TrainResult,
+    Trajectory,
     Unscorable,
     Version,
 )
@@ -63,6 +65,7 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
     """What the policy does."""
+    by_env: dict[str, list[Trajectory]] = {}
     for env, t in ((group.task.env, t) for group in groups for t in group.trajectories if t.sample != GREEDY):
         length = int(t.learnt.sum())
         if not length:  # it failed before its first reply: it says nothing of the policy
@@ -73,7 +76,12 @@ def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
             if env:
                 metrics.mean(f"reward/{env}", t.reward)
             metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
+            by_env.setdefault(env, []).append(t)
             metrics.mean("truncated", t.finish in TRUNCATED)
+    for env, attempts in by_env.items():
+        for part, values in parts_of(attempts).items():
+            if env or part != "mean":  # that is the whole's
+                metrics.mean(f"reward/{env}/{part}" if env else f"reward/{part}", values)
 
 
 @dataclass(slots=True)

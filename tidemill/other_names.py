@@ -34,6 +34,12 @@ TRL = {
     "eval_steps": "'eval.every'",
     "save_steps": "'record.checkpoint_every'",
     "report_to": "'record.sinks'",
+    "reward_funcs": "'env.reward' of rows, or 'env.path' of python: either may be a list",
+    "reward_weights": "'env.reward_weights'",
+    "train_dataset": "'env.data'",
+    "eval_dataset": "'env.eval_data'",
+    "output_dir": "'run_dir'",
+    "env.reward": "'env.reward' of rows, or 'env.path' of python: either may be a list",
 }
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -270,6 +270,7 @@ class RunConfig(Config):
             raise ValueError(
                 f"algorithm = {self.algorithm.name!r} applies to no group: every environment has its own; leave it out"
             )
+        self._expect_weights()
         self._expect_order()
         self._expect_replay()
         self._expect_sampled_or_given()
@@ -302,6 +303,14 @@ class RunConfig(Config):
                 f"{given}: an engine scores over the whole vocabulary, and rollout.top_p, top_k and min_p leave out a part "
                 "of it; leave them off, or set 0 engines for the reference"
             )
+
+    def _expect_weights(self) -> None:
+        for env in environments_of(self.env):
+            if getattr(env, "reward_weights", ()) and (env.own_algorithm or self.algorithm).advantage == "gdpo":
+                raise ValueError(
+                    "env.reward_weights does not go with gdpo, which weighs each reward after it is normalised: give "
+                    "algorithm = { name = 'gdpo', weights = { NAME = 0.5 } }"
+                )
 
     def _expect_order(self) -> None:
         if self.data.order == "easy_first" and not self.data.retire:

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from tidemill.config import Config, build, dump
-from tidemill.envs.environment import environment, splits_of
+from tidemill.envs.environment import environment
 from tidemill.envs.make import make_environment, reward_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.settings import EnvSettings
+from tidemill.envs.sources import splits_of
 from tidemill.errors import ConfigError
 from tidemill.scoring.pool import WorkerPool
 from tidemill.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
@@ -222,8 +223,12 @@ async def test_a_function_of_this_process_as_the_reward():
     env = reward_environment(score, ROWS, WorkerPool(workers=0))
     task = env.tasks("train")[0]
     assert await env.judge(task, [attempt(task.data["answer"])]) == [Score(1.0)]
-    with pytest.raises(ConfigError, match="is a lambda or is defined inside a function"):
-        reward_environment(lambda completion, answer: 1.0, ROWS, WorkerPool(workers=0))
+    pool = WorkerPool(workers=1)
+    env = reward_environment(lambda completion, answer: float(completion == answer), ROWS, pool)
+    assert await env.judge(task, [attempt(task.data["answer"]), attempt("no")]) == [Score(1.0), Score(0.0)]
+    (note,) = env.notes
+    assert note.startswith("reward lambda runs in this process") and "Nothing kills it" in note
+    assert pool.counters()["scoring/starts"] == 0
 
 
 def test_short_strings():

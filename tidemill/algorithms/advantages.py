@@ -183,7 +183,8 @@ def gdpo(x: Scores, *, weights: Mapping[str, float] | None = None, eps: float = 
     """s / (std of s over the attempts of the step + eps); s = sum of weight * (part - mean) / (std + eps), over the cohort.
 
     Source: GDPO, 2601.05242; over attempts and with eps as in TRL, over tokens in the authors' code. The mean of s is 0.
-    A part that has no weight counts once; without parts, the reward is the only one.
+    A part that has no weight counts once; without parts, the reward is the only one. An attempt that lacks a part gets 0
+    for it, as in TRL.
     When: a reward of several parts with different scales, none of which may drown the others.
     Cost: nothing.
     """
@@ -192,7 +193,8 @@ def gdpo(x: Scores, *, weights: Mapping[str, float] | None = None, eps: float = 
         raise ValueError(f"gdpo has weights for {', '.join(unknown)}: the parts of the reward are {', '.join(parts)}")
     total = np.zeros(len(x.rewards))
     for name, part in parts.items():
-        total += weights.get(name, 1.0) * _normalised(part, x.cohorts, eps)
+        known = ~np.isnan(part)
+        total[known] += weights.get(name, 1.0) * _normalised(part[known], x.cohorts[known], eps)
     return x.spread(_over(total, _spread_about_zero(total) + eps))
 
 

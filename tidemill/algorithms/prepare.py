@@ -221,7 +221,8 @@ class Algorithm:
         assert against is not None
         first, index = np.unique(against, return_index=True, return_inverse=True)[1:]
         columns = [scores.rewards, *(scores.parts.values() if self.settings.advantage == "gdpo" else ())]
-        return np.any([column != column[first[index]] for column in columns], axis=0)
+        pairs = [(column, column[first[index]]) for column in columns]
+        return np.any([(one != other) & ~(np.isnan(one) & np.isnan(other)) for one, other in pairs], axis=0)
 
     def _preferred(
         self, scores: Scores, siblings: Array, policy: Array, reference: Array | None
@@ -310,10 +311,10 @@ def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
 
 
 def _parts(attempts: Sequence[Trajectory]) -> dict[str, Array]:
-    """The named components that all of these scores have."""
+    """The named components of these scores; NaN where a score lacks one, as where a reward does not apply."""
     parts = [t.outcome.parts for t in attempts if isinstance(t.outcome, Score)]
-    names = [name for name in parts[0] if all(name in part for part in parts)] if parts else []
-    return {name: np.array([part[name] for part in parts], np.float64) for name in names}
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: np.array([part.get(name, np.nan) for part in parts], np.float64) for name in names}
 
 
 def _by_turn(attempts: Sequence[Trajectory]) -> tuple[Array | None, Array]:

@@ -13,7 +13,6 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import sqrt
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,7 +27,7 @@ from tidemill.envs.settings import PythonSettings, environments_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.errors import ConfigError
-from tidemill.evaluation import Evaluator
+from tidemill.evaluation import Evaluator, interval
 from tidemill.machine import usable_cores
 from tidemill.model_folder import ModelFolder
 from tidemill.pool import EnginePool
@@ -40,7 +39,6 @@ from tidemill.types import Metrics
 Which = Literal["final", "initial"]
 MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # the settings that an evaluation reads
 SAME_FIGURES = {"placement", "scoring"}  # of these, the ones that cannot change its result
-Z95 = 1.959964  # of the normal distribution, two-sided
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +118,7 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
         other = "; its initial/ can be evaluated with --which initial" if folder.initial.is_dir() else ""
         raise ConfigError(f"{folder.path} has no {which}/ yet: it appears after {when}{other}")
     if any(
-        isinstance(env, PythonSettings)
-        and not env.path.partition(":")[0].endswith(".py")
-        and len({*env.path.split(":")}) == 1
+        isinstance(env, PythonSettings) and any(path.partition(":")[0] == path.rpartition(":")[2] for path in env.paths)
         for env in environments_of(config.env)
     ):
         raise ConfigError(
@@ -171,18 +167,6 @@ def as_figures(results: Metrics) -> dict[str, Any]:
     low, high = interval(results["accuracy"], results["n"])
     counts = {name: int(results[name]) for name in ("n", "infra_errors", "unscorable")}
     return {**results, **counts, "accuracy_ci95": [low, high]}
-
-
-def interval(share: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n: unlike share +- 1.96 errors it stays within 0..1 and has a width at the ends.
-
-    https://www.itl.nist.gov/div898/handbook/prc/section2/prc241.htm
-    """
-    if n == 0:
-        return 0.0, 1.0
-    centre = (share + Z95**2 / (2 * n)) / (1 + Z95**2 / n)
-    half = Z95 * sqrt(share * (1 - share) / n + Z95**2 / (4 * n * n)) / (1 + Z95**2 / n)
-    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 def _show(subject: Subject, done: Evaluated) -> None:

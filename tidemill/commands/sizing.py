@@ -68,7 +68,7 @@ def first_algorithm(config: RunConfig) -> AlgorithmSettings:
 def replies_of(env: AnyEnv) -> int | None:
     """A conversation asks as often as it likes. Raises ConfigError when the user's file does not load."""
     if isinstance(env, PythonSettings):
-        return None if hasattr(load_object(env.path), "run") else 1  # a reward function is asked about one reply
+        return None if hasattr(load_object(env.paths[0]), "run") else 1  # a reward function is asked about one reply
     return env.turns if isinstance(env, GuessSettings) else 1
 
 

@@ -1,10 +1,12 @@
-"""Awaiting a user's coroutine in this process: it ends at its limit, and takes nothing else with it."""
+"""Awaiting a user's code in this process: what is waited for ends at its limit, and takes nothing else with it."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine
+import threading
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -41,6 +43,36 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
     if not task.done() or task.cancelled():
         raise Overdue(f"no result within {limit_s:g} s")
     return task.result()
+
+
+async def bounded_call(work: Callable[[], T], limit_s: float) -> T:
+    """The same of a function that blocks, in a thread of its own. After the limit that goes on by itself: nothing ends a
+    thread."""
+    loop, told = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def tell(result: Any, error: Exception | None) -> None:
+        if not told.done():
+            told.set_result(result) if error is None else told.set_exception(error)
+
+    def run() -> None:
+        result, error = None, None
+        try:
+            result = work()
+        except StopIteration as stop:  # which a future does not take
+            error = RuntimeError(f"StopIteration: {stop}")
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            error = RuntimeError(f"{type(raised).__name__}: {raised}")
+        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            loop.call_soon_threadsafe(tell, result, error)
+
+    threading.Thread(target=run, name="user code", daemon=True).start()
+    await asyncio.wait({told}, timeout=limit_s)
+    if not told.done():
+        told.cancel()
+        raise Overdue(f"no result within {limit_s:g} s")
+    return told.result()
 
 
 def _seen(task: asyncio.Task[Any]) -> None:

@@ -13,12 +13,13 @@ Both are single-use in each episode: whatever an episode needs to remember lives
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, overload
 
 from tidemill.envs.chat import ContextFull
 from tidemill.envs.judge import Judge
-from tidemill.envs.tasks import Splits, check_splits, split_by_hash, task_of, told_apart
+from tidemill.envs.sources import TaskSource, splits_of
+from tidemill.envs.tasks import Splits, check_splits
 from tidemill.errors import ConfigError
 from tidemill.protocols import Chat, Checkable, Gold
 from tidemill.rewards.gold import Teller, told_by
@@ -26,7 +27,6 @@ from tidemill.rewards.outcome import outcome_of
 from tidemill.types import InfraError, Outcome, Task, Trajectory, Unscorable
 
 Episode = Callable[[Task, Chat], Awaitable[Any]]
-TaskSource = Sequence[Task | Mapping[str, Any]] | Callable[[str], Sequence[Task | Mapping[str, Any]]]
 
 
 class SingleTurn:
@@ -36,6 +36,11 @@ class SingleTurn:
         check_splits(name, splits, prompts_apart=True)
         self.name = name
         self._splits, self._judge = splits, judge
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should hear of its judge before a run begins."""
+        return list(getattr(self._judge, "notes", ()))
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._splits[split]
@@ -120,29 +125,12 @@ def environment(
 ) -> FunctionEnvironment | Callable[[Episode], FunctionEnvironment]:
     """Make an environment of `async def NAME(task, chat)`, which returns a Score, Unscorable, InfraError or a number.
 
-    tasks: a list of tasks or of rows with a "prompt", a tenth of which is held out by hash; or a function from
-    "train" and "eval" to such lists. Without it the recipe has to name data.
+    tasks: a list of tasks or of rows with a "prompt", or a `datasets.Dataset`, a tenth of which is held out by hash; or a
+    table of such splits (train; eval, test or validation), or a function from "train" and "eval" to them. Without it the
+    recipe has to name data.
     gold: the reply that must earn the full score, or a list with one a turn, from the task: called with whichever of `task`,
     `prompt` and the data's columns it asks for by name. `tidemill reward test` and the start of a run check against it.
     """
     if function is not None:
         return FunctionEnvironment(function, tasks, gold)
     return lambda decorated: FunctionEnvironment(decorated, tasks, gold)
-
-
-def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
-    """Both splits of a task source. A list is split by hash, a function is asked for each split."""
-    if callable(source):
-        return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
-    return split_by_hash(_tasks(source, "task", name), share)
-
-
-def _tasks(rows: Any, what: str, name: str) -> list[Task]:
-    if not isinstance(rows, Sequence) or isinstance(rows, str):
-        raise ConfigError(f"environment {name!r}: tasks are a {type(rows).__name__}: expected a list of tasks or rows")
-    found = []
-    for number, row in enumerate(rows):
-        if not isinstance(row, Task | Mapping):
-            raise ConfigError(f"environment {name!r}: {what} {number} is a {type(row).__name__}: expected a Task or a row")
-        found.append(row if isinstance(row, Task) else task_of(row, f"environment {name!r}: {what} {number}"))
-    return told_apart(found)

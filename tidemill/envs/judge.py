@@ -2,6 +2,7 @@
 
     blocking function   -> the scoring workers, by its name, under their limit
     async def           -> this process's event loop, under the same limit
+    what only this process has (a function that closes over a client)  -> a thread of it, one call after the other
 
 The scoring stage is injected: this package knows of it what `Scorer` says.
 """
@@ -11,16 +12,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
-from tidemill.envs.bounded import Overdue, bounded
+from tidemill.envs.bounded import Overdue, bounded, bounded_call
 from tidemill.errors import ConfigError
-from tidemill.loading import load_object, reference_of
+from tidemill.loading import load_object
 from tidemill.protocols import Gold
 from tidemill.rewards.gold import Teller, gold_reply, teller_beside
 from tidemill.rewards.named import NAMED, named_reward
 from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
-from tidemill.rewards.signature import Signature, group_values, signature_of, single_values
+from tidemill.rewards.signature import Signature, group_values, name_of, signature_of, single_values
+from tidemill.standalone.writing import Live, reference_for
 from tidemill.types import InfraError, Outcome, Task, Trajectory
 
 
@@ -43,13 +47,22 @@ class Judge(Protocol):
 class RewardJudge:
     """A reward function of either form (see `rewards.signature`) as a judge."""
 
-    def __init__(self, reward: str | Callable[..., Any], scorer: Scorer, options: Mapping[str, Any] | None = None) -> None:
-        """reward: a named one, FILE.py:FUNCTION, MODULE:FUNCTION, or a function. options: further arguments.
+    def __init__(
+        self,
+        reward: str | Callable[..., Any],
+        scorer: Scorer,
+        options: Mapping[str, Any] | None = None,
+        source: Path | None = None,
+    ) -> None:
+        """reward: a named one, FILE.py:FUNCTION, MODULE:FUNCTION, or a function. options: further arguments. source: a
+        folder for the source of a function that no file holds, from which the workers import it.
 
         Raises ConfigError when it cannot be found, or has a form or an option that does not fit.
         """
-        self._scorer, self._options = scorer, dict(options or {})
-        self._function: Callable[..., Any] | None = None  # set when it is awaited here
+        self._scorer, self._options, self._source = scorer, dict(options or {}), source
+        self._function: Callable[..., Any] | None = None  # set when it runs here
+        self._turn = asyncio.Lock()  # bounded: a call in this process ends at its limit
+        self.notes = list[str]()  # what the user should hear before a run begins
         self._teller: Teller | None = None  # of a user's reward
         self._columns = frozenset[str]()
         self._form = NAMED[reward].gold if isinstance(reward, str) and reward in NAMED else None
@@ -66,8 +79,17 @@ class RewardJudge:
         self._columns = frozenset(columns)
 
     @property
+    def name(self) -> str:
+        return self.signature.name
+
+    @property
     def grouped(self) -> bool:
         return self.signature.group
+
+    @property
+    def tells_gold(self) -> bool:
+        """Whether a function of the user's says which reply is right."""
+        return self._teller is not None
 
     def gold(self, task: Task) -> Gold:
         return gold_reply(self._filled(task), self.signature, self._teller, self._form)
@@ -104,11 +126,15 @@ class RewardJudge:
 
     async def _awaited(self, kwargs: dict[str, Any]) -> Any:
         assert self._function is not None
-        name = self.signature.name
+        name, limit_s = self.signature.name, self._scorer.limit_s
         try:
-            return await bounded(self._function(**kwargs), self._scorer.limit_s)
+            if self.signature.awaits:
+                return await bounded(self._function(**kwargs), limit_s)
+            async with self._turn:
+                return await bounded_call(partial(self._function, **kwargs), limit_s)
         except Overdue:
-            return InfraError(f"{name} did not return within {self._scorer.limit_s:g} s and was cancelled")
+            then = "was cancelled" if self.signature.awaits else "goes on in this process, where nothing kills it"
+            return InfraError(f"{name} did not return within {limit_s:g} s and {then}")
         except Exception as error:  # the user's code may raise anything; none of it is a score
             return InfraError(f"{name} raised {type(error).__name__}: {clip(str(error))}")
 
@@ -117,13 +143,18 @@ class RewardJudge:
             return named_reward(reward)
         function = load_object(reward) if isinstance(reward, str) else reward
         self._teller = teller_beside(function)
-        signature = signature_of(function, reward if isinstance(reward, str) else function.__name__)
+        signature = signature_of(function, reward if isinstance(reward, str) else name_of(function))
         if signature.awaits:
             self._function = function
             return "", signature
         if isinstance(reward, str):
             return reward, signature
         try:
-            return reference_of(function), signature
-        except ValueError as error:
-            raise ConfigError(f"reward {signature.name!r}: {error}") from None
+            return reference_for(function, self._source, "reward"), signature
+        except Live as why:
+            self._function = function
+            self.notes.append(
+                f"reward {signature.name} runs in this process, as with scoring.workers = 0: {why}. Nothing kills it at "
+                "scoring.limit_s, and what it crashes is the run"
+            )
+            return "", signature

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tidemill.envs.environment import FunctionEnvironment, SingleTurn, TaskSource, splits_of
+from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.guess import guess_game
-from tidemill.envs.judge import RewardJudge, Scorer
+from tidemill.envs.judge import Scorer
 from tidemill.envs.reasoning_gym import reasoning_gym
 from tidemill.envs.rows import row_splits, rows
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
 from tidemill.envs.several import Several
+from tidemill.envs.several_rewards import Reward, judge_of
+from tidemill.envs.sources import TaskSource, splits_of
 from tidemill.envs.tasks import check_splits, columns_of
 from tidemill.errors import ConfigError
 from tidemill.loading import load_object
@@ -36,44 +38,61 @@ def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], scorer: Scorer) -> E
 
 
 def reward_environment(
-    reward: str | Callable[..., Any], tasks: TaskSource, scorer: Scorer, *, name: str = "", share: float = 0.1
+    reward: Reward | Sequence[Reward],
+    tasks: TaskSource,
+    scorer: Scorer,
+    *,
+    name: str = "",
+    share: float = 0.1,
+    weights: Sequence[float] = (),
+    source: Path | None = None,
 ) -> SingleTurn:
-    """A single-turn environment of a reward function and tasks: what `tidemill.train(env=FUNCTION, tasks=...)` makes."""
-    judge = RewardJudge(reward, scorer)
-    name = name or judge.signature.name
-    splits = splits_of(tasks, name, share)
-    check_splits(name, splits, prompts_apart=True)
+    """A single-turn environment of a reward function, or of several with their weights, and tasks.
+
+    source: where the source of a function that no file holds may be written, for the scoring workers.
+    """
+    judge = judge_of(reward, scorer, weights=weights, source=source)
+    splits = splits_of(tasks, name or judge.name, share)
+    check_splits(name or judge.name, splits, prompts_apart=True)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))
-    return SingleTurn(name, splits, judge)
+    return SingleTurn(name or judge.name, splits, judge)
 
 
 def _from_file(settings: PythonSettings, scorer: Scorer) -> Environment:
-    """An environment object, or a reward function whose tasks are rows or come from `tasks` in the same file."""
-    found = load_object(settings.path)
+    """An environment object, or reward functions whose tasks are rows or come from `tasks` in the same file."""
     tasks = row_splits(settings).__getitem__ if settings.data else None
-    if isinstance(found, FunctionEnvironment):
+    objects = [load_object(path) for path in settings.paths]
+    found, path = objects[0], settings.paths[0]
+    if isinstance(settings.path, str) and isinstance(found, FunctionEnvironment):
         return _checked(found.with_tasks(tasks) if tasks else found)
-    if _is_environment(found):
+    if isinstance(settings.path, str) and _is_environment(found):
         if tasks:
-            raise ConfigError(f"env.data = {settings.data!r}, but {settings.path} is an environment with tasks of its own")
+            raise ConfigError(f"env.data = {settings.data!r}, but {path} is an environment with tasks of its own")
         return _checked(found)
-    if not callable(found) or isinstance(found, type):
-        raise ConfigError(f"{settings.path!r} is a {type(found).__name__}: expected an environment or a reward function")
-    if tasks is None:
-        tasks = _tasks_beside(settings.path)
+    expected = "an environment or a reward function" if isinstance(settings.path, str) else "a reward function"
+    for each, where in zip(objects, settings.paths, strict=True):
+        if not callable(each) or isinstance(each, type):
+            raise ConfigError(f"{where!r} is a {type(each).__name__}: expected {expected}")
     return reward_environment(
-        settings.path, tasks, scorer, name=Path(settings.path.rpartition(":")[0]).stem, share=settings.eval_share
+        settings.path,
+        tasks or _tasks_beside(settings.paths),
+        scorer,
+        name=Path(path.rpartition(":")[0]).stem,
+        share=settings.eval_share,
+        weights=settings.reward_weights,
     )
 
 
-def _tasks_beside(path: str) -> TaskSource:
-    try:
-        return load_object(f"{path.rpartition(':')[0]}:tasks")
-    except ConfigError:
-        raise ConfigError(
-            f"{path!r} is a reward function without tasks: give env.data, or define `tasks` in its file "
-            "(a list of rows, or a function of the split)"
-        ) from None
+def _tasks_beside(paths: Sequence[str]) -> TaskSource:
+    for path in paths:
+        try:
+            return load_object(f"{path.rpartition(':')[0]}:tasks")
+        except ConfigError:
+            continue
+    raise ConfigError(
+        f"{paths[0]!r} is a reward function without tasks: give env.data, or define `tasks` in its file "
+        "(a list of rows, or a function of the split)"
+    )
 
 
 def _is_environment(found: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.json_lines import json_lines
-from tidemill.envs.judge import RewardJudge, Scorer
+from tidemill.envs.judge import Scorer
 from tidemill.envs.settings import NO_REWARD, PythonSettings, RowsSettings
+from tidemill.envs.several_rewards import judge_of
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
 from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture, UnsupportedModel
@@ -21,8 +22,10 @@ def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
     """The environment. Raises ConfigError when the rows or the reward are not usable, or do not fit each other."""
     if "{prompt}" not in settings.template:
         raise ConfigError(f"env.template = {settings.template!r}: expected {{prompt}} in it")
-    if settings.reward == "model":
-        _expect_reward_model(settings.reward_options.get("folder"))
+    if "model" in ((settings.reward,) if isinstance(settings.reward, str) else settings.reward):
+        alone = isinstance(settings.reward, str)
+        given = settings.reward_options if alone else settings.reward_options.get("model", {})
+        _expect_reward_model(given.get("folder") if isinstance(given, dict) else given)
     splits = row_splits(settings)
     if settings.reward in NO_REWARD:
         if settings.reward_options:
@@ -30,7 +33,7 @@ def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
                 "env.reward_options do not apply while env.reward is empty: name the reward, or leave them out"
             )
         return SingleTurn(f"rows:{Path(settings.data).stem}", splits, _nobody)
-    judge = RewardJudge(settings.reward, scorer, settings.reward_options)
+    judge = judge_of(settings.reward, scorer, weights=settings.reward_weights, options=settings.reward_options)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))
     return SingleTurn(f"rows:{Path(settings.data).stem}", splits, judge)
 

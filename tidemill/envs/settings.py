@@ -13,12 +13,32 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import BeforeValidator, Discriminator, Field, FiniteFloat, Tag, field_validator, model_validator
 
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.config import Config, build, dump
 
 HEAVIEST = 1000
+
+
+def _names(given: Any) -> Any:
+    """A name, or a list of them that is not empty. Raises ValueError in one sentence."""
+    if isinstance(given, str):
+        return given
+    if not isinstance(given, list | tuple) or not given or not all(isinstance(each, str) and each for each in given):
+        raise ValueError(f"{given!r:.60}: expected a name, or a list of names")
+    return tuple(given)
+
+
+Names = Annotated[str | tuple[str, ...], BeforeValidator(_names)]
+
+
+def check_weights(key: str, names: str | tuple[str, ...], weights: tuple[float, ...]) -> None:
+    """Raise ValueError unless there is a weight for each of several rewards, or none at all."""
+    if weights and isinstance(names, str):
+        raise ValueError(f"reward_weights = {list(weights)} are of a list of rewards, and {key} = {names!r} is none")
+    if weights and len(weights) != len(names):
+        raise ValueError(f"reward_weights has {len(weights)} weights, and {key} {len(names)} rewards: give one for each")
 
 
 class OneOf(Config):
@@ -69,13 +89,22 @@ class RowsSettings(OneOf):
     split: str = Field(default="train", description="of a Hugging Face dataset")
     prompt_column: str = "prompt"
     answer_column: str = Field(default="answer", description="the column that rewards know as `answer`")
-    reward: str = Field(
-        default="", description="exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; empty: nothing judges"
+    reward: Names = Field(
+        default="",
+        description="exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; a list: their weighted sum; "
+        "empty: nothing judges",
     )
+    reward_weights: tuple[FiniteFloat, ...] = Field(default=(), description="of a list of rewards; empty: 1 each")
     reward_options: dict[str, Any] = Field(
-        default={}, description="further arguments of the reward: a tolerance, a model's folder"
+        default={},
+        description="further arguments of the reward: a tolerance, a model's folder; of a list, by the reward's name",
     )
     template: str = Field(default="{prompt}", description="the prompt; {prompt} stands for the row's")
+
+    @model_validator(mode="after")
+    def _weighed(self) -> RowsSettings:
+        check_weights("reward", self.reward, self.reward_weights)
+        return self
 
 
 class GuessSettings(OneOf):
@@ -94,10 +123,20 @@ class PythonSettings(OneOf):
     """An environment, or a reward function with its tasks, from the user's file."""
 
     kind: Literal["python"] = "python"
-    path: str = Field(description="FILE.py:NAME or MODULE:NAME")
+    path: Names = Field(description="FILE.py:NAME or MODULE:NAME; a list of reward functions: their weighted sum")
+    reward_weights: tuple[FiniteFloat, ...] = Field(default=(), description="of a list of reward functions; empty: 1 each")
     data: str = Field(default="", description="rows as tasks; empty: the environment's own, or `tasks` of the same file")
     eval_data: str = ""
     eval_share: float = Field(default=0.1, gt=0, lt=1)
+
+    @model_validator(mode="after")
+    def _weighed(self) -> PythonSettings:
+        check_weights("path", self.path, self.reward_weights)
+        return self
+
+    @property
+    def paths(self) -> tuple[str, ...]:
+        return (self.path,) if isinstance(self.path, str) else self.path
 
 
 NO_REWARD = ("", "none")  # of rows that nothing judges
@@ -124,6 +163,11 @@ def parse_env(value: Any) -> Any:
     """Expand a short string to its table; check the `kind` of a table, and the names of several. Raises ValueError in one
     sentence."""
     if isinstance(value, list | tuple):
+        if value and all(isinstance(each, str) and ".py:" in each for each in value):
+            raise ValueError(
+                f"a list of names, {value[0]!r} first: several environments are a list of tables, each with a name; several "
+                'rewards of one environment are {kind = "python", path = [...], reward_weights = [...]}'
+            )
         return _several([_one(each) for each in value])
     value = _one(value)
     given = value if isinstance(value, Mapping) else {}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from tidemill.envs.environment import SingleTurn
 from tidemill.envs.order import turns
 from tidemill.protocols import Chat, Checkable, Environment, Gold
 from tidemill.types import Outcome, Task, Trajectory, Unscorable
@@ -78,3 +79,8 @@ class Several:
 def parts_of(environment: Environment) -> list[Environment]:
     """The environments that stand behind it."""
     return list(environment.parts.values()) if isinstance(environment, Several) else [environment]
+
+
+def notes_of(environment: Environment) -> list[str]:
+    """What the user should hear of its rewards before a run begins."""
+    return [note for part in parts_of(environment) if isinstance(part, SingleTurn) for note in part.notes]

@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from tidemill import codec
+from tidemill.envs.conversations import with_prompt
 from tidemill.errors import ConfigError
 from tidemill.seeds import derive_seed
 from tidemill.types import Task
@@ -20,6 +21,7 @@ DEEPEST = 100  # levels of a task's data; whatever reads it later does so recurs
 
 def task_of(row: Mapping[str, Any], where: str, *, prompt_column: str = "prompt", template: str = "{prompt}") -> Task:
     """A task from a row: its prompt (text, or a list of messages), everything else as data. `where` is for messages."""
+    row = with_prompt(row, prompt_column)
     if prompt_column not in row:
         columns = ", ".join(map(str, row)) or "none"
         raise ConfigError(f"{where} has no column {prompt_column!r}: its columns are {columns}; set prompt_column")

@@ -21,10 +21,10 @@ from tidemill.envs.frames import Begin, Ended, Judge, Judged, Raised
 from tidemill.envs.player import Player
 from tidemill.envs.settings import AnyEnv, EnvironmentWorkers, PythonSettings
 from tidemill.envs.several import Several
-from tidemill.loading import reference_of
 from tidemill.processes.child import REAP_LIMIT_S, Child
 from tidemill.processes.guarding import Guard
 from tidemill.protocols import Chat, Checkable, Environment, Gold
+from tidemill.standalone.writing import Live, reference_for
 from tidemill.types import Outcome, Task, Trajectory, Unscorable
 
 WORKERS = 2  # of a user's environment, unless its recipe says otherwise
@@ -162,29 +162,32 @@ def in_workers(
     lost: Lost,
     note: Callable[[str], None],
     written: AnyEnv | tuple[AnyEnv, ...] | None = None,
+    source: Path | None = None,
 ) -> Environment:
     """The environment with its code in worker processes, or as it is where the settings or the environment want that.
 
     written: what the recipe says of it; None when it was given as an object. note: told when it has to stay here.
+    source: a folder for the source of a function that no file holds.
     """
     if isinstance(environment, Several):
         own = {each.name: each for each in written} if isinstance(written, tuple) else {}
-        return environment.each(lambda name, part: in_workers(part, settings, lost, note, own.get(name)))
+        return environment.each(lambda name, part: in_workers(part, settings, lost, note, own.get(name), source))
     if isinstance(environment, SingleTurn) or settings.workers == 0:
         return environment
+    why = "an object lives in one process"
     if isinstance(environment, FunctionEnvironment) and not isinstance(written, PythonSettings):
         if settings.workers is None and environment.function.__module__.split(".")[0] == "tidemill":
             return environment  # ours
         try:
-            return WorkerEnvironment(environment, reference_of(environment.function), settings, lost)
-        except ValueError:  # a closure, or from no file
-            written = None
+            return WorkerEnvironment(environment, reference_for(environment.function, source, "environment"), settings, lost)
+        except Live as reason:
+            written, why = None, str(reason)
     if isinstance(written, PythonSettings):
-        place, _, name = written.path.rpartition(":")
+        place, _, name = written.paths[0].rpartition(":")
         place = str(Path(place).expanduser().resolve()) if place.endswith(".py") else place
         return WorkerEnvironment(environment, f"{place}:{name}", settings, lost)
     note(
         f"environment {environment.name} runs in this process, and one that blocks or crashes there takes the run with it: "
-        "a worker cannot import it; define it at the top of a file, or name it in the recipe as FILE.py:NAME"
+        f"{why}; define it at the top of a file, or name it in the recipe as FILE.py:NAME"
     )
     return environment

@@ -15,6 +15,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from tidemill.errors import ConfigError
@@ -22,6 +23,8 @@ from tidemill.types import Task
 
 _SINGLE = ("completion", "prompt", "task")
 _GROUP = ("completions", "prompts", "completion_ids")
+_ASKED_FOR = ("task", "completion")  # no `**kwargs` receives these; a column `completion` is left out by TRL as well
+_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")  # further names that TRL gives
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,11 @@ class Signature:
         """Raise ConfigError when a parameter can be filled neither from the call nor from the task's columns."""
         given = (*(_GROUP if self.group else _SINGLE), *columns)
         missing = [name for name in self.required if name not in given]
+        if beyond := [name for name in missing if name in _TRAINERS]:
+            raise ConfigError(
+                f"reward {self.name!r} needs {beyond[0]!r}, which TRL's trainer gives and a reward beside the trainer "
+                "cannot have: give the parameter a default, such as None"
+            )
         if missing:
             have = ", ".join(sorted(columns)) or "none"
             raise ConfigError(
@@ -50,7 +58,7 @@ class Signature:
 
     def pick(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """The arguments of the call, out of everything there is."""
-        return {k: v for k, v in values.items() if k in self.names or (self.rest and k != "task")}
+        return {k: v for k, v in values.items() if k in self.names or (self.rest and k not in _ASKED_FOR)}
 
 
 def signature_of(function: Callable[..., Any], name: str) -> Signature:
@@ -77,6 +85,13 @@ def signature_of(function: Callable[..., Any], name: str) -> Signature:
         not inspect.isfunction(function) and inspect.iscoroutinefunction(type(function).__call__)
     )
     return Signature(name, group, tuple(required), tuple(optional), rest, awaits)
+
+
+def name_of(function: Callable[..., Any]) -> str:
+    """A function's name; of a partial, that of what it calls; of an object that can be called, its class's."""
+    while isinstance(function, partial):
+        function = function.func
+    return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
 def single_values(task: Task, completion: str) -> dict[str, Any]:

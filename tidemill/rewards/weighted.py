@@ -1,0 +1,55 @@
+"""Several rewards of one attempt as one: the weighted sum, with each reward's own value beside it.
+
+As TRL's `reward_funcs`: a reward that gives no score to an attempt (None) does not apply to it, and the others count.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from itertools import zip_longest
+from math import fsum
+
+from tidemill.rewards.outcome import SOLVED
+from tidemill.types import InfraError, Outcome, Score, Unscorable
+
+DIGITS = 12  # of a sum, behind the point: weights such as 0.7, 0.2 and 0.1 make exactly 1
+TAKEN = ("mean",)  # reward/mean is the sum's own figure
+
+
+def weighted(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> Outcome:
+    """One attempt's outcome, of what each reward says of it.
+
+    A failure of one reward is a failure of all: a sum that lacks a term would be a wrong score (I5).
+    """
+    failed = [outcome for outcome in outcomes if isinstance(outcome, InfraError)]
+    if failed:
+        return failed[0]
+    scores = [(n, w, o) for n, w, o in zip(names, weights, outcomes, strict=True) if isinstance(o, Score)]
+    if not scores:
+        reasons = dict.fromkeys(outcome.reason for outcome in outcomes if isinstance(outcome, Unscorable))
+        return Unscorable("; ".join(reasons))
+    parts = {name: score.value for name, _, score in scores}
+    parts |= {f"{name}.{part}": own for name, _, score in scores for part, own in score.parts.items()}
+    rows = [[weight * turn for turn in score.turns] for _, weight, score in scores]
+    try:
+        value = round(fsum(weight * score.value for _, weight, score in scores), DIGITS)
+        return Score(value, parts, tuple(map(fsum, zip_longest(*rows, fillvalue=0.0))))
+    except (ValueError, OverflowError):  # of a Score, and of a sum, beyond every float
+        return InfraError(f"the weighted sum of {', '.join(name for name, _, _ in scores)} is no finite number")
+
+
+def told_apart(given: Sequence[tuple[str, str]]) -> list[str]:
+    """A name for each of several rewards, from its function's name and its file's: alone where that tells it apart."""
+    names = Counter(name for name, _ in given)
+    longer = [f"{file}.{name}" if file and (names[name] > 1 or name in TAKEN) else name for name, file in given]
+    found, seen = [], Counter[str](TAKEN)
+    for name in longer:
+        seen[name] += 1
+        found.append(name if seen[name] == 1 else f"{name}-{seen[name]}")
+    return found
+
+
+def alone_enough(names: Sequence[str], weights: Sequence[float]) -> list[str]:
+    """The rewards of which one by itself counts as solved, where each gives 1 for what it looks for."""
+    return [name for name, weight in zip(names, weights, strict=True) if weight >= SOLVED] if len(names) > 1 else []
