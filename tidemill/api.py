@@ -1,10 +1,11 @@
-"""Tidemill from Python: a run in a few lines.
+"""Tidemill from Python: a run in a few lines, in a script or a notebook.
 
     def score(completion: str, answer: str) -> float:
         return float(completion.strip() == answer)
 
-    tasks = [{"prompt": "2 + 2 =", "answer": "4"}, ...]
+    tasks = [{"prompt": "2 + 2 =", "answer": "4"}, ...]      # or a datasets.Dataset
     run = tidemill.train(env=score, tasks=tasks, model="path/to/model", run_dir="runs/sums")
+    run                                                      # what came of it, in a few lines
     run.report["accuracy_after"]
 
 `run.final` is the trained model's Hugging Face folder. What a recipe can say, keyword arguments can.
@@ -13,29 +14,42 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Coroutine, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from tidemill.config import build
-from tidemill.envs.environment import FunctionEnvironment, TaskSource
+from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.make import reward_environment
+from tidemill.envs.sources import TaskSource
 from tidemill.errors import ConfigError
 from tidemill.loading import check_not_loading
 from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.sinks import Callback
 from tidemill.protocols import Environment
 from tidemill.recipe import RunConfig
+from tidemill.report import in_lines
+from tidemill.rewards.signature import name_of
 from tidemill.run_folder import RunFolder
-from tidemill.scoring.pool import WorkerPool
-from tidemill.session import Ended, run
+from tidemill.session import Ended, EnvironmentMaker, run
+
+Reward = str | Callable[..., Any]
+LOOK_S = 0.2  # between two looks for a signal, while a run goes on in another thread
+CALLED_ELSEWHERE = {
+    "reward_funcs": "env=[f, g], with reward_weights=[...]",
+    "train_dataset": "tasks=dataset, or a table with the splits train and eval",
+    "eval_dataset": 'tasks={"train": dataset, "eval": held_out}',
+    "args": "settings as keywords: steps=200, trainer={'lr': 1e-6}",
+    "output_dir": "run_dir",
+    "processing_class": "read from the model's folder",
+}  # keywords of TRL's trainers: see docs/from_trl.md
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended."""
+    """A run that has ended. Printed, it says what came of it; `report` has every figure."""
 
     folder: Path
     steps: int
@@ -47,32 +61,39 @@ class Run:
         """The trained model, as a Hugging Face folder."""
         return self.folder / "final"
 
+    def __repr__(self) -> str:
+        return "\n".join(in_lines(self.report, self.folder, self.complete))
+
 
 def train(
-    env: str | dict[str, Any] | list[dict[str, Any]] | Environment | Callable[..., Any],
-    model: str | Path,
+    env: str | dict[str, Any] | list[dict[str, Any]] | Environment | Reward | Sequence[Reward] | None = None,
+    model: str | Path = "",
     *,
-    run_dir: str | Path,
+    run_dir: str | Path = "",
     tasks: TaskSource | None = None,
+    reward_weights: Sequence[float] = (),
     callbacks: Sequence[Callback] = (),
     quiet: bool = False,
     **settings: Any,
 ) -> Run:
     """Train `model` on `env` and return what came of it. Goes on when `run_dir` holds a run of the same settings.
 
-    env: what a recipe's `env` may say; an environment; or a reward function, with `tasks` (rows with a "prompt"; a tenth is
-    held out). callbacks: called with (step, metrics) after each step. settings: any key of a recipe, tables as
+    env: what a recipe's `env` may say; an environment; or a reward function, or a list of them, with `tasks`: rows with a
+    "prompt", or a `datasets.Dataset`, of which a tenth is held out; or a table of both splits (train; eval or test).
+    reward_weights: of a list of reward functions, else 1 each: the reward is the weighted sum, as with TRL's reward_funcs.
+    callbacks: called with (step, metrics) after each step. settings: any key of a recipe, tables as
     dictionaries: steps=200, max_lag=2, algorithm="dapo", rollout={"group_size": 16}.
     Raises ConfigError when the settings, the model or the environment are not usable.
     """
     check_not_loading("tidemill.train() is called")
-    by_name = isinstance(env, str | dict | list)
-    if by_name and tasks is not None:
-        raise ConfigError("tasks belong to a reward function or an @environment given as an object; `env` here is a name")
-    written = env if by_name else {"kind": "python", "path": f"{_name(env)}:{_name(env)}"}
+    if theirs := [key for key in settings if key in CALLED_ELSEWHERE]:
+        raise ConfigError(f"unknown key {theirs[0]!r}; here it is {CALLED_ELSEWHERE[theirs[0]]}")
+    if missing := [key for key, given in (("env", env), ("model", model), ("run_dir", run_dir)) if given in (None, "")]:
+        raise ConfigError(f"tidemill.train() needs {missing[0]}: expected train(env=..., model=..., run_dir=..., ...)")
+    written, make = _environment(env, tasks, reward_weights)
     config = build(RunConfig, {"env": written, "model": str(model), "run_dir": str(run_dir), **settings})
     display = ProgressDisplay(config.steps, mode="quiet" if quiet else "auto")
-    ended = _to_the_end(run(config, display, callbacks, None if by_name else _maker(env, tasks)))
+    ended = _to_the_end(run(config, display, callbacks, make))
     return Run(RunFolder(config.run_dir).path, ended.steps, ended.complete, ended.report)
 
 
@@ -82,23 +103,87 @@ def _to_the_end(running: Coroutine[Any, Any, Ended]) -> Ended:
         asyncio.get_running_loop()
     except RuntimeError:
         return asyncio.run(running)
-    with ThreadPoolExecutor(1) as thread:  # bounded: it is the run itself
-        return thread.submit(asyncio.run, running).result()  # bounded: as above, the run itself
+    return _in_a_thread(running)
 
 
-def _maker(env: Any, tasks: TaskSource | None) -> Callable[[WorkerPool], Environment]:
+def _in_a_thread(running: Coroutine[Any, Any, Ended]) -> Ended:
+    """The same; what interrupts the wait for it, such as a notebook's button, stops it."""
+    stop, ended = list[Callable[[], object]](), list[Ended | BaseException]()
+
+    async def tracked() -> Ended:
+        loop, task = asyncio.get_running_loop(), asyncio.current_task()
+        assert task is not None
+        stop.append(lambda: loop.call_soon_threadsafe(task.cancel))
+        return await running  # bounded: it is the run itself
+
+    def work() -> None:
+        try:
+            ended.append(asyncio.run(tracked()))
+        except BaseException as error:  # told to who waits
+            ended.append(error)
+
+    thread = threading.Thread(target=work, name="tidemill.train")
+    thread.start()
+    try:
+        _joined(thread)
+    except BaseException:
+        for cancel in stop:
+            cancel()
+        _joined(thread)  # the run ends its processes, each within its deadline
+        raise
+    if isinstance(ended[0], BaseException):
+        raise ended[0]
+    return ended[0]
+
+
+def _joined(thread: threading.Thread) -> None:
+    while thread.is_alive():
+        thread.join(timeout=LOOK_S)
+
+
+def _environment(
+    env: Any, tasks: TaskSource | None, weights: Sequence[float]
+) -> tuple[str | dict[str, Any] | list[Any], EnvironmentMaker | None]:
+    """What the recipe says of it, and how it is made where it is no recipe's."""
+    several = isinstance(env, list | tuple) and bool(env) and (tasks is not None or any(callable(each) for each in env))
+    if weights and not several:
+        raise ConfigError("reward_weights are of a list of reward functions: give env=[f, g]")
+    if several:
+        rewards = list(env)
+        if wrong := [
+            each for each in rewards if isinstance(each, Environment) or not (callable(each) or isinstance(each, str))
+        ]:
+            raise ConfigError(f"env is a list with a {type(wrong[0]).__name__}: expected reward functions, or names of them")
+        paths = [each if isinstance(each, str) else f"{name_of(each)}:{name_of(each)}" for each in rewards]
+        written = {"kind": "python", "path": paths, "reward_weights": [float(weight) for weight in weights]}
+        return written, _of_rewards(rewards, _expected(tasks, ", ".join(paths)), weights)
+    if isinstance(env, str | dict | list | tuple):
+        if tasks is not None:
+            raise ConfigError(
+                "tasks belong to a reward function or an @environment given as an object; `env` here is a name"
+            )
+        return list(env) if isinstance(env, tuple) else env, None
+    name = env.name if isinstance(env, Environment) else name_of(env)
+    return {"kind": "python", "path": f"{name}:{name}"}, _of_object(env, tasks)
+
+
+def _of_object(env: Any, tasks: TaskSource | None) -> EnvironmentMaker:
     if isinstance(env, FunctionEnvironment):
-        return lambda scorer: env if tasks is None else env.with_tasks(tasks)
+        return lambda scorer, source: env if tasks is None else env.with_tasks(tasks)
     if isinstance(env, Environment):
         if tasks is not None:
             raise ConfigError(f"environment {env.name!r} brings its own tasks: leave `tasks` out")
-        return lambda scorer: env
+        return lambda scorer, source: env
     if not callable(env):
         raise ConfigError(f"env is a {type(env).__name__}: expected a name, an environment or a reward function")
+    return _of_rewards(env, _expected(tasks, name_of(env)), ())
+
+
+def _of_rewards(rewards: Reward | list[Reward], tasks: TaskSource, weights: Sequence[float]) -> EnvironmentMaker:
+    return lambda scorer, source: reward_environment(rewards, tasks, scorer, weights=weights, source=source)
+
+
+def _expected(tasks: TaskSource | None, name: str) -> TaskSource:
     if tasks is None:
-        raise ConfigError(f"reward function {_name(env)!r} needs tasks: give tasks=[{{'prompt': ..., 'answer': ...}}, ...]")
-    return lambda scorer: reward_environment(env, tasks, scorer)
-
-
-def _name(env: Any) -> str:
-    return env.name if isinstance(env, Environment) else getattr(env, "__name__", type(env).__name__)
+        raise ConfigError(f"reward function {name!r} needs tasks: give tasks=[{{'prompt': ..., 'answer': ...}}, ...]")
+    return tasks

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from tidemill.evaluation import errors_apart
+from tidemill.evaluation import errors_apart, interval
 from tidemill.given import FIGURES
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
@@ -157,3 +158,23 @@ def _extent(trace: Trace) -> tuple[float, float]:
     """From the first to the last thing that any pool did."""
     every = [span for name in trace.processes if name != CONTROLLER for span in trace.spans(name)]
     return (min(s.start for s in every), max(s.end for s in every)) if every else (0.0, 0.0)
+
+
+def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[str]:
+    """A run in a few lines: how far it came, what it learnt, where the model is, what to do next."""
+    before, after, n = report.get("accuracy_before"), report.get("accuracy_after"), report.get("held_out")
+    lines = [f"run {folder}: {report['steps']} steps, {'done' if complete else 'stopped; the same call goes on'}"]
+    if after is not None and n:
+        low, high = interval(after, n)
+        begun = "" if before is None else f"{before:.3f} -> "
+        lines.append(f"held-out accuracy {begun}{after:.3f} on {n:,} tasks (95 % CI {low:.3f} to {high:.3f})")
+    if given := report.get("held_out_given"):
+        known = [(name, was, given["after"].get(name)) for name, was in given["before"].items()]
+        changes = [f"{name.replace('_', ' ')} {was:.3f} -> {now:.3f}" for name, was, now in known if now is not None]
+        lines.append(f"held-out {', '.join(changes)}")
+    if fell := report.get("unlearned"):
+        lines.append(f"it unlearned: by {fell['errors']:.1f} standard errors of the difference")
+    if complete:
+        lines.append(f"model: {folder / 'final'} (Hugging Face), .final here")
+    lines.append(f"next: tidemill samples {folder} --worst 3" + (f"  ·  tidemill serve {folder}" if complete else ""))
+    return lines

@@ -3,6 +3,7 @@
     config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
     initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, where it was asked for
     warm-up/, until there is an initial/: checkpoints of the warm-up
+    source/ (functions of the notebook or program that began it)
 
 The folder is private to its owner. It belongs to one recipe: `open` refuses to go on under another one.
 """
@@ -30,7 +31,7 @@ from tidemill.recipe import RunConfig, check_same_run
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """What a start that was killed may leave before there is a config.json."""
-_EVERY_START = {"config.json", "ledger.lock", "ledger.sqlite", "metrics.jsonl", FAILURE}
+_EVERY_START = {"config.json", "ledger.lock", "ledger.sqlite", "metrics.jsonl", "source", FAILURE}
 _EMPTY = {"logs", "checkpoints", "trajectories"}
 """What every start makes before anything is computed: files, and folders that hold nothing yet."""
 _OLD_KEYS = (("warmup", "seconds"),)
@@ -52,6 +53,7 @@ class RunFolder:
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
         self.warnings = self.logs / "warnings.log"  # of the controller, such as what an environment raised
+        self.source = path / "source"
         self.weights = path / "weights"  # of the checkpoint carrier
         self._made = False  # by this process
 

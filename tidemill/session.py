@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.assembly import Session, context_cut, train
@@ -21,7 +22,7 @@ from tidemill.config import dump
 from tidemill.controller import first_cause
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
-from tidemill.envs.several import parts_of
+from tidemill.envs.several import notes_of, parts_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.errors import ConfigError
@@ -62,7 +63,8 @@ class Ended:
     report: dict[str, Any]
 
 
-EnvironmentMaker = Callable[[WorkerPool], Environment]
+EnvironmentMaker = Callable[[WorkerPool, Path], Environment]
+"""Of the scoring workers, and a folder for the source that they import."""
 
 
 async def run(
@@ -119,9 +121,12 @@ async def _with_environment(
     sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=display.note)
     monitor = Monitor(sinks, display, Trace(config.record.trace_events))
     try:
-        environment = make(scorer) if make else make_environment(config.env, scorer)
+        environment = make(scorer, folder.source) if make else make_environment(config.env, scorer)
+        for note in notes_of(environment):
+            display.note(note)
         lost, written = _lost_worker(config, ledger, display.note), None if make else config.env
-        environment = in_workers(environment, config.placement.environment, lost, display.note, written)
+        workers = config.placement.environment
+        environment = in_workers(environment, workers, lost, display.note, written, folder.source)
         try:
             expect_model(config.model)
             import_tokenizers()  # here, while the fork server imports what it needs

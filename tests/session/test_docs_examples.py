@@ -1,0 +1,52 @@
+"""The programs in the docs for users of TRL run as they stand, but for the training itself."""
+
+from __future__ import annotations
+
+import linecache
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tidemill import api
+from tidemill.scoring.pool import WorkerPool
+from tidemill.session import Ended
+from tidemill.types import Finish, Score, Trajectory
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def programs(name: str) -> list[str]:
+    found = re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(), re.S | re.M)
+    assert found
+    return [each for each in found if "import" in each]
+
+
+def replied(text: str) -> Trajectory:
+    tokens, mask = np.arange(2, dtype=np.int32), np.array([False, True])
+    return Trajectory(tokens, mask, np.zeros(2, np.float32), np.array([-1, 0]), Finish.STOP, text=text)
+
+
+def test_the_script_of_a_trl_user(monkeypatch, tmp_path, capsys):
+    seen = []
+
+    async def instead(config, display, callbacks, make):
+        env = make(WorkerPool(workers=0), tmp_path / "source")
+        task = env.tasks("train")[0]
+        seen.append([config.steps, len(env.tasks("train")), len(env.tasks("eval")), env.notes])
+        seen.append(await env.judge(task, [replied(task.data["answer"]), replied("no")]))
+        return Ended(3, True, {"steps": 3, "accuracy_before": 0.0, "accuracy_after": 1.0, "held_out": 10})
+
+    monkeypatch.setattr(api, "run", instead)
+    (program,) = programs("from_trl.md")
+    linecache.cache["from_trl.md"] = (len(program), None, program.splitlines(keepends=True), "from_trl.md")
+    exec(compile(program, "from_trl.md", "exec"), {"__name__": "example"})
+    assert seen[0] == [100, 90, 10, []]
+    assert seen[1] == [Score(1.0, {"right": 1.0, "short": 1.0}), Score(0.2, {"right": 0.0, "short": 1.0})]
+    assert capsys.readouterr().out.startswith("run runs/sums: 3 steps, done\nheld-out accuracy 0.000 -> 1.000 on 10 tasks")
+
+
+@pytest.mark.parametrize("program", programs("data.md"))
+def test_what_the_page_on_data_says_of_rows(program):
+    exec(compile(program, "data.md", "exec"), {"__name__": "example"})
