@@ -39,7 +39,7 @@ def _() -> None:
 
 @trial("text_completion with logprobs")
 def _() -> None:
-    reply = litellm.text_completion(f"text-completion-openai/{MODEL}", "The tide", max_tokens=8, logprobs=2, **where)
+    reply = litellm.text_completion("The tide", f"text-completion-openai/{MODEL}", max_tokens=8, logprobs=2, **where)
     assert len(reply.choices[0].logprobs.tokens) == reply.usage.completion_tokens
 
 

@@ -92,7 +92,7 @@ def _() -> None:
     evaluated("local-completions", [CHOOSE], LOCAL | TOKENIZERS["huggingface"] | {"batch_size": 3})
 
 
-@trial("local-completions, remote, with the server's chat template")
+@trial("local-completions with apply_chat_template")
 def _() -> None:
     evaluated("local-completions", [GENERATE], LOCAL | TOKENIZERS["huggingface"], apply_chat_template=True)
 
