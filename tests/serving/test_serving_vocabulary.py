@@ -117,6 +117,7 @@ def assembled(kind: str, ids: list[int], asked: Asked, ends: tuple[int, ...] = (
 PROMPT = np.zeros(1, np.int32)
 STOPS = [
     ["<|tool|>"],
+    ["xx<|tool|>", "ab"],
     ["a<|tool|>"],
     ["<|tool|>b"],
     ["ab"],
