@@ -142,7 +142,7 @@ def test_stop_strings_may_name_special_tokens(kind: str) -> None:
         assert text == cut(kind, ids, stops), (tokenizer.convert_ids_to_tokens(ids), stops)
         assert not any(0xD800 <= ord(c) < 0xE000 for c in text)
         cuts += pieces[-1].finish == "stop"
-    assert cuts > 100
+    assert cuts > 60
 
 
 def test_the_stop_may_hold_the_end_token() -> None:
