@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from tidemill.protocols import Chat
     from tidemill.types import InfraError, Score, Task, Unscorable
 
+__version__ = "0.2.0"  # the one place: the package's metadata is made from it
+
 __all__ = ["Chat", "InfraError", "Run", "Score", "Task", "Unscorable", "environment", "train"]
 
 _HOMES = {

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,10 +25,16 @@ AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines, and not
 
 def _print_version(asked: bool) -> None:
     if asked:
-        from importlib.metadata import version
+        import tidemill
 
-        print(f"tidemill {version('tidemill')}")
+        print(f"tidemill {tidemill.__version__}")
         raise typer.Exit
+
+
+def _starting(what: str, as_json: bool) -> None:
+    """The first line of a run, at once: what it needs takes seconds to import."""
+    with contextlib.suppress(OSError, ValueError):  # whoever does not read it, or cannot, misses no more than this line
+        print(json.dumps({"kind": "note", "text": f"starting {what}"}) if as_json else f"  starting {what} ...", flush=True)
 
 
 @app.callback()
@@ -39,6 +47,7 @@ def _options(
 @app.command()
 def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Teach a small model, made here, to spell words backward: the whole system in minutes."""
+    _starting("the demo: a small model, made here, learns to spell words backward", as_json)
     from tidemill.commands import training
 
     raise typer.Exit(training.demo(overrides or [], as_json))
@@ -49,6 +58,7 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
     """Train by a recipe. On a run that was interrupted, the same command goes on."""
+    _starting(" ".join(["to train by", str(recipe), *(overrides or [])]), as_json)
     from tidemill.commands import training
 
     raise typer.Exit(training.train(recipe, overrides or [], as_json))
@@ -233,7 +243,7 @@ def serve(
     raise typer.Exit(serve.serve(model, host, port, key, context, dtype, threads))
 
 
-def _tell(error: Exception) -> None:
+def _tell(error: BaseException) -> None:
     """What happened, as the last line; what is known beside it (the end of a log, a traceback from elsewhere) before it."""
     from tidemill.errors import ConfigError
     from tidemill.protocols import TrainingDiverged
@@ -243,6 +253,13 @@ def _tell(error: Exception) -> None:
     for line in rest if plain else [*rest, *getattr(error, "__notes__", ())]:
         print(line, file=sys.stderr)
     print(f"error: {first}", file=sys.stderr)
+
+
+def _known() -> tuple[type[BaseException], ...]:
+    """What ends a command in one sentence. Imported when something has: it takes a while."""
+    from tidemill.failures import KNOWN
+
+    return KNOWN
 
 
 def main() -> None:
@@ -263,7 +280,6 @@ _KEEP = {"demo", "train"}
 def _status() -> int:
     """Run the command line. Returns the exit status."""
     from tidemill.errors import ConfigError
-    from tidemill.failures import KNOWN
 
     try:
         app()
@@ -272,7 +288,7 @@ def _status() -> int:
     except ConfigError as error:
         _tell(error)
         return 2
-    except KNOWN as error:
+    except _known() as error:
         _tell(error)
         return 1
     except asyncio.CancelledError as error:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import re
 import sys
 from math import sqrt
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import tidemill as package
 from tidemill import cli
 from tidemill.commands import training
 from tidemill.commands.ending import tell
@@ -121,7 +121,7 @@ def test_a_run_that_diverged_is_a_sentence(trained: Path, monkeypatch, capsys):
 
 
 def test_the_version_is_that_of_the_package(tidemill):
-    assert tidemill("--version").out == f"tidemill {importlib.metadata.version('tidemill')}\n"
+    assert tidemill("--version").out == f"tidemill {package.__version__}\n"
 
 
 def test_figures_of_two_numbers_of_tasks_say_so(trained: Path, capsys):

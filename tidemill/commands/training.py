@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
 from tidemill.commands.ending import tell
 from tidemill.commands.screen import print_json
-from tidemill.errors import ConfigError
 from tidemill.observability.display import ProgressDisplay
 from tidemill.protocols import PeerLost
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.session import Ended, run
 
-DEMO = Path(__file__).parents[2] / "recipes" / "demo.toml"
+RECIPES = next(p for p in (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes") if p.is_dir())
+"""In an installed package, or in a clone."""
+DEMO = RECIPES / "demo.toml"
+MADE_WORDS = 'env={ kind = "python", path = "tidemill.envs.spelling:score" }'
 
 
 def train(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
@@ -29,9 +32,13 @@ def train(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
 
 
 def demo(overrides: Sequence[str], as_json: bool) -> int:
-    if not DEMO.is_file():
-        raise ConfigError(f"{DEMO} does not exist: the demo is part of the repository, run it from a clone")
-    return train(DEMO, overrides, as_json)
+    """Run the demo's recipe; with words that are made here where reasoning-gym, which has real ones, is not installed."""
+    made = [] if importlib.util.find_spec("reasoning_gym") else [MADE_WORDS]
+    if made and not as_json:
+        print(
+            "  reasoning-gym is not installed, so the words are made up here; pip install 'tidemill[gym]' brings real ones"
+        )
+    return train(DEMO, [*made, *overrides], as_json)
 
 
 def _run(config: RunConfig, as_json: bool) -> Ended:

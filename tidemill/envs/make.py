@@ -73,11 +73,12 @@ def _from_file(settings: PythonSettings, scorer: Scorer) -> Environment:
     for each, where in zip(objects, settings.paths, strict=True):
         if not callable(each) or isinstance(each, type):
             raise ConfigError(f"{where!r} is a {type(each).__name__}: expected {expected}")
+    place = path.rpartition(":")[0]
     return reward_environment(
         settings.path,
         tasks or _tasks_beside(settings.paths),
         scorer,
-        name=Path(path.rpartition(":")[0]).stem,
+        name=Path(place).stem if place.endswith(".py") else place.rpartition(".")[2],
         share=settings.eval_share,
         weights=settings.reward_weights,
     )
