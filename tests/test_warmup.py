@@ -100,7 +100,7 @@ def test_where_nothing_is_solved_at_all_the_reward_is_named(monkeypatch):
 
 def test_a_model_that_is_there_already_is_left_as_it_is():
     learner = Learner(steps=0)
-    assert warm(learner, {"accuracy": 0.5}, step=0, accuracy=0.0).steps == 50
+    assert warm(learner, {"accuracy": 0.5}).steps == 50
     learner = Learner(steps=60)
     assert warm(learner, {"accuracy": 0.5}, step=60).steps == 60 and not learner.trained
 
@@ -117,8 +117,10 @@ def test_one_that_goes_on_trains_what_is_left_and_no_row_twice(monkeypatch):
     whole = Learner()
     warm(whole, {"accuracy": 0.4}, save=save)
     assert saved[0] == 1 and len(saved) > 5 and sorted(saved) == saved
-    rest = Learner(steps=saved[3])
-    warm(rest, {"accuracy": 0.4}, step=saved[3])
+    monkeypatch.setattr(warmup, "TELL_S", 0.0)
+    rest, told = Learner(steps=saved[3]), list[str]()
+    warm(rest, {"accuracy": 0.4}, told, step=saved[3])
+    assert f"step {saved[3] + 1} of at most 5,000, accuracy not looked at yet" in told[0], "what is not known is not said"
     assert rest.trained == whole.trained[saved[3] :] and len(set(whole.trained)) > 30
 
 

@@ -61,7 +61,7 @@ class WarmUp:
     note: Callable[[str], None]
     save: Save | None = None  # None: nothing is kept of it on the way
     step: int = 0  # steps done
-    accuracy: float = 0.0  # at the latest look
+    accuracy: float | None = None  # at the latest look of this process
     _begin: float = field(default_factory=lambda: time.monotonic())
     _told: float = field(default_factory=lambda: time.monotonic())
     _save_at: float = field(default_factory=lambda: time.monotonic() + SAVE_S)
@@ -80,7 +80,7 @@ class WarmUp:
                 await self._save(group)
                 await asyncio.sleep(0)
         self._tell(always=True)
-        return WarmedUp(time.monotonic() - self._begin, self.step, self.accuracy)
+        return WarmedUp(time.monotonic() - self._begin, self.step, self.accuracy or 0.0)
 
     async def _reached(self, probe: Sequence[Task]) -> bool:
         """Whether accuracy is what it is to be, where it is time to look. Raises RunFailed when it is not, at the limit."""
@@ -88,10 +88,10 @@ class WarmUp:
         if self.step % LOOK_EVERY and not last:
             return False
         served = await self.publisher.publish(Version(self.step))
-        self.accuracy = (await self.evaluator(probe, served))["accuracy"]
-        if last and self.accuracy < self.settings.accuracy:
-            raise RunFailed(self._why_failed())
-        return self.accuracy >= self.settings.accuracy
+        self.accuracy = accuracy = (await self.evaluator(probe, served))["accuracy"]
+        if last and accuracy < self.settings.accuracy:
+            raise RunFailed(self._why_failed(accuracy))
+        return accuracy >= self.settings.accuracy
 
     async def _save(self, group: asyncio.TaskGroup) -> None:
         """Begin a checkpoint when the one before is over and a tenth of the time pays for it."""
@@ -113,17 +113,18 @@ class WarmUp:
         """A line of progress now and then."""
         if always or time.monotonic() - self._told >= TELL_S:
             self._told, goal = time.monotonic(), self.settings
+            found = "not looked at yet" if self.accuracy is None else f"{self.accuracy:.2f}"
             self.note(
-                f"warm-up: step {self.step:,} of at most {goal.steps:,}, accuracy {self.accuracy:.2f} on training tasks "
+                f"warm-up: step {self.step:,} of at most {goal.steps:,}, accuracy {found} on training tasks "
                 f"(it ends at {goal.accuracy:.2f})"
             )
 
-    def _why_failed(self) -> str:
+    def _why_failed(self, accuracy: float) -> str:
         goal, also = self.settings, ""
-        if self.accuracy == 0:
+        if accuracy == 0:
             also = "; `tidemill reward test RECIPE` says whether the tasks' own answers earn the full score at all"
         return (
-            f"the warm-up reached accuracy {self.accuracy:.2f} on training tasks in {self.step:,} steps, and "
+            f"the warm-up reached accuracy {accuracy:.2f} on training tasks in {self.step:,} steps, and "
             f"warmup.accuracy = {goal.accuracy:g} was expected: give more warmup.steps, and the same command goes on from "
             f"its last checkpoint; or another warmup.lr (now {goal.lr:g}), easier tasks or a lower warmup.accuracy{also}"
         )
