@@ -131,16 +131,16 @@ async def train(session: Session, parts: Parts) -> int:
     publisher = PoolPublisher(parts.trainer, pool, unchanged)
     evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed), held_out)
     algorithm.recall(ledger.metrics_of)
-    if config.deterministic:
-        standing = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note)
-    else:
+    exact = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note) if config.deterministic else None
+    standing = exact
+    if standing is None:
         reached = _made_up(session, publisher, evaluate)
         standing = await take_up(ledger, checkpoints, parts.trainer, algorithm, session.note, reached)
     if ledger.next_group_id() > 0:
         session.note(f"going on from step {standing.step} of {config.steps}")
         if known := ledger.evaluations():
             session.monitor.remember(known[-1].metrics)
-    recorded = Recorded(ledger, roller) if config.deterministic else None
+    recorded = Recorded(ledger, roller) if exact else None
     curriculum = session.remembered()
     session.monitor.attach(parts.trainer, parts.pools, curriculum.figures)
     controller = Controller(

@@ -6,6 +6,10 @@
 So one loop serves the first attempt and every later one. What differs from the record is an error: the run was not
 deterministic after all. Which version samples a group follows from the group alone, because a version is published only
 after everything that the one before it is to sample has been recorded (`Buffer.settled`); a checkpoint is taken then, too.
+
+A group that cannot be read is sampled again, by the version that sampled it, and so with the same bits, which is held
+against its row. That needs the version: of a group from before the checkpoint it is gone, and the run goes on like any
+other (`resume`), saying so.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from tidemill.checkpoints import Checkpoints
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.records import LedgerError
+from tidemill.ledger.records import LedgerError, PayloadLost
 from tidemill.protocols import Roller, Trainer
 from tidemill.resume import Standing
 from tidemill.types import Group, Metrics, Task, Version
@@ -22,16 +26,25 @@ from tidemill.types import Group, Metrics, Task, Version
 
 async def take_up_exactly(
     ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer, note: Callable[[str], None]
-) -> Standing:
-    """Bring the trainer to the newest checkpoint, and say what had been admitted by then without being trained on."""
+) -> Standing | None:
+    """Bring the trainer to the newest checkpoint, and say what had been admitted by then without being trained on. None
+    where what was done since cannot be repeated to the last bit, which is noted and recorded."""
     begun, latest = ledger.next_step(), await checkpoints.newest()
     if latest is None:
-        step = next_id = 0
+        step = next_id = incarnation = 0
     else:
         folder, position = latest
         await trainer.load(str(folder / "trainer"))
         # a power cut may have taken the last admissions: they are repeated, and sampled from the version to come, as then
         step, next_id = position.step, min(position.next_id, ledger.next_group_id())
+        incarnation = position.incarnation
+    if why := _unrepeatable(ledger, step, next_id, incarnation):
+        ledger.event("not_repeated", {"reason": why})
+        note(
+            f"deterministic = true, but {why}: what was recorded since step {step} is trained again instead of repeated, so "
+            "the weights are not, to the last bit, those of a run that nothing disturbed"
+        )
+        return None
     if step < begun:
         note(f"doing {begun - step} recorded steps again (from step {step}), to the last bit; nothing is sampled for them")
     # In flight are, if any, groups of the version to be published next: those of a checkpoint that a stop asked for.
@@ -40,7 +53,24 @@ async def take_up_exactly(
         for group_id in ledger.waiting_at(step, next_id)
     ]
     known = {(v.incarnation, v.step): v for v in ledger.versions() if v.step <= step}
-    return Standing(step, 0, next_id, left, known, saved=step)
+    return Standing(step, incarnation, next_id, left, known, saved=step)
+
+
+def _unrepeatable(ledger: SqliteLedger, step: int, next_id: int, incarnation: int) -> str:
+    """Why the steps since the checkpoint cannot be done again as they were; empty where they can."""
+    if incarnation != ledger.incarnation():
+        return "steps since the checkpoint were trained again before"
+    waited = ledger.waiting_at(step, next_id)
+    lost = ledger.unreadable(group_id for group_id in waited if ledger.has_finished(group_id))
+    taken = {event.detail["group"]: event.detail["reason"] for event in ledger.events("payload_lost")}
+    lost |= {each: taken[each] for each in waited if each in taken and not ledger.has_finished(each)}
+    again = {group_id for later in range(step, ledger.next_step()) for group_id in ledger.trained_again(later)}
+    lost |= ledger.unreadable(group_id for group_id in sorted(again) if group_id < next_id)
+    differs = {event.detail["group"] for event in ledger.events("sampled_otherwise")}
+    if lost or (lost := ledger.unreadable(each for each in sorted(differs) if ledger.has_finished(each))):
+        group_id, reason = next(iter(lost.items()))
+        return f"group {group_id} cannot be read and cannot be sampled again as it was ({reason})"
+    return ""
 
 
 class Recorded:
@@ -53,8 +83,20 @@ class Recorded:
 
     async def rollout(self, group_id: int, task: Task) -> Group:
         if group_id < self._admitted and self._ledger.has_payload(group_id):
-            return self._ledger.load(group_id)
+            try:
+                return self._ledger.load(group_id)
+            except PayloadLost as error:
+                return await self._sampled_again(group_id, task, str(error))
         return await self._roller.rollout(group_id, task)
+
+    async def _sampled_again(self, group_id: int, task: Task, reason: str) -> Group:
+        """By the same weights with the same seeds: what cannot be read is made again."""
+        group = await self._roller.rollout(group_id, task)
+        if not self._ledger.record_again(group):
+            self._ledger.event("sampled_otherwise", {"group": group_id})  # the next start does not try it again
+            raise _differs(f"group {group_id} cannot be read ({reason}), and sampled again it is another")
+        self._ledger.event("payload_made_again", {"group": group_id, "reason": reason})
+        return group
 
     def admit(self, group_id: int, task: Task) -> None:
         if group_id >= self._admitted:

@@ -23,6 +23,7 @@ from tidemill.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diag
 from tidemill.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.engine.core import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.ledger.records import PayloadLost
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.served import Contents
@@ -85,6 +86,7 @@ class Replay:
     elsewhere: int = 0  # trajectories of versions whose weights are not on disk, or of several
     given: int = 0  # trajectories that no version sampled: there is nothing to replay of them
     removed: int = 0  # by retention
+    unreadable: int = 0  # the file is damaged or gone
 
     @property
     def replayed(self) -> int:
@@ -92,7 +94,7 @@ class Replay:
 
     @property
     def ok(self) -> bool:
-        some = bool(self.replayed) or (self.given > 0 and not self.elsewhere + self.removed)
+        some = bool(self.replayed) or (self.given > 0 and not self.elsewhere + self.removed + self.unreadable)
         return some and not self.strangers and not any(each.off for each in self.versions)
 
 
@@ -157,7 +159,11 @@ def _choose(
         elif line.gone:
             result.removed += 1
         elif any(len(picked) < rows for version, picked in chosen.items() if version.step == line.oldest):
-            trajectory = ledger.load_trajectory(line.group_id, line.place)
+            try:
+                trajectory = ledger.load_trajectory(line.group_id, line.place)
+            except PayloadLost:
+                result.unreadable += 1
+                continue
             if trajectory.sample == GREEDY:
                 continue  # greedy tokens have no logprob
             picked = chosen.get(trajectory.sources[0]) if len(trajectory.sources) == 1 else None

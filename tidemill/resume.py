@@ -2,11 +2,14 @@
 
 Steps that are in the ledger but in no checkpoint are trained again from the recorded trajectories, under a new incarnation;
 nothing is sampled for them. Finished groups without a fate are used as they are; those in flight are sampled again.
+
+Where a trajectory of such a step cannot be read, the steps before it are trained again, and from there on everything is
+sampled anew: that step and those after it are undone in the ledger, for no weights hold them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from tidemill.checkpoints import Checkpoints
@@ -54,6 +57,7 @@ async def take_up(
             )
         await trainer.load(str(folder / "trainer"))
         first = position.step
+    begun = _undo_unreadable(ledger, first, begun, note)
     incarnation = ledger.incarnation()
     if first < begun:
         incarnation += 1  # a replay need not be bit-identical, so its versions are others
@@ -61,12 +65,43 @@ async def take_up(
         for step in range(first, begun):
             await reached(Version(step, incarnation))
             await _train_again(step, incarnation, ledger, trainer, algorithm)
-    left = [ledger.load(p.id) if p.finished else (p.id, p.task) for p in ledger.pending()]
     known = {(v.incarnation, v.step): v for v in ledger.versions()}
-    return Standing(begun, incarnation, ledger.next_group_id(), left, known, saved=first)
+    return Standing(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
 
 
 async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
-    fresh, again = ([ledger.load(group_id) for group_id in ids] for ids in ledger.replay_step(step, incarnation))
+    lost = ledger.unreadable(ledger.trained_again(step))  # of these the gradient is in the weights already
+    fresh, again = ([ledger.load(group_id) for group_id in ids] for ids in ledger.replay_step(step, incarnation, lost))
     prepared, _, metrics = await train_on(trainer, algorithm, fresh, again, step)
     ledger.end_step(step, incarnation, prepared.metrics | metrics)
+
+
+def _undo_unreadable(ledger: SqliteLedger, first: int, begun: int, note: Callable[[str], None]) -> int:
+    """The first step that cannot be trained again, because not all of its groups can be read. It and those after it are
+    undone. `begun` where there is none."""
+    lost = {step: found for step in range(first, begun) if (found := ledger.unreadable(ledger.groups_of(step)))}
+    if not lost:
+        return begun
+    undone = ledger.undo_steps(min(lost), {group_id for found in lost.values() for group_id in found})
+    count, reason = undone.unreadable, next(iter(lost[min(lost)].values()))
+    steps = ", ".join(str(step + 1) for step in lost)
+    note(
+        f"{count} group{'s' if count > 1 else ''} of step{'s' if len(lost) > 1 else ''} {steps} cannot be read ({reason}): "
+        f"steps {undone.first + 1} to {undone.last + 1} are undone and sampled anew from step {undone.first}; dropped are "
+        f"{count} as unreadable and {undone.others} more of these steps as undone"
+    )
+    return undone.first
+
+
+def _left(ledger: SqliteLedger, known: Mapping[tuple[int, int], Version]) -> list[Group | tuple[int, Task]]:
+    """What was admitted and has no fate. A group is sampled again where a kill came between its sampling and the record of
+    the weights that sampled it."""
+    left: list[Group | tuple[int, Task]] = []
+    for each in ledger.pending():
+        group = ledger.load(each.id) if each.finished else None
+        sources = {source for trajectory in group.trajectories for source in trajectory.sources} if group else set()
+        if strangers := [source for source in sources if known.get((source.incarnation, source.step)) != source]:
+            ledger.renounce(each.id, f"it was sampled by {strangers[0]}, whose publication was not recorded")
+            group = None
+        left.append(group or (each.id, each.task))
+    return left

@@ -17,6 +17,7 @@ from ledger_cases import assert_same, group, task, trajectory
 from tidemill import codec
 from tidemill.errors import ConfigError
 from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger, reads
+from tidemill.ledger.records import Undone
 from tidemill.ledger.schema import SCHEMAS
 from tidemill.protocols import Ledger
 from tidemill.types import GREEDY, Finish, Score, Task, Trajectory, Version
@@ -144,7 +145,7 @@ def test_given_tokens_that_cannot_be_are_refused(given: np.ndarray) -> None:
         record.check()
 
 
-@pytest.mark.parametrize("schema", ["2", "3"])
+@pytest.mark.parametrize("schema", ["2", "3", "4"])
 def test_a_ledger_of_a_schema_before_is_gone_on_with(tmp_path: Path, schema: str) -> None:
     run = tmp_path / "run"
     (run / "trajectories").mkdir(parents=True)
@@ -161,6 +162,37 @@ def test_a_ledger_of_a_schema_before_is_gone_on_with(tmp_path: Path, schema: str
             assert ledger.replay_step(first, 1) == ([first], [])
     with SqliteLedger(run, mode="read") as ledger:
         assert ledger.counts().trained == 2 and ledger.counts().conserved
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+def test_a_step_is_undone_in_a_ledger_of_any_schema(tmp_path: Path, schema: str) -> None:
+    run = tmp_path / "run"
+    (run / "trajectories").mkdir(parents=True)
+    with sqlite3.connect(run / "ledger.sqlite") as db:
+        db.executescript(SCHEMAS[schema] + f"INSERT INTO meta VALUES ('schema', '{schema}');")
+    with SqliteLedger(run, mode="open", durability="process") as ledger:
+        for i in range(4):
+            ledger.admit(i, task(i))
+            ledger.finish(group(i))
+        ledger.begin_step(0, 0, [0])
+        ledger.begin_step(1, 0, [2, 1])
+        ledger.evaluation(1, {"accuracy": 0.5})
+        ledger.evaluation(2, {"accuracy": 1.0})
+        assert ledger.undo_steps(1, [1]) == Undone(1, 1, unreadable=1, others=1)
+        for again in ("fate = 'dropped', reason = 'x', step = NULL WHERE id = 0", "fate = NULL, reason = NULL WHERE id = 1"):
+            with pytest.raises(sqlite3.IntegrityError, match="already has a fate"):
+                raw(ledger).execute(f"UPDATE groups SET {again}")
+        with pytest.raises(LedgerError, match="the last step begun is 0"):
+            ledger.undo_steps(1, [1])
+    with SqliteLedger(run, mode="open", durability="process") as ledger:  # its tables are those of a schema that is known
+        assert ledger.fate(1) == "dropped: unreadable" and ledger.fate(2) == "dropped: undone"
+        assert ledger.counts().conserved and ledger.counts().trained == 1 and ledger.undone_steps() == [(1, 0)]
+        assert [e.step for e in ledger.evaluations()] == [1] and ledger.last_step() == 0 and ledger.incarnation() == 1
+        assert ledger.metrics_of(1) == {} and ledger.groups_of(1) == []
+        ledger.begin_step(1, 1, [3])
+        assert ledger.counts().conserved and ledger.groups_of(1) == [3] and ledger.groups_of(1, 0) == [2, 1]
+        (event,) = ledger.events("steps_undone")
+        assert event.detail == {"first": 1, "last": 1, "unreadable": 1, "others": 1}
 
 
 def test_a_trajectory_without_a_sampled_token_is_recorded(ledger: SqliteLedger) -> None:
@@ -251,6 +283,8 @@ def test_what_is_trained_again_is_recorded_beside_the_fates(ledger: SqliteLedger
     assert ledger.replay_step(2, 0) == ([4, 5], [2, 1]) and ledger.replay_step(2, 1) == ([4, 5], [2, 1])
     assert ledger.trained_again(2, 0) == ledger.trained_again(2, 1) == ledger.trained_again(2) == [2, 1]
     assert ledger.experience(0, 3)[1][2] == 2, "what was run twice counts once"
+    assert ledger.replay_step(2, 1, lost={1}) == ([4, 5], [2, 1]), "the same once more is the same"
+    assert ledger.replay_step(2, 2, lost={1}) == ([4, 5], [2]) and ledger.trained_again(2) == [2]
 
 
 def test_replays_keep_every_group_trained_once(ledger: SqliteLedger) -> None:
@@ -319,7 +353,7 @@ def test_evaluations_events_and_meta(ledger: SqliteLedger) -> None:
     assert [e.detail for e in ledger.events("checkpoint")] == [{"step": 3}]
     ledger.set_meta("recipe", "abc")
     ledger.set_meta("recipe", "abd")
-    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "4"
+    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "5"
 
 
 def test_samples_rank_scores_only(ledger: SqliteLedger) -> None:

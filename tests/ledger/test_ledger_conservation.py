@@ -24,6 +24,7 @@ class History(RuleBasedStateMachine):
         self.dropped: dict[str, list[int]] = {}
         self.steps: list[tuple[int, list[int]]] = []  # (live incarnation, ids) of step 0, 1, ...
         self.gone: set[int] = set()
+        self.life = 0  # the incarnation that steps are begun as
 
     @property
     def admitted(self) -> int:
@@ -55,9 +56,8 @@ class History(RuleBasedStateMachine):
     @rule(data=st.data())
     def train(self, data: st.DataObject) -> None:
         ids = data.draw(st.lists(st.sampled_from(self.ready), unique=True, min_size=1, max_size=3))
-        incarnation = max([i for i, _ in self.steps], default=0)
-        self.ledger.begin_step(len(self.steps), incarnation, ids)
-        self.steps.append((incarnation, ids))
+        self.ledger.begin_step(len(self.steps), self.life, ids)
+        self.steps.append((self.life, ids))
         self.ready = [g for g in self.ready if g not in ids]
 
     @precondition(lambda self: self.steps)
@@ -73,11 +73,34 @@ class History(RuleBasedStateMachine):
             target = incarnation if fresh else live
             assert self.ledger.replay_step(step, target) == (ids, [])
             self.steps[step] = (target, ids)
+        self.life = max([self.life, *(i for i, _ in self.steps)])
+
+    @precondition(lambda self: self.steps)
+    @rule(data=st.data())
+    def undo(self, data: st.DataObject) -> None:
+        """Some groups of steps since a checkpoint cannot be read."""
+        first = data.draw(st.integers(0, len(self.steps) - 1))
+        trained = [g for _, ids in self.steps[first:] for g in ids]
+        unreadable = data.draw(st.lists(st.sampled_from(trained), unique=True, min_size=1))
+        waiting = [g for g in self.ready if g // 4 + 1 > first]  # sampled by weights of undone steps, see `ledger_cases`
+        undone = self.ledger.undo_steps(first, unreadable)
+        assert (undone.first, undone.last, undone.unreadable) == (first, len(self.steps) - 1, len(unreadable))
+        self.dropped.setdefault("unreadable", []).extend(unreadable)
+        others = [g for g in [*trained, *waiting] if g not in unreadable]
+        assert undone.others == len(others)
+        if others:
+            self.dropped.setdefault("undone", []).extend(others)
+        self.ready = [g for g in self.ready if g not in waiting]
+        if any(i == self.life for i, _ in self.steps[first:]):
+            self.life += 1
+        del self.steps[first:]
 
     @precondition(lambda self: self.steps or self.dropped)
     @rule(data=st.data())
     def settle_again(self, data: st.DataObject) -> None:
         settled = [g for _, ids in self.steps for g in ids] + [g for ids in self.dropped.values() for g in ids]
+        if not settled:
+            return
         group_id = data.draw(st.sampled_from(settled))
         with pytest.raises(LedgerError):
             self.ledger.drop(group_id, "again")
@@ -101,6 +124,7 @@ class History(RuleBasedStateMachine):
         trained = [g for _, ids in self.steps for g in ids]
         assert (counts.admitted, counts.trained, counts.lost, counts.trained_twice) == (self.admitted, len(trained), 0, 0)
         assert counts.dropped == {reason: len(ids) for reason, ids in self.dropped.items()}
+        assert self.ledger.incarnation() == self.life and self.ledger.next_step() == len(self.steps)
         assert counts.pending == len(self.flying) + len(self.ready) and counts.conserved
         assert [(p.id, p.finished) for p in self.ledger.pending()] == sorted(
             [(g, False) for g in self.flying] + [(g, True) for g in self.ready]

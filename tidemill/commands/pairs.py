@@ -23,7 +23,7 @@ from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.envs.template import prompt_tokens
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.records import SampleRow
+from tidemill.ledger.records import PayloadLost, SampleRow
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.run_folder import RunFolder
 from tidemill.types import GREEDY, Array, Finish, Trajectory
@@ -41,6 +41,7 @@ class Found:
     several_turns: int = 0
     asked_otherwise: int = 0  # than by the task's prompt
     removed: int = 0  # their texts, by retention
+    unreadable: int = 0  # their texts: the file is damaged or gone
 
 
 def pairs(run: Path, out: Path, as_json: bool) -> int:
@@ -81,7 +82,11 @@ def _pair(record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleR
     if best.gone or worst.gone:
         found.removed += 1
         return None
-    chosen, rejected = (record.load_trajectory(a.group_id, a.place) for a in (best, worst))
+    try:
+        chosen, rejected = (record.load_trajectory(a.group_id, a.place) for a in (best, worst))
+    except PayloadLost:
+        found.unreadable += 1
+        return None
     if max(chosen.turns, rejected.turns) > 1:
         found.several_turns += 1
         return None
@@ -99,4 +104,6 @@ def _answers(attempt: Trajectory, prompt: Array) -> bool:
 def _left_out(found: Found) -> str:
     left = {"alike": found.alike, "of several turns": found.several_turns}
     left |= {"not asked by the prompt": found.asked_otherwise, "removed by retention": found.removed}
+    if found.unreadable:
+        left["unreadable"] = found.unreadable
     return ", ".join(f"{count:,} {why}" for why, count in left.items())

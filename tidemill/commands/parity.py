@@ -48,6 +48,7 @@ def replay_data(replayed: Replay, live: dict[str, Any] | None) -> dict[str, Any]
         "replayed": replayed.replayed,
         "not_on_disk": replayed.elsewhere,
         "removed": replayed.removed,
+        "unreadable": replayed.unreadable,
         "ok": replayed.ok,
     }
 
@@ -149,6 +150,7 @@ def _show_replay(replayed: Replay, live: dict[str, Any] | None) -> None:
         console.print(f"  {stranger}", style="bold red")
     left = (
         f"{replayed.elsewhere:,} of versions that are not on disk, or of several; {replayed.removed:,} removed by retention"
+        + (f"; {replayed.unreadable:,} unreadable" if replayed.unreadable else "")
     )
     console.print(f"  not replayed: {left}", highlight=False)
     if not replayed.replayed and replayed.given:

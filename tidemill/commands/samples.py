@@ -23,7 +23,7 @@ from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
-from tidemill.ledger.records import SampleRow
+from tidemill.ledger.records import PayloadLost, SampleRow
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.text import visible
 from tidemill.run_folder import RunFolder
@@ -56,7 +56,7 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
         rows = record.samples(None if step is None else step - 1, order, limit)
         if not rows:
             raise ConfigError(_nothing(record, run, step, order))
-        payloads = [record.load_trajectory(r.group_id, r.place) if tokens and not r.gone else None for r in rows]
+        payloads = [_payload(record, row) if tokens else None for row in rows]
     tokenizer = tokenizer_of(folder) if tokens else None
     if as_json:
         print_json([_plain(row, payload, tokenizer) for row, payload in zip(rows, payloads, strict=True)])
@@ -67,11 +67,19 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
         if payload is not None and tokenizer is not None:
             print_rows(screen, [*_token_rows(payload, tokenizer, screen), *_answer_row(row)])
         else:
-            print_rows(screen, _text_rows(row, gone=tokens))
+            print_rows(screen, _text_rows(row, without_tokens=tokens))
         screen.print()
     if not tokens:
         screen.print(Text("  --tokens shows each token with the version and the logprob it was sampled with", "dim"))
     return 0
+
+
+def _payload(record: SqliteLedger, row: SampleRow) -> Trajectory | None:
+    """None of one that cannot be read any more: its row remains."""
+    try:
+        return record.load_trajectory(row.group_id, row.place)
+    except PayloadLost:
+        return None
 
 
 def segments(t: Trajectory) -> list[Segment]:
@@ -147,14 +155,15 @@ def _weights(row: SampleRow) -> str:
     return f"v{row.oldest}" if row.oldest == row.newest else f"v{row.oldest} to v{row.newest}"
 
 
-def _text_rows(row: SampleRow, gone: bool) -> list[Row]:
+def _text_rows(row: SampleRow, without_tokens: bool) -> list[Row]:
     rows: list[Row] = [
         (Text("prompt", COLOURS["prompt"]), _cut(_prompt(row))),
         (Text("reply", COLOURS["sampled"]), _cut(row.text)),
         *_answer_row(row),
     ]
-    if gone:
-        rows.append(("tokens", Text("removed by retention; this row of the index remains", "yellow")))
+    if without_tokens:
+        why = "removed by retention" if row.gone else "unreadable, the file in trajectories/ is damaged or gone"
+        rows.append(("tokens", Text(f"{why}; this row of the index remains", "yellow")))
     return rows
 
 

@@ -2,6 +2,6 @@
 
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.records import Counts, LedgerError, RunFolderError
+from tidemill.ledger.records import Counts, LedgerError, PayloadLost, RunFolderError
 
-__all__ = ["Counts", "LedgerError", "RunFolderError", "SqliteLedger", "has_ledger"]
+__all__ = ["Counts", "LedgerError", "PayloadLost", "RunFolderError", "SqliteLedger", "has_ledger"]

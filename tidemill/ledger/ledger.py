@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ from tidemill.durable import flush
 from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
-from tidemill.ledger.records import LedgerError, Retained, explained
+from tidemill.ledger.records import LedgerError, PayloadLost, Retained, Undone, explained
+from tidemill.ledger.repairs import point_again, undo
 from tidemill.ledger.retention import retain
 from tidemill.ledger.rows import as_json, figures_json
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers, whole_groups
@@ -130,7 +131,7 @@ class SqliteLedger(LedgerReads):
         with self._write(lasting=False) as db:
             changed = db.execute(
                 "UPDATE groups SET fate = 'dropped', reason = ?, settled_at = ?, "
-                "dropped_after = (SELECT max(step) FROM steps) WHERE id = ? AND fate IS NULL",
+                "dropped_after = (SELECT max(step) FROM live_steps) WHERE id = ? AND fate IS NULL",
                 (reason, time.time(), group_id),
             ).rowcount
             if changed != 1:
@@ -160,11 +161,12 @@ class SqliteLedger(LedgerReads):
                     raise LedgerError(f"cannot train on group {group_id} at step {step}: it {self._standing(group_id)}")
             self._compose(db, step, incarnation, group_ids, again)
 
-    def replay_step(self, step: int, incarnation: int) -> tuple[list[int], list[int]]:
+    def replay_step(self, step: int, incarnation: int, lost: Collection[int] = ()) -> tuple[list[int], list[int]]:
         """Run a step again that was begun but is in no checkpoint: the same groups, in the same order, which it returns,
         and those that it trained again.
 
         The same incarnation says that the replay is bit-identical; a greater one makes a new incarnation of the step.
+        lost: groups of earlier steps that a new incarnation does not train again, because they cannot be read.
         """
         with self._write() as db:
             live = db.execute("SELECT incarnation FROM live_steps WHERE step = ?", (step,)).fetchone()
@@ -172,6 +174,8 @@ class SqliteLedger(LedgerReads):
                 what = "it was never begun" if live is None else f"incarnation {live[0]} of it exists"
                 raise LedgerError(f"cannot replay step {step} as incarnation {incarnation}: {what}")
             ids, again = self.groups_of(step, live[0]), self.trained_again(step, live[0])
+            if incarnation > live[0]:
+                again = [group_id for group_id in again if group_id not in lost]
             if incarnation == live[0]:
                 once_more = "UPDATE steps SET runs = runs + 1, ended_at = NULL WHERE step = ? AND incarnation = ?"
                 db.execute(once_more, (step, incarnation))
@@ -181,6 +185,36 @@ class SqliteLedger(LedgerReads):
                 )
                 self._compose(db, step, incarnation, ids, again)
             return ids, again
+
+    def undo_steps(self, first: int, unreadable: Collection[int]) -> Undone:
+        """Steps from `first` on, in no checkpoint, cannot be run again, because these groups of theirs cannot be read.
+
+        The steps are undone, and what was trained at them, or sampled by their weights, is dropped, see `repairs`.
+        """
+        with self._write() as db:
+            return undo(db, first, unreadable)
+
+    def record_again(self, group: Group) -> bool:
+        """Write the payloads anew of a finished group that cannot be read, and that was sampled again with its own seeds.
+
+        False, and nothing is changed, where it did not become what the rows say that it was.
+        """
+        payloads = [codec.encode(t) for t in group.trajectories]
+        with self._lock:  # bounded: by SQLite's time-out
+            self._record_waiting()
+            assert self._segments is not None
+            with explained(self.folder):
+                places = self._segments.append(group.id, payloads)
+            with self._write() as db:
+                return point_again(db, group, places)
+
+    def renounce(self, group_id: int, reason: str) -> None:
+        """Put a group that has finished and waits to be trained back in flight: it is sampled again."""
+        with self._write() as db:
+            db.execute("DELETE FROM trajectories WHERE group_id = ?", (group_id,))
+            db.execute("UPDATE groups SET finished_at = NULL WHERE id = ? AND fate IS NULL", (group_id,))
+        self._in_flight.add(group_id)
+        self.event("payload_lost", {"group": group_id, "reason": reason})
 
     @staticmethod
     def _compose(
@@ -326,16 +360,12 @@ class SqliteLedger(LedgerReads):
             self.event("rollouts_found", {"groups": sorted(found)})
 
     def _renounce_lost(self) -> None:
-        """Groups that wait to be trained, but whose payload a power cut took, are in flight again."""
+        """Groups that wait to be trained, but whose payload a power cut or damage took, are in flight again."""
         for row in self._rows("SELECT id FROM groups WHERE fate IS NULL AND finished_at IS NOT NULL ORDER BY id"):
             try:
                 self.load(row["id"])
-            except LedgerError as error:
-                with self._write() as db:
-                    db.execute("DELETE FROM trajectories WHERE group_id = ?", (row["id"],))
-                    db.execute("UPDATE groups SET finished_at = NULL WHERE id = ?", (row["id"],))
-                self._in_flight.add(row["id"])
-                self.event("payload_lost", {"group": row["id"], "reason": str(error)})
+            except PayloadLost as error:
+                self.renounce(row["id"], str(error))
 
     def _last_segment(self) -> int:
         return self._one("SELECT coalesce(max(segment), 0) FROM trajectories")[0]

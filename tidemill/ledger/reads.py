@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -19,6 +19,7 @@ from tidemill.ledger.records import (
     EvalRecord,
     Event,
     LedgerError,
+    PayloadLost,
     PendingGroup,
     SampleRow,
     StepRecord,
@@ -68,8 +69,8 @@ class LedgerReads:
         return self._one("SELECT coalesce(max(id) + 1, 0) FROM groups")[0]
 
     def last_step(self) -> int | None:
-        """The latest step that was begun; None before the first."""
-        return self._one("SELECT max(step) FROM steps")[0]
+        """The latest step that was begun, and not undone; None before the first."""
+        return self._one("SELECT max(step) FROM live_steps")[0]
 
     def next_step(self) -> int:
         """The first step that was never begun."""
@@ -134,8 +135,10 @@ class LedgerReads:
         return Metrics() if row is None or row["metrics"] is None else _parsed(row["metrics"])
 
     def incarnation(self) -> int:
-        """The latest; 0 before the first step."""
-        return self._one("SELECT coalesce(max(incarnation), 0) FROM steps")[0]
+        """The latest, or the next one where steps of that were undone; 0 before the first step."""
+        latest = self._one("SELECT coalesce(max(incarnation), 0) FROM steps")[0]
+        undone = self._has_undone and self._one("SELECT 1 FROM undone_steps WHERE incarnation = ?", latest) is not None
+        return latest + undone
 
     def steps(self, *, since: int = 0, live: bool = True) -> list[StepRecord]:
         """Steps from `since` on, in order; with `live`, only the incarnation of each that is in the weights."""
@@ -145,6 +148,12 @@ class LedgerReads:
             StepRecord(r["step"], r["incarnation"], r["begun_at"], r["ended_at"], r["runs"], _parsed(r["metrics"] or "{}"))
             for r in rows
         ]
+
+    def undone_steps(self) -> list[tuple[int, int]]:
+        """(step, incarnation) of those that were begun and are in no weights, see `SqliteLedger.undo_steps`."""
+        if not self._has_undone:
+            return []
+        return [(r[0], r[1]) for r in self._rows("SELECT step, incarnation FROM undone_steps ORDER BY step, incarnation")]
 
     def groups_of(self, step: int, incarnation: int | None = None) -> list[int]:
         """The ids a step was made of, in the order it was trained in. Without an incarnation: the live one."""
@@ -178,10 +187,18 @@ class LedgerReads:
 
     @property
     def _has_replays(self) -> bool:
-        return self._one("SELECT 1 FROM sqlite_master WHERE name = 'step_replays'") is not None
+        return self._has_table("step_replays")
+
+    @property
+    def _has_undone(self) -> bool:
+        return self._has_table("undone_steps")
+
+    def _has_table(self, name: str) -> bool:
+        """Not every schema has each."""
+        return self._one("SELECT 1 FROM sqlite_master WHERE name = ?", name) is not None
 
     def load(self, group_id: int) -> Group:
-        """A finished group, with its task and its trajectories from disk. LedgerError when a byte is not as recorded."""
+        """A finished group, with its task and its trajectories from disk. PayloadLost when a byte is not as recorded."""
         row = self._one(
             f"SELECT finished_at, {_TASK} FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?", group_id
         )
@@ -191,8 +208,18 @@ class LedgerReads:
             )
         index = self._rows("SELECT * FROM trajectories WHERE group_id = ? ORDER BY place", group_id)
         if not index:
-            raise LedgerError(f"group {group_id} is recorded as finished, yet none of its trajectories is")
+            raise PayloadLost(f"group {group_id} is recorded as finished, yet none of its trajectories is")
         return Group(group_id, _task(row), [self._payload(r) for r in index])
+
+    def unreadable(self, group_ids: Iterable[int]) -> dict[int, str]:
+        """Those of these finished groups of which not every trajectory can be read, and why."""
+        found = dict[int, str]()
+        for group_id in group_ids:
+            try:
+                self.load(group_id)
+            except PayloadLost as error:
+                found[group_id] = str(error)
+        return found
 
     def load_trajectory(self, group_id: int, place: int) -> Trajectory:
         row = self._one("SELECT * FROM trajectories WHERE group_id = ? AND place = ?", group_id, place)
@@ -244,8 +271,11 @@ class LedgerReads:
         return [Version(r["step"], r["incarnation"], r["policy"], r["fingerprint"]) for r in rows]
 
     def evaluations(self) -> list[EvalRecord]:
-        """By step; of a step that was evaluated again after a resume, the latest."""
-        rows = self._rows("SELECT * FROM evals WHERE id IN (SELECT max(id) FROM evals GROUP BY step) ORDER BY step")
+        """By step; of a step that was evaluated again after a resume, the latest. None of weights that were undone."""
+        undone = "SELECT 1 FROM undone_steps WHERE undone_steps.step < evals.step AND undone_at > at"
+        stands = f"WHERE NOT EXISTS ({undone})" if self._has_undone else ""
+        latest = f"SELECT max(id) FROM evals {stands} GROUP BY step"
+        rows = self._rows(f"SELECT * FROM evals WHERE id IN ({latest}) ORDER BY step")
         return [EvalRecord(r["step"], r["at"], r["n"], r["accuracy"], _parsed(r["metrics"])) for r in rows]
 
     def events(self, kind: str | None = None) -> list[Event]:
@@ -261,21 +291,21 @@ class LedgerReads:
         for row in self._rows("SELECT * FROM trajectories WHERE gone_at IS NULL ORDER BY segment, offset"):
             try:
                 self._payload(row)
-            except LedgerError as error:
+            except PayloadLost as error:
                 damages.append(Damage(row["group_id"], row["place"], str(error)))
         return damages
 
     def _payload(self, row: sqlite3.Row) -> Trajectory:
         group_id, place = row["group_id"], row["place"]
         if row["gone_at"] is not None:
-            raise LedgerError(f"trajectory {place} of group {group_id} was removed by retention; its row remains")
+            raise PayloadLost(f"trajectory {place} of group {group_id} was removed by retention; its row remains")
         location = Location(row["segment"], row["offset"], row["length"], row["crc"])
         with explained(self.folder):
             raw = read_record(self._trajectories, group_id, place, location)
         try:
             return codec.decode(raw, Trajectory)
         except codec.CodecError as error:
-            raise LedgerError(f"trajectory {place} of group {group_id} does not decode: {error}") from None
+            raise PayloadLost(f"trajectory {place} of group {group_id} does not decode: {error}") from None
 
     def _rows(self, sql: str, *args: Any) -> list[sqlite3.Row]:
         with self._lock, explained(self.folder):

@@ -18,6 +18,10 @@ class LedgerError(RuntimeError):
     """The record could not be written or read, or what was asked contradicts it. Nothing was changed."""
 
 
+class PayloadLost(LedgerError):
+    """A trajectory that was recorded cannot be read: it is gone, cut short or damaged. Nothing will bring it back."""
+
+
 class RunFolderError(LedgerError, ConfigError):
     """The run folder itself is not usable. The message is for the user as it is."""
 
@@ -129,6 +133,16 @@ class Damage:
     group_id: int
     place: int
     problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Undone:
+    """What `undo_steps` did. Steps are counted from 0, as everywhere in the ledger."""
+
+    first: int
+    last: int
+    unreadable: int  # groups that were dropped because they cannot be read
+    others: int  # groups of the same steps, or sampled by their weights, that were dropped with them
 
 
 @dataclass(slots=True)

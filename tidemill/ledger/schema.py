@@ -8,15 +8,18 @@ delete (`groups_keep`), and is 'trained' only with rollouts and with a step that
 step was made of is recorded a second time in `step_groups`, once for each incarnation that ran it, so that `conservation`
 compares two records instead of repeating one. A group that is trained again, as experience that is replayed, stands in
 `step_replays`: it has its fate, and its place in the step that gave it, already.
+
+One fate may change: what was trained at a step that is undone (`undone_steps`), and so is in no weights, becomes dropped.
 """
 
 from __future__ import annotations
 
+import sqlite3
 from collections.abc import Iterable
 
 from tidemill.types import Finish
 
-VERSION = 4
+VERSION = 5
 
 
 def _among(column: str, values: Iterable[str]) -> str:
@@ -41,6 +44,39 @@ BEGIN SELECT RAISE (ABORT, 'only what an earlier step trained is trained again')
 
 CREATE VIEW live_step_replays AS
 SELECT step, incarnation, place, group_id FROM step_replays JOIN live_steps USING (step, incarnation);
+"""
+
+FATE_ONCE = """
+CREATE TRIGGER groups_fate_once BEFORE UPDATE OF fate, reason, settled_at, step, incarnation, dropped_after ON groups
+WHEN OLD.fate IS NOT NULL BEGIN SELECT RAISE (ABORT, 'the group already has a fate'); END;
+"""
+LIVE_STEPS = """
+-- Of each step, the incarnation whose update is in the weights: the latest one.
+CREATE VIEW live_steps AS
+SELECT step, max(incarnation) AS incarnation FROM steps GROUP BY step;
+"""
+"""How both were before steps could be undone."""
+
+FATE_ONCE_BUT_UNDONE = """
+CREATE TRIGGER groups_fate_once BEFORE UPDATE OF fate, reason, settled_at, step, incarnation, dropped_after ON groups
+WHEN OLD.fate IS NOT NULL AND NOT (OLD.fate = 'trained' AND NEW.fate IS 'dropped' AND EXISTS (
+  SELECT 1 FROM undone_steps WHERE step = OLD.step AND incarnation = OLD.incarnation))
+BEGIN SELECT RAISE (ABORT, 'the group already has a fate'); END;
+"""
+LIVE_STEPS_BUT_UNDONE = """
+-- Of each step, the incarnation whose update is in the weights: the latest one, unless it was undone.
+CREATE VIEW live_steps AS
+SELECT step, max(incarnation) AS incarnation FROM steps WHERE NOT EXISTS (
+  SELECT 1 FROM undone_steps WHERE step = steps.step AND incarnation = steps.incarnation) GROUP BY step;
+"""
+UNDONE = """
+CREATE TABLE undone_steps (              -- steps that were begun and are in no weights: their groups could not be read
+  step INTEGER NOT NULL,
+  incarnation INTEGER NOT NULL,
+  undone_at REAL NOT NULL,
+  PRIMARY KEY (step, incarnation),
+  FOREIGN KEY (step, incarnation) REFERENCES steps (step, incarnation)
+) STRICT, WITHOUT ROWID;
 """
 
 BEFORE_REPLAYS = f"""
@@ -150,9 +186,7 @@ CREATE TABLE events (
   detail TEXT NOT NULL CHECK (json_valid(detail))
 ) STRICT;
 
-CREATE TRIGGER groups_fate_once BEFORE UPDATE OF fate, reason, settled_at, step, incarnation, dropped_after ON groups
-WHEN OLD.fate IS NOT NULL BEGIN SELECT RAISE (ABORT, 'the group already has a fate'); END;
-CREATE TRIGGER groups_born_pending BEFORE INSERT ON groups
+{FATE_ONCE}CREATE TRIGGER groups_born_pending BEFORE INSERT ON groups
 WHEN NEW.fate IS NOT NULL BEGIN SELECT RAISE (ABORT, 'a group is admitted without a fate'); END;
 CREATE TRIGGER groups_keep BEFORE DELETE ON groups
 BEGIN SELECT RAISE (ABORT, 'a group is never deleted'); END;
@@ -160,10 +194,7 @@ CREATE TRIGGER step_groups_trained BEFORE INSERT ON step_groups
 WHEN (SELECT fate FROM groups WHERE id = NEW.group_id) IS NOT 'trained'
 BEGIN SELECT RAISE (ABORT, 'a step is made of groups whose fate is trained'); END;
 
--- Of each step, the incarnation whose update is in the weights: the latest one.
-CREATE VIEW live_steps AS
-SELECT step, max(incarnation) AS incarnation FROM steps GROUP BY step;
-
+{LIVE_STEPS}
 CREATE VIEW live_step_groups AS
 SELECT step, incarnation, place, group_id FROM step_groups JOIN live_steps USING (step, incarnation);
 
@@ -186,11 +217,41 @@ CREATE VIEW conservation AS SELECT
      WHERE fate IS NOT 'trained') AS trained_twice;
 """
 
-SCHEMA = BEFORE_REPLAYS + REPLAYS
+
+def _without_given(schema: str) -> str:
+    return schema.replace(_among("finish", Finish), _among("finish", [f for f in Finish if f is not Finish.GIVEN]))
+
+
+SCHEMA = (
+    BEFORE_REPLAYS.replace(FATE_ONCE, FATE_ONCE_BUT_UNDONE).replace(LIVE_STEPS, LIVE_STEPS_BUT_UNDONE) + REPLAYS + UNDONE
+)
 
 SCHEMAS = {
     str(VERSION): SCHEMA,
+    "5 from 2": _without_given(SCHEMA),
+    "4": BEFORE_REPLAYS + REPLAYS,
     "3": BEFORE_REPLAYS,
-    "2": BEFORE_REPLAYS.replace(_among("finish", Finish), _among("finish", [f for f in Finish if f is not Finish.GIVEN])),
+    "2": _without_given(BEFORE_REPLAYS),
 }
-"""By version, those that are read and gone on with: in 2 no reply could be given, in 3 no group trained again."""
+"""By version, those that are read and gone on with: in 2 no reply could be given, in 3 no group trained again, in 4 no step
+undone. One of these becomes the newest when a step is undone (`upgrade`)."""
+
+
+def upgrade(schema: str) -> tuple[str, list[str]]:
+    """The version that a ledger of `schema` becomes, in which steps can be undone, and the statements that make it that."""
+    newest = "5 from 2" if schema in ("2", "5 from 2") else str(VERSION)
+    if schema == newest:
+        return newest, []
+    script = "DROP TRIGGER groups_fate_once;DROP VIEW live_steps;" + FATE_ONCE_BUT_UNDONE + LIVE_STEPS_BUT_UNDONE + UNDONE
+    return newest, statements(script if schema == "4" else REPLAYS + script)
+
+
+def statements(script: str) -> list[str]:
+    """The script's statements. Unlike `executescript`, whoever executes them one by one stays in a transaction."""
+    found, begun = list[str](), ""
+    for piece in script.split(";"):
+        begun += piece + ";"
+        if sqlite3.complete_statement(begun):
+            found.append(begun)
+            begun = ""
+    return found

@@ -12,6 +12,7 @@ an earlier writer left.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tidemill.durable import flush
-from tidemill.ledger.records import LedgerError
+from tidemill.ledger.records import PayloadLost
 
 MAGIC = b"TMTR"
 _HEADER = struct.Struct("<4sIIqHH")
@@ -135,22 +136,26 @@ class SegmentWriter:
 
 
 def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
-    """The payload at a location. Raises LedgerError when what lies there is not exactly what was recorded."""
+    """The payload at a location. Raises PayloadLost when what lies there is not exactly what was recorded."""
     name = f"trajectory {place} of group {group_id} (segment {at.segment}, offset {at.offset})"
     try:
         with open(segment_path(folder, at.segment), "rb") as file:
             file.seek(at.offset)
             record = file.read(HEADER_BYTES + at.length)
     except FileNotFoundError:
-        raise LedgerError(f"{name} is gone: {segment_path(folder, at.segment).name} does not exist") from None
+        raise PayloadLost(f"{name} is gone: {segment_path(folder, at.segment).name} does not exist") from None
+    except OSError as error:
+        if error.errno != errno.EIO:  # anything else is no word on the payload itself
+            raise
+        raise PayloadLost(f"{name} cannot be read: {error}") from error
     if len(record) != HEADER_BYTES + at.length:
-        raise LedgerError(f"{name} is cut short: {len(record)} of {HEADER_BYTES + at.length} bytes are there")
+        raise PayloadLost(f"{name} is cut short: {len(record)} of {HEADER_BYTES + at.length} bytes are there")
     payload = record[HEADER_BYTES:]
     *header, count = _HEADER.unpack(record[:HEADER_BYTES])
     if tuple(header) != (MAGIC, at.length, at.crc, group_id, place):
-        raise LedgerError(f"{name} is damaged: its header is not the one that was recorded")
+        raise PayloadLost(f"{name} is damaged: its header is not the one that was recorded")
     if _checksum(group_id, place, count, payload) != at.crc:
-        raise LedgerError(f"{name} is damaged: its checksum does not match")
+        raise PayloadLost(f"{name} is damaged: its checksum does not match")
     return payload
 
 
