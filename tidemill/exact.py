@@ -20,7 +20,7 @@ from tidemill.checkpoints import Checkpoints
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import LedgerError, PayloadLost
 from tidemill.protocols import Roller, Trainer
-from tidemill.resume import Standing
+from tidemill.resume import Standing, expect_known
 from tidemill.types import Group, Metrics, Task, Version
 
 
@@ -34,6 +34,7 @@ async def take_up_exactly(
         step = next_id = incarnation = 0
     else:
         folder, position = latest
+        expect_known(folder, position.step, begun)
         await trainer.load(str(folder / "trainer"))
         # a power cut may have taken the last admissions: they are repeated, and sampled from the version to come, as then
         step, next_id = position.step, min(position.next_id, ledger.next_group_id())

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from tidemill.checkpoints import Checkpoints
 from tidemill.errors import ConfigError
 from tidemill.gradient import Algorithm, train_on
+from tidemill.ledger.integrity import lost_log
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.protocols import Trainer
 from tidemill.types import Group, Task, Version
@@ -51,10 +53,7 @@ async def take_up(
     first = 0
     if latest is not None:
         folder, position = latest
-        if position.step > begun:
-            raise ConfigError(
-                f"{folder} is of step {position.step}, but the ledger knows {begun} steps: it is of another run"
-            )
+        expect_known(folder, position.step, begun)
         await trainer.load(str(folder / "trainer"))
         first = position.step
     begun = _undo_unreadable(ledger, first, begun, note)
@@ -67,6 +66,16 @@ async def take_up(
             await _train_again(step, incarnation, ledger, trainer, algorithm)
     known = {(v.incarnation, v.step): v for v in ledger.versions()}
     return Standing(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
+
+
+def expect_known(folder: Path, step: int, begun: int) -> None:
+    """Raises ConfigError where a checkpoint is of more steps than the ledger knows of."""
+    if step > begun:
+        why = lost_log(begun, f"{folder} is a checkpoint of step {step}")
+        raise ConfigError(
+            f"{why}, or this is the checkpoint of another run; put the newer ledger.sqlite and ledger.sqlite-wal back, or "
+            "give another run_dir"
+        )
 
 
 async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:

@@ -91,6 +91,8 @@ async def _in_folder(
                 f"{folder.path} is complete: {report['steps']} steps were done; give another run_dir, or more steps"
             )
             return Ended(report["steps"], True, report)
+        for doubt in ledger.doubts:
+            display.note(f"warning: {doubt}")
         begun = (ledger.last_step() or 0) + 1
         if begun > config.steps:
             raise ConfigError(f"steps = {config.steps}: {folder.path} has begun step {begun} already; give more steps")

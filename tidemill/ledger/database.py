@@ -7,7 +7,7 @@ import sqlite3
 import time
 from pathlib import Path
 
-from tidemill.ledger.records import LedgerError, RunFolderError, explained
+from tidemill.ledger.records import MEND, LedgerError, RunFolderError, explained
 from tidemill.ledger.schema import SCHEMA, SCHEMAS, VERSION
 
 BUSY_S = 10.0  # how long a write waits for somebody's sqlite3 session
@@ -44,10 +44,17 @@ def connect(folder: Path, mode: str) -> sqlite3.Connection:
 
 
 def expect_file(folder: Path, mode: str) -> None:
-    """Raises RunFolderError where a ledger is to be, and there is none."""
+    """Raises RunFolderError where a ledger is to be, and there is none; or where there is none, and one was lost."""
     exists = (folder / "ledger.sqlite").exists()
     if mode != "create" and not exists:
         raise RunFolderError(f"{str(folder)!r} is not a run folder: there is no ledger.sqlite in it")
+    left = [name for name in ("trajectories", "checkpoints") if (folder / name).is_dir() and any((folder / name).iterdir())]
+    if mode == "create" and left and not has_ledger(folder):
+        raise RunFolderError(
+            f"{str(folder)!r}: ledger.sqlite is {'empty' if exists else 'not there'}, but {' and '.join(left)} hold a run: "
+            "it or its log ledger.sqlite-wal was lost (the folder was copied without it, or it was removed); put both back "
+            "as they were, or give another run_dir"
+        )
 
 
 def create_tables(db: sqlite3.Connection, folder: Path) -> None:
@@ -64,6 +71,8 @@ def expect_schema(db: sqlite3.Connection, folder: Path) -> None:
     if not _tables(db):
         raise RunFolderError(f"{str(folder)!r} holds an empty ledger: a start was interrupted; start it again")
     schema = dict(map(tuple, db.execute("SELECT key, value FROM meta"))).get("schema")
+    if schema is None:
+        raise LedgerError(f"the ledger in {str(folder)!r} is damaged: it does not say what its schema is; {MEND}")
     if schema not in SCHEMAS:
         raise RunFolderError(
             f"{str(folder)!r} has a ledger of schema {schema}; this version reads {', '.join(SCHEMAS)}: use its own"
@@ -71,7 +80,7 @@ def expect_schema(db: sqlite3.Connection, folder: Path) -> None:
     with contextlib.closing(sqlite3.connect(":memory:", timeout=BUSY_S)) as fresh:
         fresh.executescript(SCHEMAS[schema])
         if _definitions(fresh) != _definitions(db):
-            raise LedgerError(f"the ledger in {str(folder)!r} is damaged: its tables are not those that were made")
+            raise LedgerError(f"the ledger in {str(folder)!r} is damaged: its tables are not those that were made; {MEND}")
 
 
 def _tables(db: sqlite3.Connection) -> int:
@@ -79,4 +88,5 @@ def _tables(db: sqlite3.Connection) -> int:
 
 
 def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
-    return sorted(map(tuple, db.execute("SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master")))
+    made = "name NOT GLOB 'lost_and_found*'"  # by `sqlite3 .recover`, for what it could not place
+    return sorted(map(tuple, db.execute(f"SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master WHERE {made}")))

@@ -27,13 +27,14 @@ from typing import Any, Literal
 from tidemill import codec, faults
 from tidemill.durable import flush
 from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema
+from tidemill.ledger.integrity import check_pages, log_doubt, sums_doubt
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.reads import LedgerReads
 from tidemill.ledger.records import LedgerError, PayloadLost, Retained, Undone, explained
-from tidemill.ledger.repairs import point_again, undo
+from tidemill.ledger.repairs import point_again, recorded_since, undo
 from tidemill.ledger.retention import retain
 from tidemill.ledger.rows import as_json, figures_json
-from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers, whole_groups
+from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers
 from tidemill.ledger.waiting import Waiting
 from tidemill.types import Group, Metrics, Task, Trajectory, Version
 
@@ -61,6 +62,7 @@ class SqliteLedger(LedgerReads):
         self._waiting = Waiting()
         self._newest = -1  # the greatest id that may be in the ledger
         self._in_flight: set[int] = set()  # ids that may finish
+        self.doubts: list[str] = []  # what does not look like the whole record of this folder, a sentence each
         self._sync = sync = durability == "power"
         with explained(folder):
             if mode == "create":
@@ -75,6 +77,8 @@ class SqliteLedger(LedgerReads):
                     if sync:
                         flush(folder)
                 else:
+                    if mode == "open":
+                        check_pages(self._db, folder)
                     expect_schema(self._db, folder)
                 if mode != "read":
                     first = max([*segment_numbers(self._trajectories), self._last_segment()]) + 1
@@ -84,6 +88,8 @@ class SqliteLedger(LedgerReads):
                     self._in_flight = {group.id for group in self.pending() if not group.finished}
                     self._find_finished()
                     self._renounce_lost()
+                    counts = self.counts()
+                    self._doubt(sums_doubt(counts.lost, counts.trained_twice))
             except BaseException:
                 self.close()
                 raise
@@ -344,16 +350,15 @@ class SqliteLedger(LedgerReads):
         for row in self._rows("SELECT max(offset + length) FROM trajectories WHERE segment = ?", last):
             end = (row[0] or -HEADER_BYTES) + HEADER_BYTES
         found: dict[int, tuple[Group, list[Location], float]] = {}
-        for number in segment_numbers(self._trajectories):
-            if number < last:
-                continue
-            for group_id, payloads, places in whole_groups(self._trajectories, number, end if number == last else 0):
-                if group_id in self._in_flight:
-                    with contextlib.suppress(ValueError):  # it is sampled again
-                        trajectories = [codec.decode(payload, Trajectory) for payload in payloads]
-                        for each in trajectories:
-                            each.check()
-                        found[group_id] = Group(group_id, self.task_of(group_id), trajectories), places, time.time()
+        strangers = list[Trajectory]()  # of groups that the ledger does not know: a power cut may take their admission
+        wanted = lambda group_id: group_id in self._in_flight or group_id > self._newest  # noqa: E731
+        for group_id, attempts, places in recorded_since(self._trajectories, last, end, wanted):
+            if group_id in self._in_flight:
+                found[group_id] = Group(group_id, self.task_of(group_id), attempts), places, time.time()
+            else:
+                strangers += attempts
+        known = self._one("SELECT coalesce(max(step) + 1, 0) FROM steps")[0]
+        self._doubt(log_doubt(known, [*strangers, *(t for group, _, _ in found.values() for t in group.trajectories)]))
         if found:
             self._in_flight -= found.keys()
             self._waiting.finished |= found
@@ -366,6 +371,11 @@ class SqliteLedger(LedgerReads):
                 self.load(row["id"])
             except PayloadLost as error:
                 self.renounce(row["id"], str(error))
+
+    def _doubt(self, what: str) -> None:
+        if what:
+            self.doubts.append(what)
+            self.event("ledger_doubted", {"reason": what})
 
     def _last_segment(self) -> int:
         return self._one("SELECT coalesce(max(segment), 0) FROM trajectories")[0]

@@ -154,6 +154,13 @@ class Retained:
     kept_bytes: int = 0
 
 
+MEND = (
+    "put back a copy of it from before the damage, repair it with `sqlite3 ledger.sqlite .recover`, or give another "
+    "run_dir; keep a copy of the folder as it is"
+)
+"""What a user can do about a damaged `ledger.sqlite`."""
+
+
 @contextmanager
 def explained(folder: Path) -> Iterator[None]:
     """Turn an error of the disk or of SQLite into a LedgerError that says what to do."""
@@ -174,7 +181,7 @@ def _advice(error: sqlite3.Error | OSError | UnicodeDecodeError) -> str:
     if name.startswith("SQLITE_READONLY") or number in (errno.EACCES, errno.EPERM, errno.EROFS):
         return f"no permission to write ({error}); {kept}: check the owner and the mount of the folder"
     if name.startswith("SQLITE_CORRUPT") or name == "SQLITE_NOTADB" or isinstance(error, UnicodeDecodeError):
-        return f"the file is damaged ({error}); keep a copy of the folder and try `sqlite3 ledger.sqlite .recover`"
+        return f"the file is damaged: ledger.sqlite is no whole database ({error}); {MEND}"
     if name.startswith("SQLITE_IOERR") or number == errno.EIO:
         return f"the disk failed ({error}); {kept}: check the disk, then start the same command again"
     return f"{type(error).__name__}: {error}; {kept}"

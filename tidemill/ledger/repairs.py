@@ -8,16 +8,19 @@ group changes from trained to dropped, and only because its step was undone, whi
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from pathlib import Path
 
+from tidemill import codec
 from tidemill.ledger.records import LedgerError, Undone
 from tidemill.ledger.rows import trajectory_rows
 from tidemill.ledger.schema import upgrade
-from tidemill.ledger.segments import Location
-from tidemill.types import Group
+from tidemill.ledger.segments import Location, segment_numbers, whole_groups
+from tidemill.types import Group, Trajectory
 
 UNREADABLE, UNDONE = "unreadable", "undone"  # reasons
 _PAYLOAD = ("segment", "offset", "length", "crc", "gone_at")  # columns that say where it lies
@@ -68,3 +71,19 @@ def point_again(db: sqlite3.Connection, group: Group, places: Sequence[Location]
     values = [(*(row[names.index(name)] for name in _PAYLOAD), group.id, row[names.index("place")]) for row in now]
     db.executemany(f"UPDATE trajectories SET {sets} WHERE group_id = ? AND place = ?", values)
     return True
+
+
+def recorded_since(
+    folder: Path, last: int, end: int, wanted: Callable[[int], bool]
+) -> Iterator[tuple[int, list[Trajectory], list[Location]]]:
+    """The wanted groups that lie whole in segments, from byte `end` of segment `last` on, with their places."""
+    for number in segment_numbers(folder):
+        if number < last:
+            continue
+        for group_id, payloads, places in whole_groups(folder, number, end if number == last else 0):
+            if wanted(group_id):
+                with contextlib.suppress(ValueError):  # it is sampled again
+                    attempts = [codec.decode(payload, Trajectory) for payload in payloads]
+                    for each in attempts:
+                        each.check()
+                    yield group_id, attempts, places

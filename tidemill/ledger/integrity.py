@@ -1,0 +1,69 @@
+"""Whether `ledger.sqlite` is whole, and whether it is the newest there was: what a writer looks at before it goes on.
+
+    pages, indexes, references -> LedgerError;  a record older than the folder around it -> its log was lost -> a doubt
+
+SQLite keeps no checksum of a page, so a changed digit in a figure is not seen; what it would contradict is. The log
+(`ledger.sqlite-wal`) holds the latest transactions until they are copied into the file. A folder that is copied without
+it, or from which somebody removed it, has a ledger of some time before: whole, and not told apart by SQLite.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+from tidemill.ledger.records import MEND, LedgerError
+from tidemill.types import Trajectory
+
+CHECK_S = 30.0  # for the whole file: some GB; what a longer check would find is not looked for
+_INSTRUCTIONS = 100_000  # of SQLite's, between two looks at the clock
+
+
+def check_pages(db: sqlite3.Connection, folder: Path) -> None:
+    """Raises LedgerError when pages, indexes, constraints or references are damaged."""
+    deadline = time.monotonic() + CHECK_S
+    db.set_progress_handler(lambda: time.monotonic() > deadline, _INSTRUCTIONS)
+    try:
+        found = [row[0] for row in db.execute("PRAGMA integrity_check(20)")]
+        problems = [] if found == ["ok"] else found
+        if not problems:
+            orphans = db.execute("PRAGMA foreign_key_check").fetchmany(20)
+            problems = [f"a row of {table} names a row of {parent} that is not there" for table, _, parent, _ in orphans]
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorname != "SQLITE_INTERRUPT":
+            raise
+        return
+    finally:
+        db.set_progress_handler(None, 0)
+    if problems:
+        first = problems[0].replace("*** in database main ***\n", "").partition("\n")[0]
+        more = f" and {len(problems) - 1} more" if len(problems) > 1 else ""
+        raise LedgerError(f"the ledger in {str(folder)!r}: ledger.sqlite is damaged ({first}{more}); {MEND}")
+
+
+def sums_doubt(lost: int, trained_twice: int) -> str:
+    """A doubt where the record does not add up, as after a repair; empty where it does."""
+    if not lost and not trained_twice:
+        return ""
+    return (
+        f"the ledger does not add up: {lost} groups lost, {trained_twice} trained twice; the run goes on, and what is said "
+        "of its past is not whole (docs/ledger.md defines these figures)"
+    )
+
+
+def log_doubt(known: int, trajectories: Iterable[Trajectory]) -> str:
+    """A doubt where what was sampled is by weights of more steps than the ledger knows of; empty where there is none."""
+    newest = max((source.step for each in trajectories for source in each.sources), default=0)
+    if newest <= known:
+        return ""
+    evidence = f"trajectories/ holds what the weights of step {newest} sampled"
+    return f"{lost_log(known, evidence)}; the run goes on from what is there, and what came later is done again"
+
+
+def lost_log(known: int, evidence: str) -> str:
+    return (
+        f"ledger.sqlite knows {known} steps, but {evidence}: it is of some time before, so its log ledger.sqlite-wal was "
+        "lost (the folder was copied without it, or it was removed)"
+    )
