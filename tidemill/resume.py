@@ -94,10 +94,11 @@ def _undo_unreadable(ledger: SqliteLedger, first: int, begun: int, note: Callabl
     undone = ledger.undo_steps(min(lost), {group_id for found in lost.values() for group_id in found})
     count, reason = undone.unreadable, next(iter(lost[min(lost)].values()))
     steps = ", ".join(str(step + 1) for step in lost)
+    several = undone.last > undone.first
+    which = f"steps {undone.first + 1} to {undone.last + 1} are" if several else f"step {undone.last + 1} is"
     note(
         f"{count} group{'s' if count > 1 else ''} of step{'s' if len(lost) > 1 else ''} {steps} cannot be read ({reason}): "
-        f"steps {undone.first + 1} to {undone.last + 1} are undone and sampled anew from step {undone.first}; dropped are "
-        f"{count} as unreadable and {undone.others} more of these steps as undone"
+        f"{which} undone and sampled anew; dropped as unreadable: {count}, with them as undone: {undone.others}"
     )
     return undone.first
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 import sqlite3
@@ -19,7 +20,7 @@ PAGE = 4096
 MEND = r"put back a copy of it from before the damage, .*\.recover`, or give another run_dir"
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module")  # nobody has it open: a test takes a copy
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that ended in good order, with rows in every table."""
     folder = tmp_path_factory.mktemp("whole") / "run"
@@ -37,7 +38,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def roots(folder: Path) -> dict[str, int]:
-    with sqlite3.connect(folder / "ledger.sqlite") as db:
+    with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
         return dict(db.execute("SELECT name, rootpage FROM sqlite_master WHERE rootpage > 1").fetchall())
 
 
@@ -117,7 +118,7 @@ def test_a_lost_log_is_told_and_the_run_goes_on_from_what_is_there(tmp_path: Pat
             ledger.admit(i, task(i))
             ledger.finish(group(i))
         ledger.begin_step(0, 0, [0])
-        ledger._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # as happens from time to time
+        ledger.retain(checkpoint=1)  # which is called with each checkpoint
         for i in range(5, 12):
             ledger.admit(i, task(i))
             ledger.finish(group(i))

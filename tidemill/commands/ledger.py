@@ -35,11 +35,12 @@ def ledger(run: Path, every: bool, as_json: bool) -> int:
 
 def _show(screen: Console, run: Path, counts: Counts, record: SqliteLedger, every: bool) -> None:
     evaluations, events = record.evaluations(), record.events()
+    undone = set(record.undone_steps())
     few, latest = (evaluations, events) if every else (_few(evaluations), events[-LATEST:])
     rows: list[tuple[str | Text, str | Text]] = [
         ("groups", _sum(counts)),
         ("", _verdict(counts)),
-        ("steps", _steps(record.steps(live=False))),
+        ("steps", _steps([s for s in record.steps(live=False) if (s.step, s.incarnation) not in undone])),
         ("versions", _versions(record.versions())),
     ]
     if evaluations:

@@ -35,6 +35,7 @@ def retain(
     current: the segment now written to, which stays.
     """
     with explained(folder):
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # what a resume needs is in the file itself: a log may be lost
         sizes = {n: segment_path(folder, n).stat().st_size for n in segment_numbers(folder)}
         indexed = {row[0] for row in db.execute("SELECT DISTINCT segment FROM trajectories WHERE gone_at IS NULL")}
         needed = {row[0] for row in db.execute(_NEEDED, (bound,))}
