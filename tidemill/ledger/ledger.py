@@ -206,13 +206,11 @@ class SqliteLedger(LedgerReads):
         False, and nothing is changed, where it did not become what the rows say that it was.
         """
         payloads = [codec.encode(t) for t in group.trajectories]
-        with self._lock:  # bounded: by SQLite's time-out
-            self._record_waiting()
-            assert self._segments is not None
-            with explained(self.folder):
-                places = self._segments.append(group.id, payloads)
-            with self._write() as db:
-                return point_again(db, group, places)
+        assert self._segments is not None
+        with self._write() as db:
+            places = self._segments.append(group.id, payloads)
+            self._segments.flush()  # before the rows that point there
+            return point_again(db, group, places)
 
     def renounce(self, group_id: int, reason: str) -> None:
         """Put a group that has finished and waits to be trained back in flight: it is sampled again."""
