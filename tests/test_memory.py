@@ -438,9 +438,9 @@ async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
         prompts = np.arange(48, dtype=np.int32).reshape(16, 3) % arch.vocab
         replies = (engine.generate(prompt, SamplingParams(max_tokens=8), "policy", str(prompt)) for prompt in prompts)
         await asyncio.gather(*replies)
-        others, pool = psutil.Process().children(), WorkerPool(workers=1)
+        pool = WorkerPool(workers=1)
         await pool.call("operator:eq", [1, 1])
-        (scorer,) = (p for p in psutil.Process().children() if p not in others and "tidemill.scoring.worker" in p.cmdline())
+        (scorer,) = map(psutil.Process, pool._all)
         taken = {psutil.Process((await engine.telemetry()).pid): model, scorer: 0}
         own = [process.memory_full_info().uss - held for process, held in taken.items()]
         await pool.close()

@@ -35,6 +35,7 @@ from tidemill.health import STATUS
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.orchestration.local import MODULE
+from tidemill.processes.guard import KEEPER
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
 
@@ -354,6 +355,8 @@ class Drill:
 def unnamed(process: psutil.Process, controller: int) -> str:
     """What a process of the run is called that status.json does not name. "": it is no part of the run."""
     words = process.cmdline()
+    if process.name() == KEEPER.decode():
+        return ""
     if role := next((WORKERS[word] for word in words if word in WORKERS), ""):
         return f"{role}-{process.pid}"
     if MODULE not in words:

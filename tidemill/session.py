@@ -40,6 +40,7 @@ from tidemill.orchestration.logs import warnings_to
 from tidemill.orchestration.placement import Placement
 from tidemill.parts import start_parts
 from tidemill.preparation import Preparation
+from tidemill.processes import keeper
 from tidemill.profiling import LAST, merge
 from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
@@ -129,6 +130,8 @@ async def _with_environment(
         lost, written = _lost_worker(config, ledger, display.note), None if make else config.env
         workers = config.placement.environment
         environment = in_workers(environment, workers, lost, display.note, written, folder.source)
+        if not keeper.KEEPERS:
+            display.note(keeper.UNKEPT)
         try:
             expect_model(config.model)
             import_tokenizers()  # here, while the fork server imports what it needs

@@ -90,8 +90,9 @@ async def test_what_is_long_keeps_nobody_waiting_and_no_memory(reader: Reader) -
     for _ in range(3):
         await reader.chat(short)
         assert not late.done(), "the short one was answered while the long one looped"
-    assert reader._long._child is not None
-    os.kill(reader._long._child.pid, signal.SIGKILL)  # sooner than at its limit
+    while (child := reader._long._child) is None:
+        await asyncio.sleep(0)
+    os.kill(child.pid, signal.SIGKILL)  # sooner than at its limit
     assert (await late).status == 503
     assert len(await reader.chat(said(text))) > len(text), "not provably too long: it has to be tokenized to know"
     assert sum(resident()) < held + 100, "a second process, and nothing of what it did"

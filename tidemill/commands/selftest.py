@@ -19,6 +19,7 @@ from tidemill.commands.finding import Finding
 from tidemill.engine.settings import EngineSettings
 from tidemill.kernels.library import why_not, why_not_gpu
 from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.processes import keeper
 from tidemill.protocols import Engine, Trainer
 from tidemill.scoring.pool import WorkerPool
 from tidemill.sync.settings import SyncSettings
@@ -113,7 +114,12 @@ async def score_once() -> Finding:
         await pool.close()
     if outcome != Score(1.0):
         return Finding("scoring", "fail", f"a worker said {outcome}", "run the reward in this process: scoring.workers=0")
-    return Finding("scoring", "ok", f"a worker process was started, judged and ended in {time.monotonic() - begin:.1f} s")
+    found = f"a worker process was started, judged and ended in {time.monotonic() - begin:.1f} s"
+    if not keeper.KEEPERS:
+        return Finding(
+            "scoring", "warn", f"{found}; {keeper.UNKEPT}", "run on Linux, or in a container that ends with the run"
+        )
+    return Finding("scoring", "ok", found)
 
 
 async def _attempt(name: str, check: Callable[[], Awaitable[Finding]]) -> Finding:

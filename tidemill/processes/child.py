@@ -17,7 +17,7 @@ from typing import Self
 
 import psutil
 
-from tidemill.processes import guard
+from tidemill.processes import guard, keeper
 from tidemill.processes.frames import HEADER_BYTES, framed, size_of
 
 STARTUP_LIMIT_S = 120.0  # to start Python and to import what the user's code imports
@@ -47,25 +47,38 @@ class Child:
 
     def __init__(self, process: asyncio.subprocess.Process, title: str, mark: str) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self.pid, self.title, self._mark = process.pid, title, mark
+        self.pid, self.title, self._mark = process.pid, title, mark  # pid: the worker's, once it has said it
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self._output, self._printed = bytearray(), 0
         self._draining = asyncio.ensure_future(self._drain(process.stderr))
 
     @classmethod
     async def start(cls, module: str, title: str, memory_mb: int) -> Self:
-        """Run `python -m MODULE MEMORY_MB PARENT`. title: what messages call it."""
+        """Run MODULE as a worker below its keepers. title: what messages call it."""
         # A fixed hash seed: what a user's code makes of a set must not differ from run to run.
         mark = f"{MARK}{next(_numbers)}."
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", module, str(memory_mb), str(os.getpid())),
+            *(sys.executable, "-m", keeper.__name__, module, str(memory_mb), str(os.getpid())),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             start_new_session=True,  # a process group of its own, and no Ctrl-C from the terminal
             env={**os.environ, "PYTHONHASHSEED": "0", MARK_NAME: mark.partition("=")[2]},
         )
-        return cls(process, title, mark)
+        child = cls(process, title, mark)
+        try:
+            await child._introduced()
+        except BaseException:
+            child.kill()
+            await child.reap()
+            raise
+        return child
+
+    async def _introduced(self) -> None:
+        """Learn the worker's process id. One that ended before it said that is found to have ended by who asks it."""
+        with suppress(asyncio.IncompleteReadError, TimeoutError):
+            async with asyncio.timeout(STARTUP_LIMIT_S):
+                (self.pid,) = keeper.PID.unpack(await self._stdout.readexactly(keeper.PID.size))
 
     def post(self, body: bytes) -> None:
         """Send one frame without waiting for the worker to read it. To a worker that is gone it goes nowhere."""
@@ -84,26 +97,37 @@ class Child:
         return await self._stdout.readexactly(size_of(header, most))
 
     def kill(self) -> None:
-        """Kill the worker, its process group, and children that left the group."""
+        """Kill the worker and its process group. What else it started its keepers kill, and the system's parent of orphans
+        elsewhere than on Linux."""
         if self._process.returncode is None:
-            try:
-                children = psutil.Process(self.pid).children(recursive=True)
-            except psutil.NoSuchProcess:
-                children = []
-            for child in children:
-                _signal(os.kill, child.pid)
-        _signal(os.killpg, self.pid)
+            if not keeper.KEEPERS:
+                self._kill_children()
+            _signal(os.kill, self.pid)
+            _signal(os.killpg, self.pid)
+        elif not keeper.KEEPERS:
+            _signal(os.killpg, self.pid)
 
     async def reap(self) -> None:
-        """Wait until the killed process is gone and its pipes are closed, and kill what it left in no group of its own."""
+        """Wait until the killed process and all that it started are gone, and its pipes are closed."""
         self._stdin.close()
-        await self._exited()
-        guard.sweep(self._mark.encode())
+        if await self._exited() is None:  # its keepers were stopped
+            self._process.kill()
+            await self._exited()
+        deadline = time.monotonic() + REAP_LIMIT_S
+        while guard.strike(self._mark.encode(), keepers=time.monotonic() > deadline - REAP_LIMIT_S / 2):
+            if time.monotonic() > deadline:
+                break
+            await asyncio.sleep(0.01)
         self._draining.cancel()
         await asyncio.wait([self._draining], timeout=REAP_LIMIT_S)
         # asyncio closes the pipes when it has read them to their end, which may be after the last turn of its loop.
         self._process._transport.close()  # pyright: ignore[reportAttributeAccessIssue]
         await closed(self._stdin)
+
+    def _kill_children(self) -> None:
+        with suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(self.pid).children(recursive=True):
+                _signal(os.kill, child.pid)
 
     async def epitaph(self) -> str:
         """How it ended, and the last of what it said."""

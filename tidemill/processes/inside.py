@@ -1,7 +1,8 @@
 """The same process from within: what a program that runs a user's code does before it does so.
 
 The code is not trusted to behave. Its prints go to stderr so that they cannot corrupt a frame, its stdin is empty, and
-processes that it forks lose the frames. The process dies with its parent, by the kernel's word (Linux) or by end of file.
+processes that it forks lose the frames. The process dies with who started it: its keepers see to that (Linux, see `keeper`),
+or the end of file does.
 """
 
 from __future__ import annotations
@@ -19,11 +20,13 @@ from tidemill import faults
 from tidemill.processes.frames import HEADER_BYTES, framed, size_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+kept = False  # set by `keeper`: this process ends when its keepers do, and they when who started it does
 
 
 def settle(memory_mb: int, parent: int) -> tuple[int, int]:
     """Limits, the tie to the parent, and the file descriptors of the frames: (in, out)."""
-    die_with(parent)
+    if not kept:
+        die_with(parent)
     _stand_apart()
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
