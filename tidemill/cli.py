@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import shutil
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -246,13 +247,17 @@ def serve(
 def _tell(error: BaseException) -> None:
     """What happened, as the last line; what is known beside it (the end of a log, a traceback from elsewhere) before it."""
     from tidemill.errors import ConfigError
+    from tidemill.observability.text import paragraphs, visible
     from tidemill.protocols import TrainingDiverged
 
     first, *rest = str(error).splitlines() or [type(error).__name__]
     plain = isinstance(error, (ConfigError, TrainingDiverged))  # they say all there is, wherever they come from
-    for line in rest if plain else [*rest, *getattr(error, "__notes__", ())]:
-        print(line, file=sys.stderr)
-    print(f"error: {first}", file=sys.stderr)
+    for text in rest if plain else [*rest, *getattr(error, "__notes__", ())]:
+        for line in text.splitlines():
+            print(visible(line.expandtabs()), file=sys.stderr)
+    said = f"error: {first}"
+    wrapped = paragraphs(said, shutil.get_terminal_size().columns, "") if sys.stderr.isatty() else [visible(said)]
+    print("\n".join(wrapped), file=sys.stderr)
 
 
 def _known() -> tuple[type[BaseException], ...]:

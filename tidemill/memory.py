@@ -8,7 +8,7 @@ other. The rest of that, and buffers of matrix products, come on top.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -32,6 +32,7 @@ from tidemill.trainer.lanes import lanes_for
 from tidemill.trainer.settings import TrainerSettings
 
 MIB, GIB = 2**20, 2**30
+ONE_MACHINE = "This machine is the end: a run on several does not exist yet"
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
 ATTEMPT = 5 << 10  # bytes of one that is under way, in the controller: its coroutines, calls and record, without its tokens
 PYTHON = 16 << 20  # bytes of Python and torch that a process shares with no other: its own heap, and what it wrote to
@@ -121,7 +122,7 @@ def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> N
     A cache that is sized by what is free is left out: it makes do with what there is.
     """
     if why := refusal(processes(config, Models.of(config, policy), longest)):
-        raise ConfigError(why)
+        raise ConfigError(str(why))
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,30 +146,43 @@ def demands(found: Sequence[Process]) -> dict[str, Demand]:
     }
 
 
-def refusal(found: Sequence[Process]) -> str:
-    """What `check_memory` says of these processes; empty where they fit."""
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """Why a run cannot fit: what is too large, and the settings that would help, the one that saves most first."""
+
+    too_large: str
+    helps: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        first = f". What takes the most first: {'; '.join(self.helps)}. {ONE_MACHINE}" if self.helps else ""
+        return f"{self.too_large}{first}"
+
+
+def refusal(found: Sequence[Process]) -> Refusal | None:
+    """Of these processes; None where they fit."""
     for device, demand in demands(found).items():
         if demand.free is None:
             names = " and ".join(p.name for p in found if p.device == device)
-            return (
+            return Refusal(
                 f"{names} on {device!r}: no such device is visible here; set trainer.device and engine.device to 'auto', "
                 "which takes what there is, or to 'cpu'"
             )
         if demand.needed <= demand.free:
             continue
-        there = [p for p in found if p.device == device]
-        parts = [(p, h) for p in there for h in p.held if not h.lazy]
-        each = [f"{p.name}{f' ({p.count} of them)' if p.count > 1 else ''}: {_listed(p.held)}" for p in there]
-        levers = [h.lever for _, h in sorted(parts, key=lambda part: -part[0].count * part[1].bytes) if h.lever]
-        return (
-            f"this recipe needs {in_words(demand.needed)} of memory on {device}, and {in_words(demand.free)} is free. "
-            f"{'. '.join(each)}. What takes the most first: {'; '.join([*dict.fromkeys(levers)][:3])}"
+        parts = [(p, h) for p in found if p.device == device for h in p.held if not h.lazy]
+        parts.sort(key=lambda part: -part[0].count * part[1].bytes)
+        process, most = parts[0]
+        levers = [h.lever for _, h in parts if h.lever]
+        return Refusal(
+            f"this recipe needs {in_words(demand.needed)} of memory on {device}, and {in_words(demand.free)} is free; the "
+            f"most is {in_words(process.count * most.bytes)} of {_owner(process)}: {most.what}",
+            tuple([*dict.fromkeys(levers)][:3]),
         )
-    return ""
+    return None
 
 
-def _listed(held: Iterable[Held]) -> str:
-    return ", ".join(h.said for h in held if not h.lazy)
+def _owner(process: Process) -> str:
+    return f"the {process.name}" if process.count == 1 else f"{process.count:,} {process.name}s"
 
 
 def attempts_memory(config: RunConfig) -> Held:

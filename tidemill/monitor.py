@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tidemill.breaker import Change
+from tidemill.diagnosis.cuts import Limit, limit_of, limits
 from tidemill.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
 from tidemill.diagnosis.symptoms import Symptoms
 from tidemill.evaluation import parts_of
@@ -78,6 +79,8 @@ def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
             metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
             by_env.setdefault(env, []).append(t)
             metrics.mean("truncated", t.finish in TRUNCATED)
+            if (limit := limit_of(t)) is not None:
+                metrics.add(f"truncated/{limit[0]}", 1)
     for env, attempts in by_env.items():
         for part, values in parts_of(attempts).items():
             if env or part != "mean":  # that is the whole's
@@ -97,6 +100,7 @@ class Totals:
     probe_off: int = 0  # probes that met another version: not counted as matched
     versions: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)  # scored, unscorable, infra_errors
+    cut: Counter[Limit] = field(default_factory=Counter)  # attempts, by the limit that ended their last reply
     reasons: Counter[str] = field(default_factory=Counter)  # why there is no score; the first MOST_REASONS kinds of it
     pauses: int = 0  # of admission, by the breaker
     paused_s: float = 0.0
@@ -155,6 +159,7 @@ class Monitor:
 
     def _judged(self, group: Group) -> None:
         """Count the outcomes; the first one without a score is shown, of each kind."""
+        self.totals.cut.update(limits(t for t in group.trajectories if t.sample != GREEDY))
         for outcome in (t.outcome for t in group.trajectories):
             kind = "infra_errors" if isinstance(outcome, InfraError) else "scored"
             kind = "unscorable" if isinstance(outcome, Unscorable) else kind

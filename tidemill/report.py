@@ -20,6 +20,7 @@ from tidemill.recipe import RunConfig
 from tidemill.unearned import unearned
 from tidemill.warm_start import WarmStart
 
+MOST_CUTS = 10  # limits that cut replies off
 CLEARLY = 2.0  # standard errors, from which on a fall of held-out accuracy is no chance
 
 
@@ -45,7 +46,7 @@ def make_report(
         "held_out_before": evaluations[0].n if evaluations else None,
         "held_out_given": _given(evaluations),
         "unlearned": unlearned(evaluations),
-        "unearned": unearned(ledger, config),
+        "unearned": unearned(ledger, config, totals.cut),
         "steps": 0 if last is None else last + 1,
         "steps_before": before,
         "wall_s": round(wall_s, 2),
@@ -59,6 +60,9 @@ def make_report(
         "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
         "groups": counts.figures(),
         "judging": judging(totals),
+        "cut_off": [
+            {"by": kind, "tokens": tokens, "attempts": n} for (kind, tokens), n in totals.cut.most_common(MOST_CUTS)
+        ],
         "mismatch_lag0": {
             "mean": matched["logprob_gap"],
             "p99": matched["logprob_gap_p99"],
@@ -136,6 +140,11 @@ def judging(totals: Totals) -> dict[str, Any]:
     counts = {kind: totals.outcomes[kind] for kind in ("scored", "unscorable", "infra_errors")}
     reasons = dict(totals.reasons.most_common(5))
     return {**counts, "reasons": reasons, "pauses": totals.pauses, "paused_s": round(totals.paused_s, 1)}
+
+
+def cut_off(totals: Totals) -> list[dict[str, Any]]:
+    """How many attempts of this process which limit cut off, the commonest first."""
+    return [{"by": kind, "tokens": n, "attempts": count} for (kind, n), count in totals.cut.most_common(MOST_CUTS)]
 
 
 def time_shares(spent: Account, trace: Trace, begin: float, end: float) -> dict[str, float]:

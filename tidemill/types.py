@@ -32,6 +32,7 @@ class Finish(StrEnum):
 
 
 TRUNCATED = frozenset({Finish.LENGTH, Finish.CONTEXT})
+CUT_AT, OWN_LIMIT = "cut_at", "own_limit"  # in `Trajectory.info`: tokens that the last reply, cut off, might have, and whose
 GREEDY = -1  # the sample number of an attempt without noise, which others are compared with
 
 
@@ -202,6 +203,15 @@ class Task:
     env: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class Said:
+    """One message of a conversation, as people read it."""
+
+    role: str
+    text: str
+    policy: bool = False  # the policy wrote it; else the environment sent it
+
+
 @dataclass(slots=True)
 class Trajectory:
     """One seat's episode, in tokens."""
@@ -222,6 +232,7 @@ class Trajectory:
     parent: tuple[int, int] | None = None  # (trajectory, position) this one was forked from
     info: dict[str, float] = field(default_factory=dict)  # timings and counts: queued_s, reward_s, cached_tokens, ...
     given: Array | None = None  # [T] bool    nobody sampled this token, and it is to be learnt; None: there is none such
+    said: tuple[Said, ...] = ()  # the conversation, message by message: derived, for people
 
     @property
     def learnt(self) -> Array:

@@ -7,9 +7,11 @@ Such a run came to its end, and its result is a model that learnt nothing. It sa
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
+from tidemill.diagnosis.cuts import REMEDIES, Limit, by
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Earned
 from tidemill.recipe import RunConfig
@@ -24,8 +26,11 @@ class Unearned:
     text: str
 
 
-def unearned(ledger: SqliteLedger, config: RunConfig) -> dict[str, Any] | None:
-    """What `report.json` says under this name; None of a run that had something to learn from, or needs no rewards."""
+def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None = None) -> dict[str, Any] | None:
+    """What `report.json` says under this name; None of a run that had something to learn from, or needs no rewards.
+
+    cut: attempts of this process by the limit that ended their last reply.
+    """
     if config.given or any(each.distils for each in config.algorithms.values()):
         return None
     earned, norm = ledger.earned(), ledger.largest_gradient()
@@ -40,6 +45,7 @@ def unearned(ledger: SqliteLedger, config: RunConfig) -> dict[str, Any] | None:
         config,
         begun_with=evaluations[0].accuracy if evaluations else None,
         vouched=any(event.detail.get("verdicts", {}).get("gold") == "ok" for event in checks),
+        cut=cut,
     )
     return {"cause": found.cause, "text": f"{_what(earned, ledger.next_step())}: {found.text}"}
 
@@ -54,7 +60,9 @@ def _what(earned: Earned, steps: int) -> str:
     return f"there was nothing to learn {during}, for no step had a gradient"
 
 
-def cause_of(earned: Earned, config: RunConfig, begun_with: float | None, vouched: bool) -> Unearned:
+def cause_of(
+    earned: Earned, config: RunConfig, begun_with: float | None, vouched: bool, cut: Counter[Limit] | None = None
+) -> Unearned:
     """The likeliest cause, with what to do. begun_with: held-out accuracy before the first step. vouched: a right answer was
     seen to earn the full score."""
     asked = config.rollout
@@ -65,7 +73,7 @@ def cause_of(earned: Earned, config: RunConfig, begun_with: float | None, vouche
     if earned.solved == earned.scored:
         return Unearned("solved", "the model solves every task already; take harder ones")
     if earned.cut > MOST * earned.attempts:
-        return Unearned("cut", _cut(earned, config))
+        return Unearned("cut", _cut(earned, config, cut or Counter()))
     if not vouched:
         text = f"no right answer has been seen to earn this reward's full score; {TEST} is the first thing to try"
         return Unearned("reward", text)
@@ -95,10 +103,13 @@ _UNSOLVED = (
 )
 
 
-def _cut(earned: Earned, config: RunConfig) -> str:
+def _cut(earned: Earned, config: RunConfig, cut: Counter[Limit]) -> str:
     limit, said = config.rollout.max_tokens, f"{earned.cut / earned.attempts:.0%} of the replies were cut off"
     learns = "or begin with a model that ends its replies (a warm-up, or algorithm = 'sft')"
-    if earned.cut_context > earned.cut / 2:
+    if cut:
+        kind, by_limit = by(cut)
+        return f"{said}{by_limit}, before they ended; {REMEDIES[kind]}, {learns}"
+    if earned.cut_context > earned.cut / 2:  # what follows is of an earlier process, and goes by the record
         used = f", now {config.engine.context:,}" if config.engine.context else ""
         return f"{said} where the context was full; raise it (engine.context{used}), shorten prompts, {learns}"
     if earned.longest_cut is not None and earned.longest_cut < limit:

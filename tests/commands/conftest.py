@@ -39,6 +39,19 @@ async def broken(task, chat):
     return Score(1.0)
 '''
 
+
+CONVERSED = """
+
+HOSTILE = "be brief \\x1b[2J\\x1b]0;owned\\x07\\u202e"
+
+
+@environment(tasks=rows)
+async def conversed(task, chat):
+    await chat.reply([{"role": "system", "content": HOSTILE}, {"role": "user", "content": task.prompt}], max_tokens=3)
+    await chat.reply([{"role": "tool", "content": '{"result": 3}'}, {"role": "user", "content": "again"}], max_tokens=2)
+    return Score(0.75, parts={"format": 0.5, "length": 0.25})
+"""
+
 RECIPE = """
 model = "new:0.1m"
 steps = 3
@@ -71,7 +84,7 @@ def tidemill():
 
 
 def train(folder: Path, name: str, env: str) -> Path:
-    (folder / "env.py").write_text(ENVIRONMENT)
+    (folder / "env.py").write_text(ENVIRONMENT + CONVERSED)
     (folder / "recipe.toml").write_text(RECIPE)
     given = [f"run_dir={folder / name}", f"env={folder / 'env.py'}:{env}"]
     result = CliRunner().invoke(app, ["train", str(folder / "recipe.toml"), *given, "--json"], catch_exceptions=False)
@@ -89,6 +102,12 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def troubled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A finished run in which some attempts have no score."""
     return train(tmp_path_factory.mktemp("troubled"), "run", "broken")
+
+
+@pytest.fixture(scope="session")
+def conversed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A finished run whose environment sends system and tool messages, with limits of its own and a reward of parts."""
+    return train(tmp_path_factory.mktemp("conversed"), "run", "conversed")
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill import memory
+from tidemill import cli, memory
 from tidemill.engine import cache_size
 from tidemill.recipe import load_recipe
 
@@ -35,9 +35,11 @@ def test_what_fits_is_shown_as_explain_shows_it_and_nothing_is_written(tidemill,
     assert lines[0] == "a step" and "the run" in lines and "memory, an estimate" in lines
     unwrapped = " ".join(" ".join(lines).split())
     assert unwrapped in " ".join(explained.out.split())
-    for what in ("weights", "gradients", "two moments", "activations of at most", "KV cache", "of 1.0 GiB that are free"):
+    for what in ("activations of at most", "KV cache", "Python itself", "MiB more", "of 1.0 GiB that are free"):
         assert what in unwrapped
-    assert "16 groups × 8 = 128" in unwrapped and "each of 2" in unwrapped
+    table = next(i for i, line in enumerate(lines) if line.split() == ["process", "number", "each", "most", "of", "it"])
+    assert [line.split()[:2] for line in lines[table + 1 : table + 3]] == [["trainer", "1"], ["engine", "2"]]
+    assert "16 groups × 8 = 128" in unwrapped and all(line == line.rstrip() for line in lines)
     assert verdict.split()[:2] == ["fits", "yes:"] and "on cpu has to be free" in verdict
     assert "advantage" not in said.out  # formulas are what `explain` is for
 
@@ -64,15 +66,36 @@ def test_what_cannot_fit_is_refused_as_train_refuses_it(tidemill, recipe: Path, 
         tidemill("check", recipe, *TOO_LARGE, "placement=inline"),
         tidemill("train", recipe, *TOO_LARGE, folder, "placement=inline"),
     )
-    assert here.code == ended.code == 2 and here.out == ended.out
+    assert here.code == ended.code == 2 and ended.out.startswith(f"{here.out}. What takes the most first: ")
     refused = tidemill("check", recipe, *TOO_LARGE)
     elsewhere = tidemill("train", recipe, *TOO_LARGE, folder)  # looks in a process of its own, at what is free in truth
-    assert elsewhere.code == 2 and re.sub("and .{,12} is free", "and 1.0 GiB is free", elsewhere.out) == refused.out
-    assert "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in refused.out
+    assert elsewhere.code == 2
+    said = re.sub("and .{,12} is free", "and 1.0 GiB is free", elsewhere.out)
+    assert said.startswith(f"{refused.out}. ") and "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in said
     printed = []
     monkeypatch.setattr("tidemill.commands.check.print_json", printed.append)
     assert tidemill("check", recipe, *TOO_LARGE, "--json").code == 2
-    assert printed[0]["fits"] is False and printed[0]["memory"]["refused"] == refused.out
+    assert printed[0]["fits"] is False and printed[0]["memory"]["too_large"] == refused.out
+    assert printed[0]["memory"]["refused"] == said
+
+
+def test_what_cannot_fit_is_a_table_and_one_line(recipe: Path, monkeypatch, capsys):
+    """No wall: what is too large in one line, what would help above it, and that there is one machine."""
+    with_free(monkeypatch, 1 << 30)
+    monkeypatch.setattr("sys.argv", ["tidemill", "check", str(recipe), *TOO_LARGE])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    said = capsys.readouterr()
+    assert ended.value.code == 2 and said.err.count("\n") == 1 and len(said.err) < 200
+    assert re.fullmatch(
+        r"error: this recipe needs \S+ GiB of memory on cpu, and 1.0 GiB is free; the most is \S+ GiB of the trainer: "
+        r"activations of at most [\d,]+ tokens\n",
+        said.err,
+    )
+    rows = said.out[said.out.index("  fits ") :]
+    assert rows.split()[:2] == ["fits", "no"] and "a lower trainer.micro_batch_tokens" in rows
+    assert rows.rstrip().endswith("this machine is the end: a run on several does not exist yet")
+    assert said.out.count("\n") < 35 and max(map(len, said.out.splitlines())) <= 120
 
 
 def test_the_last_byte_decides(tidemill, recipe: Path, monkeypatch):

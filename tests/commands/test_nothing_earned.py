@@ -24,7 +24,7 @@ def test_it_is_done_and_says_last_that_nothing_was_earned_and_why(tidemill, trai
     last = "  UNEARNED" + " ".join(said.out.split()).partition(" UNEARNED")[2]  # it wraps
     assert said.code == 0 and "done     2 steps" in said.out
     assert last.startswith("  UNEARNED: nothing was earned in 2 steps, for all 12 attempts have the reward 0: "), last
-    assert "cut off at rollout.max_tokens = 4, before they ended; raise it" in last
+    assert "cut off by rollout.max_tokens = 4, before they ended; raise rollout.max_tokens" in last
     report = read_json(tmp_path / "run" / "report.json")
     assert report["unearned"]["cause"] == "cut" and last.endswith(report["unearned"]["text"])
     told = tidemill("why", tmp_path / "run")

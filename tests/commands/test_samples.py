@@ -9,15 +9,16 @@ import re
 import sqlite3
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tidemill.commands.samples import Segment, segments
+from tidemill.commands.segments import Segment, segments
 from tidemill.ledger import SqliteLedger
 from tidemill.observability.text import visible
-from tidemill.types import Finish, Group, InfraError, Task, Trajectory, Version
+from tidemill.types import Finish, Group, InfraError, Said, Task, Trajectory, Version
 
 
 def trajectory(mask: list[int], **changes) -> Trajectory:
@@ -93,7 +94,8 @@ def test_plain_text_names_provenance_version_and_logprob(tidemill, trained: Path
     out = tidemill("samples", trained, "--step", 3, "--best", 1, "--tokens").out
     assert "\x1b" not in out and all(line == line.rstrip() for line in out.splitlines())
     labels = [line.split()[0] for line in out.splitlines() if re.match(r"  \S", line)]
-    assert labels == ["prompt", "sampled", "environment", "sampled", "answer"]
+    assert labels[:5] == ["prompt", "sampled", "environment", "sampled", "answer"]
+    assert labels[5:] == (["cut"] if sample["cut_off"] else [])
     sampled = [t for t in sample["tokens"] if t["from"] == "sampled"]
     numbers, versions = re.findall(r"-?\d+\.\d\d\b", out.split("\n", 1)[1]), re.findall(r"\bv\d+\b", out.split("\n", 1)[1])
     assert numbers == [f"{t['logprob']:.2f}" for t in sampled]
@@ -132,14 +134,20 @@ def test_beside_a_live_run(tidemill, run: Path):
     with SqliteLedger(run, mode="open") as writer:
         for group_id in (6, 7):
             outcome = InfraError("the sandbox died\x1b[2J")
-            attempt = trajectory([0, 1], sources=(Version(2),), outcome=outcome, text="a\x1b]0;title\x07", temperature=0.5)
+            said = (Said("user", "hello"), Said("assistant", "a\x1b]0;title\x07", policy=True))
+            attempt = trajectory([0, 1], sources=(Version(2),), outcome=outcome, text="a", temperature=0.5, said=said)
             writer.admit(group_id, Task(f"t{group_id}", [{"role": "user", "content": "hello"}]))
             writer.finish(Group(group_id, Task(f"t{group_id}", "p"), [attempt]))
         writer.drop(6, "unscored")
         out = tidemill("samples", run).out
         blocks = out.split("\n\n")
     assert blocks[0].startswith("pending  infra_error: the sandbox died␛[2J") and blocks[1].startswith("dropped: unscored")
-    assert "user: hello" in blocks[0] and "a␛]0;title␇" in blocks[0] and "\x1b" not in out and "\x07" not in out
+    assert (
+        re.search("^  user +hello$", blocks[0], re.M)
+        and "a␛]0;title␇" in blocks[0]
+        and "\x1b" not in out
+        and "\x07" not in out
+    )
     assert "temperature 0.5" in tidemill("samples", run, "--tokens").out
 
 
@@ -151,12 +159,54 @@ def test_attempts_without_a_score_are_not_ranked_but_shown(tidemill, troubled: P
     assert any("RuntimeError" in (s["outcome_reason"] or "") for s in everything)
 
 
+def test_the_whole_conversation_with_what_it_earned_and_which_limit_cut_it(tidemill, conversed: Path):
+    """Every turn under its role, a tool's too; what the policy wrote from what was sent; hostile text is harmless."""
+    shown = json.loads(tidemill("samples", conversed, "--step", 1, "--best", 1, "--json").out)[0]
+    said = shown["conversation"]
+    assert [(each["role"], each["policy"]) for each in said] == [
+        *(("system", False), ("user", False), ("assistant", True)),
+        *(("tool", False), ("user", False), ("assistant", True)),
+    ]
+    assert said[0]["content"] == "be brief \x1b[2J\x1b]0;owned\x07\u202e" and said[-1]["content"] == shown["text"]
+    assert shown["reward"] == 0.75 and shown["reward_parts"] == {"format": 0.5, "length": 0.25}
+    out = tidemill("samples", conversed, "--step", 1, "--best", 1).out
+    rows = [line[2:].split("  ", 1) for line in out.splitlines() if re.match(r"  \S", line)]
+    assert [label for label, _ in rows[:6]] == ["system", "user", "policy", "tool", "user", "policy"]
+    assert rows[0][1].strip() == "be brief ␛[2J␛]0;owned␇�" and rows[3][1].strip() == '{"result": 3}'
+    assert not [c for c in out if not c.isprintable() and c != "\n"]
+    facts = {label: text[0].strip() for label, *text in rows[6:] if text}
+    assert facts["reward"] == "0.75: format 0.5, length 0.25"
+    assert facts["cut off"] == "by the environment's own max_tokens = 2 (of chat.reply)"
+    assert shown["cut_off"] == {"by": "own", "tokens": 2}
+    tokens = tidemill("samples", conversed, "--step", 1, "--best", 1, "--tokens").out
+    assert "by the environment's own max_tokens = 2" in tokens and "format 0.5" in tokens
+
+
+def test_an_older_payload_without_messages_is_decoded(tidemill, run: Path, tmp_path: Path, monkeypatch):
+    load = SqliteLedger.load_trajectory
+    monkeypatch.setattr(SqliteLedger, "load_trajectory", lambda *args: replace(load(*args), said=(), info={}))
+    shown = json.loads(tidemill("samples", run, "--worst", 1, "--json").out)[0]
+    assert [each["role"] for each in shown["conversation"]] == ["prompt", "sampled", "environment", "sampled"]
+    assert shown["conversation"][2]["content"].endswith("again\n")
+    out = tidemill("samples", run, "--worst", 1).out
+    assert [line.split()[0] for line in out.splitlines() if re.match(r"  [a-z]", line)][:3] == [
+        "prompt",
+        "sampled",
+        "environment",
+    ]
+    (run / "initial").unlink()  # no tokenizer: the index has the prompt and the last reply
+    out = tidemill("samples", run, "--worst", 1).out
+    assert re.search(r"^  prompt +(train|eval) ", out, re.M) and re.search(r"^  reply ", out, re.M)
+    assert json.loads(tidemill("samples", run, "--worst", 1, "--json").out)[0]["conversation"] is None
+
+
 def test_what_retention_removed_is_said(tidemill, run: Path):
     with sqlite3.connect(run / "ledger.sqlite") as db:
         db.execute("UPDATE trajectories SET gone_at = 1")
     db.close()
     assert "removed by retention" in tidemill("samples", run, "--worst", 1, "--tokens").out
-    assert "removed" not in tidemill("samples", run, "--worst", 1).out
+    assert "removed by retention" in tidemill("samples", run, "--worst", 1).out
+    assert json.loads(tidemill("samples", run, "--worst", 1, "--json").out)[0]["conversation"] is None
     assert json.loads(tidemill("samples", run, "--worst", 1, "--tokens", "--json").out)[0]["tokens"] is None
 
 

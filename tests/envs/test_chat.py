@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
 
+from tidemill.codec import decode, encode
 from tidemill.envs.chat import ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
 from tidemill.envs.template import TemplateRewritesHistory, check_prompts, prompt_tokens
 from tidemill.errors import ConfigError
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.protocols import Chat
 from tidemill.seeds import derive_seed
-from tidemill.types import Finish, SamplingParams, Score, Task
+from tidemill.types import Finish, SamplingParams, Score, Task, Trajectory
 
 TOKENIZER = chat_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
@@ -273,3 +274,17 @@ async def test_a_message_that_is_none():
     for message in ([], [{"content": "x"}]):
         with pytest.raises(ValueError, match="expected a text, or a list of messages"):
             await chat.reply(message)
+
+
+async def test_the_conversation_is_recorded_as_people_read_it_with_the_limit_that_cut_it():
+    chat = chat_with(ScriptedEngine(says(LETTERS, "abcdef", "ghijkl")), LETTERS, max_tokens=4)
+    await chat.reply([{"role": "system", "content": "s"}, {"role": "user", "content": "u", "name": "ann"}])
+    assert chat.trajectory().info["cut_at"] == 4 and not chat.trajectory().info["own_limit"]
+    await chat.reply([{"role": "tool", "content": "t"}], max_tokens=3)
+    record = chat.trajectory()
+    assert [(said.role, said.text, said.policy) for said in record.said] == [
+        *(("system", "s", False), ("user", 'u {"name": "ann"}', False), ("assistant", "abcd", True)),
+        *(("tool", "t", False), ("assistant", "ghi", True)),
+    ]
+    assert (record.info["cut_at"], record.info["own_limit"]) == (3, 1)
+    assert decode(encode(record), Trajectory).said == record.said

@@ -1,6 +1,7 @@
 """`tidemill check RECIPE`: the numbers of a step and of the run, and whether its memory fits what is free here, now.
 
-It refuses what `train` would refuse for its model or its memory, with the same sentence and the same status.
+It refuses what `train` would refuse for its model or its memory, with the same status. What is too large is the last line;
+what would help, which `train` says in the same breath, stands above it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rich.text import Text
+
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import figures, sections, show
 from tidemill.errors import ConfigError
-from tidemill.memory import in_words
+from tidemill.memory import ONE_MACHINE, in_words
 from tidemill.recipe import RunConfig, load_recipe
 
 
@@ -20,7 +23,7 @@ def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
     """0: it fits. Raises ConfigError, after all has been printed, where it does not."""
     config = load_recipe([recipe], overrides)
     found = figures(config, complete=True)
-    refused = found["memory"]["refused"]
+    refused = found["memory"]["too_large"]
     if as_json:
         print_json({"recipe": str(recipe), "fits": not refused, **found})
     else:
@@ -41,4 +44,7 @@ def _show(config: RunConfig, found: Mapping[str, Any]) -> None:
                 "tasks are not read here): bound it with a lower engine.context"
             )
         parts[-1][1].append(("fits", said))
-    show(parts)
+    else:
+        parts[-1][1].append(("fits", Text("no", "bold red")))
+        parts[-1][1].append(("what helps", "\n".join([*memory["helps"], ONE_MACHINE[0].lower() + ONE_MACHINE[1:]])))
+    show(parts, memory)

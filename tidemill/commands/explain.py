@@ -56,7 +56,7 @@ def _show(recipe: Path, config: RunConfig, about: Mapping[str, Any]) -> None:
     step, run, (title, memory) = sections(config, about)
     if about["memory"] is not None and (refused := about["memory"]["refused"]):
         memory = [*memory, ("would be refused", Text(refused, "bold red"))]
-    show([("tasks", task_rows(about["tasks"])), *algorithms, step, run, (title, memory)])
+    show([("tasks", task_rows(about["tasks"])), *algorithms, step, run, (title, memory)], about["memory"])
 
 
 def _titled(recipe: Path, environment: str, algorithms: int) -> str:

@@ -1,25 +1,25 @@
 """`tidemill samples RUN`: what the policy wrote, from the ledger, also beside a live run.
 
-    index rows -> blocks of prompt, reply and answer;     with --tokens: payload -> segments by provenance -> token cells
+    payload -> the conversation, message by message;     with --tokens: payload -> segments by provenance -> token cells
 
-A segment is a maximal stretch of tokens of one provenance, as it was recorded when they were made (I7): the prompt, what
-the policy sampled, or what the task gave to be learnt, what the environment added later. Steps are counted as the progress
-display counts them, from 1.
+Steps are counted as the progress display counts them, from 1.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
-from itertools import groupby
+from dataclasses import asdict
+from functools import cache, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.commands.conversation import answer_row, facts_of, plain, rows_of
+from tidemill.commands.screen import INDENT, console, print_json, print_rows
+from tidemill.commands.segments import COLOURS, Row, Segment, segments
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
@@ -30,21 +30,10 @@ from tidemill.run_folder import RunFolder
 from tidemill.types import Finish, Trajectory
 
 LIMIT = 10  # trajectories, unless a number is given
-SHOWN = 600  # characters of a prompt, reply or answer without --tokens
-Provenance = Literal["prompt", "sampled", "given", "environment"]
-Row = tuple[str | Text, str | Text]
-COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "given": "blue", "environment": "magenta"}
 LIKELY, UNLIKELY = (
     math.log(0.5),
     math.log(0.1),
 )  # logprobs from which a token is no surprise, and up to which it is a big one
-
-
-@dataclass(frozen=True, slots=True)
-class Segment:
-    provenance: Provenance
-    start: int
-    stop: int
 
 
 def samples(run: Path, step: int | None, worst: int | None, best: int | None, tokens: bool, as_json: bool) -> int:
@@ -56,18 +45,23 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
         rows = record.samples(None if step is None else step - 1, order, limit)
         if not rows:
             raise ConfigError(_nothing(record, run, step, order))
-        payloads = [_payload(record, row) if tokens else None for row in rows]
+        payloads = [_payload(record, row) for row in rows]
     tokenizer = tokenizer_of(folder) if tokens else None
+    reader = cache(partial(_reader, folder))  # loaded where a payload has no messages
     if as_json:
-        print_json([_plain(row, payload, tokenizer) for row, payload in zip(rows, payloads, strict=True)])
+        found = zip(rows, payloads, strict=True)
+        print_json([_plain(row, payload, tokenizer) | plain(payload, reader) for row, payload in found])
         return 0
     screen = console()
     for row, payload in zip(rows, payloads, strict=True):
-        screen.print(_title(row, payload))
+        for number, line in enumerate(_title(row, payload).wrap(screen, screen.width - INDENT)):
+            line.rstrip()
+            screen.print(Text(" " * INDENT if number else "") + line, soft_wrap=True)
         if payload is not None and tokenizer is not None:
-            print_rows(screen, [*_token_rows(payload, tokenizer, screen), *_answer_row(row)])
+            shown = [*_token_rows(payload, tokenizer, screen), *answer_row(row)]
         else:
-            print_rows(screen, _text_rows(row, without_tokens=tokens))
+            shown = [*rows_of(row, payload, reader), *_lost(row, payload)]
+        print_rows(screen, [*shown, *facts_of(payload)])
         screen.print()
     if not tokens:
         screen.print(Text("  --tokens shows each token with the version and the logprob it was sampled with", "dim"))
@@ -80,17 +74,6 @@ def _payload(record: SqliteLedger, row: SampleRow) -> Trajectory | None:
         return record.load_trajectory(row.group_id, row.place)
     except PayloadLost:
         return None
-
-
-def segments(t: Trajectory) -> list[Segment]:
-    """Its tokens, cut where their provenance changes, in order."""
-    found, position, begun = [], 0, False
-    own: Provenance = "sampled" if t.given is None else "given"
-    for learnt, run in groupby(t.learnt.tolist()):
-        length = len(list(run))
-        found.append(Segment(own if learnt else "environment" if begun else "prompt", position, position + length))
-        position, begun = position + length, begun or learnt
-    return found
 
 
 def _choice(worst: int | None, best: int | None) -> tuple[Order, int]:
@@ -121,6 +104,10 @@ def tokenizer_of(folder: RunFolder) -> Tokenizer:
     from tidemill.models.tokenizer import load_tokenizer
 
     return load_tokenizer(folder.initial)
+
+
+def _reader(folder: RunFolder) -> Tokenizer | None:
+    return tokenizer_of(folder) if folder.initial.is_dir() else None
 
 
 def _title(row: SampleRow, payload: Trajectory | None) -> Text:
@@ -155,33 +142,12 @@ def _weights(row: SampleRow) -> str:
     return f"v{row.oldest}" if row.oldest == row.newest else f"v{row.oldest} to v{row.newest}"
 
 
-def _text_rows(row: SampleRow, without_tokens: bool) -> list[Row]:
-    rows: list[Row] = [
-        (Text("prompt", COLOURS["prompt"]), _cut(_prompt(row))),
-        (Text("reply", COLOURS["sampled"]), _cut(row.text)),
-        *_answer_row(row),
-    ]
-    if without_tokens:
-        why = "removed by retention" if row.gone else "unreadable, the file in trajectories/ is damaged or gone"
-        rows.append(("tokens", Text(f"{why}; this row of the index remains", "yellow")))
-    return rows
-
-
-def _prompt(row: SampleRow) -> str:
-    if isinstance(row.task.prompt, str):
-        return row.task.prompt
-    return "\n".join(f"{message['role']}: {message['content']}" for message in row.task.prompt)
-
-
-def _answer_row(row: SampleRow) -> list[Row]:
-    """What the task says is right, where it says so under the usual name."""
-    answer = row.task.data.get("answer")
-    return [] if answer is None else [("answer", _cut(str(answer)))]
-
-
-def _cut(text: str) -> str:
-    text = visible(text)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]} … {len(text) - SHOWN:,} more characters"
+def _lost(row: SampleRow, payload: Trajectory | None) -> list[Row]:
+    """What is said where the attempt's tokens are not there any more."""
+    if payload is not None:
+        return []
+    why = "removed by retention" if row.gone else "unreadable, the file in trajectories/ is damaged or gone"
+    return [("tokens", Text(f"{why}; this row of the index remains", "yellow"))]
 
 
 def _token_rows(t: Trajectory, tokenizer: Tokenizer, screen: Console) -> list[Row]:

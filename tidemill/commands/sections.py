@@ -9,13 +9,14 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from rich.table import Table
 from rich.text import Text
 
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.assembly import context_cut
 from tidemill.commands import sizing
-from tidemill.commands.screen import console, print_rows
+from tidemill.commands.screen import INDENT, console, print_rows
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages
 from tidemill.errors import ConfigError
 from tidemill.memory import Models, demands, in_words, processes, refusal, row_tokens
@@ -24,6 +25,9 @@ from tidemill.models.architecture import parameters
 from tidemill.recipe import RunConfig
 
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
+MEMORY = "memory, an estimate"
+ABOVE = ("model", "context")  # rows of it that stand above the table
+MOST_PARTS = 2  # of a process's memory, that are named
 Row = tuple[str | Text, str | Text]
 Section = tuple[str, list[Row]]
 
@@ -58,17 +62,44 @@ def sections(config: RunConfig, found: Mapping[str, Any]) -> list[Section]:
     return [
         ("a step", _step(config, found)),
         ("the run", _run(config, found)),
-        ("memory, an estimate", _memory_rows(config, found["memory"])),
+        (MEMORY, _memory_rows(config, found["memory"])),
     ]
 
 
-def show(all_of: list[Section]) -> None:
-    """With one column for the labels of all sections."""
+def show(all_of: list[Section], memory: Mapping[str, Any] | None) -> None:
+    """With one column for the labels of all sections; below the last section's model a table of its memory by process."""
     screen = console()
     width = max(len(str(label)) for _, rows in all_of for label, _ in rows)
     for title, rows in all_of:
         screen.print(Text(title, "bold"))
-        print_rows(screen, [(str(label).ljust(width), said) for label, said in rows])
+        about = [(str(label).ljust(width), said) for label, said in rows]
+        if title != MEMORY or memory is None:
+            print_rows(screen, about)
+            continue
+        model = [row for row, (label, _) in zip(about, rows, strict=True) if label in ABOVE]
+        print_rows(screen, model)
+        with screen.capture() as drawn:
+            screen.print(_processes(memory, width))
+        for line in drawn.get().splitlines():
+            screen.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
+        print_rows(screen, about[len(model) :])
+
+
+def _processes(memory: Mapping[str, Any], width: int) -> Table:
+    """What each process takes, and the largest parts of it."""
+    table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
+    table.add_column("  process", min_width=width + INDENT, style="dim")
+    table.add_column("number", justify="right")
+    table.add_column("each", justify="right", no_wrap=True)
+    table.add_column("most of it")
+    kv = " (short of full contexts)" if memory["short_of_kv"] else ""
+    for process, found in memory["processes"].items():
+        held = sorted(found["bytes"].items(), key=lambda part: -part[1])
+        most = [f"{in_words(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held[:MOST_PARTS]]
+        rest = sum(size for _, size in held[MOST_PARTS:])
+        most += [f"{in_words(rest)} more"] if rest else []
+        table.add_row(f"  {process}", f"{found['count']:,}", in_words(sum(found["bytes"].values())), ", ".join(most))
+    return table
 
 
 def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
@@ -83,13 +114,16 @@ def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
         check_companions(config.reference, config.critic, config.model)
     free = free_memory(device_of(config.engine.device))
     found, context = processes(config, models), row_tokens(config.engine, arch, free)
+    refused = refusal(found)
     return {
         "model": config.model,
         **{"parameters": parameters(arch), "context": context},
         "processes": {p.name: {"count": p.count, "bytes": {h.what: h.bytes for h in p.held}} for p in found},
         "devices": {device: asdict(demand) for device, demand in demands(found).items()},
-        "refused": refusal(found),
-        "refused_at_context": refusal(processes(config, models, context)),  # were a task as long as a row can be
+        "refused": "" if refused is None else str(refused),
+        "too_large": "" if refused is None else refused.too_large,
+        "helps": [] if refused is None else [*refused.helps],
+        "refused_at_context": refusal(processes(config, models, context)) is not None,  # were a task as long as a row can be
         "without_reference": config.reference is not None and models.reference is None,
         "context_cut": context_cut(config, arch),
         "short_of_kv": kv_pages(config.engine, arch, free)[1],
@@ -170,16 +204,11 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
 def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Row]:
     if memory is None:
         return [("model", f"{config.model} is no folder here: nothing is known of its size")]
-    kv = " (short of full contexts)" if memory["short_of_kv"] else ""
     rows: list[Row] = [
         ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
     ]
     if memory["context_cut"]:
         rows.append(("context", memory["context_cut"]))
-    for process, found in memory["processes"].items():
-        held, times = found["bytes"], f", each of {found['count']}" if found["count"] > 1 else ""
-        each = [f"{in_words(size)} {what}{kv if what.startswith('KV') else ''}" for what, size in held.items()]
-        rows.append((process, f"{in_words(sum(held.values()))}{times}: {', '.join(each)}"))
     left = "the reference, whose folder is not here, and " if memory["without_reference"] else ""
     beside = f"beside it: {left}what processes share of Python and torch"
     for device, demand in memory["devices"].items():

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidemill.diagnosis.cuts import REMEDIES, by, limits
 from tidemill.types import Group, Metrics
 
 MOST = 0.5  # of the groups: not by chance
@@ -60,17 +61,21 @@ class Symptoms:
                 "max_lag, or take a loss that keeps their gradient (aipo, cispo)",
             )
         if (cut := figures.get("train/truncated", 0.0)) > TRUNCATED:
-            yield (
-                "truncation",
-                f"{cut:.0%} of the attempts were cut off: their rewards are of half an answer. Raise rollout.max_tokens, or "
-                "set algorithm.overlong",
-            )
+            yield "truncation", _truncation(cut, groups)
         if (only := _only_environment(groups)) is not None:
             yield (
                 "one environment",
                 f"only the tasks of {only!r} have attempts that differ in reward: the others train nothing. Look at their "
                 "rewards (tidemill reward test), their difficulty and their weights",
             )
+
+
+def _truncation(share: float, groups: Sequence[Group]) -> str:
+    found = limits(t for group in groups for t in group.trajectories)
+    kind, limit = by(found) if found else ("recipe", "")
+    remedy = REMEDIES[kind]
+    said = f"{share:.0%} of the attempts were cut off{limit}: their rewards are of half an answer"
+    return f"{said}. {remedy[0].upper()}{remedy[1:]}, or set algorithm.overlong"
 
 
 def _identical(groups: Sequence[Group]) -> float:

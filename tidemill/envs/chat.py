@@ -8,8 +8,9 @@ Text is derived from it, for the environment and for people; no text of the poli
 
 from __future__ import annotations
 
+import json
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,7 +20,19 @@ from tidemill.envs.template import as_messages, renderer, too_long
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Engine
 from tidemill.seeds import derive_seed
-from tidemill.types import Array, Completion, Finish, Outcome, SamplingParams, Support, Trajectory, Version
+from tidemill.types import (
+    CUT_AT,
+    OWN_LIMIT,
+    Array,
+    Completion,
+    Finish,
+    Outcome,
+    Said,
+    SamplingParams,
+    Support,
+    Trajectory,
+    Version,
+)
 
 
 class EpisodeOver(Exception):
@@ -74,6 +87,8 @@ class EpisodeChat:
         self._renderer = renderer(tokenizer)
         self._given: list[Array] = []  # the tokens of each turn's message
         self._replies: list[Completion] = []  # and of the policy's reply to it
+        self._said: list[Said] = []
+        self._cut: dict[str, float] = {}  # what ended the last reply, where a limit did
         self._text = ""
         self._over: EpisodeOver | None = None
         self._busy = False
@@ -110,7 +125,9 @@ class EpisodeChat:
             raise self._over
         self._busy = True
         try:
-            return await self._turn(self._added(message), count_of(max_tokens), bool(last))
+            text = await self._turn(self._added(message), count_of(max_tokens), bool(last))
+            self._said += [*map(_heard, as_messages(message)), Said("assistant", text, policy=True)]
+            return text
         finally:
             self._busy = False
 
@@ -133,6 +150,7 @@ class EpisodeChat:
             text=self._text,
             support=_support(self._replies),
             info=self._info(),
+            said=tuple(self._said),
         )
         record.check()
         return record
@@ -165,6 +183,7 @@ class EpisodeChat:
             raise
         self._given.append(added)
         self._replies.append(reply)
+        self._cut = {CUT_AT: float(limit), OWN_LIMIT: float(max_tokens is not None)} if reply.finish is Finish.LENGTH else {}
         if reply.finish is Finish.CANCELLED:
             self._over = EpisodeOver(Finish.CANCELLED, "the episode was cancelled")
             raise self._over
@@ -189,6 +208,7 @@ class EpisodeChat:
             "queued_s": sum(reply.queued_s for reply in self._replies),
             "prompt_tokens": float(sum(reply.prompt_tokens for reply in self._replies)),
             "cached_tokens": float(sum(reply.cached_tokens for reply in self._replies)),
+            **self._cut,
         }
 
 
@@ -201,6 +221,13 @@ def count_of(max_tokens: Any) -> int | None:
     if count is not None and count < 1:
         raise ValueError(f"max_tokens={count}: expected a whole number >= 1, or None for the recipe's rollout.max_tokens")
     return count
+
+
+def _heard(message: Mapping[str, Any]) -> Said:
+    """What a message says: its content, and what it has besides, such as calls of tools."""
+    content, more = message["content"], {k: v for k, v in message.items() if k not in ("role", "content")}
+    text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
+    return Said(str(message["role"]), " ".join(filter(None, [text, json.dumps(more, default=str) if more else ""])))
 
 
 _KINDS = (np.int32, np.bool_, np.float32, np.int32)

@@ -97,7 +97,10 @@ def _starved(found: Account, share: float, setup: Setup) -> Advice:
     return Advice(slow, share, f"{what}, and the engines for the {slow}: {_slow(slow, setup)}")
 
 
-_LONGEST = "raise max_lag or rollout.window, so that others are trained meanwhile, or bound the longest (rollout.max_tokens)"
+_LONGEST = (
+    "raise max_lag or rollout.window, so that others are trained meanwhile, or bound the longest (rollout.max_tokens, or "
+    "the environment's own max_tokens)"
+)
 
 
 def _engines(setup: Setup) -> str:

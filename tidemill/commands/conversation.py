@@ -1,0 +1,115 @@
+"""One attempt as a conversation: who said what, what it earned and which limit cut it off.
+
+payload with messages      each message under its role, the policy's own under "policy"
+payload without (older)    its tokens, cut where their provenance changes, decoded
+no payload                 the task's prompt and the last reply, from the index
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rich.text import Text
+
+from tidemill.commands.segments import COLOURS, Row, Segment, segments
+from tidemill.diagnosis.cuts import limit_of, named
+from tidemill.ledger.records import SampleRow
+from tidemill.models.tokenizer import Tokenizer
+from tidemill.observability.text import visible
+from tidemill.types import Said, Score, Trajectory
+
+SHOWN = 600  # characters of a message
+Decode = Callable[[], Tokenizer | None]
+
+
+def rows_of(row: SampleRow, payload: Trajectory | None, tokenizer: Decode) -> list[Row]:
+    """What was said, message by message, and what the task says is right."""
+    if payload is not None and payload.said:
+        rows = [_message_row(said) for said in payload.said]
+    elif payload is not None and (found := tokenizer()) is not None:
+        rows = [_segment_row(each, _text(payload, each, found)) for each in segments(payload)]
+    else:
+        rows = [*_asked(row), (Text("reply", COLOURS["sampled"]), _cut(row.text))]
+    return [*rows, *answer_row(row)]
+
+
+def facts_of(payload: Trajectory | None) -> list[Row]:
+    """Why the last reply ended early, and of what its reward is made."""
+    if payload is None:
+        return []
+    rows: list[Row] = []
+    if (limit := limit_of(payload)) is not None:
+        rows.append(("cut off", Text(f"by {named(limit)}", "yellow")))
+    if isinstance(payload.outcome, Score) and (payload.outcome.parts or payload.outcome.turns):
+        rows.append(("reward", _parts(payload.outcome)))
+    return rows
+
+
+def answer_row(row: SampleRow) -> list[Row]:
+    """What the task says is right, where it says so under the usual name."""
+    answer = row.task.data.get("answer")
+    return [] if answer is None else [("answer", _cut(str(answer)))]
+
+
+def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
+    """The same as JSON: null where retention removed the payload."""
+    if payload is None:
+        return {"conversation": None, "reward_parts": None, "reward_turns": None, "cut_off": None}
+    limit, outcome = limit_of(payload), payload.outcome
+    if payload.said:
+        said = [{"role": each.role, "content": each.text, "policy": each.policy} for each in payload.said]
+    else:
+        found = tokenizer()
+        said = (
+            None
+            if found is None
+            else [
+                {"role": each.provenance, "content": _text(payload, each, found), "policy": each.provenance == "sampled"}
+                for each in segments(payload)
+            ]
+        )
+    return {
+        "conversation": said,
+        "reward_parts": outcome.parts if isinstance(outcome, Score) else None,
+        "reward_turns": [*outcome.turns] if isinstance(outcome, Score) else None,
+        "cut_off": None if limit is None else {"by": limit[0], "tokens": limit[1]},
+    }
+
+
+def _segment_row(segment: Segment, text: str) -> Row:
+    return Text(segment.provenance, COLOURS[segment.provenance]), _cut(text)
+
+
+def _message_row(said: Said) -> Row:
+    label, colour = ("policy", COLOURS["sampled"]) if said.policy else (visible(said.role), _colour(said.role))
+    return Text(label[:MOST_LABEL], colour), _cut(said.text)
+
+
+MOST_LABEL = 12  # characters of a role, which an environment may call what it likes
+
+
+def _colour(role: str) -> str:
+    return COLOURS["prompt"] if role in ("system", "developer", "user") else COLOURS["environment"]
+
+
+def _asked(row: SampleRow) -> list[Row]:
+    prompt, label = row.task.prompt, Text("prompt", COLOURS["prompt"])
+    if isinstance(prompt, str):
+        return [(label, _cut(prompt))]
+    return [_message_row(Said(str(message.get("role")), str(message.get("content")))) for message in prompt]
+
+
+def _parts(score: Score) -> str:
+    parts = [f"{visible(name)} {value:g}" for name, value in score.parts.items()]
+    turns = [f"turns {', '.join(f'{value:g}' for value in score.turns)}"] if score.turns else []
+    return f"{score.value:g}: {'; '.join([', '.join(parts), *turns] if parts else turns)}"
+
+
+def _text(payload: Trajectory, segment: Segment, tokenizer: Tokenizer) -> str:
+    return tokenizer.decode(payload.tokens[segment.start : segment.stop].tolist(), skip_special_tokens=False)
+
+
+def _cut(text: str) -> str:
+    more = f" … {len(text) - SHOWN:,} more characters" if len(text) > SHOWN else ""
+    return visible(text[:SHOWN]) + more
