@@ -78,10 +78,10 @@ def show(all_of: list[Section], memory: Mapping[str, Any] | None) -> None:
             continue
         model = [row for row, (label, _) in zip(about, rows, strict=True) if label in ABOVE]
         print_rows(screen, model)
-        with screen.capture() as drawn:
-            screen.print(_processes(memory, width))
-        for line in drawn.get().splitlines():
-            screen.print(Text.from_ansi(line.rstrip()), soft_wrap=True)
+        for line in screen.render_lines(_processes(memory, width), pad=False):
+            drawn = Text.assemble(*((part.text, part.style or "") for part in line))
+            drawn.rstrip()
+            screen.print(drawn, soft_wrap=True)
         print_rows(screen, about[len(model) :])
 
 
