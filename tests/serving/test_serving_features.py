@@ -71,6 +71,9 @@ def test_tokens_of_texts_and_chats(chats: Running) -> None:
         ("detokenize", {"tokens": [259]}, "knows 0 to 258"),
         ("detokenize", {"tokens": [-1]}, "token id -1"),
         ("detokenize", {"tokens": ["a"]}, "tokens"),
+        ("detokenize", {"tokens": [5] * 70_000}, "70000 tokens, expected at most 65536"),
+        ("tokenize", {"prompt": "a" * 70_000}, "70000 tokens, expected at most 65536"),
+        ("tokenize", {"prompt": "a" * (1 << 21)}, "characters"),
     ):
         assert words in ask(chats, path, body, 400)["error"]["message"]
     assert "not served" in ask(chats, "tokenize", {"model": "other", "prompt": "a"}, 404)["error"]["message"]
@@ -170,6 +173,8 @@ def test_sampling_is_the_engines(chats: Running) -> None:
         found = complete(chats, return_token_ids=True, **{given: dict(value) if name == "logit_bias" else value})
         expected = chats.call(chats.engine.generate(np.array(prompt, np.int32), params, "policy", "")).tokens.tolist()
         assert found["choices"][0]["token_ids"] == expected != plain, name
+    of_all, of_more = (complete(chats, top_k=most)["choices"] for most in (259, 10**25))
+    assert of_all == of_more, "no number is too large"
     stopped = complete(chats, stop_token_ids=[plain[3]], logprobs=0)["choices"][0]
     assert stopped["finish_reason"] == "stop" and stopped["text"] == chats.tokenizer.decode(plain[: plain.index(plain[3])])
 

@@ -11,6 +11,7 @@ from tidemill.serving.errors import ApiError
 from tidemill.serving.prompts import Prompts
 from tidemill.types import SamplingParams
 
+MOST_TOP_K = 1 << 30  # more than any vocabulary has, and an integer of any machine
 REPLY_TOKENS = 4096  # of a chat that does not say how many
 
 
@@ -48,7 +49,7 @@ def asked_of(
     params = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,
-        top_k=max(body.top_k, 0),
+        top_k=min(max(body.top_k, 0), MOST_TOP_K),
         min_p=body.min_p,
         max_tokens=max(limit, 1),
         stop_ids=tuple(dict.fromkeys(body.stop_token_ids)),

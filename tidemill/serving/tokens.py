@@ -10,6 +10,8 @@ from tidemill.serving.bodies import DetokenizeBody, TokenizeBody, TokenizeChatBo
 from tidemill.serving.errors import ApiError
 from tidemill.serving.prompts import Prompts
 
+MOST_TEXT = 1 << 20  # characters of one request
+MOST_TOKENS = 1 << 16  # of one request, or as many as the context holds: what is shown is written while others wait
 TOLD = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens", "model_max_length")
 
 
@@ -24,9 +26,13 @@ class TokenRoutes:
         body = validated(TokenizeChatBody if "messages" in tree else TokenizeBody, tree)
         self._check_model(body.model)
         if isinstance(body, TokenizeBody):
-            tokens = (await self._prompts.of_text(body.prompt, special=body.add_special_tokens, bounded=False)).tolist()
+            if len(body.prompt) > MOST_TEXT:
+                raise ApiError(f"prompt is {len(body.prompt)} characters: expected at most {MOST_TEXT}", param="prompt")
+            found = await self._prompts.of_text(body.prompt, special=body.add_special_tokens, bounded=False)
         else:
-            tokens = (await self._prompts.of_chat(body)).tolist()
+            found = await self._prompts.of_chat(body)
+        self._check_number(len(found), "prompt" if isinstance(body, TokenizeBody) else "messages")
+        tokens = found.tolist()
         names = [self._tokenizer.convert_ids_to_tokens(token) for token in tokens] if body.return_token_strs else None
         return {"count": len(tokens), "max_model_len": self._prompts.context, "tokens": tokens, "token_strs": names}
 
@@ -34,9 +40,14 @@ class TokenRoutes:
         """The text of ids, special tokens included."""
         body = validated(DetokenizeBody, read(raw))
         self._check_model(body.model)
+        self._check_number(len(body.tokens), "tokens")
         if outside := [token for token in body.tokens if not 0 <= token < self._size]:
             raise ApiError(f"token id {outside[0]!s:.40}: the tokenizer knows 0 to {self._size - 1}", param="tokens")
         return {"prompt": self._tokenizer.decode(body.tokens, skip_special_tokens=False)}
+
+    def _check_number(self, tokens: int, param: str) -> None:
+        if tokens > (most := max(MOST_TOKENS, self._prompts.context)):
+            raise ApiError(f"{param}: {tokens} tokens, expected at most {most} in a request: give it in parts", param=param)
 
     def info(self) -> dict[str, Any]:
         """What a client needs to know of the tokenizer to stand in for it."""
