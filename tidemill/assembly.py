@@ -96,7 +96,9 @@ def make_episodes(config: RunConfig, environment: Environment, model: ModelFolde
     """How this recipe plays an episode with this model: the same in training and in every evaluation."""
     r = config.rollout
     params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, model.stop_ids)
-    return Episodes(environment, model.tokenizer, params, config.engine.context_of(model.architecture.context), r.episode_s)
+    known = model.architecture
+    context = config.engine.context_of(known.context)
+    return Episodes(environment, model.tokenizer, params, context, r.episode_s, known.vocab)
 
 
 def context_cut(config: RunConfig, policy: Architecture) -> str:

@@ -8,19 +8,22 @@ A completion, chosen or rejected one is a text, or the messages that follow the 
 learnt.
 
 Provenance stays true (I7): no token is marked as sampled, so none has a logprob or a version; `Trajectory.given` says which
-are learnt: a reply's, and the end token after it. A policy's truth (I1) and age (I2) are nothing that such a group has.
+are learnt: a reply's, and the end of its turn. A policy's truth (I1) and age (I2) are nothing that such a group has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from tidemill.algorithms.rows import POLICY
-from tidemill.envs.template import Messages, Turn, as_messages, conversation, too_long
+from tidemill.envs.messages import Turn, as_messages, is_message, text_of
+from tidemill.envs.template import conversation, too_long, unknown_token
 from tidemill.errors import ConfigError
 from tidemill.gradient import Algorithm
+from tidemill.models.chat_template import Message, Messages
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Trainer
 from tidemill.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
@@ -67,15 +70,24 @@ class HeldOut:
         return [values for part in parts for values in part]
 
 
-def check_given(kind: str, tasks: Sequence[Task], tokenizer: Tokenizer, context: int) -> int:
-    """The length of the longest row in tokens. Raises ConfigError when a task lacks a column, or a row has no room."""
+def check_given(kind: str, tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocab: int | None = None) -> int:
+    """The length of the longest row in tokens.
+
+    Raises ConfigError, which names the task, when one lacks a column, is refused by the chat template, or has a row that has
+    no room, or ids that the model has no embedding for. vocab: how many tokens the model knows.
+    """
     longest = 0
     for task in tasks:
         for turns, _ in replies(kind, task):
-            length = len(conversation(tokenizer, turns)[0])
-            if length > context:
-                raise ConfigError(too_long(length, context, f"the row of {_named(task)}"))
-            longest = max(longest, length)
+            try:
+                tokens, _ = conversation(tokenizer, turns)
+            except ValueError as error:
+                raise ConfigError(f"the row of {_named(task)}: {error}") from None
+            if len(tokens) > context:
+                raise ConfigError(too_long(len(tokens), context, f"the row of {_named(task)}"))
+            if vocab is not None and (unknown := unknown_token(tokens, tokenizer, vocab)):
+                raise ConfigError(f"the row of {_named(task)} {unknown}")
+            longest = max(longest, len(tokens))
     return longest
 
 
@@ -114,20 +126,19 @@ def _reply(task: Task, column: str) -> list[Turn]:
     raise ConfigError(f"{_named(task)} has {has}: expected a column `{column}` with a text")
 
 
-def _turns(task: Task, messages: Sequence[dict[str, str]], column: str, before: Sequence = ()) -> Iterator[Turn]:
+def _turns(task: Task, messages: Sequence[Mapping[str, Any]], column: str, before: Sequence[Message] = ()) -> Iterator[Turn]:
     """What the assistant says, each time with the messages since it spoke last. before: messages of which none is learnt."""
     heard: Messages = list(before)
     try:
-        said = as_messages(messages)
+        said = as_messages(messages) if isinstance(messages, str) else [dict(message) for message in messages]
     except (ValueError, TypeError):
-        raise ConfigError(
-            f"{_named(task)} has {column} = {messages!r:.60}: expected messages with role and content"
-        ) from None
+        said = []
+    if not said or not all("role" in m and ("content" in m or "tool_calls" in m) for m in said):
+        raise ConfigError(f"{_named(task)} has {column} = {messages!r:.60}: expected messages with role and content")
     for number, message in enumerate(said):
-        if not isinstance(message["content"], str):
-            raise ConfigError(
-                f"{_named(task)}: message {number} has the content {message['content']!r:.40}: expected a text"
-            )
+        if not is_message(message):
+            has = f"the role {message['role']!r:.40} and the content {message.get('content')!r:.40}"
+            raise ConfigError(f"{_named(task)}: message {number} has {has}: expected texts, or a list of parts as content")
         if message["role"] != "assistant":
             heard.append(message)
         elif not heard:
@@ -135,7 +146,8 @@ def _turns(task: Task, messages: Sequence[dict[str, str]], column: str, before: 
                 f"{_named(task)}: message {number} is the assistant's and answers none: expected one before it"
             )
         else:
-            yield heard, message["content"]
+            only_text = message.keys() == {"role", "content"} and isinstance(message["content"], str)
+            yield heard, message["content"] if only_text else message
             heard = []
     if heard:
         raise ConfigError(
@@ -145,6 +157,7 @@ def _turns(task: Task, messages: Sequence[dict[str, str]], column: str, before: 
 
 def _trajectory(tokenizer: Tokenizer, turns: Sequence[Turn], score: float, sample: int) -> Trajectory:
     tokens, learnt = conversation(tokenizer, turns)
+    last = turns[-1][1]
     return Trajectory(
         tokens=tokens,
         mask=np.zeros(len(tokens), np.bool_),
@@ -154,7 +167,7 @@ def _trajectory(tokenizer: Tokenizer, turns: Sequence[Turn], score: float, sampl
         outcome=Score(score),
         sample=sample,
         turns=len(turns),
-        text=turns[-1][1],
+        text=last if isinstance(last, str) else text_of(last),
         given=learnt,
     )
 

@@ -51,6 +51,7 @@ from tidemill.types import (
 RATE_S = 10.0
 ENGINE_S = 5.0  # that an engine has to tell what it did
 MOST_REASONS = 100
+TAILS = frozenset({"encoded_alone", "text_differs"})  # of appended turns, see `envs.turns`
 PROBED_ROWS = 4  # of a batch, at each probe
 
 
@@ -62,6 +63,8 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
         metrics.add("sampled_tokens", t.sampled)
         metrics.add("infra_errors", isinstance(t.outcome, InfraError))
         metrics.add("unscorable", isinstance(t.outcome, Unscorable))
+        for name in TAILS & t.info.keys():
+            metrics.add(f"chat/{name}", t.info[name])
 
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:

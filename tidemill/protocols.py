@@ -6,9 +6,9 @@ a proxy encodes the arguments with `codec`, and the annotations here are what th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from tidemill.types import (
     Array,
@@ -159,12 +159,13 @@ class Chat(Protocol):
     """One seat's conversation with the policy. It owns template, tokens, logprobs, versions and masks."""
 
     async def reply(
-        self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None, last: bool = False
+        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
         """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
 
-        last: that no further one will be asked for, so that engines need not remember this one; one that is asked for all
-        the same is only slower."""
+        message: a text, or messages with `role`, `content` and whatever else the chat template reads. last: that no further
+        one will be asked for, so that engines need not remember this one; one that is asked for all the same is only
+        slower."""
         ...
 
 

@@ -38,6 +38,7 @@ class Episodes:
     params: SamplingParams
     context: int  # tokens
     limit_s: float  # an episode that takes longer ends as an InfraError
+    vocab: int | None = None  # tokens that the model knows
 
     async def play(
         self, task: Task, engine: Engine, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
@@ -46,7 +47,8 @@ class Episodes:
 
         One that ends with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, unless it is `again`.
         """
-        chat = EpisodeChat(engine, self.tokenizer, self.params, context=self.context, key=key, seeds=seeds, sample=sample)
+        how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "key": key, "seeds": seeds, "sample": sample}
+        chat = EpisodeChat(engine, self.tokenizer, self.params, **how)
         finish: Finish | None = None
         outcome: Outcome | None
         try:

@@ -50,6 +50,7 @@ from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
 from tidemill.supervision import Budget
 from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start
+from tidemill.warmup import check_answers
 
 T = TypeVar("T")
 LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
@@ -183,10 +184,12 @@ async def _describe(session: Session, preparation: Preparation) -> None:
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
     tokenizer, given = session.model.tokenizer, config.given
-    longest = check_prompts([*train, *held_out], tokenizer, session.context)
+    longest = check_prompts([*train, *held_out], tokenizer, session.context, architecture.vocab)
+    if config.warmup.accuracy and session.ledger.next_group_id() == 0:
+        check_answers(train, tokenizer, architecture.vocab)
     longest_row = longest + config.rollout.max_tokens
     if given:
-        longest_row = check_given(given, [*train, *held_out], tokenizer, session.context)
+        longest_row = check_given(given, [*train, *held_out], tokenizer, session.context, architecture.vocab)
     with _in_one_sentence():
         await preparation.check_memory(str(session.model.path), min(longest_row, session.context))
     per_step = config.rollout.groups * config.rollout.group_size

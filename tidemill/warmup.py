@@ -17,7 +17,7 @@ import numpy as np
 
 from tidemill.controller import RunFailed
 from tidemill.envs.order import task_order
-from tidemill.envs.template import as_messages, conversation
+from tidemill.envs.template import as_messages, conversation, unknown_token
 from tidemill.errors import ConfigError
 from tidemill.evaluation import Evaluator
 from tidemill.models.tokenizer import Tokenizer
@@ -168,3 +168,11 @@ def _row(task: Task, tokenizer: Tokenizer) -> Row:
             f"warm-up needs a text `answer` in each task; task {task.id} has {answer!r}: set warmup.accuracy = 0"
         )
     return conversation(tokenizer, [(as_messages(task.prompt), answer)])
+
+
+def check_answers(tasks: Sequence[Task], tokenizer: Tokenizer, vocab: int) -> None:
+    """Raises ConfigError, which names the task, for an answer that is none, or has ids from `vocab` on."""
+    for task in tasks:
+        tokens, _ = _row(task, tokenizer)
+        if unknown := unknown_token(tokens, tokenizer, vocab):
+            raise ConfigError(f"the answer of task {task.id} {unknown}")

@@ -188,7 +188,7 @@ RAISED = {
     "gives_up": "CancelledError: ",
     "not_a_text": "ValueError: a message of type int: expected a text or a list of messages",
     "not_a_count": "ValueError: max_tokens is a str: expected a whole number",
-    "not_texts": "ValueError: a list of messages: expected role and content, both texts, in each",
+    "not_texts": "ValueError: a list of messages: expected role and content (a text, or a list of parts) in each",
     "not_unicode": "surrogates not allowed",
     "huge": "ValueError: a message of 1073741824 characters: at most 4194304 bytes are taken",
     "huge_together": "bytes, at most 4194304 are taken",

@@ -145,7 +145,8 @@ async def _run(subject: Subject) -> Evaluated:
         try:
             model = ModelFolder.open(subject.model)
             tasks = environment.tasks("eval")[: subject.tasks]
-            check_prompts(tasks, model.tokenizer, config.engine.context_of(model.architecture.context))
+            known = model.architecture
+            check_prompts(tasks, model.tokenizer, config.engine.context_of(known.context), known.vocab)
             with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
                 async with start_engine(config, model.path, Path(logs), usable_cores()) as engine:
                     evaluator = Evaluator(EnginePool([engine]), make_episodes(config, environment, model), config.seed)

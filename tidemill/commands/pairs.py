@@ -20,7 +20,7 @@ import numpy as np
 
 from tidemill.commands.samples import tokenizer_of
 from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.envs.template import prompt_tokens
+from tidemill.envs.template import completion_of, prompt_tokens
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost, SampleRow
@@ -94,7 +94,8 @@ def _pair(record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleR
     if not all(_answers(each, prompt_tokens(tokenizer, task.prompt)) for each in (chosen, rejected)):
         found.asked_otherwise += 1
         return None
-    return {**task.data, "prompt": task.prompt, "chosen": chosen.text, "rejected": rejected.text}
+    texts = (completion_of(tokenizer, task.prompt, each.text) for each in (chosen, rejected))
+    return {**task.data, "prompt": task.prompt, **dict(zip(("chosen", "rejected"), texts, strict=True))}
 
 
 def _answers(attempt: Trajectory, prompt: Array) -> bool:

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.envs.template import as_messages, renderer, too_long
+from tidemill.envs.messages import as_messages
+from tidemill.envs.template import renderer, too_long, unknown_token
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Engine
 from tidemill.seeds import derive_seed
@@ -79,11 +80,13 @@ class EpisodeChat:
         policy: str = "policy",
         sample: int = 0,
         seat: int = 0,
+        vocab: int | None = None,
     ) -> None:
         """params: with the stop ids; its seed is replaced. context: tokens. key: the episode's name to the engine.
-        seeds: from turn 0, 1, ... to the seed of its noise."""
+        seeds: from turn 0, 1, ... to the seed of its noise. vocab: how many tokens the model knows."""
         self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
         self._key, self._seeds, self._policy, self._sample, self._seat = key, seeds, policy, sample, seat
+        self._vocab = vocab
         self._renderer = renderer(tokenizer)
         self._given: list[Array] = []  # the tokens of each turn's message
         self._replies: list[Completion] = []  # and of the policy's reply to it
@@ -114,7 +117,7 @@ class EpisodeChat:
         return self._text
 
     async def reply(
-        self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None, last: bool = False
+        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
         """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
 
@@ -155,15 +158,17 @@ class EpisodeChat:
         record.check()
         return record
 
-    def _added(self, message: str | Sequence[dict[str, str]]) -> Array:
+    def _added(self, message: str | Sequence[Mapping[str, Any]]) -> Array:
         """The tokens this message adds. Raises ContextFull (or ValueError) when no reply would fit after them."""
         messages = as_messages(message)
         if self._replies:
             last = self._replies[-1]
             stop = int(last.tokens[-1]) if last.finish is Finish.STOP else None
-            added = self._renderer.follow(self._text, stop, messages)
+            added = self._renderer.follow(self._text, stop, messages, last.tokens)
         else:
             added = self._renderer.begin(messages)
+        if self._vocab is not None and (unknown := unknown_token(added, self._tokenizer, self._vocab)):
+            raise ValueError(f"the message {unknown}")
         length = self.length + len(added)
         if length >= self._context:
             if not self._replies:
@@ -209,6 +214,7 @@ class EpisodeChat:
             "prompt_tokens": float(sum(reply.prompt_tokens for reply in self._replies)),
             "cached_tokens": float(sum(reply.cached_tokens for reply in self._replies)),
             **self._cut,
+            **{name: float(count) for name, count in self._renderer.figures.items() if count},
         }
 
 

@@ -8,13 +8,15 @@ Any number of episodes are under way at a time, each known by its number; within
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from tidemill.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 
 MAX_FRAME = 4 << 20  # bytes of a worker's frame, so of one message to the policy
 
-Message = str | list[dict[str, str]]
+Message = str | list[dict[str, Any]]
 
 
 class Load(msgspec.Struct, frozen=True, tag=True):

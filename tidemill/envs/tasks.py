@@ -11,6 +11,7 @@ from typing import Any
 
 from tidemill import codec
 from tidemill.envs.conversations import with_prompt
+from tidemill.envs.messages import is_message
 from tidemill.errors import ConfigError
 from tidemill.seeds import derive_seed
 from tidemill.types import Task
@@ -27,7 +28,7 @@ def task_of(row: Mapping[str, Any], where: str, *, prompt_column: str = "prompt"
         raise ConfigError(f"{where} has no column {prompt_column!r}: its columns are {columns}; set prompt_column")
     prompt = row[prompt_column]
     data = {key: value for key, value in row.items() if key != prompt_column}
-    check_data(data, where)
+    check_data(row, where)
     data = _without_nan(data)
     if isinstance(prompt, str) and prompt:
         prompt = template.replace("{prompt}", prompt)
@@ -68,11 +69,11 @@ def check_splits(name: str, splits: Splits, *, prompts_apart: bool = False) -> N
             "remove them from one side"
         )
     for task in (*splits["train"], *splits["eval"]):
-        check_data(task.data, f"environment {name!r}: task {task.id}")
+        check_data({"prompt": task.prompt, **task.data}, f"environment {name!r}: task {task.id}")
 
 
 def check_data(data: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, which names the column, unless the data can travel between processes."""
+    """Raise ConfigError, which names the column, unless the columns, the prompt included, can travel between processes."""
     for key, value in data.items():
         column = f"{where}: column {key!r:.80}"
         if _deeper(value, DEEPEST - 1):
@@ -117,13 +118,7 @@ def columns_of(tasks: Sequence[Task]) -> set[str]:
 
 
 def _is_messages(prompt: Any) -> bool:
-    return (
-        isinstance(prompt, list)
-        and bool(prompt)
-        and all(
-            isinstance(m, Mapping) and isinstance(m.get("role"), str) and isinstance(m.get("content"), str) for m in prompt
-        )
-    )
+    return isinstance(prompt, list) and bool(prompt) and all(map(is_message, prompt))
 
 
 def _content_id(prompt: Any, data: Mapping[str, Any], where: str) -> str:

@@ -1,47 +1,35 @@
-"""From messages to tokens, append-only: what was sampled is never encoded again (I7).
+"""From messages to tokens, and what of them is learnt.
 
-A turn adds to the record; it never rewrites it. With a chat template the tokens to add are found as follows. `sent` is
-the text rendered for the turn before (it ended in the generation prompt), `reply` the text the policy answered with.
+Two rules, by whether a policy sampled anything:
 
-    full = template(all messages, reply included) + generation prompt
-    full must be   sent + reply + tail         else the template rewrites history: refused, by name
-    added tokens = encode(tail without the stop token's text, when the policy sampled that token itself)
+* **Nothing was sampled** (rows that are learnt, compared or scored, and every prompt of a first turn): the tokens are those
+  of `tokenizer.apply_chat_template(messages, tokenize=True)` on the whole conversation. No part is encoded apart. Which of
+  them are learnt is read off the text: see `alignment`. A row ends with the last token that is learnt: what the template
+  puts after the last end of turn, mostly a line break, is no part of it. A template that ends turns with no token of its own
+  would teach nobody to stop: then the tokenizer's end token stands after the last reply, and is learnt.
+* **Something was sampled**: those ids stay, whatever their text would be encoded as, and what comes after them is appended:
+  see `turns`. The text of the whole is still what the template renders.
 
-The reply in `full` may lack outer whitespace (templates trim it); the record keeps what was sampled. Without a template
-a message is its text and a newline, and the reply follows.
+Without a template a message is its text and a line break, a reply follows, and the tokenizer's end token ends it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import jinja2
 import numpy as np
 
+from tidemill.envs.alignment import Rendering, reply_spans
+from tidemill.envs.messages import Turn, as_messages, assistant, half_character, text_of
+from tidemill.envs.turns import PlainRenderer, Renderer, TemplateRenderer, TemplateRewritesHistory, content_of, first, lines
 from tidemill.errors import ConfigError
+from tidemill.models.chat_template import Messages, Span, end_of_turn, render
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.types import Array, Task
 
-Messages = list[dict[str, str]]
-Turn = tuple[Messages, str]
-"""Messages, and the reply to them."""
-
-
-class TemplateRewritesHistory(ConfigError):
-    """The chat template does not render an earlier turn as it was sent, so that a second turn cannot be appended."""
-
-
-class Renderer(Protocol):
-    """One conversation's way into tokens."""
-
-    def begin(self, messages: Messages) -> Array:
-        """Tokens of the first turn, ready for the policy's reply. [P] int32"""
-        ...
-
-    def follow(self, reply: str, stop: int | None, messages: Messages) -> Array:
-        """Tokens to append after the reply, ready for the next. `stop`: the stop id that ended it, if one did. [n] int32"""
-        ...
+__all__ = ["Messages", "TemplateRewritesHistory", "Turn", "as_messages"]  # those of others, besides what follows
+__all__ += ["check_prompts", "conversation", "prompt_tokens", "renderer", "too_long", "unknown_token"]
 
 
 def renderer(tokenizer: Tokenizer) -> Renderer:
@@ -49,109 +37,90 @@ def renderer(tokenizer: Tokenizer) -> Renderer:
     return TemplateRenderer(tokenizer) if tokenizer.chat_template else PlainRenderer(tokenizer)
 
 
-def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[dict[str, str]]) -> Array:
+def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]]) -> Array:
     """The tokens of a task's prompt, exactly as an episode's first turn sends them. [P] int32"""
     return renderer(tokenizer).begin(as_messages(prompt))
 
 
+def completion_of(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], text: str) -> str:
+    """A row's completion that is rendered as `text` behind its prompt: with what the generation prompt had opened."""
+    messages = as_messages(prompt)
+    if not tokenizer.chat_template:
+        return text
+    return content_of(tokenizer, messages, render(tokenizer, messages, ask=True), text, [])
+
+
 def conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[Array, Array]:
-    """A conversation that is known to its end, exactly as an episode would send it: tokens [T] int32, and which of them are
-    replies [T] bool, the end token after each included."""
-    render, end, before = renderer(tokenizer), tokenizer.eos_token_id, None
-    pieces = list[Array]()
-    for messages, reply in turns:
-        pieces.append(render.begin(messages) if before is None else render.follow(before, end, messages))
-        pieces.append(np.array([*tokenizer.encode(reply, add_special_tokens=False), end], np.int32))
-        before = reply
-    replied = np.repeat(np.arange(len(pieces)) % 2 == 1, [len(piece) for piece in pieces])
-    return np.concatenate(pieces), replied
+    """A conversation that is known to its end: tokens [T] int32, and which of them are learnt [T] bool.
+
+    Learnt are the replies, each with the end of its turn. Raises ConfigError when the template refuses the messages.
+    """
+    messages, places = Messages(), list[int]()
+    for heard, reply in turns:
+        messages += heard
+        places.append(len(messages))
+        messages.append(assistant(reply))
+    if half := half_character(messages):
+        raise ConfigError(f"the conversation {half}")
+    if tokenizer.chat_template:
+        rendering, before = Rendering.of(tokenizer, render(tokenizer, messages, ask=False)), []
+        spans = reply_spans(rendering, messages, places)
+    else:
+        text, spans = _plain(tokenizer, messages, set(places))
+        rendering, before = Rendering.of(tokenizer, text), first(tokenizer)
+    ids = rendering.ids[: rendering.count(spans[-1][1])]
+    learnt = np.zeros(len(ids), np.bool_)
+    for span in spans:
+        learnt[rendering.tokens(span)] = True
+    learnt[:1] = False  # nothing predicts it
+    if not ids or ids[-1] not in (end_of_turn(tokenizer), tokenizer.eos_token_id):
+        ids, learnt = [*ids, tokenizer.eos_token_id], np.append(learnt, True)
+    return np.array([*before, *ids], np.int32), np.append(np.zeros(len(before), np.bool_), learnt)
 
 
-def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int) -> int:
-    """The length of the longest prompt in tokens. Raises ConfigError when one leaves no room for a reply."""
-    lengths = [len(prompt_tokens(tokenizer, task.prompt)) for task in tasks]
-    longest = max(range(len(tasks)), key=lengths.__getitem__)
-    if lengths[longest] >= context:
-        raise ConfigError(too_long(lengths[longest], context, f"the prompt of task {tasks[longest].id}"))
-    return lengths[longest]
+def _plain(tokenizer: Tokenizer, messages: Messages, places: set[int]) -> tuple[str, list[Span]]:
+    """The text without a template, and where in it the replies stand."""
+    text, spans = "", list[Span]()
+    end = tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False)
+    for place, message in enumerate(messages):
+        own = text_of(message) + end if place in places else lines([message])
+        if place in places:
+            spans.append((len(text), len(text) + len(own)))
+        text += own
+    return text, spans
+
+
+def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocab: int | None = None) -> int:
+    """The length of the longest prompt in tokens. Raises ConfigError, which names the task, for one that is no prompt.
+
+    That is one that leaves no room for a reply, has ids that the model has no embedding for, or is refused by the template.
+    vocab: how many tokens the model knows.
+    """
+    longest = 0
+    for task in tasks:
+        try:
+            tokens = prompt_tokens(tokenizer, task.prompt)
+        except ValueError as error:
+            raise ConfigError(f"the prompt of task {task.id}: {error}") from None
+        if len(tokens) >= context:
+            raise ConfigError(too_long(len(tokens), context, f"the prompt of task {task.id}"))
+        if vocab is not None and (unknown := unknown_token(tokens, tokenizer, vocab)):
+            raise ConfigError(f"the prompt of task {task.id} {unknown}")
+        longest = max(longest, len(tokens))
+    return longest
+
+
+def unknown_token(tokens: Array, tokenizer: Tokenizer, vocab: int) -> str:
+    """What is wrong with ids that a model of `vocab` tokens has no embedding for; empty where there are none."""
+    outside = tokens[tokens >= vocab]
+    if not len(outside):
+        return ""
+    text = tokenizer.decode([int(outside[0])], skip_special_tokens=False)
+    return (
+        f"has the token {text!r}, id {outside[0]}, and the model knows the ids up to {vocab - 1}: the tokenizer has more "
+        "tokens than the model's embedding; use the tokenizer that the model was trained with, or resize the embedding"
+    )
 
 
 def too_long(length: int, context: int, what: str) -> str:
     return f"{what} is {length} tokens, and the context holds {context}, reply included: shorten it or use a longer context"
-
-
-def as_messages(message: str | Sequence[dict[str, str]]) -> Messages:
-    messages = [{"role": "user", "content": message}] if isinstance(message, str) else [dict(m) for m in message]
-    if not messages or any("role" not in m or "content" not in m for m in messages):
-        raise ValueError(f"message {message!r:.80}: expected a text, or a list of messages with role and content")
-    return messages
-
-
-class TemplateRenderer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        self._messages: Messages = []
-        self._sent = ""
-
-    def begin(self, messages: Messages) -> Array:
-        self._messages, self._sent = messages, self._render(messages)
-        return _encode(self._tokenizer, self._sent)
-
-    def follow(self, reply: str, stop: int | None, messages: Messages) -> Array:
-        every = [*self._messages, {"role": "assistant", "content": reply}, *messages]
-        full = self._render(every)
-        tail = self._after(full.removeprefix(self._sent), reply) if full.startswith(self._sent) else None
-        if tail is None:
-            raise TemplateRewritesHistory(
-                f"the chat template of {self._tokenizer.name_or_path!r} rewrites history: with a further turn it renders "
-                f"the turns before differently, so turn {self._turns(every)} cannot be appended to what was sampled; "
-                "use a single turn, or a template that only appends"
-            )
-        if stop is not None:
-            tail = tail.removeprefix(self._tokenizer.decode([stop], skip_special_tokens=False))
-        self._messages, self._sent = every, full
-        return _encode(self._tokenizer, tail)
-
-    def _render(self, messages: Messages) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        except jinja2.TemplateError as error:
-            roles = ", ".join(m["role"] for m in messages)
-            raise ConfigError(
-                f"the chat template of {self._tokenizer.name_or_path!r} refuses roles {roles}: {error}"
-            ) from None
-
-    @staticmethod
-    def _after(rest: str, reply: str) -> str | None:
-        """What follows the reply; None where `rest` does not begin with it."""
-        for kept in (reply, reply.rstrip(), reply.lstrip(), reply.strip()):
-            if rest.startswith(kept):
-                return rest.removeprefix(kept)
-        return None
-
-    @staticmethod
-    def _turns(messages: Messages) -> int:
-        return 1 + sum(m["role"] == "assistant" for m in messages)
-
-
-class PlainRenderer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-
-    def begin(self, messages: Messages) -> Array:
-        tokens = _encode(self._tokenizer, _lines(messages))
-        bos = self._tokenizer.bos_token_id
-        if bos is not None and self._tokenizer.encode("", add_special_tokens=True)[:1] == [bos]:
-            tokens = np.concatenate([np.array([bos], np.int32), tokens])
-        return tokens
-
-    def follow(self, reply: str, stop: int | None, messages: Messages) -> Array:
-        return _encode(self._tokenizer, ("\n" if stop is None else "") + _lines(messages))
-
-
-def _lines(messages: Messages) -> str:
-    return "".join(f"{m['content']}\n" for m in messages)
-
-
-def _encode(tokenizer: Tokenizer, text: str) -> Array:
-    return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)

@@ -42,7 +42,9 @@ from tidemill.envs.frames import (
     ToWorker,
     Withdraw,
 )
-from tidemill.envs.template import TemplateRewritesHistory
+from tidemill.envs.messages import is_message
+from tidemill.envs.tasks import DEEPEST
+from tidemill.envs.turns import TemplateRewritesHistory
 from tidemill.errors import ConfigError
 from tidemill.loading import load_object
 from tidemill.processes import inside
@@ -65,7 +67,7 @@ class RemoteChat:
         self._over = False
 
     async def reply(
-        self, message: str | Sequence[dict[str, str]], *, max_tokens: int | None = None, last: bool = False
+        self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
         """As `EpisodeChat.reply`: raises what it raises there, and ValueError for a message that does not travel."""
         assert self._answer is None, "one reply at a time: await the one before"
@@ -217,12 +219,27 @@ def _message(message: Any) -> Message:
         return _text(message)
     if not isinstance(message, Sequence) or not all(isinstance(each, Mapping) for each in message):
         raise ValueError(f"a message of type {type(message).__name__}: expected a text or a list of messages")
-    if not all(isinstance(part, str) for each in message for item in each.items() for part in item):
-        raise ValueError("a list of messages: expected role and content, both texts, in each")
-    return [{_text(key): _text(value) for key, value in each.items()} for each in message]
+    if not all(is_message(each) for each in message):
+        raise ValueError("a list of messages: expected role and content (a text, or a list of parts) in each")
+    return [{_text(key): _plain(value) for key, value in each.items()} for each in message]
 
 
-def _text(text: str) -> str:
+def _plain(value: Any, levels: int = DEEPEST) -> Any:
+    """A value of a message (a text, the parts of a content, calls of tools) as plain data."""
+    if isinstance(value, str):
+        return _text(value)
+    if levels and isinstance(value, Mapping):
+        return {_text(key): _plain(each, levels - 1) for key, each in value.items()}
+    if levels and isinstance(value, list | tuple):
+        return [_plain(each, levels - 1) for each in value]
+    if value is None or type(value) in (bool, int, float):
+        return value
+    raise ValueError(f"a list of messages with a {type(value).__name__}: expected texts, numbers, lists and mappings")
+
+
+def _text(text: Any) -> str:
+    if not isinstance(text, str):
+        raise ValueError(f"a list of messages with a key of type {type(text).__name__}: expected texts")
     if len(text) > MAX_FRAME:
         raise ValueError(f"a message of {len(text)} characters: at most {MAX_FRAME} bytes are taken")
     return str.__str__(text)  # of str itself, not of a subclass

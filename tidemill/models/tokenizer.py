@@ -24,11 +24,13 @@ class Tokenizer(Protocol):
     bos_token_id: int | None
     eos_token_id: int | None
     all_special_ids: list[int]
+    is_fast: bool
 
     @property
     def added_tokens_decoder(self) -> dict[int, Any]: ...
     def __len__(self) -> int: ...
     def convert_ids_to_tokens(self, ids: int) -> str | None: ...
+    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any: ...
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
     def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any: ...
@@ -114,12 +116,16 @@ def generation_config(folder: str | Path) -> dict[str, Any]:
 def stop_ids(
     tokenizer: Tokenizer | None, arch: Architecture, generation: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends a completion: of config.json, of generation_config.json and of the tokenizer, ascending.
+    """Every id that ends a completion: of config.json, generation_config.json, tokenizer and chat template, ascending.
 
     Chat models have several, and one that is overlooked is counted as a truncated completion.
     """
+    from tidemill.models.chat_template import end_of_turn
+
     given = (generation or {}).get("eos_token_id")
     ids = {*arch.eos_ids, *(given if isinstance(given, list) else [] if given is None else [given])}
     if tokenizer is not None and tokenizer.eos_token_id is not None:
         ids.add(tokenizer.eos_token_id)
+    if tokenizer is not None and (end := end_of_turn(tokenizer)) is not None:
+        ids.add(end)
     return tuple(sorted(ids))

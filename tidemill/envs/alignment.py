@@ -1,0 +1,151 @@
+"""Which characters of a rendered conversation are a reply: content and end of turn, as a sampler would have to produce them.
+
+    text      ...user\\nhi<|im_end|>\\n<|im_start|>assistant\\nyo<|im_end|>\\n<|im_start|>user\\n...
+    reply                                                    [............)
+
+It begins where the generation prompt ends, so that what is learnt is what follows a prompt. A template that opens the reply
+only when it asks for one (with `<think>`), or that renders earlier turns otherwise, has no such place: then it begins where
+the template's header ends, which a rendering with a mark instead of the content shows. It ends with the first end-of-turn
+token after the content, tool calls included; the line break that many templates add after that is nobody's to say.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from tidemill.envs.messages import text_of
+from tidemill.errors import ConfigError
+from tidemill.models.chat_template import MARK, Messages, Span, added_tokens, end_of_turn, marked_spans, render
+from tidemill.models.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Rendering:
+    """A conversation's text, and which characters of it each token is."""
+
+    tokenizer: Tokenizer
+    text: str
+    ids: list[int]
+    offsets: Sequence[Span]
+
+    @classmethod
+    def of(cls, tokenizer: Tokenizer, text: str) -> Rendering:
+        if tokenizer.is_fast:
+            found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            return cls(tokenizer, text, found["input_ids"], found["offset_mapping"])
+        ids = tokenizer.encode(text, add_special_tokens=False)
+        return cls(tokenizer, text, ids, _offsets(tokenizer, text, ids))
+
+    def tokens(self, span: Span) -> range:
+        """Those that hold a character of the span; also one that holds characters before it, unless it is an added token,
+        which may take spaces that follow it."""
+        begin, end = span
+        found = [i for i, (b, e) in enumerate(self.offsets) if b < end and e > begin]
+        if found and self.offsets[found[0]][0] < begin and self.ids[found[0]] in added_tokens(self.tokenizer):
+            found = found[1:]
+        return range(found[0], found[-1] + 1) if found else range(0)
+
+    def count(self, position: int) -> int:
+        """How many tokens there are up to a character, also those that go on behind it."""
+        return sum(begin < position for begin, _ in self.offsets)
+
+
+def _offsets(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[Span]:
+    """Where the tokens of a tokenizer that does not say it stand: by the text that each beginning of them has."""
+    if tokenizer.decode(ids, skip_special_tokens=False) != text:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer.name_or_path!r} does not say where its tokens stand in a text, nor do they decode "
+            "to it: use one with a tokenizer.json"
+        )
+    begins = [tokenizer.decode(ids[:count], skip_special_tokens=False) for count in range(len(ids) + 1)]
+    known = [in_common(begin, text) for begin in begins]
+    return [(begin, max(end, min(begin + 1, len(text)))) for begin, end in pairwise(known)]
+
+
+def in_common(one: Sequence[object], other: Sequence[object]) -> int:
+    """The length of what both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
+
+
+def reply_spans(rendering: Rendering, messages: Messages, replies: Sequence[int]) -> list[Span]:
+    """The characters of each reply, by the template's own marks where it has them. replies: places among the messages."""
+    tokenizer, text = rendering.tokenizer, rendering.text
+    said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+    marked = marked_spans(tokenizer, messages, text)
+    if len(marked) == len(said):
+        spans = [marked[said.index(place)] for place in replies]
+        return [(begin, _closed(rendering, end)) for begin, end in spans]
+    return [_span(rendering, messages, place) for place in replies]
+
+
+def _closed(rendering: Rendering, end: int) -> int:
+    """A mark that leaves out the end of turn, which then nothing would teach, is extended by it."""
+    ends = _ends(rendering.tokenizer)
+    here = rendering.text[:end].rstrip().endswith(tuple(ends))
+    after = next((each for each in ends if rendering.text.startswith(each, end)), "")
+    return end if here else end + len(after)
+
+
+def _span(rendering: Rendering, messages: Messages, place: int) -> Span:
+    text, tokenizer = rendering.text, rendering.tokenizer
+    before, shown, after = _with_mark(tokenizer, messages, place).partition(MARK)
+    begin = _begin(tokenizer, messages, place, text, len(before) if shown and text.startswith(before) else len(text))
+    end = begin  # of the content, where the template does not show it
+    if shown and text.endswith(after):
+        end = max(begin, len(text) - len(after))
+    elif shown:  # what follows depends on it
+        said = text_of(messages[place]).strip()
+        end = max(begin, text.find(said, begin) + len(said))
+    return begin, end + len(_closing(tokenizer, messages, place, text, end))
+
+
+def _begin(tokenizer: Tokenizer, messages: Messages, place: int, text: str, content: int) -> int:
+    """Where the generation prompt ends, as far as it is there; at the content at the latest.
+
+    Where the template renders what is before otherwise than when it asked, only what follows the message before is compared.
+    """
+    asked = _rendered(tokenizer, messages[:place], ask=True)
+    if asked and text.startswith(asked):
+        return len(asked)
+    if place:
+        here = _with_mark(tokenizer, messages, place - 1).partition(MARK)[2]
+        there = _with_mark(tokenizer, messages[:place], place - 1, ask=True).partition(MARK)[2]
+        if here and there and text.endswith(here):
+            return min(len(text) - len(here) + in_common(here, there), content)
+    return min(in_common(asked, text), content)
+
+
+def _closing(tokenizer: Tokenizer, messages: Messages, place: int, text: str, end: int) -> str:
+    """What the template puts between the content and the end of the turn, and that end."""
+    ends, region = _ends(tokenizer), text[end:]
+    if first := next((each for each in ends if region.lstrip().startswith(each)), ""):
+        return region[: region.index(first) + len(first)]
+    upto = _rendered(tokenizer, messages[: place + 1], ask=False)
+    known = bool(upto) and text.startswith(upto) and len(upto) >= end
+    region = text[end : len(upto)] if known else region
+    found = [at + len(each) for each in ends if (at := region.find(each)) >= 0]
+    if not known and "tool_calls" not in messages[place]:
+        return ""
+    return region[: min(found)] if found else region.rstrip() if known else ""
+
+
+def _ends(tokenizer: Tokenizer) -> list[str]:
+    ids = dict.fromkeys(i for i in (end_of_turn(tokenizer), tokenizer.eos_token_id) if i is not None)
+    return [tokenizer.decode([i], skip_special_tokens=False) for i in ids]
+
+
+def _with_mark(tokenizer: Tokenizer, messages: Messages, place: int, *, ask: bool = False) -> str:
+    """The rendering with a mark for a content; empty where the template does not show that once."""
+    changed = [{**m, "content": MARK} if i == place else m for i, m in enumerate(messages)]
+    text = _rendered(tokenizer, changed, ask=ask)
+    return text if text.count(MARK) == 1 else ""
+
+
+def _rendered(tokenizer: Tokenizer, messages: Messages, *, ask: bool) -> str:
+    """Empty where the template refuses these messages: a beginning of a conversation need not be one."""
+    try:
+        return render(tokenizer, messages, ask=ask) if messages else ""
+    except ConfigError:
+        return ""
