@@ -256,6 +256,19 @@ def test_what_else_a_message_holds_reaches_the_template() -> None:
     assert parts.decode(prompt_tokens(parts, _message(given)).tolist()).startswith("<|im_start|>user\nab<|im_end|>")
 
 
+async def test_an_episode_may_begin_with_a_call_of_a_tool_that_says_nothing() -> None:
+    tokenizer = tokenizer_of("byte-level", "Qwen 3")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    heard = [*USER, {"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "2"}]
+    chat = chat_of(tokenizer, [*ids(tokenizer, "two"), end], [end])
+    await chat.reply(heard)
+    await chat.reply(NEXT)
+    whole = [*heard, {"role": "assistant", "content": "two"}, *NEXT]
+    shown = tokenizer.apply_chat_template(whole, tokenize=False, add_generation_prompt=True)
+    assert tokenizer.decode(chat.trajectory().tokens[:-1].tolist()) == shown
+
+
 @pytest.mark.parametrize(
     "message", [[{"role": "user", "content": "a", "x": object()}], [{"role": "user", "content": [{1: "a"}]}]]
 )

@@ -231,7 +231,7 @@ def count_of(max_tokens: Any) -> int | None:
 
 def _heard(message: Mapping[str, Any]) -> Said:
     """What a message says: its content, and what it has besides, such as calls of tools."""
-    content, more = message["content"], {k: v for k, v in message.items() if k not in ("role", "content")}
+    content, more = message.get("content"), {k: v for k, v in message.items() if k not in ("role", "content")}
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
     return Said(str(message["role"]), " ".join(filter(None, [text, json.dumps(more, default=str) if more else ""])))
 
