@@ -107,7 +107,7 @@ def test_who_takes_slowly_is_served(chats: Running, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(connection, "TAKE_S", 0.3)
     monkeypatch.setattr(connection, "TAKEN", 1)
     chats._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    body = {"model": chats.name, "prompt": "a", "max_tokens": 40, "logprobs": 20, "ignore_eos": True}
+    body = {"model": chats.name, "prompt": "a", "max_tokens": 40, "n": 8, "logprobs": 20, "ignore_eos": True}
     raw = json.dumps(body).encode()
     try:
         with socket.socket() as client:
@@ -117,10 +117,12 @@ def test_who_takes_slowly_is_served(chats: Running, monkeypatch: pytest.MonkeyPa
             client.sendall(head("completions", len(raw)) + raw)
             said, begin = b"", time.monotonic()
             while not said.endswith(b"}}"):
-                said += client.recv(1024)
+                part = client.recv(1024)
+                assert part, "disconnected"
+                said += part
                 if time.monotonic() - begin < 1:
                     time.sleep(0.05)
-            assert json.loads(said.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 40
+            assert json.loads(said.partition(b"\r\n\r\n")[2])["usage"]["completion_tokens"] == 320
     finally:
         chats._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
 
