@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from tidemill.errors import ConfigError
 from tidemill.loading import load_object
 from tidemill.rewards import functions as f
+from tidemill.rewards.boxes import boxed, last_boxes
 from tidemill.rewards.named import NAMED, named_reward
 
 
@@ -35,12 +36,13 @@ def test_regex():
         ("so it is 42.", 42),
         ("$1,234.50", Fraction("1234.5")),
         ("1,234,567 people", 1234567),
-        ("1, 2, 3", 3),
-        ("12,3", 3),
+        ("1, 2, 3", None),
+        ("12,3", None),
         ("-3/4", Fraction(-3, 4)),
         ("= −7", -7),
-        ("5-3", 3),
-        ("x-3", 3),
+        ("5-3", None),
+        ("5-3 = 2", 2),
+        ("x-3", None),
         ("(-3)", -3),
         (".5", Fraction(1, 2)),
         ("6.02e23", Fraction("6.02e23")),
@@ -83,7 +85,7 @@ def test_a_long_completion_is_read_quickly():
     begun = time.process_time()
     for text in ("1," * 50_000, "9" * 100_000, "\\boxed{" * 20_000, "-" * 100_000, "1/" * 50_000):
         f.last_number(text)
-        f.boxed(text)
+        boxed(text)
     assert time.process_time() - begun < 2.0
 
 
@@ -92,7 +94,42 @@ def test_last_boxed():
     assert f.last_boxed(r"\boxed{x + 1}", r"so \boxed{x+1}") == 1.0
     assert f.last_boxed(r"\boxed{2}", "1") == 0.0
     assert f.last_boxed("1", "1") == 0.0
-    assert f.boxed(r"\boxed{1} \boxed{2") == "1"
+    assert boxed(r"\boxed{1} \boxed{2") == "1"
+
+
+def test_a_number_of_a_column_is_what_it_is():
+    assert f.numeric("0.1", 0.1) == f.numeric("\\frac{1}{10}", 0.1) == f.numeric("-3", -3) == f.numeric("1.2", 1.200) == 1.0
+    assert f.numeric("0.1000000000000001", 0.1) == 0.0
+    assert f.numeric("5", float("inf")) is f.numeric("1", True) is None
+
+
+def test_the_last_boxes():
+    assert last_boxes(r"\boxed{1} then \boxed{\{2\}}")[0] == [r"\{2\}"]
+    assert last_boxes(r"\boxed{\frac{1}{\{2}}, $\boxed{3}$ \text{ and } \fbox{4}.")[0] == [r"\frac{1}{\{2}", "3", "4"]
+    assert last_boxes(r"\boxed{\boxed{5}}")[0] == ["5"] and last_boxes(r"\boxed 7")[0] == ["7"]
+    assert last_boxes("no box") is last_boxes(r"\boxed{1") is None
+    assert f.last_boxed(r"\boxed{2}, \boxed{1}", "1, 2") == 1.0  # the answers of one question
+    assert f.last_boxed(r"\boxed{4}, \boxed{5}", "5") != 1.0  # a guess at two
+    assert f.last_boxed(r"\boxed{4}. Wait. \boxed{5}", "5") == 1.0
+
+
+def test_what_a_word_means_is_not_guessed():
+    for reply, answer, earned in [
+        ("five", "5", None),
+        ("the cost is 3 million", "3000000", 1.0),
+        ("it takes 2 hours 30 minutes", "30", None),
+        ("5 kg of CO2", "5", 1.0),
+        ("the area is 12 m^2", "12", 1.0),
+        ("4 out of 5", "5", None),
+        ("$18 for 3 days", "18", None),
+        ("5 cm", "5 m", None),
+        ("25%", "25", 1.0),
+        ("25", "25%", None),
+        ("\\boxed{5} in 3 steps", "5", None),
+        ("1.200", "1200", None),
+        ("about 3 or 4", "7", 0.0),
+    ]:
+        assert f.numeric(reply, answer) == earned, (reply, answer)
 
 
 def test_math():

@@ -10,15 +10,11 @@ from __future__ import annotations
 import re
 import unicodedata
 from fractions import Fraction
+from math import inf
 
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
-# A minus is a sign only where it cannot be a subtraction ("5-3" ends in 3, "= -3" in -3).
-_SIGNED = rf"(?:(?<![\w)\]}}.])[-+−])?(?:{_DIGITS})(?:[eE][-+]?\d+)?"
-_NUMBER = re.compile(rf"(?P<latex>(?:(?<![\w)\]}}])[-+−])?\\[dt]?frac\{{\s*-?\d+\s*\}}\{{\s*-?\d+\s*\}})"
-                     rf"|(?P<top>{_SIGNED})(?:\s*/\s*(?P<bottom>{_DIGITS}))?")  # fmt: skip
-_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"[{}]")
-_LONGEST = 400  # digits, and size of an exponent: beyond that it is no answer, and arithmetic on it would not end
+from tidemill.rewards.answers import gold_of, judged
+from tidemill.rewards.boxes import last_boxes
+from tidemill.rewards.reading import Reading, compare, reading_of, spelled
 
 
 def exact(completion: str, answer: object, *, normalise: bool = False) -> float | None:
@@ -45,26 +41,44 @@ def regex(completion: str, answer: object, *, pattern: str, normalise: bool = Fa
 
 
 def numeric(completion: str, answer: object, *, tolerance: float = 0.0) -> float | None:
-    """Compare the last number of the completion with the last number of the answer, as exact fractions.
+    """Compare the number that the completion ends with to that of the answer, exactly.
 
-    Reads `1,234.5`, `-3/4`, `6.02e23` and `\\frac{3}{4}`. Equal within `tolerance * max(1, |answer|)`.
-    None when the answer holds no number.
+    The number is that of the last box, or the last one of the text, read as a whole: `-$1,234.50`, `-3/4`, `3\\frac{1}{2}`,
+    `6.02e23`, `1.5 \\times 10^3`, `2\\sqrt{3}`, `5%`, `$2 million`. Units are read over. Equal within
+    `tolerance * max(1, |answer|)`. None when the answer holds no single number, or when it depends on how a text is meant
+    ("5-3", "1.200", "2 hours 30 minutes") whether it is right.
     """
-    wanted, given = last_number(str(answer)), last_number(completion)
-    if wanted is None:
+    if missing(answer):
         return None
-    return float(given is not None and abs(given - wanted) <= Fraction(tolerance) * max(Fraction(1), abs(wanted)))
+    wanted = _as_number(answer) or reading_of(str(answer), alone=True)
+    if wanted.value is None:
+        return None
+    given = reading_of(completion)
+    if given.empty:
+        return None if spelled(completion) else 0.0
+    room = Fraction(tolerance) * max(Fraction(1), abs(Fraction(wanted.value)))
+    return compare(wanted, given, room)
+
+
+def _as_number(answer: object) -> Reading | None:
+    """A column of numbers says what each is: 1.200 is no 1,200 there."""
+    if isinstance(answer, bool) or not isinstance(answer, int | float) or not abs(answer) < inf:
+        return None
+    return Reading(Fraction(str(answer)) if isinstance(answer, float) else Fraction(answer))
 
 
 def last_boxed(completion: str, answer: object) -> float | None:
-    """Compare the content of the last `\\boxed{...}` of the completion with the answer (or the answer's own box),
-    ignoring spaces. None when the row has no answer."""
-    if missing(answer):
+    """Compare the last `\\boxed{...}` of the completion with the answer (or the answer's own box).
+
+    1.0 for the same text without its spaces and styles, and for the same value: numbers, expressions with letters, tuples,
+    lists, sets and intervals. None when the row has no answer, or when neither can be decided.
+    """
+    if missing(answer) or not str(answer).strip():
         return None
-    given, gold = boxed(completion), str(answer)
-    inner = boxed(gold)
-    wanted = gold if inner is None else inner
-    return float(given is not None and "".join(given.split()) == "".join(wanted.split()))
+    boxes = last_boxes(completion)
+    if boxes is None:
+        return 0.0
+    return judged(boxes[0], gold_of(answer))
 
 
 def missing(answer: object) -> bool:
@@ -73,40 +87,9 @@ def missing(answer: object) -> bool:
 
 
 def last_number(text: str) -> Fraction | None:
-    """The last number in `text`, exactly; None when there is none, or none of a sane size."""
-    matches = list(_NUMBER.finditer(text))
-    if not matches:
-        return None
-    match = matches[-1]
-    if match["latex"]:
-        top, bottom = (
-            (int(n) for n in re.findall(r"-?\d+", match["latex"])[:2]) if len(match["latex"]) < _LONGEST else (0, 0)
-        )
-        sign = -1 if match["latex"][0] in "-−" else 1
-        return sign * Fraction(top, bottom) if bottom else None
-    top, bottom = _fraction(match["top"]), _fraction(match["bottom"] or "1")
-    return top / bottom if top is not None and bottom else None
-
-
-def boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`, with its braces balanced; None when there is no complete one."""
-    opens = {match.end() for match in _BOX.finditer(text)}
-    stack: list[int] = []
-    start = end = -1
-    for match in _BRACE.finditer(text):  # one pass: a completion may well be a hundred kilobytes of braces
-        if match[0] == "{":
-            stack.append(match.end())
-        elif stack and (opened := stack.pop()) in opens and opened > start:
-            start, end = opened, match.start()
-    return text[start:end] if start >= 0 else None
-
-
-def _fraction(text: str) -> Fraction | None:
-    text = text.replace(",", "").replace("−", "-")
-    mantissa, _, exponent = text.lower().partition("e")
-    if len(mantissa) > _LONGEST or len(exponent) > 4 or abs(int(exponent or 0)) > _LONGEST:
-        return None
-    return Fraction(text)
+    """The number that a text ends with, exactly; None when there is none, or none that means one thing only."""
+    value = reading_of(text).value
+    return None if value is None else Fraction(value)
 
 
 def _normal(text: str) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 
 from tidemill.errors import ConfigError
 from tidemill.protocols import Gold
-from tidemill.rewards.functions import boxed
+from tidemill.rewards.boxes import boxed
 from tidemill.rewards.named import BOXED
 from tidemill.rewards.signature import Signature
 from tidemill.types import Task, Unscorable

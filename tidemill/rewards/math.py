@@ -1,24 +1,107 @@
-"""Mathematical equivalence by math-verify. Imported only where it can be killed: in a scoring worker.
+"""Mathematical equivalence: our own reading of an answer first, then math-verify. Imported only in a scoring worker.
 
-A symbolic comparison may run for ever or take all memory, so its own time-outs are off (they answer "wrong" where
-the truth is "not judged") and the worker's limit ends it: an InfraError, not a zero.
+Our reading decides numbers and what is made of them, and never takes long. What it cannot decide is given to math-verify: a
+symbolic comparison, which may run for ever or take all memory. So its own time-outs are off (they answer "wrong" where the
+truth is "not judged"), what is known to be large does not reach it, and a limit of processor time ends it: None, not a zero.
 """
 
 from __future__ import annotations
 
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+
 from math_verify import parse, verify
 
-from tidemill.rewards.functions import boxed, missing
+from tidemill.rewards.answers import LONGEST, given_of, gold_of, in_question, judged, plain_numbers
+from tidemill.rewards.boxes import boxed, last_boxes
+from tidemill.rewards.functions import missing, numeric
+
+SECONDS = 2.0  # of processor time, for what takes milliseconds
+_HEAVY = re.compile(
+    r"\^\s*\{?[^{}]{0,30}\^|\^\s*\{?\s*-?\d{5,}|\d{5,}\s*!|!\s*!"
+    r"|[)}\]]\s*\^\s*\{?\s*-?\d{2,}|\d{400}|\\(?:int|sum|prod|lim|iint|oint)(?![a-z])|\d[eE][-+]?\d{4,}"
+    r"|(?:\\binom|\\choose|\\pmod|\\bmod)[^a-z]*\d{5,}|(?:[{(\[]\s*){40,}|(?:\\frac\s*){20,}|(?:\\sqrt\s*\{?\s*){20,}"
+)
 
 
 def score(completion: str, answer: object) -> float | None:
-    """1.0 when the completion's final expression equals the answer; None when the answer cannot be read."""
-    if missing(answer):
+    """1.0 when the completion's final answer equals the answer, and 0.0 when it does not; None when that cannot be told.
+
+    The final answer is the last box, or the boxes that stand side by side; without a box the last expression.
+    """
+    if missing(answer) or not str(answer).strip():
         return None
+    boxes, gold = last_boxes(completion), gold_of(answer)
+    if boxes is None:
+        return _unboxed(completion, answer)
+    given = given_of(boxes[0])
+    own = judged(boxes[0], gold)
+    if own == 1.0 or (own == 0.0 and plain_numbers(given, gold)):
+        return own
+    if own is None and in_question(given, gold):
+        return None
+    theirs = _verified("\n".join(f"$\\boxed{{{each}}}$" for each in dict.fromkeys(boxes[0])), answer)
+    return theirs if own is None or theirs == own else None
+
+
+def _unboxed(completion: str, answer: object) -> float | None:
+    own = numeric(completion[-LONGEST:], answer)
+    if own == 1.0:
+        return own
+    theirs = _verified(completion[-LONGEST:], answer)
+    if numeric("0", answer) is None:  # the answer is no number
+        return theirs
+    return own if theirs == own else None
+
+
+def _verified(completion: str, answer: object) -> float | None:
+    """What math-verify says; None where it reads nothing of the answer, or where that would take too long."""
     gold_text = str(answer)
     marked = any(mark in gold_text for mark in ("$", "\\(", "\\[")) or boxed(gold_text) is not None
-    gold = parse(gold_text if marked else f"\\boxed{{{gold_text}}}", parsing_timeout=None)  # type: ignore[arg-type]
-    if not gold:
+    gold_text = gold_text if marked else f"\\boxed{{{gold_text}}}"
+    if any(len(text) > 2 * LONGEST or _HEAVY.search(text) for text in (completion, gold_text)):
         return None
-    given = parse(completion, parsing_timeout=None)  # type: ignore[arg-type]
-    return float(verify(gold, given, timeout_seconds=None))
+
+    def judged() -> float | None:
+        gold = parse(gold_text, parsing_timeout=None)  # type: ignore[arg-type]
+        if not gold:
+            return None
+        given = parse(completion, parsing_timeout=None)  # type: ignore[arg-type]
+        return float(verify(gold, given, timeout_seconds=None))
+
+    return _limited(judged)
+
+
+class _TooLong(BaseException):  # math-verify catches every Exception
+    pass
+
+
+def _limited(judged: Callable[[], float | None]) -> float | None:
+    try:
+        with _limit():
+            return judged()
+    except (_TooLong, RecursionError, MemoryError, OverflowError):
+        return None
+
+
+@contextmanager
+def _limit() -> Iterator[None]:
+    """Of processor time, so that other programs change no verdict. Only a main thread can have one."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _TooLong
+
+    before = signal.signal(signal.SIGVTALRM, end)
+    signal.setitimer(signal.ITIMER_VIRTUAL, SECONDS)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
