@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.envs.settings import RowsSettings, environments_of
 from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.fresh import SIZES, Size, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_config, load_tokenizer, stop_ids
+from tidemill.recipe import RunConfig
 
 ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
 NEW, MADE = "new:", "new-"  # of a model that is to be made; of its folder
@@ -46,6 +48,36 @@ def expect_model(model: str) -> None:
     """Raises what `ModelFolder.open` would say before it came to the tokenizer."""
     if architecture_of(model) is None:
         expect_folder(Path(model).expanduser())
+
+
+def expect_readable(config: RunConfig) -> None:
+    """Raises ValueError, in one sentence, for what a run would refuse of its models' folders when it reads them: weights
+    that are missing or have other shapes, the tokenizer, the chat template. No weight is read, but torch is imported."""
+    from tidemill.models.weights import check_folder
+
+    if not config.model.startswith(NEW) and (path := Path(config.model).expanduser()).is_dir():
+        _expect_template(ModelFolder.open(path))
+        check_folder(path)
+    for each, scored in ((config.reference, False), (config.critic, True)):
+        given = begins_as(each, None, str)
+        if given is not None and not given.startswith(NEW):
+            check_folder(Path(given).expanduser(), scored=scored)
+    for env in environments_of(config.env):
+        if isinstance(env, RowsSettings) and env.reward == "model" and isinstance(env.reward_options.get("folder"), str):
+            path = Path(env.reward_options["folder"]).expanduser()
+            check_folder(path, scored=True)
+            load_tokenizer(path)
+
+
+def _expect_template(folder: ModelFolder) -> None:
+    if not folder.tokenizer.chat_template:
+        return
+    try:
+        folder.tokenizer.apply_chat_template([{"role": "user", "content": "a"}], tokenize=False, add_generation_prompt=True)
+    except Exception as error:  # a template may raise anything
+        raise ConfigError(
+            f"{folder.path}: its chat template fails on a single user message ({type(error).__name__}: {error})"
+        ) from None
 
 
 def named_folder(model: str, beside: Path, seed: int) -> Path:

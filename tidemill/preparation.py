@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from tidemill.model_folder import ModelFolder, check_companions, resolve_model
+from tidemill.model_folder import ModelFolder, check_companions, expect_readable, resolve_model
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import class_name
 from tidemill.recipe import RunConfig
@@ -50,6 +50,7 @@ class Preparer:
     def _open_model(self, beside: Path) -> str | None:
         config = self._config
         check_companions(config.reference, config.critic, config.model)
+        expect_readable(config)
         folder = resolve_model(config.model, beside, config.seed)
         return class_name(ModelFolder.open(folder).tokenizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -139,3 +140,47 @@ def test_a_row_beyond_a_micro_batch_is_thought_of(tidemill, recipe: Path, monkey
     assert "fits yes" in said and "but a task with a row of" in said and "engine.context" in said
     with_free(monkeypatch, 1 << 40)
     assert "a task with a row" not in tidemill("check", recipe, *given).out
+
+
+def folder_of(path: Path) -> Path:
+    from tidemill.models.fresh import SIZES, fresh_model
+
+    fresh_model(path, alphabet="abcdefghij0123456789 :<>", context=64, **SIZES["0.1m"])
+    return path
+
+
+def other_shapes(folder: Path) -> None:
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"intermediate_size": raw["intermediate_size"] - 1}))
+
+
+def failing_template(folder: Path) -> None:
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no user may speak') }}")
+
+
+BROKEN = {
+    "no weights": (lambda folder: (folder / "model.safetensors").unlink(), "no safetensors weights there"),
+    "cut off": (lambda folder: os.truncate(folder / "model.safetensors", 200_000), "is not a readable safetensors file"),
+    "a pipe": (
+        lambda folder: ((folder / "model.safetensors").unlink(), os.mkfifo(folder / "model.safetensors")),
+        "model.safetensors is a pipe or device",
+    ),
+    "other shapes": (other_shapes, "_proj.weight: shape .* is expected"),
+    "no tokenizer": (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer there"),
+    "a template that fails": (failing_template, "its chat template fails on a single user message .*no user may speak"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("whose", ["model", "algorithm.reference.model"])
+def test_a_folder_that_train_could_not_read_does_not_fit(tidemill, recipe: Path, whose: str, case: str, monkeypatch):
+    with_free(monkeypatch, 1 << 30)
+    damage, message = BROKEN[case]
+    if whose != "model" and ("template" in case or "tokenizer" in case):
+        return  # a reference's is not read
+    good, bad = folder_of(recipe.parent / "good"), folder_of(recipe.parent / "bad")
+    given = (f"{whose}={bad}", *(() if whose == "model" else (f"model={good}", "algorithm.reference.kl=0.1")))
+    assert tidemill("check", recipe, *given).code == 0
+    damage(bad)
+    said = tidemill("check", recipe, *given)
+    assert said.code != 0 and re.search(message, " ".join(said.out.split()))

@@ -113,6 +113,24 @@ def test_the_last_boxes():
     assert f.last_boxed(r"\boxed{4}. Wait. \boxed{5}", "5") == 1.0
 
 
+def test_boxes_are_compared_by_value():
+    for reply, answer, earned in [
+        ("1+x", "x+1", 1.0),
+        ("x-1", "x+1", 0.0),
+        ("x", "|x|", 0.0),
+        ("x", r"\sqrt{x^2}", 0.0),
+        ("1200", "(1,200)", None),
+        ("(2,1)", "(1,2)", 0.0),
+        ("(0.5, 1)", r"\left(\frac12, 1\right)", 1.0),
+        ("2, 1", "1,2", 1.0),
+        ("B", "A", 0.0),
+        (r"\text{(A)}", "A", 1.0),
+        ("0.1", "10\\%", 1.0),
+        (r"\{1,2\}", r"\{2,1\}", 1.0),
+    ]:
+        assert f.last_boxed(f"\\boxed{{{reply}}}", answer) == earned, (reply, answer)
+
+
 def test_what_a_word_means_is_not_guessed():
     for reply, answer, earned in [
         ("five", "5", None),
@@ -128,6 +146,12 @@ def test_what_a_word_means_is_not_guessed():
         ("\\boxed{5} in 3 steps", "5", None),
         ("1.200", "1200", None),
         ("about 3 or 4", "7", 0.0),
+        ("1200", "(1,200)", None),
+        ("($500)", "500", None),
+        ("(-3)", "-3", 1.0),
+        ("|-5|", "5", None),
+        ("x = 2 or x = 3", "3", None),
+        ("five", "6", None),
     ]:
         assert f.numeric(reply, answer) == earned, (reply, answer)
 
@@ -141,6 +165,8 @@ def test_math():
     assert score(r"\boxed{7}", "8") == 0.0
     assert score("I give up", "8") == 0.0
     assert score(r"\boxed{7}", 7) == 1.0
+    assert score(r"I get \boxed{4}. No: $2+3=5$, so \boxed{5}.", "5") == 1.0 and score(r"\boxed{4}, \boxed{5}", "4,5") == 1.0
+    assert score(r"\boxed{1011}", "1011_2") is score(r"\boxed{25}", r"25\%") is None  # math-verify calls them equal
     assert score(r"\boxed{7}", "") is None
 
 

@@ -1,7 +1,7 @@
 """`tidemill check RECIPE`: the numbers of a step and of the run, and whether its memory fits what is free here, now.
 
-It refuses what `train` would refuse for its model or its memory, with the same status. What is too large is the last line;
-what would help, which `train` says in the same breath, stands above it.
+It refuses what `train` would refuse for its model's folder or its memory, with the same status. What is too large is the
+last line; what would help, which `train` says in the same breath, stands above it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from tidemill.commands.screen import print_json
 from tidemill.commands.sections import figures, sections, show
 from tidemill.errors import ConfigError
 from tidemill.memory import ONE_MACHINE, in_words
+from tidemill.model_folder import expect_readable
 from tidemill.recipe import RunConfig, load_recipe
 
 
@@ -23,6 +24,10 @@ def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
     """0: it fits. Raises ConfigError, after all has been printed, where it does not."""
     config = load_recipe([recipe], overrides)
     found = figures(config, complete=True)
+    try:
+        expect_readable(config)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
     refused = found["memory"]["too_large"]
     if as_json:
         print_json({"recipe": str(recipe), "fits": not refused, **found})

@@ -15,7 +15,7 @@ import torch
 from tidemill.envs.template import as_messages, conversation
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.models.value import ValueModel, load_value_model
+from tidemill.models.value import ValueModel, last_tokens, load_value_model
 
 
 def score(completions: Sequence[Any], prompts: Sequence[Any], *, folder: str) -> list[float]:
@@ -30,7 +30,8 @@ def score(completions: Sequence[Any], prompts: Sequence[Any], *, folder: str) ->
     tokens = torch.from_numpy(np.concatenate(rows).astype(np.int64))
     attend = packed_attention(lengths, model.decoder.arch.windows)
     with torch.inference_mode():
-        last = torch.tensor(lengths).cumsum(0) - 1
+        begin = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        last = begin + torch.tensor(last_tokens([row.tolist() for row in rows], model.decoder.arch))
         return model.values(model.decoder(tokens, packed_positions(lengths), attend, last)).tolist()
 
 

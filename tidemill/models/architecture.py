@@ -13,6 +13,17 @@ from typing import Any
 from tidemill.codec import CodecError, parse_json
 from tidemill.errors import ConfigError
 
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+_FILES = (
+    SINGLE,
+    INDEX,
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+)
+_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MOST = {  # the largest numbers that are believed: a config.json from elsewhere must not decide how much memory is taken
     "vocab_size": 1 << 22,
@@ -72,6 +83,7 @@ class Architecture:
     @classmethod
     def from_folder(cls, folder: str | Path) -> Architecture:
         path = Path(folder) / "config.json"
+        expect_files(Path(folder))
         try:
             raw = parse_json(path.read_bytes())
         except FileNotFoundError:
@@ -125,6 +137,19 @@ class Architecture:
         )
 
 
+def expect_files(folder: Path) -> None:
+    """Raise UnsupportedModel for a pipe, a device, a folder or a dangling link in the place of one of a model's files: it
+    would be waited for, or passed over, when it is read."""
+    for path in (*(folder / name for name in _FILES), *folder.glob("*.safetensors")):
+        if (path.exists() or path.is_symlink()) and not path.is_file():
+            what = (
+                "a link to what is not there" if not path.exists() else "a folder" if path.is_dir() else "a pipe or device"
+            )
+            raise UnsupportedModel(f"{path} is {what}: expected a file; save or copy the model again")
+    if (folder / "adapter_config.json").exists():
+        raise UnsupportedModel(f"{folder} holds an adapter (adapter_config.json): merge it into the model, or remove it")
+
+
 def matrices(arch: Architecture) -> list[tuple[int, int]]:
     """[N, K] of every matrix that something is multiplied with, the head last."""
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
@@ -167,7 +192,9 @@ def _refuse_what_we_cannot_do(raw: dict[str, Any]) -> None:
         raise UnsupportedModel(f"a mixture of {experts!s:.80} experts: only dense models are supported")
     if str(raw.get("hidden_act", "silu")) not in ("silu", "swish"):
         raise UnsupportedModel(f"hidden_act {raw['hidden_act']!r:.80}: only 'silu' is supported")
-    if raw.get("quantization_config"):
+    if raw.get("transformers_weights") is not None:
+        raise UnsupportedModel("transformers_weights: other files than model.safetensors are not supported; remove the key")
+    if raw.get("quantization_config") or raw.get("compression_config"):
         raise UnsupportedModel("quantization_config: quantised weights cannot be trained; use the unquantised model")
     if raw.get("attention_dropout", 0):
         raise UnsupportedModel(f"attention_dropout {raw['attention_dropout']!r:.80}: set it to 0 in config.json")
@@ -206,6 +233,8 @@ def _rope(raw: dict[str, Any]) -> tuple[float, float, Llama3Rope | None]:
             low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
             if low >= high:
                 raise UnsupportedModel(f"config.json: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
+            if raw.get("original_max_position_embeddings") is not None:  # what it then means differs between versions
+                raise UnsupportedModel("original_max_position_embeddings outside of rope_scaling: move it there")
             original = _whole(rope, "original_max_position_embeddings")
             return theta, 1.0, Llama3Rope(_number(rope, "factor"), low, high, original)
         case other:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tidemill.codec import CodecError, parse_json
-from tidemill.models.architecture import Architecture
+from tidemill.models.architecture import Architecture, expect_files
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -47,6 +47,7 @@ def load_tokenizer(folder: str | Path, of_class: str | None = None) -> LoadedTok
     configuration, and imports torch for that.
     """
     folder = Path(folder)
+    expect_files(folder)
     if not any((folder / name).is_file() for name in _NEEDED):
         raise ValueError(f"{folder}: no tokenizer there; expected a folder with one of {', '.join(_NEEDED)}")
     import transformers

@@ -6,13 +6,16 @@ decoder's tensors. The folder of a language model is read too: its values are 0 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from tidemill.models.architecture import UnsupportedModel
+from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder
+from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
 from tidemill.models.weights import SCORE, load_scored, save_folder
 
 
@@ -43,7 +46,30 @@ class ValueModel:
 
     def save(self, folder: str | Path, *, tokenizer_from: str | Path | None, dtype: torch.dtype) -> None:
         """Raises ValueError as `save_folder` does."""
-        save_folder(self.decoder, folder, tokenizer_from=tokenizer_from, dtype=dtype, score=self.head.weight)
+        pad = padding_id(self.decoder.arch, tokenizer_from)
+        save_folder(self.decoder, folder, tokenizer_from=tokenizer_from, dtype=dtype, score=self.head.weight, pad=pad)
+
+
+def padding_id(arch: Architecture, tokenizer_from: str | Path | None) -> int | None:
+    """The id that pads rows, of the configuration or of the tokenizer; None where it is one that a row ends with.
+
+    transformers reads the score after a row's last token that is no padding. Were the end token the padding, it would look
+    past the token that was trained. Without an id it takes one row at a time, and refuses several.
+    """
+    pads: list[Any] = [arch.raw.get("pad_token_id")]
+    ends = set(arch.eos_ids)
+    if tokenizer_from is not None:
+        tokenizer: Any = load_tokenizer(tokenizer_from)
+        ends |= {*stop_ids(tokenizer, arch, generation_config(tokenizer_from))}
+        pads.append(tokenizer.pad_token_id)
+    return next((pad for pad in pads if type(pad) is int and 0 <= pad < arch.vocab and pad not in ends), None)
+
+
+def last_tokens(rows: Sequence[Sequence[int]], arch: Architecture) -> list[int]:
+    """Of each row the place whose value transformers gives: its last token that is no padding by the configuration."""
+    pad = arch.raw.get("pad_token_id")
+    places = ([i for i, token in enumerate(row) if pad is None or token != pad] for row in rows)
+    return [found[-1] if found else 0 for found in places]
 
 
 def load_value_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:

@@ -14,15 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tidemill.codec import CodecError, parse_json
 from tidemill.durable import put_in_place
-from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.models.architecture import INDEX, Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder, Layer
+from tidemill.models.files import check_headers, folder_slices, is_buffer, weight_files
 from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.slices import Coverage, Slice
 from tidemill.models.uploads import Uploads
@@ -39,13 +38,11 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 _TEMPLATES = "additional_chat_templates"
-_INDEX = "model.safetensors.index.json"
-_OTHER_FILES = ("config.json", "generation_config.json", _INDEX)
+_OTHER_FILES = ("config.json", "generation_config.json", INDEX)
 SCORE = "score.weight"  # [1, D] of a folder for sequence classification with one label
 _HEAD = "lm_head.weight"
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 MAX_SHARD_BYTES = 4 << 30
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
@@ -176,6 +173,16 @@ def load_scored(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple
     return decoder, next(iter(aside[SCORE]), None)
 
 
+def check_folder(folder: str | Path, scored: bool = False) -> None:
+    """Raise what `load_folder` would, or `load_scored`, but for the values of weights: none of them is read."""
+    folder = Path(folder)
+    arch = Architecture.from_folder(folder)
+    arch = replace(arch, tied=True) if scored else arch
+    _check_size(arch, folder)
+    aside = (_HEAD, SCORE) if scored else (_HEAD,) if arch.tied else ()
+    check_headers(folder, {name: tuple(view.shape) for name, view in hf_views(_shaped(arch))}, aside)
+
+
 def _read(
     folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device | str, aside: dict[str, list[Tensor]]
 ) -> Decoder:
@@ -184,10 +191,10 @@ def _read(
     decoder = empty_decoder(arch, dtype, device)
 
     def wanted() -> Iterator[Slice]:
-        for piece in _folder_slices(folder):
+        for piece in folder_slices(folder):
             if piece.name in aside:
                 aside[piece.name].append(piece.tensor)
-            elif not piece.name.endswith("rotary_emb.inv_freq"):  # a buffer that old checkpoints carry
+            elif not is_buffer(piece.name):
                 yield piece
 
     try:
@@ -200,46 +207,12 @@ def _read(
 def _check_size(arch: Architecture, folder: Path) -> None:
     """Before memory is taken for what config.json says: the files must be able to hold it."""
     weights = sum(parameter.numel() for parameter in _shaped(arch).parameters())
-    files = _weight_files(folder)
+    files = weight_files(folder)
     if not all(file.is_file() for file in files):
         return  # which one is missing is said when it is read
     held = sum(file.stat().st_size for file in files)
     if weights > held:  # each takes two bytes and more
         raise UnsupportedModel(f"{folder}: config.json describes {weights:,} weights, its safetensors have {held:,} bytes")
-
-
-def _folder_slices(folder: Path) -> Iterator[Slice]:
-    for file in _weight_files(folder):
-        try:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                    piece = Slice.whole(name, tensors.get_tensor(name))
-                    if piece.tensor.dtype not in _DTYPES:
-                        raise UnsupportedModel(
-                            f"{file}: {name} is {piece.tensor.dtype}; quantised weights are not supported"
-                        )
-                    yield piece
-        except FileNotFoundError:
-            raise UnsupportedModel(f"{file} does not exist, but {folder / _INDEX} names it") from None
-        except SafetensorError as error:
-            raise UnsupportedModel(
-                f"{file} is not a readable safetensors file ({error}); download or save it again"
-            ) from None
-
-
-def _weight_files(folder: Path) -> list[Path]:
-    index = folder / _INDEX
-    if index.exists():
-        try:
-            names = set(parse_json(index.read_bytes())["weight_map"].values())
-            return [folder / Path(name).name for name in sorted(names)]  # whatever it says: of this folder
-        except (CodecError, KeyError, AttributeError, TypeError):
-            raise UnsupportedModel(f"{index}: expected JSON with a 'weight_map' from tensor to file") from None
-    if (single := folder / "model.safetensors").exists():
-        return [single]
-    pickled = any(folder.glob("*.bin"))
-    hint = "convert its .bin files with save_pretrained of transformers" if pickled else "expected model.safetensors"
-    raise UnsupportedModel(f"{folder}: no safetensors weights there; {hint}")
 
 
 def save_folder(
@@ -250,10 +223,11 @@ def save_folder(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     score: Tensor | None = None,
+    pad: int | None = None,
 ) -> None:
     """Write a Hugging Face folder: weights in `dtype`, configuration, and tokenizer and generation configuration as they
     are in the folder `tokenizer_from`. With a `score` [1, D] it is one for sequence classification, without the
-    language-model head.
+    language-model head; `pad` is the id that transformers looks past for a row's last token.
 
     Everything is written beside `folder`, as `.NAME.partial`, flushed to disk, and moved there by rename. A model folder
     that is there already is replaced. Raises ValueError when `folder` holds anything else, or `tokenizer_from` holds no
@@ -269,7 +243,7 @@ def save_folder(
         tensors = hf_views(decoder)
         if score is not None:
             tensors = [*((name, view) for name, view in tensors if name != _HEAD), (SCORE, score.detach())]
-        write_model(partial, decoder.arch, tensors, tokenizer_from, dtype, max_shard_bytes, scores=score is not None)
+        write_model(partial, decoder.arch, tensors, tokenizer_from, dtype, max_shard_bytes, score is not None, pad)
         put_in_place(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)  # gone already when it was moved
@@ -283,25 +257,26 @@ def write_model(
     dtype: torch.dtype,
     max_shard_bytes: int = MAX_SHARD_BYTES,
     scores: bool = False,
+    pad: int | None = None,
 ) -> None:
     """The files of a Hugging Face folder, in a folder that is there. tensors: (Hugging Face name, tensor), of all weights.
-    scores: they are those of a model for sequence classification.
+    scores: they are those of a model for sequence classification, and `pad` is the id that it looks past.
 
     They are neither flushed nor moved: a kill leaves some of them.
     """
     assert arch.raw, "an Architecture made by from_dict or from_folder knows its config.json"
-    _write_json(folder / "config.json", _config(arch, dtype, scores))
+    _write_json(folder / "config.json", _config(arch, dtype, scores, pad))
     if tokenizer_from is not None:
         _copy_tokenizer(Path(tokenizer_from), folder)
     _write_weights(tensors, folder, dtype, max_shard_bytes)
 
 
-def _config(arch: Architecture, dtype: torch.dtype, scores: bool) -> dict[str, Any]:
+def _config(arch: Architecture, dtype: torch.dtype, scores: bool, pad: int | None) -> dict[str, Any]:
     """config.json as it was read, with the class and dtype of what is saved (under the key the original used)."""
     key = "torch_dtype" if "torch_dtype" in arch.raw and "dtype" not in arch.raw else "dtype"
     kept = {name: value for name, value in arch.raw.items() if name not in ("torch_dtype", "dtype", *_ONE_LABEL)}
     made_for = f"{arch.family.capitalize()}For{'SequenceClassification' if scores else 'CausalLM'}"
-    labels = _ONE_LABEL if scores else {}
+    labels = {**_ONE_LABEL, "pad_token_id": pad} if scores else {}
     return kept | labels | {"architectures": [made_for], key: str(dtype).removeprefix("torch.")}
 
 
@@ -321,7 +296,7 @@ def _write_weights(tensors: Iterable[tuple[str, Tensor]], folder: Path, dtype: t
         save_file(cast, folder / file, metadata={"format": "pt"})
         where |= dict.fromkeys(shard, file)
     if len(shards) > 1:
-        _write_json(folder / _INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+        _write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": where})
 
 
 def _copy_tokenizer(source: Path, target: Path) -> None:
