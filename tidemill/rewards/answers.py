@@ -109,7 +109,7 @@ def _unspaced(text: str) -> str:
 
 def _words(given: Answer, gold: Answer) -> tuple[float | None] | None:
     """The verdict on answers of which one is words alone, or a choice's letter; None where neither is."""
-    texts = [_CHOICE.sub(r"\1", each.shown).replace("«", "").replace("»", "").strip() for each in (given, gold)]
+    texts = [_CHOICE.sub(r"\1", each.shown.replace("«", "").replace("»", "")).strip() for each in (given, gold)]
     letters = [_WORD.fullmatch(text) is not None for text in texts]
     if not any(letters):
         return None
