@@ -2,6 +2,8 @@
 
 import os
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # before it is read: no test asks the hub, but those that bring one along
+
 import pytest
 import torch
 

@@ -34,7 +34,7 @@ L0 = {
     "cores",
     "observability",
 }
-L1 = {"breaker", "buffer", "algorithms", "catalogue", "diagnosis", "kernels", "rewards", "models"}
+L1 = {"hub", "breaker", "buffer", "algorithms", "catalogue", "diagnosis", "kernels", "rewards", "models"}
 L2 = {"engine", "sync", "trainer", "envs", "scoring", "ledger", "orchestration"}
 L3 = {"agreement", "pool", "supervision", "rollout", "given", "controller", "monitor", "evaluation", "served_reference"}
 L3 |= {"gradient"}
@@ -55,7 +55,7 @@ L4 |= {
     "replay",
     "reward_check",
 }
-L4 |= {"checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
+L4 |= {"fetched", "checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
 L4 |= {"warm_start_cache", "unearned"}
 L4 |= {"other_names"}
 

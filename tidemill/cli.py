@@ -106,7 +106,9 @@ def new(name: Annotated[str, typer.Argument(help="of the folder, and of the envi
 
 @app.command("eval")
 def evaluate(
-    target: Annotated[Path, typer.Argument(metavar="RUN|MODEL", help="a run's folder, or a model's")],
+    target: Annotated[
+        Path, typer.Argument(metavar="RUN|MODEL", help="a run's folder, or a model's, or its name on the hub")
+    ],
     overrides: Overrides = None,
     recipe: Annotated[Path | None, typer.Option(help="for a model: the recipe whose tasks it gets")] = None,
     tasks: Annotated[int | None, typer.Option(help="how many held-out tasks; else the recipe's eval.final_tasks")] = None,
@@ -192,7 +194,7 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def parity(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, or a run's")],
+    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, a name on the hub, or a run's")],
     length: Annotated[int, typer.Option(min=8, help="tokens of a compared row")] = 64,
     as_json: AsJson = False,
 ) -> None:
@@ -224,7 +226,7 @@ def reward_test(
 
 @app.command()
 def serve(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, or a run (its final/)")],
+    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, a name on the hub, or a run (its final/)")],
     host: Annotated[
         str, typer.Option(help="address to listen on; another than this machine's own needs a key")
     ] = "127.0.0.1",

@@ -41,7 +41,9 @@ class ModelFolder:
 def expect_folder(path: Path) -> None:
     """Raises ConfigError where there is no model's folder."""
     if not path.is_dir():
-        raise ConfigError(f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, or 'new:2m'")
+        raise ConfigError(
+            f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, its name on the hub, or 'new:2m'"
+        )
 
 
 def expect_model(model: str) -> None:

@@ -137,7 +137,7 @@ class RunConfig(Config):
     not_yet_values: ClassVar[Mapping[str, Mapping[str, str]]] = NOT_YET_VALUES
 
     run_dir: Path  # what is recorded; runs/RECIPE unless it is given
-    model: str  # a Hugging Face folder, or "new:SIZE" for a random one made here
+    model: str  # a Hugging Face folder, a name on the hub (org/name or org/name@revision), or "new:SIZE": a random one
     env: EnvSettings
     algorithm: AlgorithmSettings = AlgorithmSettings.preset("grpo")
     steps: int = Field(default=100, ge=1)  # of the whole run, each of `rollout.groups` groups

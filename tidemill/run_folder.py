@@ -3,7 +3,7 @@
     config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
     initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, where it was asked for
     warm-up/, until there is an initial/: checkpoints of the warm-up
-    source/ (functions of the notebook or program that began it)
+    source/ (functions of the notebook or program that began it)    hub.json (commits of what the hub gave)
 
 The folder is private to its owner. It belongs to one recipe: `open` refuses to go on under another one.
 """
@@ -31,7 +31,7 @@ from tidemill.recipe import RunConfig, check_same_run
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """What a start that was killed may leave before there is a config.json."""
-_EVERY_START = {"config.json", "ledger.lock", "ledger.sqlite", "metrics.jsonl", "source", FAILURE}
+_EVERY_START = {"config.json", "ledger.lock", "ledger.sqlite", "metrics.jsonl", "source", "hub.json", FAILURE}
 _EMPTY = {"logs", "checkpoints", "trajectories"}
 """What every start makes before anything is computed: files, and folders that hold nothing yet."""
 _OLD_KEYS = (("warmup", "seconds"),)

@@ -20,14 +20,17 @@ from tidemill.assembly import Session, context_cut, train
 from tidemill.build import TrainerSpec, budget_of, placed, preparing
 from tidemill.config import dump
 from tidemill.controller import first_cause
+from tidemill.envs.bounded import bounded_call
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.several import notes_of, parts_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.errors import ConfigError
+from tidemill.fetched import fetched
 from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
+from tidemill.hub import shown
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder, expect_model, named_folder
@@ -53,6 +56,7 @@ from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start
 from tidemill.warmup import check_answers
 
 T = TypeVar("T")
+FETCH_S = 7 * 86_400.0  # for what the hub has: a connection that stands still ends long before
 LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
 
 
@@ -101,6 +105,7 @@ async def _in_folder(
         forget_end(folder.path)
         folder.interrupted.unlink(missing_ok=True)
         try:
+            config = await bounded_call(partial(fetched, config, folder.path, display.note), FETCH_S)
             async with placed(config.placement, folder.logs, config.supervise) as placement:
                 with warnings_to(folder.warnings, lambda path: display.note(f"warnings with their tracebacks go to {path}")):
                     return await _with_environment(config, folder, ledger, placement, display, callbacks, make)
@@ -207,7 +212,7 @@ async def _describe(session: Session, preparation: Preparation) -> None:
     session.monitor.header(
         [
             f"task: {environment.name}, {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
-            f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {config.model}",
+            f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {shown(config.model)}",
             f"training: {algorithms}, {how}{config.rollout.group_size} = {per_step} samples",
             f"rows: {rows}",
             *filter(None, [context_cut(config, architecture)]),

@@ -15,6 +15,7 @@ from rich.text import Text
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import figures, sections, show
 from tidemill.errors import ConfigError
+from tidemill.fetched import fetched
 from tidemill.memory import ONE_MACHINE, in_words
 from tidemill.model_folder import expect_readable
 from tidemill.recipe import RunConfig, load_recipe
@@ -22,7 +23,7 @@ from tidemill.recipe import RunConfig, load_recipe
 
 def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
     """0: it fits. Raises ConfigError, after all has been printed, where it does not."""
-    config = load_recipe([recipe], overrides)
+    config = fetched(load_recipe([recipe], overrides), data=False)
     found = figures(config, complete=True)
     try:
         expect_readable(config)

@@ -28,6 +28,8 @@ from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.errors import ConfigError
 from tidemill.evaluation import Evaluator, interval
+from tidemill.fetched import fetched
+from tidemill.hub import fetch, is_name, shown
 from tidemill.machine import usable_cores
 from tidemill.model_folder import ModelFolder
 from tidemill.pool import EnginePool
@@ -91,6 +93,8 @@ def find_subject(
     for key in changed:
         if key in RunConfig.model_fields and key not in MATTERS:
             raise ConfigError(f"{key}=... changes nothing in an evaluation, which reads {', '.join(MATTERS)}: leave it out")
+    if is_name(str(target)):
+        target = fetch(str(target), "model")
     if not target.is_dir():
         raise ConfigError(f"{target} does not exist: give the folder of a run, or a Hugging Face model folder")
     if is_run(target):
@@ -106,7 +110,7 @@ def find_subject(
     if recipe is None and "env" not in changed:
         raise ConfigError(f"{target} is a model: say what to evaluate it on, with --recipe FILE or env=...")
     base = {"run_dir": str(target), "model": str(target)}
-    config = load_recipe([recipe] if recipe else [], overrides, base)
+    config = fetched(load_recipe([recipe] if recipe else [], overrides, base))
     return Subject(target, config, tasks or config.eval.final_tasks)
 
 
@@ -124,6 +128,7 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
         raise ConfigError(
             f"{folder.path} was trained on an environment given as a Python object, in no file: give env=FILE.py:NAME"
         )
+    config = fetched(config.model_copy(update={"model": str(model)}), folder.path)
     return Subject(model, config, tasks or config.eval.final_tasks, _recorded(folder, which, changed))
 
 
@@ -191,7 +196,7 @@ def _show(subject: Subject, done: Evaluated) -> None:
         ("failed", Text(f"{what}; these count as not solved" if failed else what, "bold red" if failed else "")),
     ]
     screen = console()
-    screen.print(Text.assemble((str(subject.model), "bold"), f" on {done.environment}"))
+    screen.print(Text.assemble((shown(subject.model), "bold"), f" on {done.environment}"))
     print_rows(screen, rows)
 
 

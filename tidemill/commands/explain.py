@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,11 +19,14 @@ from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import Row, figures, sections, show
 from tidemill.errors import ConfigError
+from tidemill.fetched import fetched
 from tidemill.recipe import RunConfig, load_recipe
 
 
 def explain(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
     config = load_recipe([recipe], overrides)
+    with suppress(ConfigError):  # without its model a recipe can be explained as well
+        config = fetched(config, data=False)
     about = explained(config)
     if as_json:
         print_json({"recipe": str(recipe), **about})

@@ -5,11 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tidemill.errors import ConfigError
+from tidemill.hub import fetch, is_name
 from tidemill.run_folder import RunFolder
 
 
 def model_of(path: Path) -> Path:
-    """The model folder itself, or `final/` of a run. Raises ConfigError when there is neither."""
+    """The model folder itself, that of a name on the hub, or `final/` of a run. Raises ConfigError when there is none."""
+    if is_name(str(path)):
+        return fetch(str(path), "model")
     if not path.is_dir():
         raise ConfigError(f"{str(path)!r} is not a folder: give a Hugging Face model folder, or a run's")
     if not is_run(path):

@@ -21,6 +21,7 @@ from tidemill.envs.settings import AnyEnv, environments_of
 from tidemill.envs.tasks import check_data
 from tidemill.envs.workers import in_workers
 from tidemill.errors import ConfigError
+from tidemill.fetched import fetched
 from tidemill.observability.text import visible
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.reward_check import Check, Line, Own, check
@@ -38,6 +39,7 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
     if not config.judged:
         raise ConfigError(f"{recipe} has no reward to test: name one in env.reward")
     own = read_answers(answers) if answers else []
+    config = fetched(config.model_copy(update={"model": "new:0.1m"}))  # no model is needed
     screen = console(stderr=True)
     busy = screen.status(f"{recipe}: scoring replies whose worth is known ...")
     with busy if screen.is_terminal and not as_json else nullcontext():

@@ -19,6 +19,7 @@ from tidemill.commands import sizing
 from tidemill.commands.screen import INDENT, console, print_rows
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages
 from tidemill.errors import ConfigError
+from tidemill.hub import shown
 from tidemill.memory import Models, demands, in_words, processes, refusal, row_tokens
 from tidemill.model_folder import architecture_of, check_companions, expect_model
 from tidemill.models.architecture import parameters
@@ -116,7 +117,7 @@ def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
     found, context = processes(config, models), row_tokens(config.engine, arch, free)
     refused = refusal(found)
     return {
-        "model": config.model,
+        "model": shown(config.model),
         **{"parameters": parameters(arch), "context": context},
         "processes": {p.name: {"count": p.count, "bytes": {h.what: h.bytes for h in p.held}} for p in found},
         "devices": {device: asdict(demand) for device, demand in demands(found).items()},
@@ -205,7 +206,7 @@ def _memory_rows(config: RunConfig, memory: Mapping[str, Any] | None) -> list[Ro
     if memory is None:
         return [("model", f"{config.model} is no folder here: nothing is known of its size")]
     rows: list[Row] = [
-        ("model", f"{config.model}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
+        ("model", f"{memory['model']}, {memory['parameters']:,} parameters, rows of at most {memory['context']:,} tokens")
     ]
     if memory["context_cut"]:
         rows.append(("context", memory["context_cut"]))

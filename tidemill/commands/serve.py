@@ -12,6 +12,7 @@ from tidemill.commands.located import model_of
 from tidemill.config import build
 from tidemill.engine.settings import EngineSettings
 from tidemill.errors import ConfigError
+from tidemill.hub import shown
 from tidemill.types import Version
 
 KEY_VARIABLE = "TIDEMILL_API_KEY"
@@ -77,8 +78,10 @@ async def _serve(
 
 
 def served_name(model: Path) -> str:
-    """The folder's name; for `runs/NAME/final` that is NAME-final."""
+    """The folder's name; for `runs/NAME/final` that is NAME-final, of what the hub gave its name there."""
     path = model.resolve()
+    if (name := shown(path)) != str(path):
+        return name.partition("@")[0]
     return f"{path.parent.name}-{path.name}" if path.name in ("final", "initial") else path.name
 
 

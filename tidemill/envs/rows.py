@@ -14,6 +14,7 @@ from tidemill.envs.settings import NO_REWARD, PythonSettings, RowsSettings
 from tidemill.envs.several_rewards import judge_of
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
 from tidemill.errors import ConfigError
+from tidemill.hub import shown
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.types import Outcome, Task, Trajectory, Unscorable
 
@@ -32,10 +33,15 @@ def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
             raise ConfigError(
                 "env.reward_options do not apply while env.reward is empty: name the reward, or leave them out"
             )
-        return SingleTurn(f"rows:{Path(settings.data).stem}", splits, _nobody)
+        return SingleTurn(_title(settings.data), splits, _nobody)
     judge = judge_of(settings.reward, scorer, weights=settings.reward_weights, options=settings.reward_options)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))
-    return SingleTurn(f"rows:{Path(settings.data).stem}", splits, judge)
+    return SingleTurn(_title(settings.data), splits, judge)
+
+
+def _title(data: str) -> str:
+    name = shown(data)
+    return f"rows:{Path(data).stem if name == data else name.partition('@')[0].rpartition('/')[2]}"
 
 
 def _expect_reward_model(folder: Any) -> None:
@@ -68,8 +74,8 @@ def row_splits(settings: RowsSettings | PythonSettings) -> dict[str, list[Task]]
 
 
 def _read(settings: RowsSettings | PythonSettings, data: str) -> list[Task]:
-    if data.endswith((".jsonl", ".ndjson")):
-        found = json_lines(Path(data).expanduser(), f"data file {data!r}")
+    if (file := _json_lines_of(settings, data)) is not None:
+        found = json_lines(file.expanduser(), f"data file {str(file)!r}")
     else:
         found = _dataset(settings, data)
     prompt, answer, template = "prompt", "answer", "{prompt}"
@@ -85,6 +91,17 @@ def _read(settings: RowsSettings | PythonSettings, data: str) -> list[Task]:
     if not tasks:
         raise ConfigError(f"{data!r} is empty: expected at least one row")
     return told_apart(tasks)
+
+
+def _json_lines_of(settings: RowsSettings | PythonSettings, data: str) -> Path | None:
+    """The file itself; where the `datasets` package is not installed, that of the split in a folder that has one."""
+    if data.endswith((".jsonl", ".ndjson")):
+        return Path(data)
+    if importlib.util.find_spec("datasets") is not None or not (folder := Path(data).expanduser()).is_dir():
+        return None
+    split = settings.split if isinstance(settings, RowsSettings) else "train"
+    found = [file for file in (folder / f"{split}.jsonl", folder / "data" / f"{split}.jsonl") if file.is_file()]
+    return found[0] if found else None
 
 
 def _dataset(settings: RowsSettings | PythonSettings, data: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -111,6 +128,8 @@ def _dataset(settings: RowsSettings | PythonSettings, data: str) -> Iterator[tup
         KeyError,
         RuntimeError,
     ) as error:  # what the package raises for names, splits, files, network
-        raise ConfigError(f"data {data!r} (split {split!r}) does not load: {str(error) or type(error).__name__}") from None
+        raise ConfigError(
+            f"data {shown(data)!r} (split {split!r}) does not load: {str(error) or type(error).__name__}"
+        ) from None
     for number, row in enumerate(found):
-        yield f"{data!r}, row {number}", dict(row)
+        yield f"{shown(data)!r}, row {number}", dict(row)

@@ -81,7 +81,9 @@ class RowsSettings(OneOf):
     """A file of rows or a Hugging Face dataset, judged by a reward function; by none, where its own replies are learnt."""
 
     kind: Literal["rows"] = "rows"
-    data: str = Field(description="a .jsonl file; or a dataset's folder or name, which needs the datasets package")
+    data: str = Field(
+        description="a .jsonl file; or a dataset's folder, or its name on the hub: org/name or org/name@revision"
+    )
     eval_data: str = Field(
         default="", description="held-out rows; empty: `eval_share` of `data`, chosen by the prompt's hash"
     )

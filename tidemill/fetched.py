@@ -1,0 +1,53 @@
+"""A recipe whose names on the hub are folders: fetched before anything is made of them, at commits that a run records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tidemill.durable import write_json
+from tidemill.envs.settings import AnyEnv, PythonSettings, RowsSettings
+from tidemill.hub import Kind, commit_of, fetch, is_name
+from tidemill.recipe import RunConfig
+from tidemill.run_folder import read_json
+
+RECORD = "hub.json"  # in a run's folder: KIND NAME -> commit
+
+
+def fetched(
+    config: RunConfig, run: Path | None = None, note: Callable[[str], None] | None = None, *, data: bool = True
+) -> RunConfig:
+    """The recipe with a folder for every name on the hub. Raises ConfigError, in one sentence, for what cannot be had.
+
+    run: a run's folder, whose recorded commits are taken, and which records those that are new. data: else the model alone,
+    and of it all but the weights: for who reads no tasks and trains nothing.
+    """
+    record = run / RECORD if run is not None else None
+    known: dict[str, Any] = read_json(record) if record is not None and record.is_file() else {}
+    found = dict(known)
+
+    def folder(name: str, kind: Kind) -> str:
+        if not is_name(name):
+            return name
+        if note is not None:
+            note(f"{kind} {name}: fetched from the hub, where its cache does not hold it")
+        path = fetch(name, kind, str(known.get(f"{kind} {name}", "")), weights=data)
+        found[f"{kind} {name}"] = commit_of(path)
+        return str(path)
+
+    changed: dict[str, Any] = {"model": folder(config.model, "model")}
+    if data:
+        several = isinstance(config.env, tuple)
+        each = [_with_data(env, folder) for env in (config.env if isinstance(config.env, tuple) else (config.env,))]
+        changed["env"] = tuple(each) if several else each[0]
+    if record is not None and found != known:
+        write_json(record, found)
+    return config.model_copy(update=changed)
+
+
+def _with_data(env: AnyEnv, folder: Callable[[str, Kind], str]) -> AnyEnv:
+    if not isinstance(env, RowsSettings | PythonSettings):
+        return env
+    names: Mapping[str, str] = {"data": env.data, "eval_data": env.eval_data}
+    return env.model_copy(update={key: folder(name, "dataset") for key, name in names.items() if name})
