@@ -107,18 +107,26 @@ def tried(name: str, url: str, model: Path, served_as: str) -> list[dict[str, An
     given = json.dumps({"url": url, "model": served_as, "folder": str(model), "key": KEY})
     python, script = environment(name), HERE / "systems" / f"client_{name}.py"
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
-    with tempfile.TemporaryDirectory() as folder:
-        ended = subprocess.run(
-            [str(python), str(script), given],
-            capture_output=True,
-            text=True,
-            timeout=TRY_S,
-            cwd=folder,
-            env=os.environ | offline,
-        )
-    found = [json.loads(line[6:]) for line in ended.stdout.splitlines() if line.startswith("trial ")]
-    if ended.returncode or not found:
-        found.append({"tried": "the whole script", "ok": False, "said": ended.stderr[-1500:]})
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.TemporaryFile("w+") as said,
+        tempfile.TemporaryFile("w+") as failed,
+    ):
+        try:
+            status: int | str = subprocess.run(
+                [str(python), str(script), given],
+                stdout=said,
+                stderr=failed,
+                timeout=TRY_S,
+                cwd=folder,
+                env=os.environ | offline,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = f"not done within {TRY_S:g} s"
+        said.seek(0), failed.seek(0)
+        found = [json.loads(line[6:]) for line in said if line.startswith("trial ")]
+        if status or not found:
+            found.append({"tried": "the whole script", "ok": False, "said": f"{failed.read()[-1500:]}\n{status}"})
     return found
 
 
