@@ -57,7 +57,7 @@ L4 |= {
 }
 L4 |= {"fetched", "checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
 L4 |= {"warm_start_cache", "unearned"}
-L4 |= {"other_names"}
+L4 |= {"other_names", "run_files"}
 
 CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
@@ -22,6 +23,16 @@ def usable_cores() -> int:
         for group in _groups("cpu", name):
             allowed = _within(allowed, _read(group / "cpu.cfs_quota_us"), _read(group / "cpu.cfs_period_us"))
     return allowed
+
+
+def allow_files(needed: int) -> int:
+    """How many files this process may have open, once its own limit is raised as far as it needs and may."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < needed:
+        most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+        soft = most
+    return needed if soft == resource.RLIM_INFINITY else soft
 
 
 def memory_bytes() -> tuple[int, int]:

@@ -23,11 +23,12 @@ from tidemill.config import build, dump
 from tidemill.controller import ROLE
 from tidemill.durable import flush, put_in_place, write_json
 from tidemill.errors import ConfigError
-from tidemill.health import FAILURE
+from tidemill.health import FAILURE, STATUS
 from tidemill.ledger.lock import FolderLock
-from tidemill.ledger.records import RunFolderError
+from tidemill.ledger.records import LedgerError, RunFolderError
 from tidemill.model_folder import MADE
 from tidemill.recipe import RunConfig, check_same_run
+from tidemill.run_files import Report, expect
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """What a start that was killed may leave before there is a config.json."""
@@ -36,6 +37,14 @@ _EMPTY = {"logs", "checkpoints", "trajectories"}
 """What every start makes before anything is computed: files, and folders that hold nothing yet."""
 _OLD_KEYS = (("warmup", "seconds"),)
 """Tables and keys that recipes of older versions have."""
+
+
+_WRITTEN_LATE = {"checkpoints", "initial.partial", "logs", "metrics.jsonl", "trajectories", "weights", FAILURE, STATUS}
+"""What processes make anew in a folder that was renamed or deleted under them."""
+
+
+class RunFolderGone(LedgerError):
+    """It was renamed or deleted while its run went on. The message is for the user as it is."""
 
 
 class RunFolder:
@@ -124,7 +133,20 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The report of a run that came to its end; None before that."""
-        return read_json(self.report) if self.report.is_file() and self.final.is_dir() else None
+        if not (self.report.is_file() and self.final.is_dir()):
+            return None
+        return expect(self.report, read_json(self.report), Report)
+
+    @property
+    def gone(self) -> bool:
+        """Whether it was renamed or deleted while this process used it."""
+        return not self.config.exists()
+
+    def sweep(self) -> None:
+        """Remove what processes wrote at the old place of a folder that is gone, where nothing else stands there."""
+        with contextlib.suppress(OSError):
+            if self.gone and {p.name for p in self.path.iterdir()} <= _WRITTEN_LATE:
+                shutil.rmtree(self.path)
 
     def write_report(self, report: dict[str, Any], complete: bool) -> None:
         """`report.json` of a run that came to its end, `interrupted.json` of one that has yet to go on."""

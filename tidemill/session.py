@@ -33,6 +33,7 @@ from tidemill.health import forget_end, record_failure
 from tidemill.hub import shown
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.machine import allow_files, usable_cores
 from tidemill.model_folder import ModelFolder, expect_model, named_folder
 from tidemill.models.tokenizer import import_tokenizers
 from tidemill.monitor import Monitor
@@ -49,7 +50,7 @@ from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
 from tidemill.reward_check import QUICK_TASKS, vouch
-from tidemill.run_folder import RunFolder
+from tidemill.run_folder import RunFolder, RunFolderGone
 from tidemill.scoring.pool import WorkerPool
 from tidemill.supervision import Budget
 from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start
@@ -89,6 +90,7 @@ async def run(
 async def _in_folder(
     config: RunConfig, display: Display, callbacks: Sequence[Callback], make: EnvironmentMaker | None
 ) -> Ended:
+    _expect_files(config)
     folder = RunFolder.open(config)
     with _ledger(folder) as ledger:  # from here on this process is the folder's only writer
         folder.claim(config, begun=ledger.next_group_id() > 0)
@@ -110,11 +112,31 @@ async def _in_folder(
                 with warnings_to(folder.warnings, lambda path: display.note(f"warnings with their tracebacks go to {path}")):
                     return await _with_environment(config, folder, ledger, placement, display, callbacks, make)
         except BaseException as error:
+            if folder.gone:
+                folder.sweep()
+                raise RunFolderGone(_GONE.format(folder=folder.path)) from None
             cause = first_cause(error) if isinstance(error, BaseExceptionGroup) else error
             record_failure(folder.path, cause)
             if cause is error:
                 raise
             raise cause from error
+
+
+_GONE = "{folder} was renamed or deleted while its run went on: put it back and start the same command again, or begin anew"
+FILES, FILES_EACH = 40, 4  # open files of a controller, and for each process that it starts
+
+
+def _expect_files(config: RunConfig) -> None:
+    """That this process may open as many files as the run needs, where it can be allowed to."""
+    placed_at, scorers = config.placement, config.scoring.workers if config.judged else 0
+    players = usable_cores() if placed_at.environment.workers is None else placed_at.environment.workers
+    count = placed_at.engines + placed_at.reference_engines + players + scorers + 2
+    needed = FILES + FILES_EACH * count
+    if (allowed := allow_files(needed)) < needed:
+        raise ConfigError(
+            f"{allowed} open files are allowed here, and this run needs {needed}: allow more (`ulimit -n 1024`, or the hard "
+            "limit, which is an administrator's to raise), or start fewer engines and workers"
+        )
 
 
 async def _with_environment(

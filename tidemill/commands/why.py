@@ -16,6 +16,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.lock import holder
 from tidemill.observability.events import worded
 from tidemill.observability.text import visible
+from tidemill.run_files import Failure, Recipe, Status, expect
 from tidemill.run_folder import RunFolder, read_json
 
 ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing
@@ -37,12 +38,12 @@ def standing(folder: RunFolder) -> dict[str, Any]:
 
     status: the last that the process wrote whose state it is; None when it came to none.
     """
-    status, failure, unearned = _if_there(folder.path / STATUS), _if_there(folder.path / FAILURE), None
+    status, failure, unearned = _if_there(folder.path / STATUS, Status), _if_there(folder.path / FAILURE, Failure), None
     pid = holder(folder.path)
     if pid is not None:
         late = status is None or status["pid"] != pid or time.time() - status["at"] > LATE_S
         state, failure = ("stuck" if late and _stopped(pid) else "running"), None
-    elif (report := folder.summary()) is not None and report["steps"] >= folder.recipe()["steps"]:
+    elif (report := folder.summary()) is not None and report["steps"] >= _steps(folder):
         state, failure, unearned = "complete", None, (report.get("unearned") or {}).get("text")  # older ones have none
     elif failure is not None:
         state = "stopped" if failure["kind"] in ("CancelledError", "KeyboardInterrupt") else "failed"
@@ -55,10 +56,14 @@ def standing(folder: RunFolder) -> dict[str, Any]:
     return about | {"groups": counts, "events": events}
 
 
-def _if_there(file: Path) -> dict[str, Any] | None:
+def _steps(folder: RunFolder) -> int:
+    return expect(folder.config, folder.recipe(), Recipe)["steps"]
+
+
+def _if_there(file: Path, kind: type[Status | Failure]) -> dict[str, Any] | None:
     """A run that goes on may remove it at any moment."""
     try:
-        return read_json(file)
+        return expect(file, read_json(file), kind)
     except ConfigError:
         if file.is_file():
             raise
@@ -78,8 +83,8 @@ def _show(run: Path, about: dict[str, Any]) -> None:
     rows: list[tuple[str | Text, str | Text]] = [("state", Text(_state(about), "green" if live else "bold"))]
     if (failure := about["failure"]) is not None:
         first, *rest = failure["message"].splitlines() or [failure["kind"]]
-        rows.append(("first cause", Text(first, "bold red")))
-        rows += [("", line) for line in rest]
+        rows.append(("first cause", Text(visible(first), "bold red")))
+        rows += [("", visible(line)) for line in rest]
     if about["unearned"] is not None:
         rows.append(("unearned", Text(about["unearned"], "bold red")))
     if status is not None:
@@ -93,7 +98,7 @@ def _show(run: Path, about: dict[str, Any]) -> None:
     screen.print(Text(str(run), "bold"))
     print_rows(screen, rows)
     if failure is not None and about["state"] == "failed":
-        screen.print(Text(failure["trace"], "dim"))
+        screen.print(Text("\n".join(visible(line) for line in failure["trace"].expandtabs().splitlines()), "dim"))
 
 
 def _state(about: dict[str, Any]) -> str:
@@ -115,7 +120,8 @@ def _state(about: dict[str, Any]) -> str:
 def _wait(wait: dict[str, Any], now: float) -> str:
     times = _times(wait["count"])
     limit = f" of at most {wait['limit_s']:g} s" if wait["limit_s"] is not None else ""
-    return f"the controller for {wait['peer']}: {wait['what']}{times}, since {now - wait['since']:.1f} s{limit}"
+    whom = f"{visible(wait['peer'])}: {visible(wait['what'])}"
+    return f"the controller for {whom}{times}, since {now - wait['since']:.1f} s{limit}"
 
 
 def _times(count: int) -> str:
@@ -129,7 +135,7 @@ def _process(process: dict[str, Any]) -> str:
     calls = [f"{method}{_times(len(each))} for {each[0]:.1f} s" for method, each in alike.items()]
     busy = ", ".join(calls[:3]) or "idle"
     alive = f"heard {process['heard']:.1f} s before" if process["alive"] else "ended"
-    return f"{process['name']} ({process['pid']}): {alive}, {busy}"
+    return f"{visible(process['name'])} ({process['pid']}): {alive}, {busy}"
 
 
 def _event(event: dict[str, Any]) -> str:

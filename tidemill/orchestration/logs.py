@@ -27,9 +27,12 @@ class Log:
 
     def tail(self) -> str:
         """Where it is, and its last lines, indented; at most `_TAIL_BYTES` are read."""
-        with open(self.path, "rb") as file:
-            file.seek(max(self.since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
-            lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        try:
+            with open(self.path, "rb") as file:
+                file.seek(max(self.since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+                lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
+        except OSError as error:  # nothing here may hide what is told beside it
+            return f"its log: {self.path} (cannot be read: {error.strerror})"
         if not lines:
             return f"its log: {self.path} (empty)"
         return "\n".join([f"its log: {self.path}", *(f"  | {line}" for line in lines)])
