@@ -36,7 +36,7 @@ def tell(config: RunConfig, recipe: Path, ended: Ended, newcomer: bool) -> None:
 
 
 def _time(report: dict[str, Any]) -> list[Row]:
-    """Of each process but the controller, which drives them: `why` and report.json have all."""
+    """Of each process but the controller, which drives them: report.json has all."""
     rows = [("time", f"{name}: {said}") for name, said in lines(report.get("time_by_process", {}))]
     advice = report.get("advice")
     return [*rows, *([("faster", advice["text"])] if advice else [])]
