@@ -124,6 +124,8 @@ def test_boxes_are_compared_by_value():
         ("(0.5, 1)", r"\left(\frac12, 1\right)", 1.0),
         ("2, 1", "1,2", 1.0),
         ("B", "A", 0.0),
+        ("random words", "17", 0.0),
+        ("seventeen", "17", None),
         (r"\text{(A)}", "A", 1.0),
         ("0.1", "10\\%", 1.0),
         (r"\{1,2\}", r"\{2,1\}", 1.0),

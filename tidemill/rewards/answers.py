@@ -18,7 +18,7 @@ from fractions import Fraction
 from tidemill.rewards.arithmetic import Token, Unreadable, Value, equal, evaluate, tokens_of
 from tidemill.rewards.boxes import boxed
 from tidemill.rewards.plain import plain
-from tidemill.rewards.reading import Reading, compare, reading_of
+from tidemill.rewards.reading import Reading, compare, reading_of, spelled
 from tidemill.rewards.units import SCALES, unit_of
 
 LONGEST = 2_000  # characters of an answer
@@ -121,7 +121,9 @@ def _words(given: Answer, gold: Answer) -> tuple[float | None] | None:
     word, other = texts if letters[0] else reversed(texts)
     if len(word) == 1 and other[:1] in (word, "(") and not other[1:2].isalnum():
         return (None,)  # "C" and "C) 5"
-    return None if len(word) < 4 else (None,)
+    if len(word) < 4:
+        return None
+    return (None,) if spelled(word) or not any(each.isdigit() for each in other) else (0.0,)
 
 
 def _same(a: list[Token], b: list[Token]) -> bool | None:
