@@ -23,6 +23,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from tidemill.errors import ConfigError
+from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Checkable, Engine, Environment, Gold
 from tidemill.rewards.outcome import SOLVED, clip
 from tidemill.rollout import Episodes
@@ -158,7 +159,8 @@ async def check(
         for batch in [replies] if _grouped(environment) else [[reply] for reply in replies]:
             if tried and (time.monotonic() - begin > budget_s or _hopeless(tried)):
                 break
-            tried += await _try(Episodes(environment, _Bytes(), SamplingParams(), 1 << 40, limit_s), task, batch)
+            reader = cast(Tokenizer, _Bytes())  # an episode asks it for nothing but texts and ids
+            tried += await _try(Episodes(environment, reader, SamplingParams(), 1 << 40, limit_s), task, batch)
     return Check(environment.name, len({t.task.id for t in tried}), _lines(tried, golds))
 
 
