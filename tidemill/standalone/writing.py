@@ -96,7 +96,7 @@ class _Module:
             parts += ["import sys", f"sys.path += [each for each in {list(self._folders)!r} if each not in sys.path]"]
         head = "\n".join([*parts, *self._imports])
         text = "\n\n\n".join([head, *(body.rstrip() for body in self._bodies)]) + "\n"
-        compile(text, "source", "exec")
+        ast.parse(text)  # raises SyntaxError for what no module could be
         return text
 
     def _define(self, value: Any, bare: bool = False) -> str:
