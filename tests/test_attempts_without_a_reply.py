@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 
@@ -152,8 +153,10 @@ async def says_too_much(task, chat):
         (says_too_much, "the prompt"),
     ],
 )
-async def test_it_is_an_infrastructure_error_of_that_attempt(run, reason: str):
+async def test_it_is_an_infrastructure_error_of_that_attempt(run, reason: str, monkeypatch):
     """Also where `judge` would give it a score, had it been asked."""
+    # pytest keeps what is logged, and cannot send half a surrogate pair from one of its processes to another
+    monkeypatch.setattr(logging.getLogger("tidemill"), "propagate", False)
 
     async def judge(task, attempts):
         return [Score(1.0)] * len(attempts)
