@@ -33,7 +33,7 @@ def test_every_home_exists():
             said = refused(f"{key}=[[]]")
             assert "unknown key" not in said and key in said, said
         if not keys and "FILE.py" not in home:
-            load(home.replace(" = ", "=", 1))
+            load(home.partition(", or ")[0].replace(" = ", "=", 1))
 
 
 def test_every_name_from_elsewhere_is_answered_and_documented():
@@ -98,5 +98,5 @@ def test_a_pasted_table_is_explained_key_by_key():
 def test_no_key_of_ours_is_said_to_be_missing():
     ours = (Path(__file__).parent / "options.txt").read_text().split()
     named = {*ELSEWHERE, *NOT_YET, *NOT_YET_VALUES} & {*ours}
-    assert named <= {"placement.kind"}  # of which some values are not there yet
+    assert named <= {"placement.kind", "env.reward"}  # of which some values are not there, or some kinds lack it
     assert load("placement.kind=inline").placement.kind == "inline"

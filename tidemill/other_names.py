@@ -14,6 +14,7 @@ KL_IN_REWARD = 'algorithm.reference = { kl = 0.04, into = "reward" }'
 KL_ESTIMATOR = 'algorithm.reference = { kl = 0.04, estimator = "k3" }'
 ENTROPY = "algorithm.entropy = { coefficient = 0.001 }"
 DROP = 'algorithm.zero_variance = "drop"'
+REWARDS = 'env = { kind = "rows", data = "train.jsonl", reward = ["math", "exact"], reward_weights = [0.8, 0.2] }'
 ROWS = 'env = { kind = "rows", data = "train.jsonl", eval_data = "test.jsonl", reward = "math" }'
 COLUMNS = 'env = { kind = "rows", data = "a.jsonl", reward = "math", prompt_column = "question", answer_column = "answer" }'
 REWARD = 'env = "FILE.py:FUNCTION"'
@@ -34,12 +35,12 @@ TRL = {
     "eval_steps": "'eval.every'",
     "save_steps": "'record.checkpoint_every'",
     "report_to": "'record.sinks'",
-    "reward_funcs": "'env.reward' of rows, or 'env.path' of python: either may be a list",
-    "reward_weights": "'env.reward_weights'",
-    "train_dataset": "'env.data'",
-    "eval_dataset": "'env.eval_data'",
+    "reward_funcs": REWARDS,
+    "reward_weights": REWARDS,
+    "train_dataset": ROWS,
+    "eval_dataset": ROWS,
     "output_dir": "'run_dir'",
-    "env.reward": "'env.reward' of rows, or 'env.path' of python: either may be a list",
+    "env.reward": REWARDS + ', or path = [...] where kind = "python"',
 }
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -23,7 +23,6 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from tidemill.errors import ConfigError
-from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Checkable, Engine, Environment, Gold
 from tidemill.rewards.outcome import SOLVED, clip
 from tidemill.rollout import Episodes
@@ -159,8 +158,7 @@ async def check(
         for batch in [replies] if _grouped(environment) else [[reply] for reply in replies]:
             if tried and (time.monotonic() - begin > budget_s or _hopeless(tried)):
                 break
-            reader = cast(Tokenizer, _Bytes())  # an episode asks it for nothing but texts and ids
-            tried += await _try(Episodes(environment, reader, SamplingParams(), 1 << 40, limit_s), task, batch)
+            tried += await _try(Episodes(environment, _Bytes(), SamplingParams(), 1 << 40, limit_s), task, batch)
     return Check(environment.name, len({t.task.id for t in tried}), _lines(tried, golds))
 
 
@@ -252,6 +250,24 @@ class _Bytes:
     chat_template: Any = None
     bos_token_id: int | None = None
     eos_token_id: int | None = END
+    is_fast: bool = True
+
+    def __init__(self) -> None:
+        self.all_special_ids = [END]
+
+    @property
+    def added_tokens_decoder(self) -> dict[int, Any]:
+        return {END: ""}
+
+    def __len__(self) -> int:
+        return END + 1
+
+    def convert_ids_to_tokens(self, ids: int) -> str | None:
+        return self.decode([ids])
+
+    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any:
+        places = [(i, i + 1) for i, character in enumerate(text) for _ in self.encode(character)]
+        return {"input_ids": self.encode(text), "offset_mapping": places}
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode("utf-8", "surrogatepass"))

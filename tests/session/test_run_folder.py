@@ -143,17 +143,22 @@ def export_of(text: str):
     return export
 
 
+def report_of(steps: int) -> dict:
+    groups = {"admitted": steps, "trained": steps, "dropped": {}, "pending": 0, "lost": 0}
+    return {"steps": steps, "wall_s": 1.0, "groups": groups, "accuracy_before": 0.0, "accuracy_after": 1.0, "held_out": 4}
+
+
 @pytest.mark.parametrize("point", ["controller:final", "controller:report"])
 def test_a_run_that_is_killed_while_it_ends_is_not_complete(config, tmp_path, monkeypatch, point):
     folder = RunFolder.open(config)
-    folder.write_report({"steps": 4}, complete=False)
+    folder.write_report(report_of(4), complete=False)
     killed_at(monkeypatch, tmp_path, point)
     with pytest.raises(FaultError):
         asyncio.run(folder.write_final(export_of("1")))
     assert folder.summary() is None
     asyncio.run(folder.write_final(export_of("2")))
-    folder.write_report({"steps": 8}, complete=True)
-    assert folder.summary() == {"steps": 8} and (folder.final / "config.json").read_text() == "2"
+    folder.write_report(report_of(8), complete=True)
+    assert folder.summary() == report_of(8) and (folder.final / "config.json").read_text() == "2"
     assert not (folder.path / "interrupted.json").exists()
 
 

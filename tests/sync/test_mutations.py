@@ -112,7 +112,7 @@ class Run:
             "record": {"checkpoint_every": 0, "trace": False},
         }
         config = build(RunConfig, {**tree, **settings})
-        return asyncio.run(run(config, ProgressDisplay(STEPS, mode="quiet"), make=lambda _: Checksum())).steps
+        return asyncio.run(run(config, ProgressDisplay(STEPS, mode="quiet"), make=lambda *_: Checksum())).steps
 
     def _watch(self) -> None:
         publish, apply = NativeTrainer.publish, NativeTrainer.apply
