@@ -9,7 +9,9 @@ import pytest
 
 from tidemill.config import build
 from tidemill.envs.environment import environment
+from tidemill.envs.guess import guess_game
 from tidemill.envs.make import make_environment
+from tidemill.envs.settings import GuessSettings
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig
 from tidemill.reward_check import HOPELESS, check
@@ -244,6 +246,14 @@ async def test_a_reward_that_judges_nothing_is_soon_given_up(tmp_path):
         assert pool.counters()["scoring/calls"] == HOPELESS and found.refused().keys() == {"gold"}
     finally:
         await pool.close()
+
+
+async def test_every_turn_of_a_game_is_judged() -> None:
+    """Where a second turn failed, only attempts that were right at once were left: an echo seemed to solve all."""
+    game = guess_game(GuessSettings(low=1, high=4, turns=2))
+    found = await check(game, game.tasks("train"), limit_s=5, budget_s=60)
+    assert not any(line.infra_errors or line.bad for line in found.lines), found.lines
+    assert next(line for line in found.lines if line.kind == "echo").n == len(game.tasks("train"))
 
 
 def test_train_refuses_and_says_how_to_look(tidemill, recipe):
