@@ -56,7 +56,7 @@ L4 |= {
     "reward_check",
 }
 L4 |= {"fetched", "checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
-L4 |= {"warm_start_cache", "unearned"}
+L4 |= {"warm_start_cache", "unearned", "judging_code"}
 L4 |= {"other_names", "run_files"}
 
 CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}

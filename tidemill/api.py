@@ -102,8 +102,10 @@ def _to_the_end(running: Coroutine[Any, Any, Ended]) -> Ended:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(running)
-    return _in_a_thread(running)
+        here = True
+    else:
+        here = False
+    return asyncio.run(running) if here else _in_a_thread(running)  # outside: its errors have nothing to do with that one
 
 
 def _in_a_thread(running: Coroutine[Any, Any, Ended]) -> Ended:

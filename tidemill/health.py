@@ -25,6 +25,8 @@ from tidemill.orchestration.placement import Handle
 
 EVERY_S = 1.0
 STATUS, FAILURE = "status.json", "failure.json"
+INTERRUPTED = "interrupted: the same command goes on"
+_INTERRUPTIONS = (asyncio.CancelledError, KeyboardInterrupt)
 
 
 @asynccontextmanager
@@ -60,7 +62,7 @@ def record_failure(folder: Path, error: BaseException) -> None:
             "at": time.time(),
             "pid": os.getpid(),
             "kind": type(error).__name__,
-            "message": str(error),
+            "message": str(error) or (INTERRUPTED if isinstance(error, _INTERRUPTIONS) else ""),
             "trace": _trace(error),
         }
         write_json(folder / FAILURE, about)

@@ -31,6 +31,7 @@ from tidemill.fetched import fetched
 from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.hub import shown
+from tidemill.judging_code import tell_changes
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.machine import allow_files, usable_cores
@@ -119,7 +120,7 @@ async def _in_folder(
             record_failure(folder.path, cause)
             if cause is error:
                 raise
-            raise cause from error
+            raise cause from None  # what else was cancelled says nothing
 
 
 _GONE = "{folder} was renamed or deleted while its run went on: put it back and start the same command again, or begin anew"
@@ -167,6 +168,7 @@ async def _with_environment(
                 model = await _open_model(config, folder, preparation)
                 session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
                 await _describe(session, preparation)
+            tell_changes(config.env, ledger, display.note)
             if ledger.next_group_id() > 0:
                 _expect_same_tasks(session)
             elif config.judged:

@@ -113,8 +113,8 @@ async def _check(config: RunConfig, written: AnyEnv, own: Sequence[Own]) -> Chec
 def _show(found: Check) -> None:
     screen = console()
     screen.print(Text.assemble((found.environment, "bold"), f", {found.tasks} tasks"))
-    table = Table(box=None, pad_edge=False, padding=(0, 2))
-    for title in ("kind", "n", "mean score", "passed", "unscorable", "infra errors", "slowest", "verdict"):
+    table = Table(box=None, pad_edge=False, padding=(0, 1))
+    for title in ("kind", "n", "mean score", "passed", "unscorable", "errors", "slowest", "verdict"):
         table.add_column(title, justify="left" if title in ("kind", "verdict") else "right", no_wrap=True)
     for line in found.lines:
         table.add_row(*_cells(line))
