@@ -108,7 +108,7 @@ def test_weights_of_gdpo_are_its_own():
     with pytest.raises(ConfigError, match="reward_weights does not go with gdpo"):
         build(RunConfig, {"run_dir": "r", "model": "m", "env": env, "algorithm": "gdpo"})
     env = {"kind": "python", "path": "b.py:right", "reward": ["b.py:short"]}
-    with pytest.raises(ConfigError, match=r"unknown key 'env.reward'; here it is 'env.reward' of rows, or 'env.path' of"):
+    with pytest.raises(ConfigError, match=r"unknown key 'env.reward'; here it is env = .*, or path = .* where kind"):
         build(RunConfig, {"run_dir": "r", "model": "m", "env": env})
 
 
