@@ -337,3 +337,22 @@ def test_pages_of_an_unfinished_prompt_are_not_found():
     scheduler.submit(twin)
     scheduler.plan()
     assert twin.cached == PAGE  # five tokens were computed: one full page
+
+
+def test_who_came_last_gives_way_when_pages_run_out():
+    """Then whoever came first always gets on, and so does everybody in the end."""
+    scheduler = Scheduler(BlockManager(6, PAGE, False), 2, 24, 8)
+    first, last = (Sequence(np.array([0, 1, 0], np.int32), limit=20) for _ in range(2))
+
+    def step():
+        plan = scheduler.plan()
+        assert plan is not None
+        scheduler.advance(plan)
+        scheduler.learn(plan, np.zeros(len(plan.sample_slots), np.int64))
+
+    scheduler.submit(first)
+    step()
+    scheduler.submit(last)
+    while not scheduler.preemptions:
+        step()
+    assert last.waiting and list(scheduler.running.values()) == [first]

@@ -177,7 +177,7 @@ FAULTS = [
         "the model's logprob is the sampled one",
         "of_model = model.gather(1, tokens) if tempered or truncated.any() else chosen",
         "of_model = chosen",
-        "engine/test_engine_sampler.py",
+        "engine/test_engine_sampler.py engine/test_engine_parity.py",
     ),
     Fault(
         "the oldest sequence is preempted first",
