@@ -60,6 +60,15 @@ async def test_one_turn():
     assert record.info == {"queued_s": 0.0, "prompt_tokens": float(len(engine.prompts[0])), "cached_tokens": 3.0}
 
 
+async def test_a_token_that_stops_is_no_part_of_the_reply():
+    """Also one that is no special token, which decoding would not leave out."""
+    reply, stop = "forty two", TOKENIZER.encode("!", add_special_tokens=False)
+    said = [*TOKENIZER.encode(reply, add_special_tokens=False), *stop]
+    chat = chat_with(ScriptedEngine(lambda tokens, params: said), stop_ids=tuple(stop))
+    assert await chat.reply(FIRST) == reply
+    assert chat.trajectory().tokens[-1] == stop[0], "it was sampled, so it is trained"
+
+
 async def test_two_turns_are_the_rendering_of_the_conversation():
     engine = ScriptedEngine(says(TOKENIZER, "forty two", "two"), support=True)
     chat = chat_with(engine, top_p=0.9)
