@@ -101,6 +101,16 @@ async def ask(address: str, *frames: bytes, wait_ms: int = 300) -> Reply | None:
         context.term()
 
 
+async def test_a_call_that_is_late_is_cancelled_at_the_peer() -> None:
+    async with hosted() as (_, connection, address), asyncio.timeout(20):
+        hasty = connect(Echo, address, TOKEN, "echo", deadline=0.2)
+        with pytest.raises(PeerTimeout):
+            await hasty.proxy.hold("late")
+        while await connection.proxy.cancelled() != ["late"]:
+            await asyncio.sleep(0.01)
+        await hasty.close()
+
+
 async def test_only_the_token_opens() -> None:
     async with hosted() as (server, connection, address):
         call = codec.encode(Call(1, "pid")), codec.encode(())

@@ -348,7 +348,7 @@ FAULTS = [
     Fault(
         "a restart's budget is never spent",
         "        if len(self._spent) >= self.restarts:",
-        "        if len(self._spent) > 10 * self.restarts:",
+        "        if len(self._spent) > self.restarts:",
         "test_supervision.py",
     ),
     Fault(
