@@ -102,7 +102,17 @@ async def test_a_limit_and_a_result():
         ("1.0", "returned '1.0' (str)"),
         (float("nan"), "returned nan"),
         (Score(1.0, {"format": float("inf")}), "returned a Score whose format is inf"),
-        (Score(1.0, {"format": 1}, turns=[1, 0.5]), Score(1.0, {"format": 1.0}, (1.0, 0.5))),  # type: ignore[arg-type]
+        (Score(1.0, {"format": 1}, turns=[1]), Score(1.0, {"format": 1.0}, (1.0,))),  # type: ignore[arg-type]
+        (Score(1.0, turns=np.array([0.5])), Score(1.0, turns=(0.5,))),  # type: ignore[arg-type]
+        (Score(1.0, turns=np.array(0.5)), Score(1.0, turns=(0.5,))),  # type: ignore[arg-type]
+        (Score(1.0, turns=(0.5, 0.5)), "rewards 2 turns of an attempt with 1 reply"),
+        (Score(1.0, turns=(0.0,) * 100_000), "rewards 100,000 turns of an attempt with 1 reply"),
+        (Score(1.0, turns=[[1.0, 2.0]]), "whose turns[0] is [1.0, 2.0]"),  # type: ignore[list-item]
+        (Score(1 + 2j, {"value": 1.0}), "whose value is (1+2j)"),  # type: ignore[arg-type]
+        (Score(1.0, {"turns[0]": "x"}, (1.0,)), "whose turns[0] is 'x'"),  # type: ignore[dict-item]
+        (Score(1.0, {f"part {i}": 0.0 for i in range(100_000)}), "100,000 parts: expected at most 1,000"),
+        (Score(1.0, {"x" * 100_000: 0.0}), "a part named 'xxx"),
+        (Score(1.0, {7: 0.0}), "a part named 7"),  # type: ignore[dict-item]
         (Unscorable("x" * 10_000), None),
     ],
 )
@@ -121,4 +131,19 @@ async def test_what_an_environment_of_ones_own_class_returns(returned, expected)
             elif expected is None:
                 assert isinstance(outcome, Unscorable) and len(outcome.reason) < 400
             else:
-                assert isinstance(outcome, InfraError) and expected in outcome.reason
+                assert isinstance(outcome, InfraError) and expected in outcome.reason and len(outcome.reason) < 800
+
+
+async def test_turns_are_counted_by_the_replies_of_their_attempt():
+    """Fewer turns than replies are rewarded from the first on; the attempt beside one that is refused keeps its score."""
+    given = iter([(0.5,), (0.5, 0.25), (0.5,) * 3, ()])
+
+    async def run(task, chat):
+        await chat.reply("a")
+        await chat.reply("b")
+        return Score(1.0, turns=next(given))
+
+    first, second = await roll(FakeEnvironment(run))
+    assert (first, second) == (Score(1.0, turns=(0.5,)), Score(1.0, turns=(0.5, 0.25)))
+    third, fourth = await roll(FakeEnvironment(run))
+    assert fourth == Score(1.0) and isinstance(third, InfraError) and "3 turns of an attempt with 2 replies" in third.reason

@@ -22,7 +22,7 @@ from tidemill.observability.account import EPISODE, REWARD
 from tidemill.observability.timeline import Beside
 from tidemill.pool import EnginePool
 from tidemill.protocols import Engine, Environment
-from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
+from tidemill.rewards.outcome import clip, fitting, outcome_of, outcomes_of
 from tidemill.types import GREEDY, Finish, Group, InfraError, Outcome, SamplingParams, Score, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,9 @@ class Episodes:
             raise chat.failure
         if not chat.sampled and not isinstance(outcome, Unscorable | InfraError):
             outcome, finish = self._unasked(outcome), Finish.ENV_ERROR
-        return chat.trajectory(outcome, finish)
+        played = chat.trajectory(outcome, finish)
+        played.outcome = fitting(outcome, played.replies, f"environment {self.environment.name}")
+        return played
 
     def _unasked(self, outcome: Score | None) -> InfraError:
         """A score of what the policy did not say is none, and nothing could be trained with it."""
@@ -89,7 +91,7 @@ class Episodes:
             return
         start = time.monotonic()
         for attempt, outcome in zip(open_ones, await self._outcomes(task, open_ones), strict=True):
-            attempt.outcome = outcome
+            attempt.outcome = fitting(outcome, attempt.replies, f"environment {self.environment.name}")
             attempt.info["reward_s"] = time.monotonic() - start
 
     async def _outcomes(self, task: Task, attempts: list[Trajectory], again: bool = False) -> list[Outcome]:

@@ -169,9 +169,11 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
     value: float
     parts: dict[str, float] = {}  # named components, for metrics and multi-reward advantages
-    turns: tuple[float, ...] = ()  # rewards of single turns besides, for the advantages that tell turns apart
+    turns: tuple[float, ...] = ()  # rewards of single turns besides, from the first on, for advantages that tell turns apart
 
     def __post_init__(self) -> None:
+        if hasattr(self.turns, "tolist"):  # an array, or a torch tensor
+            msgspec.structs.force_setattr(self, "turns", tuple(np.atleast_1d(self.turns.tolist()).tolist()))
         if not np.isfinite(self.value):
             raise ValueError(f"Score(value={self.value!r}): expected a finite number; return Unscorable(reason) instead")
         if self.turns and not np.isfinite(self.turns).all():
@@ -242,6 +244,11 @@ class Trajectory:
     @property
     def sampled(self) -> int:
         return int(self.mask.sum())
+
+    @property
+    def replies(self) -> int:
+        """The stretches of sampled tokens: the turns that a score may reward."""
+        return int((np.diff(self.mask.astype(np.int8), prepend=0) > 0).sum())
 
     @property
     def oldest(self) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 from tidemill.types import InfraError, Outcome, Score, Unscorable
 
 SOLVED = 1.0  # a score from here on counts as solved; what falls short by rounding is a partial score
+MOST_PARTS = 1000  # of a score: each is a column of the metrics
 SHOWN = 300  # characters of a user's value or exception in a reason
 
 
@@ -68,13 +69,25 @@ def _checked(outcome: Outcome, name: str) -> Outcome:
         return type(outcome)(clip(reason))
     parts = outcome.parts if isinstance(outcome.parts, dict) else {"parts": outcome.parts}
     turns = outcome.turns if isinstance(outcome.turns, tuple | list) else (outcome.turns,)
-    given = {"value": outcome.value, **parts} | {f"turns[{i}]": turn for i, turn in enumerate(turns)}
-    for part, value in given.items():
+    if len(parts) > MOST_PARTS:
+        return InfraError(f"{name} returned a Score of {len(parts):,} parts: expected at most {MOST_PARTS:,}")
+    given = [("value", outcome.value), *parts.items(), *((f"turns[{i}]", turn) for i, turn in enumerate(turns))]
+    for part, value in given:
+        if not isinstance(part, str) or len(part) > SHOWN:
+            return InfraError(f"{name} returned a Score with a part named {shown(part)}: expected a short text")
         number = _number(value)
-        if not isinstance(part, str) or number is None or not math.isfinite(number):
+        if number is None or not math.isfinite(number):
             return InfraError(f"{name} returned a Score whose {part} is {shown(value)}: expected a finite number")
     named = {plain(part): float(value) for part, value in parts.items()}
     return Score(float(outcome.value), named, tuple(map(float, turns)))
+
+
+def fitting(outcome: Outcome | None, replies: int, name: str) -> Outcome | None:
+    """The same outcome, or an InfraError in place of a Score that rewards more turns than there are replies."""
+    if not isinstance(outcome, Score) or len(outcome.turns) <= replies:
+        return outcome
+    given, there = len(outcome.turns), "1 reply" if replies == 1 else f"{replies} replies"
+    return InfraError(f"{name} returned a Score that rewards {given:,} turns of an attempt with {there}: give one a reply")
 
 
 def _number(value: Any) -> float | None:
