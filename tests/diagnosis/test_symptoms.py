@@ -24,12 +24,12 @@ def group(rewards, id=0, same=False, env="spell"):
 
 GROUPS = [group([1, 0, 0]), group([1, 1, 0], 1)]
 PLANTED = {
-    "identical completions": ([group([1, 1, 1], same=True), group([0, 0, 0], 1, same=True)], HEALTHY, "rollout.temperature"),
+    "identical completions": ([group([0.5, 0.5, 0.5], same=True), group([0, 0, 0], 1, same=True)], HEALTHY, "rollout.temp"),
     "no advantages": (GROUPS, HEALTHY | {"train/zero_variance_groups": 4.0}, "group_size"),
-    "entropy collapse": (GROUPS, HEALTHY | {"train/entropy": 0.09}, "clip_high"),
+    "entropy collapse": (GROUPS, HEALTHY | {"train/entropy": 0.04}, "clip_high"),
     "ratio saturation": (GROUPS, HEALTHY | {"train/clipped": 0.21}, "max_lag"),
     "truncation": (GROUPS, HEALTHY | {"train/truncated": 0.21}, "max_tokens"),
-    "one environment": ([group([1, 0]), group([1.0, 1.0], 1, env="sums"), group([1, 0], 2)], HEALTHY, "'spell'"),
+    "one environment": ([group([1, 0]), group([0.0, 0.0], 1, env="sums"), group([1, 0], 2)], HEALTHY, "'spell'"),
 }
 
 
@@ -55,6 +55,30 @@ def test_what_was_planted_is_told_of_once_with_a_remedy(kind):
 def test_one_environment_alone_is_no_symptom_and_neither_are_all():
     assert Symptoms().look([group([1, 0])], HEALTHY) == []
     assert Symptoms().look([group([1, 0]), group([1, 0], 1, env="sums")], HEALTHY) == []
+
+
+SOLVED = [group([1, 1, 1], i, same=True) for i in range(7)]
+
+
+@pytest.mark.parametrize(
+    ("groups", "figures"),
+    [
+        (SOLVED, HEALTHY),
+        ([*SOLVED, group([0, 0, 0], 7)], HEALTHY | {"train/zero_variance_groups": 4.0}),
+        ([*SOLVED, group([1, 1, 0], 7)], HEALTHY | {"train/entropy": 0.03}),
+        ([group([1, 0]), group([1.0, 1.0], 1, env="sums")], HEALTHY),
+    ],
+)
+def test_a_policy_that_has_learnt_its_tasks_shows_no_symptom(groups, figures):
+    """Solved tasks are answered alike, with equal rewards and little entropy; the same of unsolved ones is told of."""
+    symptoms = Symptoms()
+    assert symptoms.look(GROUPS, HEALTHY) == []
+    for _ in range(20):
+        assert symptoms.look(groups, HEALTHY) == []
+    assert symptoms.look(groups, figures) == []
+    if figures is not HEALTHY:
+        unsolved = [group([0, 0, 0], i) for i in range(8)]
+        assert [symptoms.look(unsolved, figures) for _ in range(20)].count([]) == 19
 
 
 def test_nothing_is_needed():

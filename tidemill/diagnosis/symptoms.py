@@ -1,4 +1,7 @@
-"""What is going wrong with a policy, from a step's groups and figures: each symptom is told of once, with its remedy."""
+"""What is going wrong with a policy, from a step's groups and figures: each symptom is told of once, with its remedy.
+
+A policy that has learnt its tasks says the same each time, with little entropy and equal rewards. That is no symptom.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,14 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.diagnosis.cuts import REMEDIES, by, limits
+from tidemill.rewards.outcome import SOLVED
 from tidemill.types import Group, Metrics
 
 MOST = 0.5  # of the groups: not by chance
 SATURATED, TRUNCATED = 0.2, 0.2  # of the tokens, of the attempts
-COLLAPSED = 0.1  # of the entropy of the first step
+COLLAPSED = 0.1  # of the entropy of the first step, for a policy that solves nothing
+MASTERED = 0.75  # of the groups, in which every attempt is right
+RECENT = 0.1  # weight of the latest step in the share that is solved
 
 
 @dataclass(slots=True)
@@ -21,11 +27,13 @@ class Symptoms:
 
     told: dict[str, str] = field(default_factory=dict)
     _entropy: float | None = None  # of the first step
+    _solved: float | None = None  # share of the attempts that solve their task, over the latest steps
 
     def look(self, groups: Sequence[Group], figures: Metrics) -> list[str]:
         """What this step shows for the first time. figures: as in metrics.jsonl. Nothing where no policy sampled."""
         if all(t.given is not None for group in groups for t in group.trajectories):
             return []
+        self._solved = _averaged(self._solved, groups)
         found = {kind: text for kind, text in self._all(groups, figures) if kind not in self.told}
         self.told |= found
         return list(found.values())
@@ -34,21 +42,20 @@ class Symptoms:
         if (share := _identical(groups)) > MOST:
             yield (
                 "identical completions",
-                f"in {share:.0%} of the groups all attempts are the same, token by token: nothing can be learnt from them. "
+                f"in {share:.0%} of the groups all attempts fail alike, token by token: nothing can be learnt from them. "
                 "Raise rollout.temperature, or begin with a model that is less certain",
             )
         flat, count = figures.get("train/zero_variance_groups", 0.0), figures.get("train/groups", 0.0)
-        if count and flat == count:
+        if count and flat == count and (not groups or sum(map(_mastered, groups)) < MASTERED * len(groups)):
             yield (
                 "no advantages",
-                "the rewards of every group of this step are all equal, so it has no gradient. Where all attempts are right "
-                "there is no more to learn; else take easier or harder tasks, more attempts a task (rollout.group_size), "
-                "or a reward with steps in between",
+                "the rewards of every group of this step are all equal, so it has no gradient: take easier or harder tasks, "
+                "more attempts a task (rollout.group_size), or a reward with steps in between",
             )
         entropy = figures.get("train/entropy")
         if entropy is not None and self._entropy is None:
             self._entropy = entropy
-        if entropy is not None and self._entropy is not None and entropy < COLLAPSED * self._entropy:
+        if entropy is not None and self._entropy is not None and entropy < self._least(self._entropy):
             yield (
                 "entropy collapse",
                 f"the entropy has fallen from {self._entropy:.3g} to {entropy:.3g} nats a token: it hardly explores. "
@@ -69,6 +76,25 @@ class Symptoms:
                 "rewards (tidemill reward test), their difficulty and their weights",
             )
 
+    def _least(self, entropy: float) -> float:
+        """The entropy below which a policy that began with this one hardly explores: the less, the more it solves."""
+        return COLLAPSED * entropy * (1 - (self._solved or 0.0))
+
+
+def _averaged(before: float | None, groups: Sequence[Group]) -> float | None:
+    """The share of the attempts with a score that solve their task, averaged over the latest steps."""
+    rewards = [reward for group in groups for reward in group.rewards if not np.isnan(reward)]
+    if not rewards:
+        return before
+    share = float(np.mean([reward >= SOLVED for reward in rewards]))
+    return share if before is None else (1 - RECENT) * before + RECENT * share
+
+
+def _mastered(group: Group) -> bool:
+    """Whether every attempt that has a score solves the task."""
+    rewards = group.rewards[~np.isnan(group.rewards)]
+    return bool(len(rewards) and (rewards >= SOLVED).all())
+
 
 def _truncation(share: float, groups: Sequence[Group]) -> str:
     found = limits(t for group in groups for t in group.trajectories)
@@ -79,17 +105,22 @@ def _truncation(share: float, groups: Sequence[Group]) -> str:
 
 
 def _identical(groups: Sequence[Group]) -> float:
-    """Share of the groups, among those of several attempts with a reply, whose attempts are all the same."""
-    replied = [[t for t in group.trajectories if t.mask.any()] for group in groups]
-    same = [len({t.tokens[t.mask].tobytes() for t in attempts}) == 1 for attempts in replied if len(attempts) > 1]
+    """Share of the groups, among those of several attempts with a reply, whose attempts are all the same and not right."""
+    replied = [(group, [t for t in group.trajectories if t.mask.any()]) for group in groups]
+    same = [
+        len({t.tokens[t.mask].tobytes() for t in attempts}) == 1 and not _mastered(group)
+        for group, attempts in replied
+        if len(attempts) > 1
+    ]
     return float(np.mean(same)) if same else 0.0
 
 
 def _only_environment(groups: Sequence[Group]) -> str | None:
-    """The one environment of several whose groups have rewards that differ, if it is one."""
+    """The one environment of several whose groups have rewards that differ, if it is one and the others are not solved."""
     varied = {group.task.env: False for group in groups}
     for group in groups:
         rewards = group.rewards[~np.isnan(group.rewards)]
         varied[group.task.env] |= bool(len(rewards) > 1 and np.ptp(rewards) > 0)
     alone = [env for env, has in varied.items() if has]
-    return alone[0] if len(varied) > 1 and len(alone) == 1 else None
+    others = [group for group in groups if group.task.env not in alone]
+    return alone[0] if len(alone) == 1 and not all(map(_mastered, others)) else None
