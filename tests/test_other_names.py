@@ -87,6 +87,15 @@ def test_what_is_not_there_is_said(given, says):
     assert says in refused(*given)
 
 
+@pytest.mark.parametrize(
+    "name", ["trainer.total_epochs", "num_train_epochs", "num_episodes", "num_epochs", "trainer.epochs"]
+)
+def test_epochs_are_no_steps(name):
+    """Whoever counts passes over the data learns which number of steps that is."""
+    said = refused(f"{name}=3")
+    assert "'steps'" in said and "'rollout.groups'" in said and "one pass over the tasks" in said
+
+
 def test_a_pasted_table_is_explained_key_by_key():
     said = refused("actor_rollout_ref.actor.optim.lr=1e-6", "actor_rollout_ref.rollout.n=8", "data.train_batch_size=32")
     for home in ("'trainer.lr'", "'rollout.group_size'", "'rollout.groups'"):

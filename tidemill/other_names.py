@@ -18,6 +18,7 @@ REWARDS = 'env = { kind = "rows", data = "train.jsonl", reward = ["math", "exact
 ROWS = 'env = { kind = "rows", data = "train.jsonl", eval_data = "test.jsonl", reward = "math" }'
 COLUMNS = 'env = { kind = "rows", data = "a.jsonl", reward = "math", prompt_column = "question", answer_column = "answer" }'
 REWARD = 'env = "FILE.py:FUNCTION"'
+EPOCHS = "'steps': one pass over the tasks is their number divided by 'rollout.groups'"
 WANDB = 'record.sinks = ["wandb"]'
 
 TRL = {
@@ -26,6 +27,7 @@ TRL = {
     "max_completion_length": "'rollout.max_tokens'",
     "per_device_train_batch_size": STEP_SIZE,
     "max_steps": "'steps'",
+    "num_train_epochs": EPOCHS,
     "bf16": "'trainer.dtype' and 'engine.dtype'",
     "gradient_checkpointing": "'trainer.checkpointing'",
     "beta": KL,
@@ -92,7 +94,7 @@ VERL = {
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
     "algorithm.filter_groups.enable": DROP,
     "trainer.total_training_steps": "'steps'",
-    "trainer.total_epochs": "'steps'",
+    "trainer.total_epochs": EPOCHS,
     "trainer.save_freq": "'record.checkpoint_every'",
     "trainer.max_actor_ckpt_to_keep": "'record.checkpoints'",
     "trainer.test_freq": "'eval.every'",
@@ -149,7 +151,7 @@ OPENRLHF = {
     "micro_rollout_batch_size": "'engine.max_sequences'",
     "generate_max_len": "'rollout.max_tokens'",
     "prompt_max_len": "'engine.context'",
-    "num_episodes": "'steps'",
+    "num_episodes": EPOCHS,
     "max_epochs": UPDATES,
     "advantage_estimator": "'algorithm.advantage'",
     "eps_clip": CLIP,
@@ -170,7 +172,9 @@ OPENRLHF = {
     "wandb_project": "'record.project'",
 }
 
-ELSEWHERE = OPENRLHF | PRIME_RL | VERL | TRL
+ANYWHERE = dict.fromkeys(("epochs", "num_epochs", "total_epochs"), EPOCHS)
+
+ELSEWHERE = ANYWHERE | OPENRLHF | PRIME_RL | VERL | TRL
 
 _LORA = "LoRA and other adapters do not exist here yet: every weight of the model is trained"
 _SHARDS = (
