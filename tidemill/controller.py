@@ -24,6 +24,7 @@ from typing import Any, Protocol
 from tidemill import faults
 from tidemill.breaker import Gate
 from tidemill.buffer import Buffer
+from tidemill.drops import Drops
 from tidemill.gradient import Algorithm, Begun, Update, computed_tokens, train_on
 from tidemill.observability.timeline import Timeline
 from tidemill.observability.waits import waiting
@@ -101,7 +102,7 @@ class Controller:
     timeline: Timeline = field(default_factory=Timeline)  # what the loop of steps does, for the account of time
     step: int = 0  # steps done
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _dropped: int = 0
+    _drops: Drops = field(default_factory=Drops)  # since the latest group that is trained on
     _saved: int = 0  # step of the latest checkpoint
     _saving: asyncio.Task[None] | None = None
     _telling: asyncio.Task[None] | None = None  # the observer of the latest step
@@ -166,10 +167,10 @@ class Controller:
         self.observer.rolled_out(group, reason)
         self._watch_outcomes(group)
         if reason is None:
-            self._dropped = 0
+            self._drops = Drops()
             await self.buffer.put(group)
         else:
-            self._watch_drops(reason)
+            self._watch_drops(group, reason)
             with self.timeline.phase("ledger"):
                 self.ledger.drop(group.id, reason)
             await self.buffer.drop(group.id)
@@ -342,14 +343,11 @@ class Controller:
         if why is not None:
             raise RunFailed(why)
 
-    def _watch_drops(self, reason: str) -> None:
+    def _watch_drops(self, group: Group, reason: str) -> None:
         """Stop when nothing that is sampled carries a gradient: it would go on for ever, and say nothing."""
-        self._dropped += 1
-        if self._dropped >= self.schedule.barren * self.buffer.batch:
-            raise RunFailed(
-                f"{self._dropped} groups in a row were dropped, the latest as {reason!r}: the policy solves all of them or "
-                "none; use harder or easier tasks, a warm-up, or algorithm.zero_variance = 'keep'"
-            )
+        self._drops.add(group, reason)
+        if self._drops.count >= self.schedule.barren * self.buffer.batch:
+            raise RunFailed(self._drops.cause())
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:
