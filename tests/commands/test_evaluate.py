@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
+import tempfile
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
+from tidemill.cli import app
+from tidemill.commands import warned
 from tidemill.commands.evaluate import interval
 from tidemill.ledger import SqliteLedger
 from tidemill.run_folder import read_json
@@ -63,6 +68,33 @@ def test_attempts_without_a_score_are_counted_and_not_solved(tidemill, troubled:
     assert (said["infra_errors"], said["unscorable"], said["n"]) == (4, 0, 40)  # 7, 17, 27, 37
     assert said["accuracy"] == 0.9 and said["reward"] == 1.0
     assert "4 infrastructure errors, 0 unscorable; these count as not solved" in tidemill("eval", troubled).out
+
+
+@pytest.mark.parametrize("which", ["run", "a run that cannot be written", "model"])
+def test_what_an_environment_raised_goes_to_a_log(troubled: Path, tmp_path: Path, monkeypatch, which: str):
+    """One sentence on the screen, the tracebacks in the run's logs, or beside the temporary files."""
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])  # the test's own: without them Python prints warnings itself
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    args, place = [troubled], troubled / "logs"
+    if which != "run":
+        place = tmp_path
+        monkeypatch.setattr(warned, "_writable", lambda _: False)
+    if which == "model":
+        args = [troubled / "final", "--recipe", troubled.parent / "recipe.toml", f"env={troubled.parent / 'env.py'}:broken"]
+    said = CliRunner().invoke(app, ["eval", *map(str, args)], catch_exceptions=False)
+    (log,) = place.rglob("eval-warnings.log")
+    assert said.exit_code == 0 and said.stderr.splitlines() == [
+        f"an attempt failed in its environment's code: the tracebacks go to {log}"
+    ]
+    text = log.read_text()
+    assert "Traceback (most recent call last)" in text and "sandbox is gone" in text
+    log.unlink()
+
+
+def test_an_evaluation_without_trouble_leaves_no_log(tidemill, trained: Path, tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(warned, "_writable", lambda _: False)
+    assert tidemill("eval", trained, "--tasks", 2).code == 0 and list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

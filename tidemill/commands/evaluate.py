@@ -22,6 +22,7 @@ from tidemill.assembly import make_episodes
 from tidemill.build import budget_of, start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.commands.warned import warnings_logged
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings, environments_of
 from tidemill.envs.template import check_prompts
@@ -51,6 +52,7 @@ class Subject:
     config: RunConfig
     tasks: int
     recorded: tuple[int, float] | None = None  # tasks and accuracy, as the run's own report says of this model
+    logs: Path | None = None  # of the run
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ def evaluate(
         )
     screen = console(stderr=True)
     busy = screen.status(f"{subject.model}: greedy, {subject.tasks:,} held-out tasks ...")
-    with busy if screen.is_terminal and not as_json else nullcontext():
+    with busy if screen.is_terminal and not as_json else nullcontext(), warnings_logged("eval", subject.logs):
         done = asyncio.run(_run(subject))
     if as_json:
         figures = as_figures(done.results)
@@ -129,7 +131,7 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
             f"{folder.path} was trained on an environment given as a Python object, in no file: give env=FILE.py:NAME"
         )
     config = fetched(config.model_copy(update={"model": str(model)}), folder.path)
-    return Subject(model, config, tasks or config.eval.final_tasks, _recorded(folder, which, changed))
+    return Subject(model, config, tasks or config.eval.final_tasks, _recorded(folder, which, changed), folder.logs)
 
 
 def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[int, float] | None:

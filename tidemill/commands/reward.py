@@ -14,6 +14,7 @@ from rich.text import Text
 
 from tidemill.build import budget_of
 from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.commands.warned import warnings_logged
 from tidemill.envs.json_lines import json_lines
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
@@ -42,7 +43,7 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
     config = fetched(config.model_copy(update={"model": "new:0.1m"}))  # no model is needed
     screen = console(stderr=True)
     busy = screen.status(f"{recipe}: scoring replies whose worth is known ...")
-    with busy if screen.is_terminal and not as_json else nullcontext():
+    with busy if screen.is_terminal and not as_json else nullcontext(), warnings_logged("reward-test"):
         found = asyncio.run(_checks(config, own))
     if as_json:
         print_json(asdict(found[0]) if len(found) == 1 else {"environments": [asdict(each) for each in found]})

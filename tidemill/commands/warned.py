@@ -1,0 +1,35 @@
+"""Warnings of a command, such as what an environment raised: into a log, with one sentence on the screen."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from tidemill.observability.text import visible
+from tidemill.orchestration.logs import warnings_to
+
+
+@contextmanager
+def warnings_logged(command: str, logs: Path | None = None) -> Iterator[None]:
+    """Send tracebacks to a file in `logs`, or in a temporary folder where that cannot be written; stderr says where."""
+    own = logs is None or not _writable(logs)
+    place = Path(tempfile.mkdtemp(prefix=f"tidemill-{command}-")) if own or logs is None else logs
+    try:
+        with warnings_to(place / f"{command}-warnings.log", _tell):
+            yield
+    finally:
+        if own:
+            with suppress(OSError):  # it holds a log
+                place.rmdir()
+
+
+def _writable(folder: Path) -> bool:
+    return os.access(folder, os.W_OK)
+
+
+def _tell(path: Path) -> None:
+    print(visible(f"an attempt failed in its environment's code: the tracebacks go to {path}"), file=sys.stderr, flush=True)
