@@ -133,9 +133,11 @@ class RunFolder:
 
     def summary(self) -> dict[str, Any] | None:
         """The report of a run that came to its end; None before that."""
-        if not (self.report.is_file() and self.final.is_dir()):
-            return None
-        return expect(self.report, read_json(self.report), Report)
+        return self.reported() if self.final.is_dir() else None
+
+    def reported(self) -> dict[str, Any] | None:
+        """The same, also where `final` was removed since."""
+        return expect(self.report, read_json(self.report), Report) if self.report.is_file() else None
 
     @property
     def gone(self) -> bool:

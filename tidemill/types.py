@@ -172,8 +172,9 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     turns: tuple[float, ...] = ()  # rewards of single turns besides, from the first on, for advantages that tell turns apart
 
     def __post_init__(self) -> None:
-        if hasattr(self.turns, "tolist"):  # an array, or a torch tensor
-            msgspec.structs.force_setattr(self, "turns", tuple(np.atleast_1d(self.turns.tolist()).tolist()))
+        turns: Any = self.turns
+        if hasattr(turns, "tolist"):  # an array, or a torch tensor
+            msgspec.structs.force_setattr(self, "turns", tuple(np.atleast_1d(turns.tolist()).tolist()))
         if not np.isfinite(self.value):
             raise ValueError(f"Score(value={self.value!r}): expected a finite number; return Unscorable(reason) instead")
         if self.turns and not np.isfinite(self.turns).all():

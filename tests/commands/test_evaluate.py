@@ -118,7 +118,7 @@ def test_what_is_not_there(tidemill, run: Path, tmp_path: Path):
     assert "is a model" in tidemill("eval", run / "final", "--which", "final", "env=guess").out
     (run / "final").rename(run / "gone")
     said = tidemill("eval", run)
-    assert said.code == 2 and "no final/ yet" in said.out and "--which initial" in said.out
+    assert said.code == 2 and "it was removed since" in said.out and "--which initial" in said.out
 
 
 def test_a_run_on_a_python_object_says_what_to_give(tidemill, run: Path):

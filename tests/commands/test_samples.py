@@ -216,7 +216,7 @@ def test_nothing_to_show_is_one_sentence(tidemill, run: Path, tmp_path: Path):
     (tmp_path / "early" / "config.json").write_text("{}")
     with SqliteLedger(tmp_path / "early", mode="create") as ledger:
         said = tidemill("samples", tmp_path / "early")
-        assert said.code == 2 and "no trajectories yet" in said.out
+        assert said.code == 2 and "no trajectories: none of its groups was finished; it is running" in said.out
         assert "none was begun yet" in tidemill("samples", tmp_path / "early", "--step", 1).out
         ledger.admit(0, Task("t", "p"))
         ledger.finish(Group(0, Task("t", "p"), [trajectory([0, 1], sources=(Version(2),))]))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.commands import why as command
+from tidemill.commands import state as command
 from tidemill.health import FAILURE, STATUS, record_failure
 from tidemill.ledger import SqliteLedger
 from tidemill.run_folder import read_json

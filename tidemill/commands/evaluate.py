@@ -22,6 +22,7 @@ from tidemill.assembly import make_episodes
 from tidemill.build import budget_of, start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.commands.state import state_of
 from tidemill.commands.warned import warnings_logged
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings, environments_of
@@ -122,7 +123,8 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
     if not model.is_dir():
         when = "its last step" if which == "final" else "its warm-up"
         other = "; its initial/ can be evaluated with --which initial" if folder.initial.is_dir() else ""
-        raise ConfigError(f"{folder.path} has no {which}/ yet: it appears after {when}{other}")
+        now = state_of(folder).what_to_do()
+        raise ConfigError(f"{folder.path} has no {which}/, which is written after {when}: {now}{other}")
     if any(
         isinstance(env, PythonSettings) and any(path.partition(":")[0] == path.rpartition(":")[2] for path in env.paths)
         for env in environments_of(config.env)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tidemill.commands.state import state_of
 from tidemill.errors import ConfigError
 from tidemill.hub import fetch, is_name
 from tidemill.run_folder import RunFolder
@@ -19,7 +20,10 @@ def model_of(path: Path) -> Path:
         return path
     final = RunFolder(path).final
     if not final.is_dir():
-        raise ConfigError(f"run {str(path)!r} has no final/ yet: let it come to its end, or give a model folder")
+        now = state_of(RunFolder.existing(path)).what_to_do()
+        raise ConfigError(
+            f"run {str(path)!r} has no final/, which is written after its last step: {now}; or give a model folder"
+        )
     return final
 
 

@@ -20,6 +20,7 @@ from rich.text import Text
 from tidemill.commands.conversation import answer_row, facts_of, plain, rows_of
 from tidemill.commands.screen import INDENT, console, print_json, print_rows
 from tidemill.commands.segments import COLOURS, Row, Segment, segments
+from tidemill.commands.state import state_of
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
@@ -44,7 +45,7 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
     with SqliteLedger(run, mode="read") as record:
         rows = record.samples(None if step is None else step - 1, order, limit)
         if not rows:
-            raise ConfigError(_nothing(record, run, step, order))
+            raise ConfigError(_nothing(record, folder, step, order))
         payloads = [_payload(record, row) for row in rows]
     tokenizer = tokenizer_of(folder) if tokens else None
     reader = cache(partial(_reader, folder))  # loaded where a payload has no messages
@@ -86,15 +87,16 @@ def _choice(worst: int | None, best: int | None) -> tuple[Order, int]:
     return order, limit or LIMIT
 
 
-def _nothing(record: SqliteLedger, run: Path, step: int | None, order: Order) -> str:
-    last = record.last_step()
+def _nothing(record: SqliteLedger, folder: RunFolder, step: int | None, order: Order) -> str:
+    last, run, state = record.last_step(), folder.path, state_of(folder)
+    now = "" if state.name == "complete" else f"; {state.what_to_do()}"
     if step is not None and (last is None or step > last + 1):
         known = "none was begun yet" if last is None else f"it has steps 1 to {last + 1}"
-        return f"{run} has no step {step}: {known}"
+        return f"{run} has no step {step}: {known}{now}"
     where = f"step {step} of {run}" if step is not None else str(run)
     if order != "recent" and record.samples(None if step is None else step - 1, "recent", 1):
         return f"{where} has no trajectory with a score to rank: leave out --{order} to see them with what went wrong"
-    return f"{where} has no trajectories yet: wait until its first group is finished"
+    return f"{where} has no trajectories: none of its groups was finished{now}"
 
 
 def tokenizer_of(folder: RunFolder) -> Tokenizer:

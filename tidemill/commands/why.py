@@ -6,21 +6,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.errors import ConfigError
-from tidemill.health import EVERY_S, FAILURE, STATUS
+from tidemill.commands.state import state_of
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.lock import holder
 from tidemill.observability.events import worded
 from tidemill.observability.text import visible
-from tidemill.run_files import Failure, Recipe, Status, expect
-from tidemill.run_folder import RunFolder, read_json
+from tidemill.run_folder import RunFolder
 
 ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing
-LATE_S = 5 * EVERY_S  # a status older than this is of a controller that does not turn
 
 
 def why(run: Path, as_json: bool) -> int:
@@ -38,43 +33,13 @@ def standing(folder: RunFolder) -> dict[str, Any]:
 
     status: the last that the process wrote whose state it is; None when it came to none.
     """
-    status, failure, unearned = _if_there(folder.path / STATUS, Status), _if_there(folder.path / FAILURE, Failure), None
-    pid = holder(folder.path)
-    if pid is not None:
-        late = status is None or status["pid"] != pid or time.time() - status["at"] > LATE_S
-        state, failure = ("stuck" if late and _stopped(pid) else "running"), None
-    elif (report := folder.summary()) is not None and report["steps"] >= _steps(folder):
-        state, failure, unearned = "complete", None, (report.get("unearned") or {}).get("text")  # older ones have none
-    elif failure is not None:
-        state = "stopped" if failure["kind"] in ("CancelledError", "KeyboardInterrupt") else "failed"
-    else:
-        state = "stopped" if folder.interrupted.is_file() else "killed"
+    found = state_of(folder)
+    unearned = ((found.report or {}).get("unearned") or {}).get("text")  # older ones have none
     with SqliteLedger(folder.path, mode="read") as ledger:
         counts = ledger.counts().figures()
         events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind not in ROUTINE][-5:]
-    about = {"state": state, "pid": pid, "status": status, "failure": failure, "unearned": unearned}
+    about = {"state": found.name, "pid": found.pid, "status": found.status, "failure": found.failure, "unearned": unearned}
     return about | {"groups": counts, "events": events}
-
-
-def _steps(folder: RunFolder) -> int:
-    return expect(folder.config, folder.recipe(), Recipe)["steps"]
-
-
-def _if_there(file: Path, kind: type[Status | Failure]) -> dict[str, Any] | None:
-    """A run that goes on may remove it at any moment."""
-    try:
-        return expect(file, read_json(file), kind)
-    except ConfigError:
-        if file.is_file():
-            raise
-        return None
-
-
-def _stopped(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-    except psutil.NoSuchProcess:
-        return False
 
 
 def _show(run: Path, about: dict[str, Any]) -> None:

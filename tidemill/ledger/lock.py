@@ -44,10 +44,12 @@ class FolderLock:
 
 
 def holder(folder: Path) -> int | None:
-    """The process that writes to this folder now; None when there is none. For other processes than that one."""
+    """The process that writes to this folder now; None when there is none."""
     path = folder / "ledger.lock"
     if not path.is_file():
         return None
+    if _identity(path) in _held:  # to open the file and close it would give the lock back
+        return os.getpid()
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

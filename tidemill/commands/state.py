@@ -1,0 +1,81 @@
+"""The state of a run: running, stuck, complete, stopped, failed or killed; and what to do in each."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from tidemill.errors import ConfigError
+from tidemill.health import EVERY_S, FAILURE, STATUS
+from tidemill.ledger.lock import holder
+from tidemill.run_files import Failure, Recipe, Status, expect
+from tidemill.run_folder import RunFolder, read_json
+
+LATE_S = 5 * EVERY_S  # a status older than this is of a controller that does not turn
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """status: the last that the process wrote whose state it is; failure: by what a run ended. None where there is none."""
+
+    name: str
+    pid: int | None
+    status: dict[str, Any] | None
+    failure: dict[str, Any] | None
+    report: dict[str, Any] | None  # of a run that is complete
+
+    def what_to_do(self) -> str:
+        """The state and what to do, for a run that lacks something which a run writes."""
+        went = "give the command that began it once more, and it goes on from what is recorded"
+        match self.name:
+            case "running":
+                return f"it is running (process {self.pid}), so wait; `tidemill why` shows where it is"
+            case "stuck":
+                return f"its process {self.pid} is stopped (SIGSTOP), and kill -CONT {self.pid} lets it go on"
+            case "complete":
+                return "the run came to its last step, so it was removed since"
+            case "stopped":
+                return f"it was stopped before its last step; {went}"
+            case "failed":
+                return f"it ended by an error, which `tidemill why` shows; once that is mended, {went}"
+        return f"it was killed and does not run any more; {went}"
+
+
+def state_of(folder: RunFolder) -> State:
+    status, failure, report = _if_there(folder, STATUS, Status), _if_there(folder, FAILURE, Failure), None
+    pid = holder(folder.path)
+    if pid is not None:
+        late = status is None or status["pid"] != pid or time.time() - status["at"] > LATE_S
+        state, failure = ("stuck" if late and _stopped(pid) else "running"), None
+    elif _complete(folder, report := folder.reported()):
+        state, failure = "complete", None
+    elif failure is not None:
+        state = "stopped" if failure["kind"] in ("CancelledError", "KeyboardInterrupt") else "failed"
+    else:
+        state = "stopped" if folder.interrupted.is_file() else "killed"
+    return State(state, pid, status, failure, report if state == "complete" else None)
+
+
+def _complete(folder: RunFolder, report: dict[str, Any] | None) -> bool:
+    return report is not None and report["steps"] >= expect(folder.config, folder.recipe(), Recipe)["steps"]
+
+
+def _if_there(folder: RunFolder, name: str, kind: type[Status | Failure]) -> dict[str, Any] | None:
+    """A run that goes on may remove it at any moment."""
+    file = folder.path / name
+    try:
+        return expect(file, read_json(file), kind)
+    except ConfigError:
+        if file.is_file():
+            raise
+        return None
+
+
+def _stopped(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+    except psutil.NoSuchProcess:
+        return False
