@@ -14,6 +14,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+from hatchling.builders.wheel import WheelBuilder
 
 import tidemill
 
@@ -76,6 +77,17 @@ def test_the_first_line_comes_before_anything_heavy_is_imported(tmp_path: Path):
         lines = done.stdout.splitlines()
         assert lines[0].startswith(first) and "heavy" in lines[1:], done.stdout + done.stderr
         assert done.returncode == 2 and "Traceback" not in done.stderr
+
+
+def test_a_wheel_holds_the_package_and_the_recipes_and_nothing_else():
+    """Asked of the build backend, which builds nothing: C sources and recipes are read when the package runs."""
+    builder = WheelBuilder(str(ROOT))
+    packed = {file.distribution_path for file in builder.recurse_included_files()}
+    there = {path.relative_to(ROOT) for name in ("tidemill", "recipes") for path in (ROOT / name).rglob("*") if path.is_file()}
+    expected = {path.as_posix() for path in there if "__pycache__" not in path.parts}
+    assert packed == {name if name.startswith("tidemill/") else f"tidemill/{name}" for name in expected}
+    assert {Path(name).suffix for name in packed} == {".py", ".c", ".h", ".toml"} and "tidemill/recipes/demo.toml" in packed
+    assert builder.metadata.version == tidemill.__version__
 
 
 @pytest.mark.slow
