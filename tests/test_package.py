@@ -83,7 +83,9 @@ def test_a_wheel_holds_the_package_and_the_recipes_and_nothing_else():
     """Asked of the build backend, which builds nothing: C sources and recipes are read when the package runs."""
     builder = WheelBuilder(str(ROOT))
     packed = {file.distribution_path for file in builder.recurse_included_files()}
-    there = {path.relative_to(ROOT) for name in ("tidemill", "recipes") for path in (ROOT / name).rglob("*") if path.is_file()}
+    there = {
+        path.relative_to(ROOT) for name in ("tidemill", "recipes") for path in (ROOT / name).rglob("*") if path.is_file()
+    }
     expected = {path.as_posix() for path in there if "__pycache__" not in path.parts}
     assert packed == {name if name.startswith("tidemill/") else f"tidemill/{name}" for name in expected}
     assert {Path(name).suffix for name in packed} == {".py", ".c", ".h", ".toml"} and "tidemill/recipes/demo.toml" in packed

@@ -171,16 +171,36 @@ BROKEN = {
 }
 
 
+WHOSE = {  # what names a folder -> settings for two folders, a good one and that one; what is not read of it
+    "model": (lambda good, bad: [f"model={bad}"], ()),
+    "reference": (
+        lambda good, bad: [f"model={good}", f"algorithm.reference.model={bad}", "algorithm.reference.kl=0.1"],
+        ("no tokenizer", "a template that fails"),
+    ),
+    "critic": (
+        lambda good, bad: [f"model={good}", f"algorithm={{name='ppo', critic={{model='{bad}'}}}}"],
+        ("no tokenizer", "a template that fails"),
+    ),
+    "reward": (
+        lambda good, bad: [
+            f"model={good}",
+            f"env={{kind='rows', data='tasks.jsonl', reward='model', reward_options={{folder='{bad}'}}}}",
+        ],
+        ("a template that fails",),
+    ),
+}
+
+
 @pytest.mark.parametrize("case", BROKEN)
-@pytest.mark.parametrize("whose", ["model", "algorithm.reference.model"])
+@pytest.mark.parametrize("whose", WHOSE)
 def test_a_folder_that_train_could_not_read_does_not_fit(tidemill, recipe: Path, whose: str, case: str, monkeypatch):
     with_free(monkeypatch, 1 << 30)
-    damage, message = BROKEN[case]
-    if whose != "model" and ("template" in case or "tokenizer" in case):
-        return  # a reference's is not read
+    (damage, message), (settings, unread) = BROKEN[case], WHOSE[whose]
     good, bad = folder_of(recipe.parent / "good"), folder_of(recipe.parent / "bad")
-    given = (f"{whose}={bad}", *(() if whose == "model" else (f"model={good}", "algorithm.reference.kl=0.1")))
+    given = settings(good, bad)
     assert tidemill("check", recipe, *given).code == 0
     damage(bad)
     said = tidemill("check", recipe, *given)
+    if case in unread:
+        return
     assert said.code != 0 and re.search(message, " ".join(said.out.split()))

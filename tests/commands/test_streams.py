@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tidemill import cli
+from tidemill.commands import screen, streams
 from tidemill.commands.streams import Lenient
 from tidemill.observability.text import DEGRADE, paragraphs, visible
 
@@ -91,6 +93,46 @@ def test_characters_degrade(encoding, seen):
     out.write(f"|Δlogp| ≤1 · × {visible(chr(27))} {visible(chr(10))} 漢")
     out.flush()
     assert held.getvalue().decode(encoding) == seen
+
+
+def test_a_standard_stream_of_few_characters_takes_any_text(monkeypatch):
+    """Also one that no console wraps, such as standard error, on which the last sentence stands."""
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(
+        "sys.stderr", io.TextIOWrapper(io.FileIO(theirs, "w", closefd=False), encoding="ascii", errors="strict")
+    )
+    streams._lenient("stderr", theirs, lambda _: None)
+    cli._tell(ValueError("run naïve → is gone"))
+    sys.stderr.flush()
+    assert os.read(ours, 1000) == b"error: run na?ve -> is gone\n"
+    held = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
+    monkeypatch.setattr("sys.stdout", held)
+    screen.print_labelled(screen.console(), [("result", "0.500 → 0.750")])
+    held.flush()
+    assert held.buffer.getvalue().split() == [b"result", b"0.500", b"->", b"0.750"]  # type: ignore[attr-defined]
+    for descriptor in (ours, theirs):
+        os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("command", "ended", "failure", "status"),
+    [
+        ("train", 0, errno.ENOSPC, 0),
+        ("demo", 0, errno.ENOSPC, 0),
+        ("train", 3, errno.ENOSPC, 3),
+        ("settings", 0, errno.ENOSPC, 1),
+        ("settings", 0, None, 0),
+        ("why", 2, errno.ENOSPC, 2),
+    ],
+)
+def test_a_run_on_disk_is_done_whatever_became_of_what_was_printed(monkeypatch, command, ended, failure, status):
+    lost = None if failure is None else OSError(failure, os.strerror(failure))
+    monkeypatch.setattr(streams, "guard", lambda: lambda: lost)
+    monkeypatch.setattr(cli, "_status", lambda: ended)
+    monkeypatch.setattr("sys.argv", ["tidemill", command, "x"])
+    with pytest.raises(SystemExit) as said:
+        cli.main()
+    assert said.value.code == status
 
 
 HOSTILE = "\x00\x07\x08\x0b\x0c\r\x1b[2J\x1b]0;t\x07\x7f\x9b31m\x85\u2028\u202e\u2066\ud800"

@@ -170,10 +170,17 @@ def test_the_result_stands_last_and_is_highlighted(trained: Path, monkeypatch: p
     assert said[-1] == "  result   held-out accuracy 0.500 → 0.750 on 40 tasks"
     assert sum("%" in line for line in said) <= 4  # no wall of percentages
     assert max(len(line) for line in said if str(trained) not in line) <= 120
-    for complete, colour in ((True, 32), (False, 33)):
+    fell = {"before": 0.5, "after": 0.1, "n_before": 40, "n_after": 40, "errors": 4.0, "unjudged": 0}
+    nothing = {"text": "nothing was earned", "cause": "cut"}
+    for complete, colour, more in (
+        (True, 32, {}),
+        (False, 33, {}),
+        (True, 31, {"unlearned": fell}),
+        (True, 31, {"unearned": nothing}),
+    ):
         monkeypatch.setenv("FORCE_COLOR", "1")
         monkeypatch.setenv("TERM", "xterm")
-        tell(config, recipe, Ended(2, complete, report), newcomer=False)
+        tell(config, recipe, Ended(2, complete, report | {"unlearned": None, "unearned": None} | more), newcomer=False)
         assert f"\x1b[1;{colour}mheld-out accuracy" in capsys.readouterr().out
 
 

@@ -13,7 +13,7 @@ from ledger_cases import group, task
 from typer.testing import CliRunner
 
 from tidemill.cli import app
-from tidemill.ledger import LedgerError, RunFolderError, SqliteLedger, has_ledger
+from tidemill.ledger import LedgerError, RunFolderError, SqliteLedger, has_ledger, integrity
 from tidemill.ledger.schema import SCHEMA, statements
 
 PAGE = 4096
@@ -84,6 +84,18 @@ def test_rows_that_name_rows_which_are_gone(whole: Path, tmp_path: Path) -> None
     db.close()
     with pytest.raises(LedgerError, match=rf"a row of groups names a row of tasks that is not there and .* {MEND}"):
         SqliteLedger(folder, mode="open")
+
+
+def test_a_file_that_takes_too_long_to_check_is_taken_as_it_is(whole: Path, tmp_path: Path, monkeypatch) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    with contextlib.closing(sqlite3.connect(folder / "ledger.sqlite")) as db:
+        db.execute("DELETE FROM tasks WHERE key = 3")
+        with pytest.raises(LedgerError):
+            integrity.check_pages(db, folder)
+        monkeypatch.setattr(integrity, "CHECK_S", -1.0)
+        monkeypatch.setattr(integrity, "_INSTRUCTIONS", 1)
+        integrity.check_pages(db, folder)
+        assert db.execute("SELECT count(*) FROM groups").fetchone() == (60,), "later statements have no deadline"
 
 
 @pytest.mark.parametrize("size", ["half", "a part of a page", "the head of the file"])
@@ -175,6 +187,12 @@ def test_what_was_recovered_in_part_is_gone_on_with_and_said(whole: Path, tmp_pa
     with SqliteLedger(folder, mode="open") as ledger:
         (doubt,) = ledger.doubts
         assert "does not add up: 4 groups lost, 0 trained twice" in doubt and not ledger.counts().conserved
+
+
+@pytest.mark.parametrize(("lost", "twice"), [(4, 0), (0, 2), (1, 1)])
+def test_either_sum_alone_is_a_doubt(lost: int, twice: int) -> None:
+    said = integrity.sums_doubt(lost, twice)
+    assert f"does not add up: {lost} groups lost, {twice} trained twice" in said and not integrity.sums_doubt(0, 0)
 
 
 def test_a_file_that_cannot_be_written(whole: Path, tmp_path: Path) -> None:

@@ -156,6 +156,7 @@ IN_PLACE: dict[str, tuple[Callable[[Path], object], str]] = {
     "device": (lambda path: path.symlink_to("/dev/zero"), "is a pipe or device"),
 }
 NAMES = ("model.safetensors", "model.safetensors.index.json", "config.json", "tokenizer.json", "chat_template.jinja")
+NAMES += ("model-00001-of-00002.safetensors",)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import unicodedata
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
 from tidemill.models.tokenizer import character_tokenizer
+from tidemill.serving import lengths
 from tidemill.serving.lengths import reach_of
 
 CORPUS = ["the tide rises and falls", "    deep    blanks        ", "ﬁrst café é ---------- ======", "한국어 日本語 🙂"] * 20
@@ -63,6 +65,13 @@ def one_by_one(normalizer: Any, fuse: bool = False) -> Any:
     return words(model, pre_tokenizers.WhitespaceSplit(), normalizer)
 
 
+def composed(normalizer: Any) -> Any:
+    """Each character is a token when it is composed, and none of its tokens has a longer name."""
+    core = Core(models.BPE({"?": 0, "t": 1, "e": 2}, [], unk_token="?"))
+    core.normalizer = normalizer
+    return PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?")
+
+
 BOUNDED: dict[str, Callable[[], Any]] = {
     "bytes": byte_tokenizer,
     "characters": lambda: character_tokenizer("abc ", lowercase=True),
@@ -70,6 +79,8 @@ BOUNDED: dict[str, Callable[[], Any]] = {
     "byte level, composed": lambda: byte_level(normalizers.NFC()),
     "byte level, rstrip": lambda: byte_level(rstrip=True),
     "byte level, lstrip": lambda: byte_level(normalizers.NFKC(), lstrip=True),
+    "characters, composed": lambda: composed(normalizers.NFC()),
+    "characters, composed alike": lambda: composed(normalizers.NFKC()),
     "metaspace": metaspace,
     "unigram": lambda: unigram(True),
     "blanks lost": lambda: one_by_one(None),
@@ -90,6 +101,7 @@ UNBOUNDED: dict[str, Callable[[], Any]] = {
 }
 PARTS = ["a", "tide", "t", "e", " ", "    ", "\n\n\n", "----", "----------", "ﬁ", "e\u0301", "\u1112\u1161\u11ab", "🙂", "İ"]
 PARTS += ["<|assistant|>", "the tide rises and falls", "한국어", "\x00", "\u00a0", "\u3000", "\x1d", "K", "\ufb2c", "\u0390"]
+PARTS += [unicodedata.normalize("NFD", "\u1f82"), unicodedata.normalize("NFD", "\ufb2c"), "\u03b1\u0313\u0300\u0345t"]
 
 
 @pytest.mark.parametrize("name", BOUNDED)
@@ -102,6 +114,13 @@ def test_what_fits_is_never_refused(name: str) -> None:
             tokens = len(tokenizer.encode(text, add_special_tokens=False))
             assert reach.least(text) <= tokens and not reach.exceeds(text, tokens), (text[:50], tokens)
     assert reach.exceeds("a" * (100 * reach.characters + 1), 100), "of use"
+
+
+def test_no_character_is_composed_of_more_than_is_thought() -> None:
+    """By the tables of Unicode that Python has."""
+    every = map(chr, (*range(0xD800), *range(0xE000, 0x110000)))
+    parts = {c: unicodedata.normalize("NFD", c) for c in every if unicodedata.normalize("NFC", c) == c}
+    assert max(map(len, parts.values())) == lengths._COMPOSED
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)

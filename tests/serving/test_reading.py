@@ -85,6 +85,9 @@ async def test_a_template_that_misbehaves_is_a_400_and_the_next_chat_is_rendered
 async def test_what_is_long_keeps_nobody_waiting_and_no_memory(reader: Reader) -> None:
     short, text = said("hello"), "the tide " * 40_000
     await reader.chat(short)
+    forks = psutil.Process(reader._short._child.pid).children()
+    await reader.chat(short)
+    assert psutil.Process(reader._short._child.pid).children() == forks and len(forks) == 1, "what behaved stays"
     held = sum(resident())
     late = asyncio.ensure_future(refused(reader, said("loop:" + "a" * SHORT)))
     for _ in range(3):

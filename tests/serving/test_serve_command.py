@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import signal
 import socket
 import subprocess
@@ -15,9 +16,13 @@ from typing import Any
 import pytest
 from openai import OpenAI
 from serving_cases import Running
+from typer.testing import CliRunner
 
+from tidemill.cli import app
+from tidemill.commands import serve as serving
 from tidemill.commands.serve import key_of, serve, served_name
 from tidemill.errors import ConfigError
+from tidemill.serving import server
 
 ASKED: dict[str, Any] = {
     "host": "127.0.0.1",
@@ -100,6 +105,38 @@ def test_where_the_key_comes_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     file.write_text("")
     with pytest.raises(ConfigError, match="the API key is empty"):
         serve(tmp_path, **ASKED | {"api_key": key_of(None, file)})
+
+
+@pytest.mark.parametrize(
+    ("given", "key"),
+    [([], "of the environment"), (["--api-key", "given"], "given"), (["--api-key-file", "key"], "of the file")],
+)
+def test_the_command_serves_with_that_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, given: list[str], key: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "key").write_text("of the file\n")
+    served = list[Any]()
+    monkeypatch.setattr(serving, "serve", lambda *asked: served.append(asked) or 0)
+    done = CliRunner().invoke(app, ["serve", "m", *given], env={"TIDEMILL_API_KEY": "of the environment"})
+    assert done.exit_code == 0 and [asked[3] for asked in served] == [key]
+
+
+@pytest.mark.parametrize(
+    ("limits", "most", "after"),
+    [
+        ((1024, 4096), 1024, (1280, 4096)),
+        ((1024, 1100), 844, (1100, 1100)),
+        ((32, 32), 8, (32, 32)),
+        ((256, resource.RLIM_INFINITY), 1024, (1280, resource.RLIM_INFINITY)),
+        ((9000, 9000), 1024, (9000, 9000)),
+    ],
+)
+def test_there_are_no_more_connections_than_descriptors(limits, most, after, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [limits]
+    monkeypatch.setattr(resource, "getrlimit", lambda _: now[-1])
+    monkeypatch.setattr(resource, "setrlimit", lambda _, pair: now.append(pair))
+    assert (server.connections(), now[-1]) == (most, after)
 
 
 def test_names() -> None:
