@@ -85,8 +85,12 @@ def check_not_loading(what: str) -> None:
 
 
 def _load_file(path: Path) -> ModuleType:
-    path = path.expanduser().resolve()
-    if not path.is_file():
+    try:
+        path = path.expanduser().resolve()
+        there = path.is_file()
+    except OSError as error:  # a name that is too long, a folder that may not be looked into
+        raise ConfigError(f"file {str(path)!r} cannot be looked for: {error.strerror}; give the path of a file") from None
+    if not there:
         raise ConfigError(f"file {str(path)!r} does not exist")
     name = f"{_PREFIX}{path.stem}_{hashlib.blake2b(str(path).encode(), digest_size=4).hexdigest()}"
     if name in sys.modules:

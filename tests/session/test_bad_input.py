@@ -228,6 +228,29 @@ def test_a_recipe_that_is_not_there(monkeypatch, capsys, tmp_path):
     assert "does not exist" in fails(monkeypatch, capsys, "train", str(tmp_path / "none.toml"))
 
 
+@pytest.mark.parametrize("name", ["x" * 300, "/".join(["y" * 200] * 30)], ids=["a name", "a path"])
+def test_paths_that_are_longer_than_the_system_takes_are_one_sentence(name, monkeypatch, capsys, tmp_path, model):
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f'model = "{model}"\nenv = "guess"\n')
+    for given in (
+        ["why", name],
+        ["samples", name],
+        ["ledger", name],
+        ["serve", name],
+        ["new", name],
+        ["check", name],
+        ["check", str(recipe), f"model={name}"],
+        ["train", str(recipe), f"run_dir={tmp_path / name}"],
+        ["train", str(recipe), f"run_dir={tmp_path / 'run'}", f"env={{kind='python', path='{name}.py:f'}}"],
+    ):
+        monkeypatch.setattr(sys, "argv", ["tidemill", *given])
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        said = capsys.readouterr().err
+        assert ended.value.code in (1, 2) and said.startswith("error: ") and said.count("\n") == 1, (given[0], said[:300])
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_folder_that_holds_something_else(monkeypatch, capsys, tmp_path, model):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "thesis.txt").write_text("years of work")
