@@ -179,6 +179,8 @@ def drill(
     as_json: AsJson = False,
 ) -> None:
     """Run a recipe while its parts are killed, frozen and starved, and say what was lost; status 1 when anything was."""
+    if not as_json:
+        _starting(f"a drill of {recipe}: about {minutes:g} min, and a start and an end of up to 2 min each", False)
     from tidemill.commands import drill as command
 
     raise typer.Exit(command.drill(recipe, minutes, every, seed, spare or [], overrides or [], as_json))

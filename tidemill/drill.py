@@ -20,7 +20,6 @@ import statistics
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -196,6 +195,7 @@ class Drill:
             finally:
                 self._end()
                 signal.signal(signal.SIGTERM, asked)
+        self._note("the ledger is read: what became of every group")
         self.outcome.seconds = time.monotonic() - begin
         with SqliteLedger(self._folder, mode="read") as ledger:
             self.outcome.groups = ledger.counts().figures()
@@ -204,6 +204,7 @@ class Drill:
 
     def _loop(self, begin: float) -> None:
         """Calm and rough by turns: what changes the run's speed besides (the policy's replies, the machine) is in both."""
+        self._note(f"the run starts in {self._folder}, and its first step is awaited; its output: {self._folder}.log")
         self._start()
         steps = _steps(self._folder)
         while steps == _steps(self._folder):  # the clock runs from the first step on: a start is not the run's speed
@@ -211,14 +212,20 @@ class Drill:
         calm, rough = _Pace(self._folder), _Pace(self._folder)
         end = begin + self._seconds
         while time.monotonic() < end and not self._complete():
+            self._phase(begin, end, self._calm_s, "undisturbed, to compare with")
             with calm.measured():
                 until = min(time.monotonic() + self._calm_s, end)
                 self._wait(lambda until=until: time.monotonic() >= until)
+            self._phase(begin, end, ROUGH_S, f"with a fault every {self._every_s:g} s on average")
             with rough.measured():
                 self._suffer(begin, min(time.monotonic() + ROUGH_S, end))
         self.outcome.calm_s, self.outcome.calm_rate, self.outcome.rate = calm.seconds, calm.rate, rough.rate
         self._look()
         self.outcome.lives = [Life.of(looks) for looks in self._looks.values()]
+
+    def _phase(self, begin: float, end: float, longest: float, what: str) -> None:
+        now = time.monotonic()
+        self._note(f"{now - begin:6.0f} s  the next {max(0.0, min(longest, end - now)):.0f} s are {what}")
 
     def _suffer(self, begin: float, until: float) -> None:
         """Faults until then; ends when the last one is over, which is a part of it."""
@@ -330,6 +337,7 @@ class Drill:
 
     def _stop(self) -> None:
         """Ask it to end after its step, as Ctrl-C does."""
+        self._note(f"the run is asked to stop after its step, for at most {STOP_S:g} s")
         assert self._process is not None
         for each in self._all():
             with suppress(psutil.NoSuchProcess):
@@ -390,12 +398,3 @@ def _steps(folder: Path) -> int:
 def _trained(folder: Path) -> int:
     with _ledger(folder) as ledger:
         return ledger.counts().trained if ledger else 0
-
-
-def reached(outcome: Outcome) -> Counter[str]:
-    """How many faults of each kind: "kill engine" -> 3."""
-    return Counter(f"{fault.what} {fault.whom.partition('-')[0]}" for fault in outcome.faults)
-
-
-def command_for(recipe: Path, overrides: list[str]) -> list[str]:
-    return [sys.executable, "-m", "tidemill", "train", str(recipe), *overrides]

@@ -7,13 +7,18 @@ import os
 import subprocess
 import sys
 from collections import Counter
+from types import SimpleNamespace
 
 import psutil
 import pytest
 from runs import Run
+from typer.testing import CliRunner
 
-from tidemill.drill import Life, Look, Size, unnamed
+from tidemill import drill as module
+from tidemill.cli import app
+from tidemill.drill import Drill, Life, Look, Size, unnamed
 from tidemill.orchestration.local import MODULE
+from tidemill.recipe import RunConfig
 
 KNOWN = {"controller", "forkserver", "engine", "trainer", "environment", "starting"}
 
@@ -34,6 +39,32 @@ def test_a_drill_of_a_minute(tmp_path):
     assert roles["engine"] >= 2 and roles["trainer"] and roles["environment"] and set(roles) <= KNOWN
     again = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert again.returncode == 2 and "a drill begins a run of its own" in again.stderr
+
+
+def test_each_phase_is_told_of_when_it_begins(tmp_path, monkeypatch):
+    """In virtual time: a start, an undisturbed while, one with faults, the end, the count."""
+    now = [0.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: now[0], time=lambda: now[0]))
+    monkeypatch.setattr(module, "_steps", lambda _: int(now[0] > 0))
+    monkeypatch.setattr(module, "_trained", lambda _: 0)
+    for name, does in {"_start": lambda _: None, "_fault": lambda *_: None, "_look": lambda _: None}.items():
+        monkeypatch.setattr(Drill, name, does)
+    monkeypatch.setattr(Drill, "_tick", lambda _: now.__setitem__(0, now[0] + 10))
+    notes = list[str]()
+    config = RunConfig.model_validate({"env": "guess", "model": "m", "run_dir": str(tmp_path / "run")})
+    drill = Drill(config, [], seconds=300.0, calm_s=60.0, every_s=20.0, seed=0, note=notes.append)
+    drill._loop(0.0)
+    assert [note.strip() for note in notes] == [
+        f"the run starts in {tmp_path / 'run'}, and its first step is awaited; its output: {tmp_path / 'run.log'}",
+        "10 s  the next 60 s are undisturbed, to compare with",
+        "70 s  the next 230 s are with a fault every 20 s on average",
+    ]
+
+
+def test_the_first_line_says_how_long_it_takes(tmp_path):
+    """Before anything is looked at: here the recipe does not exist."""
+    said = CliRunner().invoke(app, ["drill", str(tmp_path / "none.toml"), "--minutes", "7"])
+    assert said.stdout.splitlines()[0].strip().startswith(f"starting a drill of {tmp_path / 'none.toml'}: about 7 min")
 
 
 def test_growth_is_between_the_medians_of_two_windows():

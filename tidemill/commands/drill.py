@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import statistics
+import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -10,7 +12,7 @@ from pathlib import Path
 from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.drill import FAULTS, GROWN_S, JUDGED_S, Drill, Life, Outcome, command_for, reached
+from tidemill.drill import FAULTS, GROWN_S, JUDGED_S, Drill, Life, Outcome
 from tidemill.errors import ConfigError
 from tidemill.recipe import load_recipe
 
@@ -36,7 +38,7 @@ def drill(
     seconds = 60 * minutes
     parts = Drill(
         config,
-        command_for(recipe, lasting),
+        [sys.executable, "-m", "tidemill", "train", str(recipe), *lasting],
         seconds=seconds,
         calm_s=min(60.0, seconds / 5),
         every_s=every,
@@ -54,7 +56,7 @@ def drill(
 
 def _show(run: Path, outcome: Outcome) -> None:
     screen, groups = console(), outcome.groups
-    kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(reached(outcome).items()))
+    kinds = ", ".join(f"{n} × {kind}" for kind, n in sorted(_reached(outcome).items()))
     back = [f.recovered_s for f in outcome.faults if f.recovered_s is not None]
     typical = f"; the next step ended {statistics.median(back):.1f} s later (median)" if back else ""
     share = outcome.rate / outcome.calm_rate if outcome.calm_rate else 0.0
@@ -72,6 +74,11 @@ def _show(run: Path, outcome: Outcome) -> None:
     rows.append(("ledger", verdict))
     screen.print(Text(str(run), "bold"))
     print_rows(screen, rows)
+
+
+def _reached(outcome: Outcome) -> Counter[str]:
+    """How many faults of each kind: "kill engine" -> 3."""
+    return Counter(f"{fault.what} {fault.whom.partition('-')[0]}" for fault in outcome.faults)
 
 
 def _by_role(lives: Sequence[Life]) -> dict[str, list[Life]]:
