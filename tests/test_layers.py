@@ -57,7 +57,7 @@ L4 |= {
 }
 L4 |= {"fetched", "checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
 L4 |= {"warm_start_cache", "unearned", "judging_code"}
-L4 |= {"other_names", "run_files"}
+L4 |= {"other_names", "run_files", "beside"}
 
 CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
+from tidemill.beside import found, same_file
 from tidemill.config import Config, load
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.curriculum import Order
@@ -411,9 +412,12 @@ MAY_CHANGE = frozenset({"run_dir", "steps", "placement", "eval", "profile", "rec
 
 
 def load_recipe(files: Sequence[str | Path], overrides: Iterable[str] = (), base: dict[str, Any] | None = None) -> RunConfig:
-    """`base`, then the files, then the overrides; later wins. Unless one says otherwise, run_dir is runs/FILE."""
+    """`base`, then the files, then the overrides; later wins. Unless one says otherwise, run_dir is runs/FILE.
+
+    A file that they name is looked for in the current folder first, then beside the recipe.
+    """
     named = {"run_dir": f"runs/{Path(files[0]).stem}"} if files else {}
-    return load(RunConfig, files, overrides, named | (base or {}))
+    return found(load(RunConfig, files, overrides, named | (base or {})), [Path(each).parent for each in files])
 
 
 def check_same_run(old: dict[str, Any], new: dict[str, Any], folder: Path) -> None:
@@ -442,5 +446,5 @@ def _differences(old: Any, new: Any, key: str = "") -> Iterator[str]:
     if isinstance(old, dict) and isinstance(new, dict):
         for name in sorted(old.keys() | new.keys()):
             yield from _differences(old.get(name), new.get(name), f"{key}.{name}" if key else name)
-    elif old != new:
+    elif old != new and not same_file(key, old, new):
         yield f"{key} was {old!r} and is {new!r}"

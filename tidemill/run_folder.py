@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill import faults
+from tidemill.beside import absolute
 from tidemill.codec import CodecError, parse_json
 from tidemill.config import build, dump
 from tidemill.controller import ROLE
@@ -82,7 +83,7 @@ class RunFolder:
         self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
-            write_json(self.config, dump(config))
+            write_json(self.config, absolute(dump(config)))
         faults.reach(ROLE, "config", path=self.config)
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
@@ -97,7 +98,7 @@ class RunFolder:
             beside = self._beside_initial()
             os.rename(self.initial, beside)  # never half of it under its name
             shutil.rmtree(beside)
-        write_json(self.config, dump(config))
+        write_json(self.config, absolute(dump(config)))
 
     def withdraw(self) -> None:
         """Remove the folder of a start that was refused, if that start made it and all that is in it. Nothing here may hide

@@ -8,6 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from commands.conftest import ENVIRONMENT, RECIPE
 from typer.testing import CliRunner
 
 from tidemill.cli import app
@@ -55,6 +56,23 @@ def test_what_a_person_reads(tidemill, trained: Path):
     low, high = interval(accuracy, 40)
     assert f"{accuracy:.4f} ± " in said.out and f"95 % CI {low:.3f} to {high:.3f}" in said.out
     assert "40 held-out" in said.out and "the run's report says the same" in said.out and "\x1b" not in said.out
+
+
+def test_the_sources_of_a_run_are_found_from_any_folder(tidemill, tmp_path: Path, monkeypatch):
+    """A recipe with a relative file, trained from its folder, or from another one."""
+    for name, stand in (("there", tmp_path / "project"), ("elsewhere", tmp_path / "away")):
+        stand.mkdir()
+        project = tmp_path / "project"
+        (project / "mine.py").write_text(ENVIRONMENT)
+        (project / "recipe.toml").write_text(RECIPE + "env = 'mine.py:checksum'\n")
+        monkeypatch.chdir(stand)
+        settings = [f"run_dir={tmp_path / name}", "steps=1", "--json"]
+        assert tidemill("train", project / "recipe.toml", *settings).code == 0
+        monkeypatch.chdir("/")
+        said = json.loads(tidemill("eval", tmp_path / name, "--tasks", 4, "--json").out)
+        assert said["n"] == 4
+        monkeypatch.chdir(project)
+        assert tidemill("train", "recipe.toml", f"run_dir={tmp_path / name}", "steps=2", "--json").code == 0, "goes on"
 
 
 def test_a_report_that_says_something_else_is_noticed(tidemill, run: Path):
@@ -126,6 +144,32 @@ def test_a_run_on_a_python_object_says_what_to_give(tidemill, run: Path):
     config["env"]["path"] = "checksum:checksum"  # what `tidemill.train(env=object)` records
     (run / "config.json").write_text(json.dumps(config))
     assert "env=FILE.py:NAME" in tidemill("eval", run).out
+
+
+def test_an_environment_of_a_notebook_is_read_from_the_folder_of_its_run(tidemill, run: Path, monkeypatch):
+    config = read_json(run / "config.json")
+    config["env"]["path"] = "checksum:checksum"
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "source").mkdir()
+    (run / "source" / "environment_checksum.py").write_text(ENVIRONMENT)  # where `tidemill.train` writes it
+    monkeypatch.chdir("/")
+    said = json.loads(tidemill("eval", run, "--json").out)
+    assert said["accuracy"] == said["recorded_accuracy"] == read_json(run / "report.json")["accuracy_after"]
+
+
+def test_a_reward_of_a_notebook_lacks_only_its_tasks(tidemill, run: Path):
+    config = read_json(run / "config.json")
+    config["env"]["path"] = "checksum:checksum"
+    (run / "config.json").write_text(json.dumps(config))
+    (run / "source").mkdir()
+    (run / "source" / "reward_checksum.py").write_text("def checksum(completion):\n    return 1.0\n")
+    said = tidemill("eval", run)
+    assert said.code == 2 and f'path = ["{run / "source" / "reward_checksum.py"}:checksum"]' in said.out
+    (run / "rows.jsonl").write_text("".join(json.dumps({"prompt": f"eval {i}"}) + "\n" for i in range(3)))
+    (run / "train.jsonl").write_text(json.dumps({"prompt": "train 1"}) + "\n")
+    env = said.out.partition("give env='")[2].rstrip("'")
+    env = env.replace("HELD_OUT.jsonl", str(run / "rows.jsonl")).replace("ROWS.jsonl", str(run / "train.jsonl"))
+    assert json.loads(tidemill("eval", run, f"env={env}", "--json").out)["accuracy"] == 1.0
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_the_recipe_parses_and_is_short(task: Path):
     assert sorted(p.name for p in task.iterdir()) == ["digits.py", "recipe.toml", "test_digits.py"]
     assert keys(tomllib.loads((task / "recipe.toml").read_text())) <= 12
     config = load_recipe([task / "recipe.toml"])
-    assert config.env.path == "digits.py:score" and config.max_lag >= 1 and config.model == "new:0.1m"
+    assert config.env.path == f"{task / 'digits.py'}:score" and config.max_lag >= 1 and config.model == "new:0.1m"
     assert len((task / "digits.py").read_text().splitlines()) <= 25
 
 

@@ -19,6 +19,7 @@ from typing import Any, Literal
 from rich.text import Text
 
 from tidemill.assembly import make_episodes
+from tidemill.beside import found
 from tidemill.build import budget_of, start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
@@ -118,22 +119,37 @@ def find_subject(
 
 
 def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Sequence[str], changed: Sequence[str]) -> Subject:
-    config = load_recipe([], overrides, folder.recipe())
+    config = found(load_recipe([], overrides, folder.recipe()), [folder.path.parent, folder.path.parent.parent])
     model = folder.final if which == "final" else folder.initial
     if not model.is_dir():
         when = "its last step" if which == "final" else "its warm-up"
         other = "; its initial/ can be evaluated with --which initial" if folder.initial.is_dir() else ""
         now = state_of(folder).what_to_do()
         raise ConfigError(f"{folder.path} has no {which}/, which is written after {when}: {now}{other}")
-    if any(
-        isinstance(env, PythonSettings) and any(path.partition(":")[0] == path.rpartition(":")[2] for path in env.paths)
-        for env in environments_of(config.env)
-    ):
-        raise ConfigError(
-            f"{folder.path} was trained on an environment given as a Python object, in no file: give env=FILE.py:NAME"
-        )
+    config = _with_sources(config, folder)
     config = fetched(config.model_copy(update={"model": str(model)}), folder.path)
     return Subject(model, config, tasks or config.eval.final_tasks, _recorded(folder, which, changed), folder.logs)
+
+
+def _with_sources(config: RunConfig, folder: RunFolder) -> RunConfig:
+    """The recipe of a run that Python began, with the environment whose source its folder has; others unchanged."""
+    env = config.env
+    names = [name for each in environments_of(env) if isinstance(each, PythonSettings) for name in _objects(each)]
+    if not names:
+        return config
+    file = folder.source / f"environment_{names[0]}.py"
+    if isinstance(env, PythonSettings) and file.is_file():
+        return config.model_copy(update={"env": env.model_copy(update={"path": f"{file.resolve()}:{names[0]}"})})
+    rewards = [f"{path.resolve()}:{name}" for name in names if (path := folder.source / f"reward_{name}.py").is_file()]
+    path = ", ".join(f'"{reward}"' for reward in rewards)
+    give = f'env=\'{{kind = "python", path = [{path}], data = "ROWS.jsonl", eval_data = "HELD_OUT.jsonl"}}\''
+    what, give = ("tasks", give) if rewards else ("an environment", "env=FILE.py:NAME")
+    raise ConfigError(f"{folder.path} was trained on {what} given as a Python object, in no file: give {give}")
+
+
+def _objects(env: PythonSettings) -> list[str]:
+    """The names of what was given as an object of Python, and not by its file."""
+    return [name for name, _, same in (path.partition(":") for path in env.paths) if name == same]
 
 
 def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[int, float] | None:

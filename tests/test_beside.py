@@ -1,0 +1,78 @@
+"""Files that a recipe names are found in the current folder or beside the recipe, and from a run wherever one stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tidemill.beside import absolute, same_file
+from tidemill.config import dump
+from tidemill.envs.settings import environments_of
+from tidemill.errors import ConfigError
+from tidemill.recipe import check_same_run, load_recipe
+
+ENVS = {
+    "mytask.py:f": lambda env: env.path,
+    '{ kind = "python", path = ["mytask.py:f", "sub/other.py:g"] }': lambda env: env.path[0],
+    '{ kind = "rows", data = "rows.jsonl", reward = "exact" }': lambda env: f"{env.data}:f",
+}
+
+
+@pytest.fixture
+def recipes(tmp_path: Path, monkeypatch) -> Path:
+    """A folder with files beside a recipe, and another one to stand in."""
+    there = tmp_path / "there"
+    (there / "sub").mkdir(parents=True)
+    (tmp_path / "here").mkdir()
+    for name in ("mytask.py", "sub/other.py", "rows.jsonl"):
+        (there / name).write_text("")
+    monkeypatch.chdir(tmp_path / "here")
+    return there
+
+
+def recipe(folder: Path, env: str) -> Path:
+    (folder / "r.toml").write_text(f"model = 'm'\nenv = {env if env.startswith('{') else repr(env)}\n")
+    return folder / "r.toml"
+
+
+@pytest.mark.parametrize("env", ENVS)
+def test_a_file_beside_the_recipe_is_found_from_any_folder(recipes: Path, monkeypatch, env: str):
+    file = recipe(recipes, env)
+    name = "rows.jsonl" if "rows" in env else "mytask.py"
+    place = lambda config: ENVS[env](environments_of(config.env)[0]).rpartition(":")[0]  # noqa: E731
+    elsewhere = load_recipe([file])
+    assert place(elsewhere) == str(recipes / name)
+    Path(name).write_text("")
+    assert place(load_recipe([file])) == name, "the current folder comes first"
+    monkeypatch.chdir(recipes)
+    there = load_recipe([Path("r.toml")])
+    assert place(there) == name
+    recorded = absolute(dump(there))
+    check_same_run(recorded, dump(elsewhere), Path("run"))  # the same run, wherever it is gone on with
+    check_same_run(recorded, dump(there), Path("run"))
+    with pytest.raises(ConfigError, match="holds a run of another recipe: env"):
+        check_same_run(recorded, dump(load_recipe([recipe(recipes, env.replace(name, "new.py"))])), Path("run"))
+
+
+def test_a_file_that_is_nowhere_is_told_with_the_folders(recipes: Path):
+    with pytest.raises(ConfigError) as error:
+        load_recipe([recipe(recipes, "none.py:f")])
+    assert str(Path.cwd()) in str(error.value) and str(recipes) in str(error.value) and "'none.py'" in str(error.value)
+    assert load_recipe([recipe(recipes, "none.py:f")], ["env=guess"]).env.kind == "guess"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "same"),
+    [
+        ("env.path", "/a/b/t.py:f", "t.py:f", True),
+        ("env.path", "./t.py:f", "/a/b/t.py:f", True),
+        ("env.path", "/a/b/t.py:f", "t.py:g", False),
+        ("env.path", "/a/bt.py:f", "t.py:f", False),
+        ("env.path", ["/a/t.py:f", "/a/u.py:g"], ["t.py:f", "u.py:g"], True),
+        ("env", [{"path": "/a/t.py:f", "weight": 1}], [{"path": "t.py:f", "weight": 2}], False),
+        ("model", "/a/model", "model", False),
+    ],
+)
+def test_which_differences_are_none(key: str, old, new, same: bool):
+    assert same_file(key, old, new) == same == same_file(key, new, old)

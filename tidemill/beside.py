@@ -1,0 +1,77 @@
+"""Files that a recipe names: in the current folder, or beside the recipe; from a run, wherever they were when it began.
+
+FILE.py:NAME and data files of `env` and `algorithm` -> `found` (where they are), or `absolute` (for the record of a run)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tidemill.config import Config, build, dump
+from tidemill.errors import ConfigError
+
+S = TypeVar("S", bound=Config)
+TABLES = ("env", "algorithm")
+DATA = ("data", "eval_data")  # keys of an environment of rows
+
+
+def found(config: S, folders: Sequence[Path]) -> S:
+    """The same settings, with the places of files that are not in the current folder, but in one of `folders`.
+
+    Raises ConfigError, with all the folders that were tried, where FILE.py of FILE.py:NAME is in none of them.
+    """
+    tree = dump(config)
+    placed = _each(tree, lambda place, code: _look(place, folders, code))
+    return config if placed == tree else build(type(config), placed)
+
+
+def absolute(tree: dict[str, Any]) -> dict[str, Any]:
+    """The same tree, with the whole paths of the files that there are."""
+    return _each(tree, lambda place, _: str(Path(place).resolve()) if Path(place).is_file() else place)
+
+
+def same_file(key: str, old: Any, new: Any) -> bool:
+    """Whether two values of a key name the same file, one by its whole path."""
+    if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        return all(a == b or same_file(key, a, b) for a, b in zip(old, new, strict=True))
+    if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
+        return all(old[name] == new[name] or same_file(key, old[name], new[name]) for name in old)
+    if key.partition(".")[0] not in TABLES or not (isinstance(old, str) and isinstance(new, str)):
+        return False
+    short, long = sorted((old, new), key=len)
+    return os.path.isabs(long) and not os.path.isabs(short) and long.endswith(f"/{os.path.normpath(short)}")
+
+
+def _look(place: str, folders: Sequence[Path], code: bool) -> str:
+    path, here = Path(place).expanduser(), Path.cwd()
+    others = [folder for folder in dict.fromkeys(each.resolve() for each in folders) if folder != here]
+    if path.is_file() or not others:
+        return place
+    tries = [folder / (path.name if path.is_absolute() else path) for folder in (here, *others)]
+    if at := next((each for each in tries if each.is_file()), None):
+        return str(at.resolve())
+    if not code:
+        return place
+    places = " or ".join(str(each) for each in (here, *others))
+    raise ConfigError(f"file {place!r} does not exist in {places}: give its whole path, or put it there")
+
+
+def _each(tree: dict[str, Any], change: Callable[[str, bool], str]) -> dict[str, Any]:
+    return {key: _walk(value, change) if key in TABLES else value for key, value in tree.items()}
+
+
+def _walk(value: Any, change: Callable[[str, bool], str], key: str = "") -> Any:
+    match value:
+        case dict():
+            return {name: _walk(each, change, str(name)) for name, each in value.items()}
+        case list():
+            return [_walk(each, change, key) for each in value]
+        case str() if ".py:" in value:
+            place, _, name = value.rpartition(":")
+            return f"{change(place, True)}:{name}" if place.endswith(".py") else value
+        case str() if key in DATA and value:
+            return change(value, False)
+    return value
