@@ -6,7 +6,7 @@ Gold is what the environment says must earn the full score; it fails when more t
 answer to anything, so it passes when it earns the full score every time, or more often than a constant reply could: more
 than the commonest gold reply would by two standard errors. Partial scores are nobody's business here. Where the gold reply
 of no task is known there is nothing to be right or wrong about: that is said, and nothing is checked. A reply that could
-not be judged is neither. Token ids, where a reward asks for them, are the reply's bytes: no model is needed.
+not be judged is neither. Token ids, where a reward asks for them, are one for each byte of the reply: no model is needed.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from tidemill.errors import ConfigError
+from tidemill.models.tokenizer import EOS, Tokenizer, byte_tokenizer
 from tidemill.protocols import Checkable, Engine, Environment, Gold
 from tidemill.rewards.outcome import SOLVED, clip
 from tidemill.rollout import Episodes
@@ -47,7 +48,6 @@ MOST_TURNS = 64
 QUICK_TASKS, QUICK_S = 8, 10.0  # of the check that a run begins with
 OWN = "own"
 LONG = 20_000  # characters of the longest garbage
-END = 256  # a token after the bytes: a reply ends with it
 REFUSAL = "I'm sorry, but I can't help with that."
 Verdict = Literal["ok", "fails", "passes", "not judged", "not checked"]
 
@@ -149,6 +149,7 @@ async def check(
     without_gold: try garbage also where no gold reply is known; else nothing is tried then.
     """
     golds = {task.id: _gold(environment, task) for task in tasks}
+    episodes = Episodes(environment, byte_tokenizer(EOS, literal=True), SamplingParams(), 1 << 40, limit_s)
     begin, tried = time.monotonic(), list[Tried]()
     for task in tasks:
         gold = golds[task.id]
@@ -158,7 +159,7 @@ async def check(
         for batch in [replies] if _grouped(environment) else [[reply] for reply in replies]:
             if tried and (time.monotonic() - begin > budget_s or _hopeless(tried)):
                 break
-            tried += await _try(Episodes(environment, _Bytes(), SamplingParams(), 1 << 40, limit_s), task, batch)
+            tried += await _try(episodes, task, batch)
     return Check(environment.name, len({t.task.id for t in tried}), _lines(tried, golds))
 
 
@@ -239,56 +240,21 @@ async def _try(episodes: Episodes, task: Task, replies: Sequence[_Reply]) -> lis
 
 
 async def _play(episodes: Episodes, task: Task, reply: _Reply) -> Trajectory:
-    engine = cast(Engine, _Script(reply.texts))  # an episode asks it for nothing but replies
+    engine = cast(Engine, _Script(reply.texts, episodes.tokenizer))  # an episode asks it for nothing but replies
     return await episodes.play(task, engine, f"check/{reply.kind}", lambda turn: turn)
-
-
-class _Bytes:
-    """A tokenizer of UTF-8 bytes: any text, unchanged."""
-
-    name_or_path: str = "bytes"
-    chat_template: Any = None
-    bos_token_id: int | None = None
-    eos_token_id: int | None = END
-    is_fast: bool = True
-
-    def __init__(self) -> None:
-        self.all_special_ids = [END]
-
-    @property
-    def added_tokens_decoder(self) -> dict[int, Any]:
-        return {END: ""}
-
-    def __len__(self) -> int:
-        return END + 1
-
-    def convert_ids_to_tokens(self, ids: int) -> str | None:
-        return self.decode([ids])
-
-    def __call__(self, text: str, *, add_special_tokens: bool, return_offsets_mapping: bool) -> Any:
-        places = [(i, i + 1) for i, character in enumerate(text) for _ in self.encode(character)]
-        return {"input_ids": self.encode(text), "offset_mapping": places}
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode("utf-8", "surrogatepass"))
-
-    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str:
-        return bytes(i for i in token_ids if i < END).decode("utf-8", "surrogatepass")
-
-    def apply_chat_template(self, conversation: Any, *, tokenize: bool, add_generation_prompt: bool) -> Any:
-        raise AssertionError("it has no template")
 
 
 class _Script:
     """Says what is written, a reply a turn, then the last one again; the context is full after MOST_TURNS."""
 
-    def __init__(self, texts: Sequence[str]) -> None:
-        self._texts, self._turn = texts, 0
+    def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
+        self._texts, self._tokenizer, self._turn = texts, tokenizer, 0
 
     async def generate(self, tokens: Array, params: SamplingParams, policy: str, key: str) -> Completion:
         text = self._texts[min(self._turn, len(self._texts) - 1)]
         self._turn += 1
-        said = np.array([*_Bytes().encode(text), END], np.int32)
+        text = text.encode(errors="replace").decode()  # half a surrogate pair: no policy says that
+        said = np.array([*self._tokenizer.encode(text), self._tokenizer.eos_token_id], np.int32)
         nothing, finish = np.zeros(len(said), np.float32), Finish.STOP if self._turn < MOST_TURNS else Finish.CONTEXT
         return Completion(said, nothing, nothing, np.zeros(len(said), np.int32), (Version(0),), finish, len(tokens))
 

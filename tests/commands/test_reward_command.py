@@ -14,7 +14,7 @@ from tidemill.envs.make import make_environment
 from tidemill.envs.settings import GuessSettings
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig
-from tidemill.reward_check import HOPELESS, check
+from tidemill.reward_check import HOPELESS, Own, check
 from tidemill.scoring.pool import WorkerPool
 from tidemill.types import Score, Task
 
@@ -285,3 +285,19 @@ def test_a_run_that_goes_on_is_not_checked_again(tidemill, recipe):
     assert said.code == 0
     with SqliteLedger(recipe.parent / "run", mode="read") as ledger:
         assert len(ledger.events("reward_check")) == 1
+
+
+async def test_a_reward_is_given_the_text_to_the_letter():
+    """Also text that a tokenizer has a token for, and what no policy could say."""
+    heard = list[str]()
+
+    @environment(tasks=[Task("t", "a<eos>b", {"answer": "<eos>"})], gold=lambda task: "x <eos>  y\n")
+    async def game(task, chat):
+        heard.append(await chat.reply(task.prompt))
+        return Score(float(heard[-1] == "x <eos>  y\n"))
+
+    found = await check(
+        game, [Task("t", "a<eos>b", {"answer": "<eos>"})], limit_s=5, budget_s=60, own=[Own("a\ud800b", "fail")]
+    )
+    assert not [line for line in found.lines if line.bad], found
+    assert "a<eos>b" in heard and "x <eos>  y\n" in heard and "a?b" in heard

@@ -18,7 +18,15 @@ from model_zoo import CONFIGS, logits, transformers_logits
 from tidemill.models.architecture import Architecture
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.tokenizer import character_tokenizer, class_name, generation_config, load_tokenizer, stop_ids
+from tidemill.models.tokenizer import (
+    EOS,
+    byte_tokenizer,
+    character_tokenizer,
+    class_name,
+    generation_config,
+    load_tokenizer,
+    stop_ids,
+)
 from tidemill.models.weights import load_folder, serving_slices
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789 \n.,:?!'-+=*/()é€"
@@ -79,6 +87,22 @@ def test_loading_says_what_is_missing(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text('{"version": "1.0", "mod')
     with pytest.raises(ValueError, match="cannot be loaded"):
         load_tokenizer(tmp_path)
+
+
+@settings(max_examples=80, deadline=None)
+@given(text=st.text(max_size=40) | st.sampled_from([f"a{EOS}b", EOS, f" {EOS} ", "  a\n\n b ", "naïve\r\n€\0"]))
+def test_bytes_round_trip(text: str) -> None:
+    global _BYTES
+    _BYTES = _BYTES or byte_tokenizer(EOS, literal=True)
+    ids = _BYTES.encode(text)
+    assert len(ids) == len(text.encode()) and _BYTES.eos_token_id not in ids
+    assert _BYTES.decode(ids, skip_special_tokens=True) == text
+    assert [text[b:e] for b, e in _BYTES(text, return_offsets_mapping=True)["offset_mapping"]] == [
+        character for character in text for _ in character.encode()
+    ]
+
+
+_BYTES: Any = None
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.model_folder import ModelFolder
 from tidemill.models.architecture import Architecture
 from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.tokenizer import byte_tokenizer as bytewise
 from tidemill.models.weights import empty_decoder, load_folder, save_folder
 from tidemill.serving.app import make_app
 from tidemill.serving.server import Server, address_of, bind
@@ -42,17 +43,7 @@ def character_model(folder: Path) -> Path:
 
 def byte_tokenizer() -> Any:
     """One token a byte, after three special ones; with a chat template."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    core = Tokenizer(models.BPE({t: i for i, t in enumerate([*specials, *letters])}, []))
-    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    core.decoder = decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=specials[0], eos_token=specials[2], additional_special_tokens=specials[1:2]
-    )
+    tokenizer = bytewise("<pad>", "<|im_start|>", "<|im_end|>")
     tokenizer.chat_template = CHATML
     return tokenizer
 

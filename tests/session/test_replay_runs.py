@@ -7,39 +7,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from letter_pairs import letter_model, train
 
 import tidemill
 from tidemill.config import load
 from tidemill.controller import Controller
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.recipe import RunConfig
-
-
-def score(completion: str, answer: str) -> float:
-    return (sum(map(ord, completion + answer)) % 5) / 4
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    fresh_model(folder, alphabet="abcdefgh=", context=32, **SIZES["0.1m"])
-    return folder
+    return letter_model(tmp_path_factory.mktemp("model") / "m")
 
 
 def run(model: Path, folder: Path, steps: int, **more: Any) -> tidemill.api.Run:
     settings: dict[str, Any] = {
         "data": {"replay": {"share": 0.5, "within": 4}},
         "rollout": {"groups": 4, "group_size": 4, "max_tokens": 3},
-        "trainer": {"lr": 1e-2},
         "eval": {"every": 0, "tasks": 4, "final_tasks": 4},
         "record": {"checkpoint_every": 3, "trace": False, "probe_every": 0},
-        "placement": {"kind": "inline", "environment": {"workers": 0}},
-        "scoring": {"accept": ["gold", "garbage"]},
     }
-    tasks = [{"prompt": f"{a}{b}=", "answer": a} for a in "abcdefgh" for b in "abcdefgh"]
-    return tidemill.train(score, model, tasks=tasks, run_dir=folder, steps=steps, quiet=True, **settings | more)
+    return train(model, folder, steps, settings | more)
 
 
 def composition(folder: Path) -> list[tuple[list[int], list[int]]]:

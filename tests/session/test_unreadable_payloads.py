@@ -9,40 +9,31 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from letter_pairs import letter_model, train
 from typer.testing import CliRunner
 
 import tidemill
 from tidemill.cli import app
 from tidemill.controller import Controller
 from tidemill.ledger import LedgerError, SqliteLedger
-from tidemill.models.fresh import SIZES, fresh_model
 
 SAVED, CUT, LAST = 4, 7, 9  # steps: of the checkpoint, of the end by force, and of the end
 
 
-def score(completion: str, answer: str) -> float:
-    return (sum(map(ord, completion + answer)) % 5) / 4
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("model") / "m"
-    fresh_model(folder, alphabet="abcdefgh=", context=32, **SIZES["0.1m"])
-    return folder
+    return letter_model(tmp_path_factory.mktemp("model") / "m")
 
 
 def run(model: Path, folder: Path, **more: Any) -> tidemill.api.Run:
     settings: dict[str, Any] = {
         "rollout": {"groups": 2, "group_size": 2, "max_tokens": 3},
         "algorithm": {"name": "grpo", "zero_variance": "keep"},
-        "trainer": {"lr": 1e-2},
         "eval": {"every": 2, "tasks": 2, "final_tasks": 2},
         "record": {"checkpoint_every": SAVED, "trace": False, "probe_every": 0},
-        "placement": {"kind": "inline", "environment": {"workers": 0}},
         "scoring": {"accept": ["gold", "garbage"], "workers": 0},
     }
-    tasks = [{"prompt": f"{a}{b}=", "answer": a} for a in "abcdefgh" for b in "abcdefgh"]
-    return tidemill.train(score, model, tasks=tasks, run_dir=folder, steps=LAST, **{"quiet": True} | settings | more)
+    return train(model, folder, LAST, settings | more)
 
 
 def cut_off(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, **more: Any) -> Path:

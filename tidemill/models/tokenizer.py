@@ -1,4 +1,4 @@
-"""Tokenizers: loaded from a folder, or made of characters for models that start from nothing."""
+"""Tokenizers: loaded from a folder, or made of characters or bytes where there is none."""
 
 from __future__ import annotations
 
@@ -97,6 +97,29 @@ def character_tokenizer(alphabet: str, *, lowercase: bool = False) -> PreTrained
     core.decoder = decoders.Fuse()
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=EOS, unk_token=UNK, clean_up_tokenization_spaces=False
+    )
+
+
+def byte_tokenizer(*special: str, literal: bool = False) -> PreTrainedTokenizerFast:
+    """One token per byte of a text in UTF-8, after the special tokens: the first of these pads, the last ends.
+
+    Encoding adds nothing, and any text decodes to itself. literal: the name of a special token in a text is text.
+    """
+    from tokenizers import Tokenizer as Core
+    from tokenizers import decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    core = Core(models.BPE({token: i for i, token in enumerate([*special, *letters])}, []))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=special[0],
+        eos_token=special[-1],
+        additional_special_tokens=list(special[1:-1]),
+        split_special_tokens=literal,
+        clean_up_tokenization_spaces=False,
     )
 
 
