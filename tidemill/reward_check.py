@@ -149,7 +149,8 @@ async def check(
     without_gold: try garbage also where no gold reply is known; else nothing is tried then.
     """
     golds = {task.id: _gold(environment, task) for task in tasks}
-    episodes = Episodes(environment, byte_tokenizer(EOS, literal=True), SamplingParams(), 1 << 40, limit_s)
+    tokenizer = cast(Tokenizer, byte_tokenizer(EOS, literal=True))
+    episodes = Episodes(environment, tokenizer, SamplingParams(), 1 << 40, limit_s)
     begin, tried = time.monotonic(), list[Tried]()
     for task in tasks:
         gold = golds[task.id]

@@ -7,15 +7,16 @@ changes nothing. Parameters that only concern OpenAI's own bookkeeping are accep
 from __future__ import annotations
 
 import difflib
-import json
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from tidemill.serving.decoding import read, short
 from tidemill.serving.errors import ApiError
 from tidemill.types import MIN_REPETITION, MIN_TEMPERATURE
 
 MAX_BODY = 8 << 20  # bytes
+MAX_BIAS = 1024  # tokens of one request
 MAX_CHOICES = 1024  # of one request, prompts times n
 IGNORED = (
     "user",
@@ -95,7 +96,7 @@ class Body(BaseModel):
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, ge=MIN_REPETITION, le=1 / MIN_REPETITION)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=1024)
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=MAX_BIAS)
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -114,7 +115,7 @@ class CompletionBody(Body):
 class Chat(BaseModel):
     """What a chat is rendered from."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: Annotated[list[dict[str, Any]], FailFast()] = Field(min_length=1)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
@@ -147,7 +148,7 @@ class DetokenizeBody(BaseModel):
     model_config = STRICT
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], FailFast()]
 
 
 B = TypeVar("B", bound=Body)
@@ -163,9 +164,11 @@ def parse(kind: type[B], raw: bytes) -> B:
     unchanging = UNCHANGING | OF_CHATS if issubclass(kind, ChatBody) else UNCHANGING
     for key, values in unchanging.items():
         if key in tree and (value := tree.pop(key)) not in values:
-            raise ApiError(f"{key} = {_short(value)} is not supported by this server: leave {key!r} out", param=key)
+            raise ApiError(f"{key} = {short(value)} is not supported by this server: leave {key!r} out", param=key)
     if isinstance(tree.get("stop"), str):
         tree["stop"] = [tree["stop"]]
+    if isinstance(bias := tree.get("logit_bias"), dict) and len(bias) > MAX_BIAS:
+        raise ApiError(f"logit_bias has {len(bias)} tokens: expected at most {MAX_BIAS}", param="logit_bias")
     body = validated(kind, tree)
     if 0 < body.temperature < MIN_TEMPERATURE:
         message = f"temperature = {body.temperature}: expected 0, which is greedy, or a value from 0.001 to 100"
@@ -178,8 +181,11 @@ def parse(kind: type[B], raw: bytes) -> B:
 
 
 def validated(kind: type[K], tree: dict[str, Any]) -> K:
+    """Raises ApiError for what is wrong first: there may be a great many faults, and each takes time to describe."""
+    extra = [key for key in tree if key not in kind.model_fields]
+    known = {key: tree[key] for key in (*extra[:1], *kind.model_fields) if tree.get(key) is not None}
     try:
-        return kind.model_validate({key: value for key, value in tree.items() if value is not None})
+        return kind.model_validate(known)
     except ValidationError as error:
         raise _refusal(kind, error) from None
 
@@ -187,7 +193,7 @@ def validated(kind: type[K], tree: dict[str, Any]) -> K:
 def options_of(chat: Chat) -> dict[str, Any]:
     """What the template is given beside the messages."""
     if given := [key for key in chat.chat_template_kwargs if key in OWN_NAMES or not key.isidentifier()]:
-        message = f"chat_template_kwargs.{_short(given[0])}: expected names that the template itself asks for"
+        message = f"chat_template_kwargs.{short(given[0])}: expected names that the template itself asks for"
         raise ApiError(message, param="chat_template_kwargs")
     if chat.continue_final_message and chat.add_generation_prompt:
         raise ApiError(
@@ -210,7 +216,7 @@ def prompts_of(value: Any) -> list[str | list[int]]:
         if all(isinstance(item, list) and _is_row(item) for item in value):
             return value
     raise ApiError(
-        f"prompt = {_short(value)}: expected a text, a list of texts, a list of token ids, or a list of lists of token ids",
+        f"prompt = {short(value)}: expected a text, a list of texts, a list of token ids, or a list of lists of token ids",
         param="prompt",
     )
 
@@ -227,7 +233,7 @@ def _message(index: int, given: dict[str, Any]) -> dict[str, str]:
         raise ApiError(f"{where}.{extra[0]} is not supported by this server: give role and content", param="messages")
     role, content = given.get("role"), given.get("content")
     if role not in ROLES:
-        raise ApiError(f"{where}.role = {_short(role)}: expected one of {', '.join(ROLES)}", param="messages")
+        raise ApiError(f"{where}.role = {short(role)}: expected one of {', '.join(ROLES)}", param="messages")
     if isinstance(content, list):
         parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [part for part in parts if isinstance(part, str)]
@@ -235,29 +241,12 @@ def _message(index: int, given: dict[str, Any]) -> dict[str, str]:
     if not isinstance(content, str):
         raise ApiError(f"{where}.content: expected a text, or a list of parts of type 'text'", param="messages")
     if not isinstance(name := given.get("name", ""), str):
-        raise ApiError(f"{where}.name = {_short(name)}: expected a text", param="messages")
+        raise ApiError(f"{where}.name = {short(name)}: expected a text", param="messages")
     return {"role": role, "content": content} | ({"name": name} if name else {})
 
 
 def _is_row(value: list[Any]) -> bool:
     return bool(value) and all(type(item) is int for item in value)  # True is no token id
-
-
-def read(raw: bytes) -> dict[str, Any]:
-    try:
-        tree = json.loads(raw, parse_constant=_no_constant)
-        json.dumps(tree, ensure_ascii=False).encode()  # half a surrogate pair is JSON, and no text
-    except UnicodeError:
-        raise ApiError("the body is not valid Unicode: send UTF-8, without half surrogate pairs") from None
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(tree, dict):
-        raise ApiError(f"the body is {_short(tree)}: expected a JSON object")
-    return tree
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not a JSON number")
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
@@ -268,16 +257,8 @@ def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
         case "extra_forbidden":
             near = difflib.get_close_matches(where, kind.model_fields, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
-            return ApiError(f"unknown parameter {_short(where)}: {hint}", param=param)
+            return ApiError(f"unknown parameter {short(where)}: {hint}", param=param)
         case "missing":
             return ApiError(f"{where!r} is required and was not given", param=param)
     message = str(first["msg"]).removeprefix("Input ")
-    return ApiError(f"{where} = {_short(first['input'])}: {message}", param=param)
-
-
-def _short(value: Any) -> str:
-    """A value in a message, at a readable length."""
-    if isinstance(value, list | dict):  # not shown: it may be deeper than Python can print
-        return f"a list of {len(value)}" if isinstance(value, list) else "an object"
-    text = repr(value[:100] if isinstance(value, str) else value)
-    return text if len(text) <= 100 else text[:97] + "..."
+    return ApiError(f"{where} = {short(first['input'])}: {message}", param=param)

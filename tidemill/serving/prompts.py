@@ -8,6 +8,9 @@ from tidemill.models.tokenizer import Tokenizer
 from tidemill.serving.bodies import Chat, messages_of, options_of
 from tidemill.serving.errors import ApiError
 from tidemill.serving.reading import Reader
+from tidemill.threads import in_thread
+
+FEW = 1000  # messages that are looked at on the event loop
 
 
 class Prompts:
@@ -21,12 +24,16 @@ class Prompts:
         """[P] int32. special: with the special tokens that the tokenizer adds. bounded: it is to fit the context."""
         if isinstance(prompt, str):
             return await self._reader.text(prompt, special=special, bounded=bounded)
+        if bounded:
+            self._check_length(len(prompt), 0, place, "prompt")
         self.check_ids(prompt, place, "prompt")
         return np.array(prompt, np.int32)
 
     async def of_chat(self, chat: Chat) -> np.ndarray:
         """[P] int32, ready for the reply"""
-        return await self._reader.chat(messages_of(chat.messages), options_of(chat))
+        options = options_of(chat)
+        messages = messages_of(chat.messages) if len(chat.messages) <= FEW else await in_thread(messages_of, chat.messages)
+        return await self._reader.chat(messages, options)
 
     def check_ids(self, ids: list[int], place: str, param: str) -> None:
         """Raises ApiError for ids that the model has no embedding for."""
@@ -38,12 +45,7 @@ class Prompts:
         """`tokens`, for which there is an embedding, and room beside the `wanted` ones of the reply, of which one counts."""
         if not len(tokens):
             raise ApiError(f"{place} has no tokens: give at least one character", param=param)
-        if len(tokens) + min(wanted, 1) > self.context:
-            message = (
-                f"{place} is {len(tokens)} tokens, and the context holds {self.context}, reply included: shorten it, "
-                "or serve the model with a longer context"
-            )
-            raise ApiError(message, param=param, code="context_length_exceeded")
+        self._check_length(len(tokens), min(wanted, 1), place, param)
         if tokens.max() >= self._vocab:
             at = int((tokens >= self._vocab).argmax())
             name = self._tokenizer.convert_ids_to_tokens(int(tokens[at]))
@@ -53,6 +55,14 @@ class Prompts:
             )
             raise ApiError(message, param=param)
         return tokens
+
+    def _check_length(self, tokens: int, reply: int, place: str, param: str) -> None:
+        if tokens + reply > self.context:
+            message = (
+                f"{place} is {tokens} tokens, and the context holds {self.context}, reply included: shorten it, "
+                "or serve the model with a longer context"
+            )
+            raise ApiError(message, param=param, code="context_length_exceeded")
 
     def place_of(self, tokens: np.ndarray, chat: Chat) -> str:
         """The message with a token that the model does not know; `messages` where there is none."""

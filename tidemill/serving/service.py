@@ -21,6 +21,7 @@ from tidemill.models.tokenizer import Tokenizer
 from tidemill.serving.asking import asked_of, check_body, limit_of
 from tidemill.serving.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
 from tidemill.serving.choices import POLICY, Asked, Piece, goes_on, of_prompt, sample, whole
+from tidemill.serving.decoding import beside
 from tidemill.serving.errors import ApiError
 from tidemill.serving.metrics import Clock, Metrics
 from tidemill.serving.prompts import Prompts
@@ -76,13 +77,13 @@ class Service:
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     async def completion(self, raw: bytes) -> Prepared:
-        body = parse(CompletionBody, raw)
+        body = await beside(raw, parse, CompletionBody, raw)
         clock = Clock(self.metrics)
         self.check_model(body.model)
         check_body(body, self.prompts)
         if body.max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens = 0: expected at least 1, or echo to look at the prompt alone", param="max_tokens")
-        prompts = prompts_of(body.prompt)
+        prompts = await beside(raw, prompts_of, body.prompt)
         if len(prompts) * body.n > MAX_CHOICES:
             raise ApiError(f"{len(prompts)} prompts times n = {body.n}: expected at most {MAX_CHOICES} choices", param="n")
         rows = list[np.ndarray]()
@@ -90,6 +91,7 @@ class Service:
             place = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
             tokens = await self.prompts.of_text(prompt, place, special=body.add_special_tokens)
             rows.append(self.prompts.check(tokens, body.max_tokens, place, "prompt"))
+            await asyncio.sleep(0)  # others go on between two of them
         asked: list[Asked | None] = []
         echoes: list[Piece | None] = []
         seed = _seed(body)
@@ -105,7 +107,7 @@ class Service:
         return _prepared(shape, asked, echoes, sum(map(len, rows)), body, clock)
 
     async def chat(self, raw: bytes) -> Prepared:
-        body = parse(ChatBody, raw)
+        body = await beside(raw, parse, ChatBody, raw)
         clock = Clock(self.metrics)
         self.check_model(body.model)
         check_body(body, self.prompts)
@@ -138,7 +140,8 @@ class Service:
             yield shape.closing(usage)
 
     async def _merged(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Piece], None]:
-        arrived: asyncio.Queue[tuple[int, Piece] | asyncio.Task[None]] = asyncio.Queue()
+        """Pieces wait here for a client that reads slowly: a stop string is looked for all the same, and ends its choice."""
+        arrived: asyncio.Queue[tuple[int, Piece] | asyncio.Task[None]] = asyncio.Queue(sum(map(most_pieces, prepared.asked)))
 
         async def pump(index: int) -> None:
             async with aclosing(self._pieces(prepared, index)) as pieces:
@@ -192,6 +195,11 @@ class Service:
         if body.logprobs is not None:
             scored = await self.engine.score(tokens, POLICY, 1.0, body.logprobs)
         return of_prompt(tokens, self._vocabulary, prompt if isinstance(prompt, str) else None, scored)
+
+
+def most_pieces(asked: Asked | None) -> int:
+    """What waits of one choice at most: its echo, a piece for each of its tokens, the last piece, and that it has ended."""
+    return 2 if asked is None else asked.params.max_tokens + 3
 
 
 def _seed(body: Body) -> int:

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.serving.bodies import DetokenizeBody, TokenizeBody, TokenizeChatBody, read, validated
+from tidemill.serving.bodies import DetokenizeBody, TokenizeBody, TokenizeChatBody, validated
+from tidemill.serving.decoding import beside, read
 from tidemill.serving.errors import ApiError
 from tidemill.serving.prompts import Prompts
 
@@ -22,8 +23,7 @@ class TokenRoutes:
 
     async def tokenize(self, raw: bytes) -> dict[str, Any]:
         """The ids of a text, or of a chat as it is rendered for a reply."""
-        tree = read(raw)
-        body = validated(TokenizeChatBody if "messages" in tree else TokenizeBody, tree)
+        body = await beside(raw, _to_tokenize, raw)
         self._check_model(body.model)
         if isinstance(body, TokenizeBody):
             if len(body.prompt) > MOST_TEXT:
@@ -38,7 +38,7 @@ class TokenRoutes:
 
     async def detokenize(self, raw: bytes) -> dict[str, Any]:
         """The text of ids, special tokens included."""
-        body = validated(DetokenizeBody, read(raw))
+        body = await beside(raw, _to_detokenize, raw)
         self._check_model(body.model)
         self._check_number(len(body.tokens), "tokens")
         if outside := [token for token in body.tokens if not 0 <= token < self._size]:
@@ -54,6 +54,15 @@ class TokenRoutes:
         about = {key: value for key in TOLD if (value := getattr(self._tokenizer, key, None)) is not None}
         about |= {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
         return {key: _plain(value) for key, value in about.items()}
+
+
+def _to_tokenize(raw: bytes) -> TokenizeBody | TokenizeChatBody:
+    tree = read(raw)
+    return validated(TokenizeChatBody, tree) if "messages" in tree else validated(TokenizeBody, tree)
+
+
+def _to_detokenize(raw: bytes) -> DetokenizeBody:
+    return validated(DetokenizeBody, read(raw))
 
 
 def _plain(value: Any) -> Any:
