@@ -59,7 +59,16 @@ def test_a_file_that_is_nowhere_is_told_with_the_folders(recipes: Path):
     with pytest.raises(ConfigError) as error:
         load_recipe([recipe(recipes, "none.py:f")])
     assert str(Path.cwd()) in str(error.value) and str(recipes) in str(error.value) and "'none.py'" in str(error.value)
+    assert load_recipe([recipe(recipes, "~/none.py:f")]).env.path == "~/none.py:f"  # type: ignore[union-attr]
     assert load_recipe([recipe(recipes, "none.py:f")], ["env=guess"]).env.kind == "guess"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("env", [f"{'x' * 5000}.py:f", f"{'a/' * 3000}t.py:f", "a\\u0000b.py:f"])
+def test_a_name_that_no_file_can_have_is_one_sentence(recipes: Path, env: str):
+    (recipes / "r.toml").write_text(f'model = "m"\nenv = "{env}"\n')
+    with pytest.raises(ConfigError, match="does not exist in"):
+        load_recipe([recipes / "r.toml"])
+    assert absolute({"env": {"path": f"{'x' * 5000}.py:f"}})["env"]["path"].startswith("xxx")
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,7 @@ def found(config: S, folders: Sequence[Path]) -> S:
 
 def absolute(tree: dict[str, Any]) -> dict[str, Any]:
     """The same tree, with the whole paths of the files that there are."""
-    return _each(tree, lambda place, _: str(Path(place).resolve()) if Path(place).is_file() else place)
+    return _each(tree, lambda place, _: str(Path(place).resolve()) if _there(Path(place)) else place)
 
 
 def same_file(key: str, old: Any, new: Any) -> bool:
@@ -46,17 +46,24 @@ def same_file(key: str, old: Any, new: Any) -> bool:
 
 
 def _look(place: str, folders: Sequence[Path], code: bool) -> str:
-    path, here = Path(place).expanduser(), Path.cwd()
+    path, here = Path(place), Path.cwd()
     others = [folder for folder in dict.fromkeys(each.resolve() for each in folders) if folder != here]
-    if path.is_file() or not others:
+    if _there(path) or not others or place.startswith("~"):  # a home is no matter of folders
         return place
     tries = [folder / (path.name if path.is_absolute() else path) for folder in (here, *others)]
-    if at := next((each for each in tries if each.is_file()), None):
+    if at := next((each for each in tries if _there(each)), None):
         return str(at.resolve())
     if not code:
         return place
     places = " or ".join(str(each) for each in (here, *others))
     raise ConfigError(f"file {place!r} does not exist in {places}: give its whole path, or put it there")
+
+
+def _there(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:  # a name that is longer than the system takes, a folder that may not be looked into
+        return False
 
 
 def _each(tree: dict[str, Any], change: Callable[[str, bool], str]) -> dict[str, Any]:
