@@ -7,18 +7,22 @@ import json
 import os
 import resource
 import shutil
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tidemill import machine, session
+from tidemill.checkpoint_manifest import Position
 from tidemill.commands.why import standing
 from tidemill.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.display import ProgressDisplay
 from tidemill.orchestration.logs import Log
 from tidemill.recipe import RunConfig, load_recipe
+from tidemill.resume import take_up
 from tidemill.run_folder import RunFolder, RunFolderGone
 
 STATUS = {"pid": 1, "at": 1.0, "waits": [], "processes": []}
@@ -111,3 +115,39 @@ async def test_too_few_open_files_are_said_at_the_start(tmp_path: Path, monkeypa
     assert machine.allow_files(100) == 100
     limits[:] = [200, 300]
     assert machine.allow_files(100) == 200 and limits == [200, 300]
+
+
+async def test_what_is_doubted_of_a_ledger_is_said_at_the_start(tmp_path: Path, monkeypatch):
+    class Lost(SimpleNamespace):
+        def next_group_id(self) -> int:
+            return 0
+
+        def last_step(self) -> None:
+            return None
+
+    async def begun(*_: object) -> str:
+        return "begun"
+
+    notes = list[str]()
+    display: Any = SimpleNamespace(note=notes.append, close=lambda: None)
+    monkeypatch.setattr(session, "_ledger", lambda folder: nullcontext(Lost(doubts=["its log was lost"])))
+    monkeypatch.setattr(session, "_with_environment", begun)
+    found: Any = await session.run(recipe(tmp_path / "run"), display)
+    assert found == "begun" and "warning: its log was lost" in notes
+
+
+@pytest.mark.parametrize(("step", "lost"), [(2, False), (3, False), (4, True)])
+async def test_a_checkpoint_of_more_steps_than_the_ledger_knows_is_not_gone_on_from(tmp_path: Path, step: int, lost: bool):
+    class Loaded(Exception):
+        pass
+
+    async def newest() -> tuple[Path, Position]:
+        return tmp_path, Position(step, 0, 0)
+
+    async def load(_: str) -> None:
+        raise Loaded
+
+    parts: Any = SimpleNamespace(last_step=lambda: 2, newest=newest, load=load)
+    reason = pytest.raises(ConfigError, match=r"knows 3 steps, but .* is a checkpoint of step 4: .* log .* was lost")
+    with reason if lost else pytest.raises(Loaded):
+        await take_up(parts, parts, parts, parts, print, newest)  # type: ignore[arg-type]
