@@ -146,8 +146,8 @@ def test_paths_and_methods(chats: Running) -> None:
 def test_the_key(chats: Running) -> None:
     with Running(chats.folder, api_key="sesame") as running:
         assert running.client.models.list().data[0].id == running.name
-        for given in ({}, {"authorization": "Bearer wrong"}, {"authorization": "sesame"}, {"authorization": "Bearer sesam"}):
-            response = httpx.get(f"{running.url}/v1/models", headers=given)
+        for given in ("", "Bearer wrong", "sesame", "Bearer sesam", "Bearer sesame1"):
+            response = httpx.get(f"{running.url}/v1/models", headers={"authorization": given} if given else {})
             assert response.status_code == 401 and response.json()["error"]["code"] == "invalid_api_key"
         with pytest.raises(openai.AuthenticationError):
             running.openai("wrong").completions.create(model=running.name, prompt="a")
