@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 
 import numpy as np
 import pytest
 from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
 
 from tidemill.codec import decode, encode
-from tidemill.envs.chat import ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
-from tidemill.envs.template import TemplateRewritesHistory, check_prompts, prompt_tokens
+from tidemill.envs.chat import HERE, ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
+from tidemill.envs.template import TemplateRewritesHistory, as_messages, check_prompts, prompt_tokens, renderer
 from tidemill.errors import ConfigError
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.protocols import Chat
@@ -297,3 +298,58 @@ async def test_the_conversation_is_recorded_as_people_read_it_with_the_limit_tha
     ]
     assert (record.info["cut_at"], record.info["own_limit"]) == (3, 1)
     assert decode(encode(record), Trajectory).said == record.said
+
+
+class Watched:
+    """A tokenizer that says what it encodes, and where."""
+
+    def __init__(self, tokenizer):
+        self._tokenizer, self.encoded, self.threads = tokenizer, [], []
+
+    def __getattr__(self, name):
+        return getattr(self._tokenizer, name)
+
+    def __len__(self):
+        return len(self._tokenizer)
+
+    def encode(self, text, **how):
+        self.encoded.append(len(text))
+        self.threads.append(threading.get_ident())
+        return self._tokenizer.encode(text, **how)
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, LETTERS], ids=["template", "plain"])
+@pytest.mark.parametrize("turn", [1, 2])
+async def test_a_message_that_cannot_fit_is_never_encoded(tokenizer, turn):
+    watched = Watched(tokenizer)
+    chat = chat_with(ScriptedEngine(lambda tokens, params: [*tokenizer.encode("two"), tokenizer.eos_token_id]), watched)
+    if turn == 2:
+        await chat.reply("what")
+    before = chat.length
+    with pytest.raises(
+        ContextFull if turn == 2 else ValueError, match=r"is at least \d+ tokens, and the context holds 10000"
+    ):
+        await chat.reply("a b " * 1_000_000)
+    assert max(watched.encoded, default=0) < 1000 and chat.length == before
+    if turn == 2:
+        record = chat.trajectory(Score(0.0))
+        assert record.finish is Finish.CONTEXT and record.turns == 1
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, LETTERS], ids=["template", "plain"])
+@pytest.mark.parametrize("size", [HERE // 4, HERE * 2])
+async def test_a_large_message_is_encoded_beside_the_loop_and_to_the_same_tokens(tokenizer, size):
+    watched, context = Watched(tokenizer), HERE * 10
+    reply = [*tokenizer.encode("two"), tokenizer.eos_token_id]
+    engine = ScriptedEngine(lambda tokens, params: reply, context=context)
+    chat, plain = chat_with(engine, watched, context=context), renderer(tokenizer)
+    given = ["a b " * (size // 4), "c d " * (size // 4)]
+    for text in given:
+        await chat.reply(text)
+    own = plain.begin(as_messages(given[0]))
+    np.testing.assert_array_equal(engine.prompts[0], own)
+    said = engine.completions[0].tokens
+    tail = plain.follow("two", int(said[-1]), as_messages(given[1]), said)
+    np.testing.assert_array_equal(engine.prompts[1], np.concatenate([own, said, tail]))
+    large = {thread for thread, length in zip(watched.threads, watched.encoded, strict=True) if length >= size}
+    assert large and (large == {threading.get_ident()}) == (size < HERE)

@@ -17,10 +17,12 @@ from typing import Any
 import numpy as np
 
 from tidemill.envs.messages import as_messages
-from tidemill.envs.template import renderer, too_long, unknown_token
+from tidemill.envs.template import Messages, renderer, too_long, unknown_token
+from tidemill.envs.turns import Exceeds
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.protocols import Engine
 from tidemill.seeds import derive_seed
+from tidemill.threads import in_thread
 from tidemill.types import (
     CUT_AT,
     OWN_LIMIT,
@@ -34,6 +36,8 @@ from tidemill.types import (
     Trajectory,
     Version,
 )
+
+HERE = 10_000  # characters of a message that is tokenized on the event loop: that takes milliseconds
 
 
 class EpisodeOver(Exception):
@@ -87,7 +91,7 @@ class EpisodeChat:
         self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
         self._key, self._seeds, self._policy, self._sample, self._seat = key, seeds, policy, sample, seat
         self._vocab = vocab
-        self._renderer = renderer(tokenizer)
+        self._renderer = renderer(tokenizer, context)
         self._given: list[Array] = []  # the tokens of each turn's message
         self._replies: list[Completion] = []  # and of the policy's reply to it
         self._said: list[Said] = []
@@ -128,7 +132,9 @@ class EpisodeChat:
             raise self._over
         self._busy = True
         try:
-            text = await self._turn(self._added(message), count_of(max_tokens), bool(last))
+            large = _size(message) > HERE
+            added = await in_thread(self._added, message) if large else self._added(message)
+            text = await self._turn(added, count_of(max_tokens), bool(last))
             self._said += [*map(_heard, as_messages(message)), Said("assistant", text, policy=True)]
             return text
         finally:
@@ -161,21 +167,29 @@ class EpisodeChat:
     def _added(self, message: str | Sequence[Mapping[str, Any]]) -> Array:
         """The tokens this message adds. Raises ContextFull (or ValueError) when no reply would fit after them."""
         messages = as_messages(message)
-        if self._replies:
-            last = self._replies[-1]
-            stop = int(last.tokens[-1]) if last.finish is Finish.STOP else None
-            added = self._renderer.follow(self._text, stop, messages, last.tokens)
-        else:
-            added = self._renderer.begin(messages)
+        try:
+            added = self._rendered(messages)
+        except Exceeds as error:  # not encoded
+            raise self._full(self.length + error.least, at_least=True) from None
         if self._vocab is not None and (unknown := unknown_token(added, self._tokenizer, self._vocab)):
             raise ValueError(f"the message {unknown}")
         length = self.length + len(added)
         if length >= self._context:
-            if not self._replies:
-                raise ValueError(too_long(length, self._context, "the prompt"))
-            self._over = ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation"))
-            raise self._over
+            raise self._full(length)
         return added
+
+    def _rendered(self, messages: Messages) -> Array:
+        if not self._replies:
+            return self._renderer.begin(messages)
+        last = self._replies[-1]
+        stop = int(last.tokens[-1]) if last.finish is Finish.STOP else None
+        return self._renderer.follow(self._text, stop, messages, last.tokens)
+
+    def _full(self, length: int, *, at_least: bool = False) -> Exception:
+        if not self._replies:
+            return ValueError(too_long(length, self._context, "the prompt", at_least=at_least))
+        self._over = ContextFull(Finish.CONTEXT, too_long(length, self._context, "the conversation", at_least=at_least))
+        return self._over
 
     async def _turn(self, added: Array, max_tokens: int | None, last: bool) -> str:
         tokens = np.concatenate([self._tokens(), added])
@@ -216,6 +230,13 @@ class EpisodeChat:
             **self._cut,
             **{name: float(count) for name, count in self._renderer.figures.items() if count},
         }
+
+
+def _size(message: str | Sequence[Mapping[str, Any]]) -> int:
+    """Characters of a message, about."""
+    return (
+        sum(len(str(m.get("content") or "")) for m in as_messages(message)) if not isinstance(message, str) else len(message)
+    )
 
 
 def count_of(max_tokens: Any) -> int | None:

@@ -32,9 +32,9 @@ __all__ = ["Messages", "TemplateRewritesHistory", "Turn", "as_messages"]  # thos
 __all__ += ["check_prompts", "conversation", "prompt_tokens", "renderer", "too_long", "unknown_token"]
 
 
-def renderer(tokenizer: Tokenizer) -> Renderer:
-    """By the tokenizer's template, or plain where it has none."""
-    return TemplateRenderer(tokenizer) if tokenizer.chat_template else PlainRenderer(tokenizer)
+def renderer(tokenizer: Tokenizer, most: int | None = None) -> Renderer:
+    """By the tokenizer's template, or plain where it has none. most: tokens that fit; see `turns.Exceeds`."""
+    return TemplateRenderer(tokenizer, most) if tokenizer.chat_template else PlainRenderer(tokenizer, most)
 
 
 def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]]) -> Array:
@@ -122,5 +122,6 @@ def unknown_token(tokens: Array, tokenizer: Tokenizer, vocab: int) -> str:
     )
 
 
-def too_long(length: int, context: int, what: str) -> str:
-    return f"{what} is {length} tokens, and the context holds {context}, reply included: shorten it or use a longer context"
+def too_long(length: int, context: int, what: str, *, at_least: bool = False) -> str:
+    count = f"at least {length}" if at_least else str(length)
+    return f"{what} is {count} tokens, and the context holds {context}, reply included: shorten it or use a longer context"

@@ -28,12 +28,21 @@ from tidemill.envs.alignment import Rendering
 from tidemill.envs.messages import assistant, text_of
 from tidemill.errors import ConfigError
 from tidemill.models.chat_template import MARK, Messages, added_tokens, render
+from tidemill.models.lengths import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.types import Array
 
 
 class TemplateRewritesHistory(ConfigError):
     """The chat template does not render an earlier turn as it was sent, so that a second turn cannot be appended."""
+
+
+class Exceeds(Exception):
+    """A text has more tokens than fit, which is certain before it is encoded."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"at least {least} tokens")
+        self.least = least
 
 
 class Renderer(Protocol):
@@ -63,8 +72,8 @@ class Tail(NamedTuple):
 
 
 class TemplateRenderer:
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._record = Record(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
+        self._record = Record(tokenizer, most)
         self._tokenizer, self.figures = tokenizer, self._record.figures
         self._messages: Messages = []
         self._sent = ""
@@ -112,8 +121,8 @@ class TemplateRenderer:
 class PlainRenderer:
     """Without a template: a message is its text and a line break, and the reply follows."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._record = Record(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
+        self._record = Record(tokenizer, most)
         self._tokenizer, self.figures = tokenizer, self._record.figures
 
     def begin(self, messages: Messages) -> Array:
@@ -172,12 +181,14 @@ def after_reply(full: str, sent: str, text: str, end: str) -> tuple[str, bool] |
 class Record:
     """The ids of a conversation so far, and text put behind them."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
+        """most: tokens that fit. Raises Exceeds for a text that has more for certain."""
+        self._tokenizer, self._most = tokenizer, most
         self._ids: list[int] = []
         self.figures = Counter[str]()
 
     def begin(self, text: str, before: list[int] | None = None) -> Array:
+        self._check(text)
         self._ids = [*(before or []), *self._encode(text)]
         return np.array(self._ids, np.int32)
 
@@ -200,6 +211,7 @@ class Record:
         return [here, alone] if same else [here]
 
     def append(self, tail: str) -> Array:
+        self._check(tail)
         added = self._encoded(tail)
         self._ids += added
         return np.array(added, np.int32)
@@ -228,6 +240,10 @@ class Record:
         last = self._ids[-1:]
         wanted = self._decode(last) + tail
         return next((ids for ids in (own, own[1:]) if self._decode([*last, *ids]) == wanted), own)
+
+    def _check(self, text: str) -> None:
+        if self._most is not None and (least := certainly_exceeds(self._tokenizer, text, self._most)):
+            raise Exceeds(least)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -22,9 +22,9 @@ import numpy as np
 import psutil
 
 from tidemill import codec
+from tidemill.models.lengths import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
 from tidemill.processes import inside
-from tidemill.serving.lengths import Reach, reach_of
 from tidemill.serving.rendering import chat_tokens, rendered
 
 MEMORY_MB = 1024  # that one request may take

@@ -16,11 +16,11 @@ import numpy as np
 
 from tidemill import codec
 from tidemill.envs.template import prompt_tokens
+from tidemill.models.lengths import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.processes.guarding import Guard
 from tidemill.serving.errors import ApiError
-from tidemill.serving.lengths import reach_of
 from tidemill.serving.reader import Chat, Load, Loaded, Refused, Reply, Request, Text, too_long
 from tidemill.types import Array
 

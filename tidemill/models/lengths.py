@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 from tidemill.models.tokenizer import Tokenizer
@@ -35,6 +36,18 @@ class Reach:
         """True where the text has more tokens than that, for certain."""
         most = tokens * self.characters
         return len(text) > most and (not self.blanks or _inked(text, most) > most)
+
+
+def certainly_exceeds(tokenizer: Tokenizer, text: str, tokens: int) -> int:
+    """How many tokens a text has at least, where that is more than `tokens` for certain; else 0. Cheap for what is short."""
+    if len(text) <= tokens or (reach := _known(tokenizer, len(tokenizer))) is None or not reach.exceeds(text, tokens):
+        return 0
+    return reach.least(text)
+
+
+@lru_cache(maxsize=16)
+def _known(tokenizer: Tokenizer, size: int) -> Reach | None:
+    return reach_of(tokenizer)
 
 
 def reach_of(tokenizer: Tokenizer) -> Reach | None:

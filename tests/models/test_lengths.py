@@ -8,14 +8,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from serving_cases import byte_tokenizer
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
-from tidemill.models.tokenizer import character_tokenizer
-from tidemill.serving import lengths
-from tidemill.serving.lengths import reach_of
+from tidemill.models import lengths
+from tidemill.models.lengths import reach_of
+from tidemill.models.tokenizer import byte_tokenizer, character_tokenizer
 
 CORPUS = ["the tide rises and falls", "    deep    blanks        ", "ﬁrst café é ---------- ======", "한국어 日本語 🙂"] * 20
 BYTES = [f"<0x{byte:02X}>" for byte in range(256)]
@@ -73,7 +72,7 @@ def composed(normalizer: Any) -> Any:
 
 
 BOUNDED: dict[str, Callable[[], Any]] = {
-    "bytes": byte_tokenizer,
+    "bytes": lambda: byte_tokenizer("<pad>", "<|im_start|>", "<|im_end|>"),
     "characters": lambda: character_tokenizer("abc ", lowercase=True),
     "byte level": byte_level,
     "byte level, composed": lambda: byte_level(normalizers.NFC()),
