@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,7 +69,9 @@ def test_what_is_counted_and_said_is_of_those_that_replied(shapes: list[tuple[in
     assert found["accuracy"] == pytest.approx(len(replied) / len(shapes))
     assert found["length"] == (pytest.approx(sum(n for _, n in replied) / len(replied)) if replied else 0.0)
     assert all(map(math.isfinite, found.values()))
-    assert _identical([group]) == float(len({(p, n) for p, n in replied}) == 1 and len(replied) > 1)
+    wrong = replace(group, trajectories=[replace(t, outcome=Score(0.0)) for t in group.trajectories if t.mask.any()])
+    assert _identical([group]) == 0.0  # all are right
+    assert _identical([wrong]) == float(len({(p, n) for p, n in replied}) == 1 and len(replied) > 1)
     assert lag_zero([group], [], Version(2)) == []
     for each in group.trajectories:
         prompt = each.tokens[~each.mask]

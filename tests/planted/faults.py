@@ -63,7 +63,7 @@ FAULTS = [
     ),
     Fault(
         "a trained group does not end a barren stretch",
-        "            self._dropped = 0\n            await self.buffer.put(group)",
+        "            self._drops = Drops()\n            await self.buffer.put(group)",
         "            await self.buffer.put(group)",
         "test_controller.py",
     ),
