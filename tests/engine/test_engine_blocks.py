@@ -356,3 +356,18 @@ def test_who_came_last_gives_way_when_pages_run_out():
     while not scheduler.preemptions:
         step()
     assert last.waiting and list(scheduler.running.values()) == [first]
+
+
+def test_pages_of_others_are_not_written_to():
+    """The last token of a prompt that is cached whole is computed again: its KV stands in a page that others read."""
+    scheduler = Scheduler(BlockManager(20, PAGE), 2, 64, 100)
+    prompt = np.arange(2 * PAGE, dtype=np.int32)
+    first, later = Sequence(prompt, limit=20), Sequence(prompt, limit=20)
+    for sequence in (first, later):
+        scheduler.submit(sequence)
+        plan = scheduler.plan()
+        scheduler.advance(plan)
+        scheduler.learn(plan, np.zeros(len(plan.sample_slots), np.int64))
+    page = int(scheduler.table[first.slot, 1])
+    assert page == scheduler.table[later.slot, 1] and later.cached == 2 * PAGE - 1
+    assert page not in (plan.writes // PAGE).tolist() and (plan.writes < PAGE).sum() == 1
