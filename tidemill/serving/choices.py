@@ -10,13 +10,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.requests import Token
 from tidemill.serving.metrics import Clock
+from tidemill.serving.shapes import Piece, TokenLogprob
 from tidemill.serving.text import Detokenizer, Marks, StopStrings
 from tidemill.serving.vocabulary import Vocabulary
 from tidemill.types import Completion, Finish, SamplingParams, Scored
@@ -34,33 +35,6 @@ class Asked:
     begun: bool = False  # the reply's text goes on behind the prompt's
     shown: bool = False  # special tokens are part of the text
     every: bool = False  # tokens behind a cut are listed too
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprob:
-    token: int
-    logprob: float | None  # None: nothing predicts it
-    top: list[tuple[int, float]]  # alternatives, likeliest first
-    offset: int  # in characters of the choice's text, where the token begins
-    data: bytes  # what it adds to the text
-    first: bool = False  # nothing of the text stands before it
-    shown: bool = False  # a special token here is part of the text
-
-
-@dataclass(slots=True)
-class Piece:
-    """`finish` and `sampled`, the number of tokens it took, are given with the last piece of a choice."""
-
-    text: str
-    tokens: list[TokenLogprob] = field(default_factory=list)
-    finish: str | None = None
-    sampled: int = 0
-    ids: list[int] = field(default_factory=list)  # of its tokens that were sampled
-
-    def shifted(self, by: int) -> Piece:
-        """As a piece of a text in which `by` characters stand before the reply."""
-        tokens = [replace(token, offset=token.offset + by) for token in self.tokens] if by else self.tokens
-        return replace(self, tokens=tokens)
 
 
 class Assembler:

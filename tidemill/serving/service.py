@@ -20,13 +20,13 @@ from tidemill.engine.core import NativeEngine
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.serving.asking import asked_of, check_body, limit_of
 from tidemill.serving.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
-from tidemill.serving.choices import POLICY, Asked, Piece, goes_on, of_prompt, sample, whole
+from tidemill.serving.choices import POLICY, Asked, goes_on, of_prompt, sample, whole
 from tidemill.serving.decoding import beside
 from tidemill.serving.errors import ApiError
 from tidemill.serving.metrics import Clock, Metrics
 from tidemill.serving.prompts import Prompts
 from tidemill.serving.reading import Reader
-from tidemill.serving.shapes import ChatShape, CompletionShape, Usage
+from tidemill.serving.shapes import ChatShape, CompletionShape, Piece, Usage
 from tidemill.serving.tokens import TokenRoutes
 from tidemill.serving.vocabulary import Vocabulary
 

@@ -4,13 +4,39 @@ from __future__ import annotations
 
 import secrets
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tidemill.serving.choices import Piece, TokenLogprob
 from tidemill.serving.vocabulary import Vocabulary
 
 FLOOR = -9999.0  # JSON has no minus infinity
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    token: int
+    logprob: float | None  # None: nothing predicts it
+    top: list[tuple[int, float]]  # alternatives, likeliest first
+    offset: int  # in characters of the choice's text, where the token begins
+    data: bytes  # what it adds to the text
+    first: bool = False  # nothing of the text stands before it
+    shown: bool = False  # a special token here is part of the text
+
+
+@dataclass(slots=True)
+class Piece:
+    """`finish` and `sampled`, the number of tokens it took, are given with the last piece of a choice."""
+
+    text: str
+    tokens: list[TokenLogprob] = field(default_factory=list)
+    finish: str | None = None
+    sampled: int = 0
+    ids: list[int] = field(default_factory=list)  # of its tokens that were sampled
+
+    def shifted(self, by: int) -> Piece:
+        """As a piece of a text in which `by` characters stand before the reply."""
+        tokens = [replace(token, offset=token.offset + by) for token in self.tokens] if by else self.tokens
+        return replace(self, tokens=tokens)
 
 
 @dataclass(slots=True)
