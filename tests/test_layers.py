@@ -1,4 +1,4 @@
-"""The direction of imports, the weight of the command line, the length of the option list, and that every recipe parses."""
+"""The floors of imports, the weight of the command line, the length of the option list, and that every recipe parses."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import structure
 
 from tidemill.config import Config
 from tidemill.recipe import RunConfig, load_recipe
@@ -16,58 +17,7 @@ from tidemill.recipe import RunConfig, load_recipe
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tidemill"
 
-L0 = {
-    "types",
-    "protocols",
-    "config",
-    "errors",
-    "codec",
-    "seeds",
-    "loading",
-    "standalone",
-    "durable",
-    "faults",
-    "processes",
-    "threads",
-    "machine",
-    "anonymous",
-    "cores",
-    "observability",
-}
-L1 = {"hub", "breaker", "buffer", "drops", "algorithms", "catalogue", "diagnosis", "kernels", "rewards", "models"}
-L2 = {"engine", "sync", "trainer", "envs", "scoring", "ledger", "orchestration"}
-L3 = {"agreement", "pool", "supervision", "rollout", "given", "controller", "monitor", "evaluation", "served_reference"}
-L3 |= {"gradient"}
-L4 = {"recipe", "run_folder", "checkpoints", "model_folder", "build", "remote_worker", "warmup", "warm_start", "resume"}
-L4 |= {
-    "session",
-    "assembly",
-    "report",
-    "api",
-    "cli",
-    "commands",
-    "failures",
-    "exact",
-    "drill",
-    "health",
-    "serving",
-    "parity",
-    "replay",
-    "reward_check",
-}
-L4 |= {"fetched", "checkpoint_manifest", "parts", "giving", "memory", "experience", "profiling", "preparation"}
-L4 |= {"warm_start_cache", "unearned", "judging_code"}
-L4 |= {"other_names", "run_files", "beside"}
-
-CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
-
-
-def may_import(module: str, other: str) -> bool:
-    """Upwards only: L0 <- L1 <- L2 <- L3 <- L4. Mechanisms of L2 are blind to one another; the rest of a layer is not."""
-    layers: tuple[set[str], ...] = (L0, L1, L2, L3, L4)
-    mine = next(i for i, layer in enumerate(layers) if module in layer)
-    theirs = next(i for i, layer in enumerate(layers) if other in layer)
-    return module == other or theirs < mine or (theirs == mine and mine != 2)
+FLOOR = {package: number for number, packages in enumerate(structure.FLOORS) for package in packages}
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
@@ -85,30 +35,25 @@ def imported(path: Path) -> Iterator[tuple[str, int]]:
 
 def modules() -> list[tuple[str, Path]]:
     found = [(p.relative_to(PACKAGE).parts[0].removesuffix(".py"), p) for p in sorted(PACKAGE.rglob("*.py"))]
-    return [(name, path) for name, path in found if name not in ("__init__", "__main__")]
+    return [(package, path) for package, path in found if package not in ("__init__", "__main__")]
 
 
-def test_every_module_has_a_layer():
-    unknown = {name for name, _ in modules()} - (L0 | L1 | L2 | L3 | L4)
-    assert not unknown, f"say in tests/test_layers.py to which layer {unknown} belong"
+def test_the_list_of_modules_is_current():
+    assert structure.PAGE.read_text() == structure.page(), "run: python tests/structure.py"
 
 
-def test_imports_point_up():
+def test_a_package_imports_from_lower_floors_only():
     bad = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
-        for module, path in modules()
+        for package, path in modules()
+        if package in FLOOR
         for name, line in imported(path)
-        if name.startswith("tidemill.") and not may_import(module, name.split(".")[1])
+        if name.startswith("tidemill.")
+        and (other := name.split(".")[1]) != package
+        and other in FLOOR
+        and FLOOR[other] >= FLOOR[package]
     ]
     assert not bad, "\n".join(bad)
-
-
-@pytest.mark.parametrize("module", ["controller", "gradient"])
-def test_the_controller_knows_protocols_only(module):
-    names = {name.split(".")[0] for name, _ in imported(PACKAGE / f"{module}.py")}
-    assert not names & CONTROLLER_NEVER
-    ours = {name.split(".")[1] for name, _ in imported(PACKAGE / f"{module}.py") if name.startswith("tidemill.")}
-    assert ours <= L0 | {"breaker", "buffer", "drops", "gradient"}
 
 
 LIGHT = dict.fromkeys(["tidemill.cli", "tidemill.controller", "tidemill.recipe", "tidemill", "tidemill.api"], ())
