@@ -24,7 +24,7 @@ from definition_rows import ONLY_TRL, SIZE, Row, rows
 from definitions import Found, Given
 from harness import System, save, table
 
-from tidemill.types import Array
+from tidemill.core.types import Array
 
 GROUPS, WIDTH, PAIRS = 16, 12, 6
 

@@ -28,12 +28,12 @@ import tidemill
 from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
+from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.order import task_order
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.models.weights import load_folder
-from tidemill.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "systems"), str(HERE.parent / "tests")]

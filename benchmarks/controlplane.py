@@ -24,8 +24,8 @@ from harness import save
 from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
+from tidemill.core.types import Finish, Group, Metrics, Score, Task, TrainResult, Trajectory, Version
 from tidemill.ledger import SqliteLedger
-from tidemill.types import Finish, Group, Metrics, Score, Task, TrainResult, Trajectory, Version
 
 GROUP, BATCH = 8, 125  # trajectories of a group, groups of a step
 TARGET = 2000.0  # trajectories a second

@@ -26,7 +26,7 @@ from definitions import (
 )
 
 from tidemill.algorithms.losses import Loss, LossInput, gspo, kl_k3
-from tidemill.types import Array, LossSpec
+from tidemill.core.types import Array, LossSpec
 
 SIZE, LONGEST = 4, 16  # attempts of a group, the longest that may be sampled
 EXACT, ROUNDED = 1e-6, 1e-5  # float64, float32

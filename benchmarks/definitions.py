@@ -21,7 +21,7 @@ from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.reduce import reduction
 from tidemill.algorithms.rows import POLICY, REFERENCE
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.types import Array, Finish, Group, LossSpec, Sample, Score, Task, Trajectory, Unscorable
+from tidemill.core.types import Array, Finish, Group, LossSpec, Sample, Score, Task, Trajectory, Unscorable
 
 PROMPT = 2  # tokens
 Found = dict[str, Array]

@@ -19,9 +19,9 @@ import numpy as np
 import torch
 from workloads import SIZES, VOCAB, decoder
 
+from tidemill.core.types import SamplingParams, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.types import SamplingParams, Version
 
 
 async def generate(engine: NativeEngine, prompts: list[np.ndarray], samples: int, tokens: int, seed: int) -> float:

@@ -25,6 +25,7 @@ import numpy as np
 import torch
 from harness import save, table
 
+from tidemill.core.types import LossSpec, Sample, SamplingParams, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.architecture import Architecture
@@ -32,7 +33,6 @@ from tidemill.models.decoder import Decoder
 from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import LossSpec, Sample, SamplingParams, Version
 
 VOCAB, SIZE_OF_HEAD = 151_936, 128
 SIZES = {  # layers, hidden, heads, key/value heads, intermediate, whether head and embedding are one

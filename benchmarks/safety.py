@@ -105,9 +105,9 @@ def used() -> float:
 
 async def beat_cost(folder: Path, model: Path, beats: int = 300) -> float:
     """CPU seconds of one heartbeat, on both sides together."""
+    from tidemill.core.interfaces import Engine
     from tidemill.orchestration.local import Local
     from tidemill.orchestration.placement import Liveness
-    from tidemill.protocols import Engine
 
     placement = Local(folder, liveness=Liveness(every_s=1e9))
     try:

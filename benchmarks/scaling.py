@@ -27,13 +27,13 @@ import torch
 from harness import RESULTS, save, table, wait_until_quiet
 from workloads import VOCAB, decoder, write_model
 
+from tidemill.core.interfaces import Engine
+from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, Trajectory, Version
 from tidemill.engine import core
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.ledger import SqliteLedger
 from tidemill.orchestration.local import Local
-from tidemill.protocols import Engine
-from tidemill.types import Finish, Group, SamplingParams, Score, Task, Trajectory, Version
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -22,7 +22,7 @@ from harness import save, table
 from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
-from tidemill.types import Finish, Group, Sample, Score, Task, TrainResult, Trajectory, Version
+from tidemill.core.types import Finish, Group, Sample, Score, Task, TrainResult, Trajectory, Version
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from virtual_time import run_virtually

@@ -29,13 +29,13 @@ import torch
 from harness import save, table, wait_until_quiet
 from workloads import SIZES, decoder, kv_mb, prompts
 
+from tidemill.core.types import SamplingParams, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.served import Contents
 from tidemill.models.weights import empty_decoder, load_slices, serving_slices
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
-from tidemill.types import SamplingParams, Version
 
 TARGET_COPY, TARGET_PAUSE_S = 0.5, 0.005
 WARM = 4  # versions: a carrier has two slots, whose memory is new the first time that they are written, and then mapped

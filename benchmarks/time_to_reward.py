@@ -25,6 +25,7 @@ import torch
 from harness import System, save, table, wait_until_quiet
 
 import tidemill
+from tidemill.core.types import SamplingParams, Task, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.make import make_environment
@@ -33,7 +34,6 @@ from tidemill.envs.template import prompt_tokens
 from tidemill.model_folder import ModelFolder
 from tidemill.models.weights import load_folder
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import SamplingParams, Task, Version
 
 sys.path.append(str(Path(__file__).with_name("systems")))
 from reward_task import ROWS, score

@@ -18,17 +18,17 @@ import torch
 
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.models.tokenizer import load_tokenizer
 from tidemill.models.weights import load_folder
-from tidemill.seeds import derive_seed
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
 
 STEPS, GROUPS, SIZE = 60, 8, 8  # 8 prompts a step, 8 samples of each
 LETTERS = "abcd"

@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from test_rollout import FakeEnvironment, roll
 from test_streaming import CASES, STEP, Asked, groups_of
 
-from tidemill import codec
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.commands.pairs import _answers
+from tidemill.core import serialization
+from tidemill.core.types import Finish, Group, InfraError, Score, Task, Trajectory, Version
 from tidemill.diagnosis.mismatch import lag_zero
 from tidemill.diagnosis.symptoms import _identical
 from tidemill.evaluation import summary
 from tidemill.gradient import computed_tokens, train_on
 from tidemill.monitor import count, describe
 from tidemill.observability.metrics import StepMetrics
-from tidemill.types import Finish, Group, InfraError, Score, Task, Trajectory, Version
 
 FAILED = InfraError("ConnectionError: the sandbox did not start")
 
@@ -166,7 +166,7 @@ async def test_it_is_an_infrastructure_error_of_that_attempt(run, reason: str, m
 
     for outcome in await roll(FakeEnvironment(run, judge)):
         assert isinstance(outcome, InfraError) and re.search(reason, outcome.reason), outcome
-        assert codec.encode(outcome)
+        assert serialization.encode(outcome)
 
 
 async def test_an_environment_may_catch_a_limit_that_is_none():

@@ -18,7 +18,7 @@ from tidemill.orchestration.forkserver import thread_count
 import_roles()
 before, threads = set(sys.modules), thread_count()
 import numpy as np, torch
-from tidemill.types import LossSpec, Sample
+from tidemill.core.types import LossSpec, Sample
 use_threads(3)
 model = {"model": sys.argv[1]}
 sampled = np.arange(6) > 1

@@ -19,11 +19,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tidemill import checkpoint_manifest, checkpoints, durable, faults
+from tidemill import checkpoint_manifest, checkpoints
 from tidemill.checkpoint_manifest import MANIFEST, MAX_BYTES, Manifest, Position, read_manifest, verify
 from tidemill.checkpoints import MARKER, Checkpoints
+from tidemill.core import atomic_files, fault_injection
+from tidemill.core.interfaces import CheckpointError
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.protocols import CheckpointError
 
 
 class Bytes:
@@ -105,7 +106,7 @@ async def test_everything_is_on_the_medium_before_the_name_and_the_name_before_t
         happened.append(f"rename {b.name}")
         os.replace(a, b)
 
-    monkeypatch.setattr(durable.os, "fsync", fsync)
+    monkeypatch.setattr(atomic_files.os, "fsync", fsync)
     monkeypatch.setattr(checkpoints.os, "rename", rename)
     monkeypatch.setattr(place.ledger, "event", lambda kind, detail: happened.append(kind))
     await place.save(1)
@@ -311,7 +312,7 @@ async def test_a_full_disk_says_where_and_leaves_the_older_one(place, monkeypatc
     await place.save(1)
     whole = files(place.folder)
     with monkeypatch.context() as patch:
-        patch.setattr(faults, "reach", full)
+        patch.setattr(fault_injection, "reach", full)
         place.trainer.full = phase == "trainer"
         with pytest.raises(CheckpointError, match=r"step-000002 could not be written: .*No space left.* Nothing is lost"):
             await place.save(2)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.codec import CodecError, decode, encode
-from tidemill.types import (
+from tidemill.core.serialization import CodecError, decode, encode
+from tidemill.core.types import (
     Completion,
     Finish,
     Group,

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field
 
-from tidemill.config import Config, dump, load
-from tidemill.errors import ConfigError
+from tidemill.core.config import Config, dump, load
+from tidemill.core.errors import ConfigError
 
 
 class Nccl(Config):

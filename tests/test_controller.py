@@ -14,9 +14,9 @@ from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
 from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, RunFailed, Schedule
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import Finish, Group, InfraError, Score, Task, TrainResult, Trajectory, Version
 from tidemill.observability.waits import open_waits
-from tidemill.protocols import PolicyMismatch
-from tidemill.types import Finish, Group, InfraError, Score, Task, TrainResult, Trajectory, Version
 
 
 @dataclass

@@ -17,7 +17,8 @@ import torch
 
 from tidemill import cores
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.types import LossSpec, Sample, SamplingParams
 from tidemill.cores import Seat, SharedCores, seats
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
@@ -29,7 +30,6 @@ from tidemill.sync.settings import SyncSettings
 from tidemill.trainer import lanes as lanes_of_trainer
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import LossSpec, Sample, SamplingParams
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memory that processes share by name")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ledger.ledger_cases import task, trajectory
 
+from tidemill.core.types import GREEDY, Finish, Group, InfraError, Outcome, Score, Unscorable
 from tidemill.drops import Drops
-from tidemill.types import GREEDY, Finish, Group, InfraError, Outcome, Score, Unscorable
 
 STOP, LENGTH = Finish.STOP, Finish.LENGTH
 Attempt = tuple[Outcome | float, Finish]

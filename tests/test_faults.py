@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.faults import LOG_VARIABLE, VARIABLE, Fault, FaultError, Faults
+from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE, Fault, FaultError, Faults
 
 SCRIPT = """
 import sys
 from pathlib import Path
-from tidemill.faults import reach
+from tidemill.core.fault_injection import reach
 for step in range(3):
     reach("engine-1", "generate", step, Path(sys.argv[1]))
     print(step, flush=True)

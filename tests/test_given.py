@@ -9,13 +9,13 @@ import pytest
 
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Finish, Group, Score, Task
 from tidemill.envs.template import prompt_tokens
-from tidemill.errors import ConfigError
 from tidemill.given import Given, HeldOut, check_given, replies
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.recipe import RunConfig
-from tidemill.types import Finish, Group, Score, Task
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789|: \n"
 PLAIN = character_tokenizer(ALPHABET)
@@ -171,7 +171,7 @@ def test_settings_of_sampling_are_refused_by_name(changes: dict[str, Any], messa
 
 
 def test_a_recipe_knows_how_many_attempts_a_task_holds_and_survives_the_round_trip() -> None:
-    from tidemill.config import dump
+    from tidemill.core.config import dump
 
     for algorithm, size in (("dpo", 2), ("sft", 1), ({"name": "kto", "beta": 0.5}, 1)):
         config = build(RunConfig, {**RECIPE, "algorithm": algorithm, "rollout": {"groups": 4}})

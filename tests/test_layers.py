@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import structure
 
-from tidemill.config import Config
+from tidemill.core.config import Config
 from tidemill.recipe import RunConfig, load_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -69,7 +69,7 @@ def test_light_imports(module):
 
 
 def option_names(kind: type[Config], prefix: str = "") -> Iterator[str]:
-    from tidemill.config import tables_of
+    from tidemill.core.config import tables_of
 
     for name, info in kind.model_fields.items():
         nested = tables_of(info.annotation)
@@ -89,14 +89,14 @@ def test_option_list_is_frozen():
 
 def test_settings_classes_are_small():
     def all_settings(kind: type[Config]) -> set[type[Config]]:
-        from tidemill.config import tables_of
+        from tidemill.core.config import tables_of
 
         nested = {m for f in kind.model_fields.values() for m in tables_of(f.annotation)}
         return {kind} | {s for n in nested for s in all_settings(n)}
 
     def own(kind: type[Config]) -> int:
         """Fields that are no tables of their own."""
-        from tidemill.config import tables_of
+        from tidemill.core.config import tables_of
 
         return sum(not list(tables_of(f.annotation)) for f in kind.model_fields.values())
 

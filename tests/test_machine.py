@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.machine import memory_bytes, usable_cores
+from tidemill.core.hardware import memory_bytes, usable_cores
 
 GIB = 1 << 30
 GROUPS: dict[str, tuple[str, dict[str, str], tuple[int, int], int]] = {  # own group, files, (memory, free), cores
@@ -66,7 +66,7 @@ def test_limits_of_both_versions_of_control_groups(case: str, tmp_path: Path, mo
     for name, text in files.items():
         (tmp_path / "root" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "root" / name).write_text(text)
-    machine = "tidemill.machine."
+    machine = "tidemill.core.hardware."
     monkeypatch.setattr(machine + "CGROUP", tmp_path / "root")
     monkeypatch.setattr(machine + "OWN_GROUP", tmp_path / "self")
     there = type("Memory", (), {"total": 100 * GIB, "available": 50 * GIB})

@@ -21,11 +21,12 @@ from torch.utils._pytree import tree_leaves
 from tidemill import memory, session
 from tidemill import recipe as recipe_module
 from tidemill.build import EngineSpec, build_engine, start_engine
-from tidemill.config import load
+from tidemill.core.config import load
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import SamplingParams, Version
 from tidemill.engine import cache_size
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.errors import ConfigError
 from tidemill.kernels import library
 from tidemill.kernels.building import Unavailable
 from tidemill.kernels.library import native
@@ -46,7 +47,6 @@ from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import SamplingParams, Version
 from tidemill.warm_start import WarmStart
 
 SHAPE = {

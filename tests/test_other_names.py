@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES, OPENRLHF, PRIME_RL, TRL, VERL
 from tidemill.recipe import RunConfig, load_recipe
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from test_rollout import FakeEngine, FakeEnvironment, ask, roll
 
+from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 from tidemill.envs import bounded as module
 from tidemill.envs.bounded import Overdue, bounded
 from tidemill.envs.judge import RewardJudge
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 
 
 async def swallows(*_: object) -> Score:

@@ -14,10 +14,11 @@ from typing import Any
 
 import pytest
 
-from tidemill import machine, session
+from tidemill import session
 from tidemill.checkpoint_manifest import Position
 from tidemill.commands.why import standing
-from tidemill.errors import ConfigError
+from tidemill.core import hardware
+from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.display import ProgressDisplay
 from tidemill.orchestration.logs import Log
@@ -110,11 +111,11 @@ async def test_too_few_open_files_are_said_at_the_start(tmp_path: Path, monkeypa
         await session.run(recipe(tmp_path / "run"), ProgressDisplay(2, mode="quiet"))
     assert not (tmp_path / "run").exists()
     limits[:] = [32, 4096]
-    assert machine.allow_files(100) == 100 and limits == [100, 4096]  # no further than is needed
+    assert hardware.allow_files(100) == 100 and limits == [100, 4096]  # no further than is needed
     limits[:] = [32, resource.RLIM_INFINITY]
-    assert machine.allow_files(100) == 100
+    assert hardware.allow_files(100) == 100
     limits[:] = [200, 300]
-    assert machine.allow_files(100) == 200 and limits == [200, 300]
+    assert hardware.allow_files(100) == 200 and limits == [200, 300]
 
 
 async def test_what_is_doubted_of_a_ledger_is_said_at_the_start(tmp_path: Path, monkeypatch):

@@ -18,7 +18,7 @@ import pytest
 from orchestration.echo_worker import Echo
 from sources import dotted, sources
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.ledger import SqliteLedger
 from tidemill.orchestration import hosting, local
 from tidemill.recipe import load_recipe

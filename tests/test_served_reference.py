@@ -12,12 +12,12 @@ import pytest
 
 import tidemill
 from tidemill.build import TrainerSpec, placed
-from tidemill.config import build
-from tidemill.errors import ConfigError
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Sample, Support
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.parts import Parts, start_parts
 from tidemill.recipe import RunConfig, check_same_run
-from tidemill.types import Sample, Support
 
 LETTERS = "abcd"
 TOLERANCE = 1e-5  # nats, in float32: engine and trainer sum in another order

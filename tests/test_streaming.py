@@ -18,9 +18,9 @@ from tidemill.algorithms.prepare import Algorithm, Prepared, Update
 from tidemill.algorithms.presets import PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.controller import RunFailed
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import GREEDY, Finish, Group, LossSpec, Sample, Score, Task, TrainResult, Trajectory, Version
 from tidemill.gradient import Begun, computed_tokens, train_on
-from tidemill.protocols import PolicyMismatch
-from tidemill.types import GREEDY, Finish, Group, LossSpec, Sample, Score, Task, TrainResult, Trajectory, Version
 
 TOKENS = 8  # of a group of `World`
 STEP = 6

@@ -7,11 +7,11 @@ import asyncio
 import pytest
 
 from tidemill.controller import RunFailed
+from tidemill.core.interfaces import EngineFailed, PeerLost, PolicyMismatch
+from tidemill.core.types import Published, Version
 from tidemill.orchestration.placement import StartFailed, Vitals
 from tidemill.pool import EnginePool
-from tidemill.protocols import EngineFailed, PeerLost, PolicyMismatch
 from tidemill.supervision import Budget, Supervisor
-from tidemill.types import Published, Version
 
 
 def published(step: int) -> Published:

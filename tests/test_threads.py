@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.threads import background, in_thread
+from tidemill.core.executors import background, in_thread
 
 
 async def test_work_that_gives_up_when_it_is_cancelled_says_nothing() -> None:

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from test_codec import trajectory
 
-from tidemill.seeds import derive_seed
-from tidemill.types import InfraError, SamplingParams, Score, Version
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import InfraError, SamplingParams, Score, Version
 
 
 def test_a_score_is_finite():

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 from ledger.ledger_cases import task, trajectory
 
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.types import GREEDY, Finish, Group, InfraError, Outcome, Score, Unscorable
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig
-from tidemill.types import GREEDY, Finish, Group, InfraError, Outcome, Score, Unscorable
 from tidemill.unearned import unearned
 
 Attempt = tuple[Outcome | float, Finish]

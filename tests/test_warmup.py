@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from tidemill import warmup
-from tidemill.config import build
 from tidemill.controller import RunFailed
-from tidemill.errors import ConfigError
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Sample, Task, Version
 from tidemill.recipe import RunConfig, WarmupSettings
-from tidemill.types import Sample, Task, Version
 from tidemill.warmup import WarmUp, supervised
 
 TASKS = [Task(f"t{i}", f"p{i}", {"answer": str(i)}) for i in range(50)]

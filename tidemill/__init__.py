@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tidemill.api import Run, train
+    from tidemill.core.interfaces import Chat
+    from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
-    from tidemill.protocols import Chat
-    from tidemill.types import InfraError, Score, Task, Unscorable
 
 __version__ = "0.2.0"  # the one place: the package's metadata is made from it
 
@@ -19,11 +19,11 @@ _HOMES = {
     "Run": "api",
     "train": "api",
     "environment": "envs.environment",
-    "Chat": "protocols",
-    "InfraError": "types",
-    "Score": "types",
-    "Task": "types",
-    "Unscorable": "types",
+    "Chat": "core.interfaces",
+    "InfraError": "core.types",
+    "Score": "core.types",
+    "Task": "core.types",
+    "Unscorable": "core.types",
 }
 
 

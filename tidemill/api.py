@@ -20,15 +20,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import check_not_loading
+from tidemill.core.interfaces import Environment
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.make import reward_environment
 from tidemill.envs.sources import TaskSource
-from tidemill.errors import ConfigError
-from tidemill.loading import check_not_loading
 from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.sinks import Callback
-from tidemill.protocols import Environment
 from tidemill.recipe import RunConfig
 from tidemill.report import in_lines
 from tidemill.rewards.signature import name_of

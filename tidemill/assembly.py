@@ -20,6 +20,8 @@ from tidemill.buffer import Buffer
 from tidemill.checkpoint_manifest import Position
 from tidemill.checkpoints import Checkpoints
 from tidemill.controller import Controller, Hooks, Schedule
+from tidemill.core.interfaces import Environment
+from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Task, Version
 from tidemill.envs.curriculum import Curriculum
 from tidemill.envs.several import Several
 from tidemill.evaluation import Evaluator
@@ -37,12 +39,10 @@ from tidemill.observability.events import worded
 from tidemill.orchestration.placement import Placement
 from tidemill.parts import Parts
 from tidemill.pool import PoolPublisher
-from tidemill.protocols import Environment
 from tidemill.recipe import RunConfig
 from tidemill.resume import Standing, take_up
 from tidemill.rollout import Episodes, Rollout
 from tidemill.run_folder import RunFolder
-from tidemill.types import Array, Metrics, Sample, SamplingParams, Task, Version
 
 Evaluation = Callable[[Version], Awaitable[Metrics]]
 """of what is served: raises PolicyMismatch when another version answers"""

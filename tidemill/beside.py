@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tidemill.config import Config, build, dump
-from tidemill.errors import ConfigError
+from tidemill.core.config import Config, build, dump
+from tidemill.core.errors import ConfigError
 
 S = TypeVar("S", bound=Config)
 TABLES = ("env", "algorithm")

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tidemill.types import InfraError, Outcome, Score
+from tidemill.core.types import InfraError, Outcome, Score
 
 WINDOW, LEAST = 200, 20  # outcomes of a verifier that are looked at: the latest, and how many it takes to say anything
 PROBES = 2  # groups

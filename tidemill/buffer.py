@@ -21,7 +21,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from tidemill.types import Group
+from tidemill.core.types import Group
 
 
 class Buffer:

@@ -15,7 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
-from tidemill.config import Config, build
+from tidemill.core.config import Config, build
+from tidemill.core.interfaces import Engine, Trainer
+from tidemill.core.types import Version
 from tidemill.cores import Cores, Seat, SharedCores
 from tidemill.engine.settings import EngineSettings
 from tidemill.orchestration.inline import Inline
@@ -23,12 +25,10 @@ from tidemill.orchestration.local import Local
 from tidemill.orchestration.placement import Built, Handle, Liveness, Placement
 from tidemill.preparation import Preparation, Preparer
 from tidemill.profiling import attach
-from tidemill.protocols import Engine, Trainer
 from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
 from tidemill.supervision import Budget
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Version
 
 if TYPE_CHECKING:
     from tidemill.models.decoder import Decoder

@@ -21,9 +21,9 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from tidemill.durable import flush_tree
-from tidemill.machine import usable_cores
-from tidemill.protocols import CheckpointError
+from tidemill.core.atomic_files import flush_tree
+from tidemill.core.hardware import usable_cores
+from tidemill.core.interfaces import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -18,13 +18,13 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tidemill import faults
 from tidemill.checkpoint_manifest import MANIFEST, Position, name_of, read_manifest, seal, step_of, strangers, verify
 from tidemill.controller import ROLE
-from tidemill.durable import flush, remove_left, remove_marked
+from tidemill.core import fault_injection
+from tidemill.core.atomic_files import flush, remove_left, remove_marked
+from tidemill.core.executors import in_thread
+from tidemill.core.interfaces import CheckpointError, Trainer
 from tidemill.ledger.records import Event
-from tidemill.protocols import CheckpointError, Trainer
-from tidemill.threads import in_thread
 
 T = TypeVar("T")
 MARKER = "tidemill.checkpoint"
@@ -115,7 +115,7 @@ class Checkpoints:
                 "checkpoint before, once that is mended"
             ) from error
         self._ledger.event("checkpoint", {"step": position.step})
-        faults.reach(ROLE, "retain", position.step)
+        fault_injection.reach(ROLE, "retain", position.step)
         oldest = await self._in_thread(self._retire)
         self._ledger.retain(checkpoint=max(0, oldest - self._replays))
 
@@ -132,8 +132,8 @@ class Checkpoints:
 
     def _publish(self, partial: Path, final: Path, position: Position) -> None:
         step = position.step
-        faults.reach(ROLE, "manifest", step, path=seal(partial, position, self._stopped))
-        faults.reach(ROLE, "rename", step)
+        fault_injection.reach(ROLE, "manifest", step, path=seal(partial, position, self._stopped))
+        fault_injection.reach(ROLE, "rename", step)
         os.rename(partial, final)
         flush(self.folder)
 

@@ -250,9 +250,9 @@ def serve(
 
 def _tell(error: BaseException) -> None:
     """What happened, as the last line; what is known beside it (the end of a log, a traceback from elsewhere) before it."""
-    from tidemill.errors import ConfigError
+    from tidemill.core.errors import ConfigError
+    from tidemill.core.interfaces import TrainingDiverged
     from tidemill.observability.text import paragraphs, visible
-    from tidemill.protocols import TrainingDiverged
 
     first, *rest = str(error).splitlines() or [type(error).__name__]
     plain = isinstance(error, (ConfigError, TrainingDiverged))  # they say all there is, wherever they come from
@@ -288,7 +288,7 @@ _KEEP = {"demo", "train"}
 
 def _status() -> int:
     """Run the command line. Returns the exit status."""
-    from tidemill.errors import ConfigError
+    from tidemill.core.errors import ConfigError
 
     try:
         app()

@@ -21,15 +21,15 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from tidemill import faults
 from tidemill.breaker import Gate
 from tidemill.buffer import Buffer
+from tidemill.core import fault_injection
+from tidemill.core.interfaces import Ledger, PolicyMismatch, Publisher, Roller, Trainer
+from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Version
 from tidemill.drops import Drops
 from tidemill.gradient import Algorithm, Begun, Update, computed_tokens, train_on
 from tidemill.observability.timeline import Timeline
 from tidemill.observability.waits import waiting
-from tidemill.protocols import Ledger, PolicyMismatch, Publisher, Roller, Trainer
-from tidemill.types import Array, Group, Metrics, Sample, Task, TrainResult, Version
 
 ROLE = "controller"  # of this process, to faults
 PATIENCE_S = 3.0  # with the last checkpoint, until it is said what the run waits for
@@ -143,7 +143,7 @@ class Controller:
             with self.timeline.phase("ledger"):
                 self.ledger.admit(group_id, task)
             self.observer.admitted(group_id)
-            faults.reach(ROLE, "admit", group_id)
+            fault_injection.reach(ROLE, "admit", group_id)
             await self._roll_out(group_id, task)
 
     async def _restore(self, left: Group | tuple[int, Task]) -> None:
@@ -157,7 +157,7 @@ class Controller:
         group = await self.roller.rollout(group_id, task)
         with self.timeline.phase("ledger"):
             self.ledger.finish(group)
-        faults.reach(ROLE, "finish", group_id)
+        fault_injection.reach(ROLE, "finish", group_id)
         self.learn(group)
         await self._offer(group)
 
@@ -191,11 +191,11 @@ class Controller:
             with self.timeline.phase("ledger"):
                 incarnation = self.schedule.incarnation
                 self.ledger.begin_step(step, incarnation, [g.id for g in groups], [g.id for g in again])
-            faults.reach(ROLE, "train", step)
+            fault_injection.reach(ROLE, "train", step)
             before = partial(self._before_update, publishing, step, groups)
             with self.timeline.phase("train"):
                 prepared, result, metrics = await train_on(self.trainer, self.algorithm, groups, again, step, before, begun)
-            faults.reach(ROLE, "apply", step)
+            fault_injection.reach(ROLE, "apply", step)
             self.step = step = step + 1
             with self.timeline.phase("ledger"):
                 self.ledger.end_step(step - 1, incarnation, prepared.metrics | metrics)
@@ -280,7 +280,7 @@ class Controller:
 
         Evaluation belongs here because it is pinned: the next version is not published before it has ended.
         """
-        faults.reach(ROLE, "publish", step)
+        fault_injection.reach(ROLE, "publish", step)
         served = await self.publisher.publish(Version(step, self.schedule.incarnation))
         self.versions[served.incarnation, served.step] = served
         with self.timeline.phase("ledger"):
@@ -297,7 +297,7 @@ class Controller:
     async def _checkpoint(self, tasks: asyncio.TaskGroup, step: int) -> None:
         """Only begins the copy of the state. A write that fails ends the run at once; its end waits for the last one."""
         self._saved = step
-        faults.reach(ROLE, "checkpoint", step)
+        fault_injection.reach(ROLE, "checkpoint", step)
         if self.hooks.checkpoint:
             await self._written()
             with self.timeline.phase("checkpoint"):

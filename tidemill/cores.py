@@ -18,9 +18,9 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tidemill.anonymous import anonymous_memory
-from tidemill.config import Config
-from tidemill.machine import usable_cores
+from tidemill.core.config import Config
+from tidemill.core.hardware import usable_cores
+from tidemill.core.shared_memory_file import anonymous_memory
 
 MOST = 0xFFFF  # threads that a board can tell of
 _ITEM = 2  # bytes of its numbers

@@ -28,8 +28,8 @@ from typing import IO, Any
 
 import psutil
 
-from tidemill.errors import ConfigError
-from tidemill.faults import LOG_VARIABLE, VARIABLE
+from tidemill.core.errors import ConfigError
+from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.health import STATUS
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, field
 
-from tidemill.rewards.outcome import SOLVED
-from tidemill.types import GREEDY, TRUNCATED, Finish, Group, Score
+from tidemill.core.outcomes import SOLVED
+from tidemill.core.types import GREEDY, TRUNCATED, Finish, Group, Score
 
 FLAT = "zero-variance"  # groups whose rewards are all equal; any other reason is of groups with nothing to train on
 

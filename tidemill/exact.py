@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from tidemill.checkpoints import Checkpoints
+from tidemill.core.interfaces import Roller, Trainer
+from tidemill.core.types import Group, Metrics, Task, Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import LedgerError, PayloadLost
-from tidemill.protocols import Roller, Trainer
 from tidemill.resume import Standing, expect_known
-from tidemill.types import Group, Metrics, Task, Version
 
 
 async def take_up_exactly(

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tidemill.core.types import Group
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost
 from tidemill.recipe import ReplaySettings
-from tidemill.types import Group
 
 
 class Experience:

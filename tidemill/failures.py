@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from tidemill.controller import RunFailed
+from tidemill.core.interfaces import PolicyMismatch, TrainingDiverged
 from tidemill.envs.chat import EnvironmentLost
 from tidemill.ledger.records import LedgerError
 from tidemill.orchestration.placement import StartFailed
 from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
-from tidemill.protocols import PolicyMismatch, TrainingDiverged
 
 KNOWN = (RunFailed, LedgerError, StartFailed, PeerDied, PeerTimeout, RemoteError, PolicyMismatch, TrainingDiverged)
 KNOWN += (EnvironmentLost, ValueError, OSError)

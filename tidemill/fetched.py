@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from tidemill.durable import write_json
+from tidemill.core.atomic_files import write_json
+from tidemill.core.hub import Kind, commit_of, fetch, is_name
 from tidemill.envs.settings import AnyEnv, PythonSettings, RowsSettings
-from tidemill.hub import Kind, commit_of, fetch, is_name
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
 

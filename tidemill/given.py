@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from tidemill.algorithms.rows import POLICY
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Trainer
+from tidemill.core.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
 from tidemill.envs.messages import Turn, as_messages, is_message, text_of
 from tidemill.envs.template import conversation, too_long, unknown_token
-from tidemill.errors import ConfigError
 from tidemill.gradient import Algorithm
 from tidemill.models.chat_template import Message, Messages
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.protocols import Trainer
-from tidemill.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
 
 # of `prepare`, that are told of held-out rows
 FIGURES = ("preference_loss", "preference_accuracy", "margin", "kto_baseline")

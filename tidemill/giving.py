@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.controller import RunFailed
+from tidemill.core.types import Task
 from tidemill.envs.curriculum import Curriculum
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.types import Task
 
 
 def remembered(curriculum: Curriculum, ledger: SqliteLedger) -> Curriculum:

@@ -17,8 +17,8 @@ from typing import Protocol
 
 import numpy as np
 
-from tidemill.protocols import Trainer
-from tidemill.types import Array, Group, LossSpec, Metrics, Sample, TrainResult
+from tidemill.core.interfaces import Trainer
+from tidemill.core.types import Array, Group, LossSpec, Metrics, Sample, TrainResult
 
 
 class Update(Protocol):

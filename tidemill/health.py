@@ -19,7 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from tidemill.durable import write_json
+from tidemill.core.atomic_files import write_json
 from tidemill.observability.waits import Wait, open_waits
 from tidemill.orchestration.placement import Handle
 

@@ -15,10 +15,10 @@ import torch
 
 from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.algorithms.settings import begins_as
+from tidemill.core.errors import ConfigError
 from tidemill.engine.attention import GATHER_BYTES, MOST_PAIRS
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
-from tidemill.errors import ConfigError
 from tidemill.given import ROWS as HELD_OUT_ROWS
 from tidemill.kernels.library import native
 from tidemill.kernels.native import BLOCK, STEP, Native

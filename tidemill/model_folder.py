@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.core.errors import ConfigError
 from tidemill.envs.settings import RowsSettings, environments_of
-from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.fresh import SIZES, Size, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_config, load_tokenizer, stop_ids

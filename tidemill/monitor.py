@@ -17,22 +17,9 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from tidemill.breaker import Change
-from tidemill.diagnosis.cuts import Limit, limit_of, limits
-from tidemill.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
-from tidemill.diagnosis.symptoms import Symptoms
-from tidemill.evaluation import parts_of
-from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
-from tidemill.observability.columns import HELD_OUT
-from tidemill.observability.display import Display
-from tidemill.observability.memory import PeakMemory
-from tidemill.observability.metrics import StepMetrics
-from tidemill.observability.sinks import Fanout
-from tidemill.observability.timeline import IDLE, Beside, Timeline
-from tidemill.observability.trace import Trace
-from tidemill.pool import EnginePool
-from tidemill.protocols import Engine, PeerLost, Trainer
-from tidemill.seeds import derive_seed
-from tidemill.types import (
+from tidemill.core.interfaces import Engine, PeerLost, Trainer
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import (
     GREEDY,
     TRUNCATED,
     Array,
@@ -47,6 +34,19 @@ from tidemill.types import (
     Unscorable,
     Version,
 )
+from tidemill.diagnosis.cuts import Limit, limit_of, limits
+from tidemill.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
+from tidemill.diagnosis.symptoms import Symptoms
+from tidemill.evaluation import parts_of
+from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
+from tidemill.observability.columns import HELD_OUT
+from tidemill.observability.display import Display
+from tidemill.observability.memory import PeakMemory
+from tidemill.observability.metrics import StepMetrics
+from tidemill.observability.sinks import Fanout
+from tidemill.observability.timeline import IDLE, Beside, Timeline
+from tidemill.observability.trace import Trace
+from tidemill.pool import EnginePool
 
 RATE_S = 10.0
 ENGINE_S = 5.0  # that an engine has to tell what it did

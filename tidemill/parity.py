@@ -19,20 +19,20 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import EngineStats
+from tidemill.core.types import Sample, SamplingParams, Version
 from tidemill.engine.cache_size import page_bytes
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.tokenizer import load_tokenizer
 from tidemill.models.weights import hf_views, load_folder, save_folder
-from tidemill.protocols import EngineStats
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Sample, SamplingParams, Version
 
 TOLERANCE = 1e-4  # nats
 TEMPERATURES = (1.0, 0.7)  # rows take turns

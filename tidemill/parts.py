@@ -23,11 +23,11 @@ from tidemill.build import (
     start_role,
 )
 from tidemill.controller import first_cause
+from tidemill.core.interfaces import Engine, PolicyMismatch, Trainer
 from tidemill.cores import seats
 from tidemill.orchestration.placement import Handle, Placement
 from tidemill.orchestration.wire import PeerDied
 from tidemill.pool import EnginePool
-from tidemill.protocols import Engine, PolicyMismatch, Trainer
 from tidemill.recipe import RunConfig
 from tidemill.served_reference import WithServedReference
 from tidemill.supervision import Supervisor

@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tidemill.core.interfaces import Engine, EngineFailed, PeerLost, PolicyMismatch, Trainer
+from tidemill.core.types import Published, Version
 from tidemill.observability.waits import waiting
 from tidemill.orchestration.wire import RemoteError
-from tidemill.protocols import Engine, EngineFailed, PeerLost, PolicyMismatch, Trainer
-from tidemill.types import Published, Version
 
 T = TypeVar("T")
 LOST = (PeerLost, EngineFailed, RemoteError)  # of an engine: what it was doing is done again elsewhere

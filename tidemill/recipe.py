@@ -16,18 +16,18 @@ from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.beside import found, same_file
-from tidemill.config import Config, load
+from tidemill.core.config import Config, load
+from tidemill.core.errors import ConfigError
+from tidemill.core.hardware import usable_cores
+from tidemill.core.types import MIN_TEMPERATURE
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.curriculum import Order
 from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, environments_of, parse_env
-from tidemill.errors import ConfigError
-from tidemill.machine import usable_cores
 from tidemill.observability.settings import LogSettings
 from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import MIN_TEMPERATURE
 
 
 class PlacementSettings(Config):

@@ -18,7 +18,9 @@ import numpy as np
 import torch
 
 from tidemill.checkpoint_manifest import read_manifest
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.interfaces import CheckpointError
+from tidemill.core.types import GREEDY, Array, Finish, Sample, Trajectory, Version
 from tidemill.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
 from tidemill.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.engine.core import NativeEngine
@@ -28,11 +30,9 @@ from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.served import Contents
 from tidemill.models.weights import load_folder
-from tidemill.protocols import CheckpointError
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder
 from tidemill.trainer.native import NativeTrainer
-from tidemill.types import GREEDY, Array, Finish, Sample, Trajectory, Version
 
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # of those that differ: each is computed in every way that could explain it

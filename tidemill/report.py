@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.core.hardware import usable_cores
 from tidemill.evaluation import errors_apart, interval
 from tidemill.given import FIGURES
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
-from tidemill.machine import usable_cores
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.monitor import Totals
 from tidemill.observability.account import CONTROLLER, GENERATE, REFERENCE, REWARD, TRAIN, TRAINER, Account

@@ -22,13 +22,11 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from tidemill.errors import ConfigError
-from tidemill.models.tokenizer import EOS, Tokenizer, byte_tokenizer
-from tidemill.protocols import Checkable, Engine, Environment, Gold
-from tidemill.rewards.outcome import SOLVED, clip
-from tidemill.rollout import Episodes
-from tidemill.seeds import derive_seed
-from tidemill.types import (
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Checkable, Engine, Environment, Gold
+from tidemill.core.outcomes import SOLVED, clip
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import (
     Array,
     Completion,
     Finish,
@@ -41,6 +39,8 @@ from tidemill.types import (
     Unscorable,
     Version,
 )
+from tidemill.models.tokenizer import EOS, Tokenizer, byte_tokenizer
+from tidemill.rollout import Episodes
 
 WRONG = 0.05  # of the gold replies may fall short: a few wrong labels are in every set of tasks
 HOPELESS = 3  # replies in a row, from the first on, that could not be judged: the others would not be either

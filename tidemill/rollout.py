@@ -15,15 +15,26 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tidemill.core.interfaces import Engine, Environment
+from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
+from tidemill.core.types import (
+    GREEDY,
+    Finish,
+    Group,
+    InfraError,
+    Outcome,
+    SamplingParams,
+    Score,
+    Task,
+    Trajectory,
+    Unscorable,
+)
 from tidemill.envs.bounded import Overdue, bounded
 from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.account import EPISODE, REWARD
 from tidemill.observability.timeline import Beside
 from tidemill.pool import EnginePool
-from tidemill.protocols import Engine, Environment
-from tidemill.rewards.outcome import clip, fitting, outcome_of, outcomes_of
-from tidemill.types import GREEDY, Finish, Group, InfraError, Outcome, SamplingParams, Score, Task, Trajectory, Unscorable
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

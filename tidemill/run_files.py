@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 
 
 class _Wait(msgspec.Struct):

@@ -17,13 +17,13 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tidemill import faults
 from tidemill.beside import absolute
-from tidemill.codec import CodecError, parse_json
-from tidemill.config import build, dump
 from tidemill.controller import ROLE
-from tidemill.durable import flush, put_in_place, write_json
-from tidemill.errors import ConfigError
+from tidemill.core import fault_injection
+from tidemill.core.atomic_files import flush, put_in_place, write_json
+from tidemill.core.config import build, dump
+from tidemill.core.errors import ConfigError
+from tidemill.core.serialization import CodecError, parse_json
 from tidemill.health import FAILURE, STATUS
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.records import LedgerError, RunFolderError
@@ -84,7 +84,7 @@ class RunFolder:
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         if not self.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
             write_json(self.config, absolute(dump(config)))
-        faults.reach(ROLE, "config", path=self.config)
+        fault_injection.reach(ROLE, "config", path=self.config)
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
 
@@ -167,7 +167,7 @@ class RunFolder:
             return
         beside = self._beside_initial()
         shutil.copytree(start, beside)
-        faults.reach(ROLE, "initial", path=beside / "config.json")
+        fault_injection.reach(ROLE, "initial", path=beside / "config.json")
         put_in_place(beside, self.initial)
         shutil.rmtree(self.warm_up, ignore_errors=True)
 
@@ -179,9 +179,9 @@ class RunFolder:
 
     async def write_final(self, export: Callable[[str], Awaitable[None]]) -> None:
         """`final` as `export` writes it: whole, in place of an earlier one."""
-        faults.reach(ROLE, "final")
+        fault_injection.reach(ROLE, "final")
         await export(str(self.final))
-        faults.reach(ROLE, "report")
+        fault_injection.reach(ROLE, "report")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -18,23 +18,24 @@ from typing import Any, TypeVar
 
 from tidemill.assembly import Session, context_cut, train
 from tidemill.build import TrainerSpec, budget_of, placed, preparing
-from tidemill.config import dump
 from tidemill.controller import first_cause
+from tidemill.core.config import dump
+from tidemill.core.errors import ConfigError
+from tidemill.core.hardware import allow_files, usable_cores
+from tidemill.core.hub import shown
+from tidemill.core.interfaces import Environment, PeerLost
 from tidemill.envs.bounded import bounded_call
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.several import notes_of, parts_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
-from tidemill.errors import ConfigError
 from tidemill.fetched import fetched
 from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
-from tidemill.hub import shown
 from tidemill.judging_code import tell_changes
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.machine import allow_files, usable_cores
 from tidemill.model_folder import ModelFolder, expect_model, named_folder
 from tidemill.models.tokenizer import import_tokenizers
 from tidemill.monitor import Monitor
@@ -47,7 +48,6 @@ from tidemill.parts import start_parts
 from tidemill.preparation import Preparation
 from tidemill.processes import keeper
 from tidemill.profiling import LAST, merge
-from tidemill.protocols import Environment, PeerLost
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
 from tidemill.reward_check import QUICK_TASKS, vouch

@@ -15,9 +15,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from tidemill.controller import RunFailed
+from tidemill.core.interfaces import Engine
 from tidemill.orchestration.placement import Handle, StartFailed
 from tidemill.pool import LOST, EnginePool
-from tidemill.protocols import Engine
 
 LONGEST_PAUSE_S = 60.0
 LASTING = 10  # what lived for so many times the pause before it had come back: its next end is another story

@@ -17,20 +17,20 @@ from typing import Any
 from tidemill.build import TrainerSpec
 from tidemill.checkpoint_manifest import Position
 from tidemill.checkpoints import Checkpoints
-from tidemill.config import dump
+from tidemill.core.config import dump
+from tidemill.core.executors import in_thread
+from tidemill.core.interfaces import CheckpointError
+from tidemill.core.types import Task
 from tidemill.evaluation import Evaluator
 from tidemill.ledger.records import Event
 from tidemill.model_folder import NEW, ModelFolder
 from tidemill.orchestration.placement import Placement
 from tidemill.parts import Parts, start_parts
 from tidemill.pool import PoolPublisher
-from tidemill.protocols import CheckpointError
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
 from tidemill.run_folder import RunFolder, read_json
-from tidemill.threads import in_thread
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Task
 from tidemill.warm_start_cache import RECORD, WarmStartCache, record
 from tidemill.warmup import WarmedUp, WarmUp
 

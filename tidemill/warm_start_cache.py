@@ -17,12 +17,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tidemill import faults
 from tidemill.checkpoint_manifest import Position, seal, verify
 from tidemill.controller import ROLE
-from tidemill.durable import put_in_place, write_json
-from tidemill.errors import ConfigError
-from tidemill.protocols import CheckpointError
+from tidemill.core import fault_injection
+from tidemill.core.atomic_files import put_in_place, write_json
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import CheckpointError
 from tidemill.run_folder import read_json
 from tidemill.warmup import WarmedUp
 
@@ -71,7 +71,7 @@ class WarmStartCache:
 def record(folder: Path, warmed: WarmedUp) -> None:
     """Write what came of the warm-up beside the model in `folder`, seal it, and make all of it private."""
     write_json(folder / RECORD, asdict(warmed))
-    faults.reach(ROLE, "warm-start", path=folder / RECORD)
+    fault_injection.reach(ROLE, "warm-start", path=folder / RECORD)
     seal(folder, Position(warmed.steps, 0, 0), threading.Event())
     for path in (folder, *folder.rglob("*")):
         path.chmod(0o700 if path.is_dir() else 0o600)

@@ -16,15 +16,15 @@ from typing import Any
 import numpy as np
 
 from tidemill.controller import RunFailed
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Trainer
+from tidemill.core.types import Array, LossSpec, Sample, Task, Version
 from tidemill.envs.order import task_order
 from tidemill.envs.template import as_messages, conversation, unknown_token
-from tidemill.errors import ConfigError
 from tidemill.evaluation import Evaluator
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.pool import PoolPublisher
-from tidemill.protocols import Trainer
 from tidemill.recipe import WarmupSettings
-from tidemill.types import Array, LossSpec, Sample, Task, Version
 
 LOOK_EVERY = 10  # steps between two looks at the accuracy, which goes from a tenth to two thirds within fifty
 LOOK_TASKS = 256

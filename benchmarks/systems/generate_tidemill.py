@@ -12,11 +12,11 @@ import numpy as np
 import torch
 from serve import given, serve
 
+from tidemill.core.types import SamplingParams, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.kernels.library import why_not
 from tidemill.models.weights import load_folder
-from tidemill.types import SamplingParams, Version
 
 wanted = given()
 torch.set_num_threads(wanted["threads"])

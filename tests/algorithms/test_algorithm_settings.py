@@ -9,9 +9,9 @@ from tidemill.algorithms.losses import LOSSES, loss_by_name
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
-from tidemill.config import Config, build, dump
-from tidemill.errors import ConfigError
-from tidemill.loading import constants_of
+from tidemill.core.config import Config, build, dump
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import constants_of
 
 REFERENCE = {"opd": {"reference": "teacher/"}}  # what a preset leaves to the user
 

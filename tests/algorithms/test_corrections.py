@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD, Ratios, correct, correction_by_name
-from tidemill.loading import constants_of
+from tidemill.core.import_object import constants_of
 
 
 def ratios(seed=0, lengths=(3, 1, 4, 2, 6), spread=0.8):

@@ -11,7 +11,7 @@ import torch
 from tidemill.algorithms.advantages import ADVANTAGES, Scores
 from tidemill.algorithms.corrections import CORRECTIONS, Ratios
 from tidemill.algorithms.losses import LossInput, evaluate, loss_by_name
-from tidemill.types import LossSpec
+from tidemill.core.types import LossSpec
 
 LETTERS = 3
 

@@ -13,6 +13,7 @@ from torch.nn.functional import logsigmoid
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.presets import PRESETS
 from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.core.types import Group, Task
 from tidemill.given import Given
 from tidemill.gradient import train_on
 from tidemill.models.architecture import Architecture
@@ -23,7 +24,6 @@ from tidemill.trainer.critic import Critic
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Group, Task
 
 TOKENIZER = character_tokenizer("abcdefgh=\n")
 PRESETS_OF_GIVEN = [name for name, values in PRESETS.items() if "given" in values]
@@ -233,8 +233,8 @@ async def test_what_is_told_of_given_replies_is_what_can_be_said_of_them() -> No
     ],
 )
 def test_what_only_sampled_replies_have_is_refused_by_name(value: dict[str, Any], message: str) -> None:
-    from tidemill.config import Config, build
-    from tidemill.errors import ConfigError
+    from tidemill.core.config import Config, build
+    from tidemill.core.errors import ConfigError
 
     class Recipe(Config):
         algorithm: AlgorithmSettings

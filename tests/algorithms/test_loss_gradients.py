@@ -7,7 +7,7 @@ from test_losses import CASES, EXTRAS, POLICY_CASES, Rows, function, gradient, i
 
 from tidemill.algorithms.losses import LossInput, evaluate, loss_by_name
 from tidemill.algorithms.presets import PER_SEQUENCE
-from tidemill.types import LossSpec
+from tidemill.core.types import LossSpec
 
 
 def part(rows, chosen):

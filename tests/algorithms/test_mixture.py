@@ -9,7 +9,7 @@ from test_prepare import LONGEST, STEP, group, trajectory
 from tidemill.algorithms.mixture import COMMON, Mixture, algorithm_of
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.types import Finish, Group, Sample
+from tidemill.core.types import Finish, Group, Sample
 
 GRPO, DAPO, DR = (AlgorithmSettings.preset(name) for name in ("grpo", "dapo", "dr_grpo"))
 

@@ -3,7 +3,7 @@ import pytest
 
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.types import GREEDY, Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
+from tidemill.core.types import GREEDY, Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
 
 GRPO = AlgorithmSettings.preset("grpo")
 LONGEST = 10

@@ -24,8 +24,8 @@ from tidemill.algorithms.reduce import REDUCTIONS
 from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.catalogue import prose
 from tidemill.catalogue.entries import PARTS, Entry, constants_as, entries, entry, page, parsed, table
-from tidemill.config import Config, build
-from tidemill.types import LossSpec
+from tidemill.core.config import Config, build
+from tidemill.core.types import LossSpec
 
 DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
 TOOLS = {  # public functions that are no part of an algorithm

@@ -10,13 +10,13 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.cli import app
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 
 ENVIRONMENT = '''
 from zlib import crc32
 
 from tidemill.envs.environment import environment
-from tidemill.types import Score
+from tidemill.core.types import Score
 
 
 def rows(split):

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tidemill import machine
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands import doctor, selftest
 from tidemill.commands.finding import Finding
+from tidemill.core import hardware
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.sync.settings import SyncSettings
@@ -102,18 +102,18 @@ def test_scarcity_is_a_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_a_container_limits_cores_and_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(machine, "CGROUP", tmp_path)
-    free = machine.usable_cores(), machine.memory_bytes()[0]
+    monkeypatch.setattr(hardware, "CGROUP", tmp_path)
+    free = hardware.usable_cores(), hardware.memory_bytes()[0]
     (tmp_path / "cpu.max").write_text("100000 100000\n")
     (tmp_path / "memory.max").write_text("1000000\n")
     (tmp_path / "memory.current").write_text("400000\n")
-    assert machine.usable_cores() == 1 <= free[0]
-    assert machine.memory_bytes() == (1000000, 600000) and free[1] > 1000000
+    assert hardware.usable_cores() == 1 <= free[0]
+    assert hardware.memory_bytes() == (1000000, 600000) and free[1] > 1000000
     (tmp_path / "memory.stat").write_text("anon 150000\ninactive_file 250000\n")
-    assert machine.memory_bytes() == (1000000, 850000)  # what is cached of files could be dropped
+    assert hardware.memory_bytes() == (1000000, 850000)  # what is cached of files could be dropped
     (tmp_path / "cpu.max").write_text("max 100000\n")
     (tmp_path / "memory.max").write_text("max\n")
-    assert (machine.usable_cores(), machine.memory_bytes()[0]) == free
+    assert (hardware.usable_cores(), hardware.memory_bytes()[0]) == free
 
 
 def test_a_scoring_worker_is_needed(monkeypatch: pytest.MonkeyPatch):

@@ -17,13 +17,13 @@ from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.buffer import Buffer
 from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
-from tidemill.config import load
+from tidemill.core.config import load
+from tidemill.core.types import Sample
 from tidemill.recipe import RunConfig
 from tidemill.trainer import lanes
 from tidemill.trainer.batch import Row, rows_of, split
 from tidemill.trainer.lanes import Lanes
 from tidemill.trainer.step import Compute
-from tidemill.types import Sample
 
 
 def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunConfig:

@@ -6,9 +6,9 @@ import json
 import sqlite3
 from pathlib import Path
 
+from tidemill.core.types import Task
 from tidemill.ledger import SqliteLedger
 from tidemill.run_folder import read_json
-from tidemill.types import Task
 
 KEYS = ["admitted", "trained", "dropped", "pending", "lost", "trained_twice"]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.commands.new import check_name
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.recipe import load_recipe
 
 

@@ -13,9 +13,9 @@ from parity_cases import ENGINE_PATHS, model_folder
 
 from tidemill import parity as checks
 from tidemill.commands.parity import parity
+from tidemill.core.errors import ConfigError
 from tidemill.engine import attention
 from tidemill.engine.attention import PagedCache
-from tidemill.errors import ConfigError
 from tidemill.models import decoder as decoders
 from tidemill.models.architecture import UnsupportedModel
 

@@ -17,11 +17,12 @@ from commands.conftest import ENVIRONMENT, RECIPE
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from tidemill import codec
 from tidemill import replay as replays
 from tidemill.cli import app
 from tidemill.commands import parity as command
-from tidemill.config import build
+from tidemill.core import serialization
+from tidemill.core.config import build
+from tidemill.core.types import Trajectory, Version
 from tidemill.diagnosis.mismatch import ROUNDING
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
@@ -29,7 +30,6 @@ from tidemill.models.weights import load_folder
 from tidemill.recipe import RunConfig
 from tidemill.replay import fit_temperature
 from tidemill.run_folder import RunFolder
-from tidemill.types import Trajectory, Version
 
 Change = Callable[[Trajectory], Trajectory]
 
@@ -65,7 +65,7 @@ def change(run: Path, changed: Change, most: int | None = None) -> int:
     with closing(sqlite3.connect(run / "ledger.sqlite")) as db:
         for line, trajectory in old:
             new = changed(trajectory)
-            payloads = [b""] * line.place + [codec.encode(new)]  # a record is found by its place
+            payloads = [b""] * line.place + [serialization.encode(new)]  # a record is found by its place
             at = writer.append(line.group_id, payloads)[line.place]
             steps = new.versions[new.mask & (new.versions >= 0)]
             db.execute(

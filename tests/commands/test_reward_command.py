@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.types import Score, Task
 from tidemill.envs.environment import environment
 from tidemill.envs.guess import guess_game
 from tidemill.envs.make import make_environment
@@ -16,7 +17,6 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig
 from tidemill.reward_check import HOPELESS, Own, check
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Score, Task
 
 REWARDS = """
 tasks = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "tens": str((i + 1) // 10)} for i in range(60)]

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from tidemill.commands.segments import Segment, segments
+from tidemill.core.types import Finish, Group, InfraError, Said, Task, Trajectory, Version
 from tidemill.ledger import SqliteLedger
 from tidemill.observability.text import visible
-from tidemill.types import Finish, Group, InfraError, Said, Task, Trajectory, Version
 
 
 def trajectory(mask: list[int], **changes) -> Trajectory:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from tidemill.commands.settings import known
-from tidemill.config import dump
+from tidemill.core.config import dump
 from tidemill.recipe import load_recipe
 
 OPTIONS = (Path(__file__).parents[1] / "options.txt").read_text().split()

@@ -14,10 +14,10 @@ import tidemill as package
 from tidemill import cli
 from tidemill.commands import training
 from tidemill.commands.ending import tell
+from tidemill.core.interfaces import TrainingDiverged
 from tidemill.evaluation import errors_apart
 from tidemill.ledger.records import EvalRecord
 from tidemill.orchestration.wire import PeerDied
-from tidemill.protocols import TrainingDiverged
 from tidemill.recipe import load_recipe
 from tidemill.report import unlearned
 from tidemill.run_folder import read_json
@@ -25,7 +25,7 @@ from tidemill.session import Ended
 
 FORGETFUL = """
 from tidemill.envs.environment import environment
-from tidemill.types import Score
+from tidemill.core.types import Score
 
 seen = []
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from tidemill.core.types import Finish, Group, Sample, Score, Task, Trajectory, Version
 from tidemill.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
 from tidemill.diagnosis.mismatch import GROSS, ROUNDING, Limit, LogprobGap, lag_zero
-from tidemill.types import Finish, Group, Sample, Score, Task, Trajectory, Version
 
 T, START, END = 60, 20, 50
 LIMIT = ROUNDING["float32"]

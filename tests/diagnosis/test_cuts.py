@@ -7,9 +7,9 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tidemill.core.types import CUT_AT, OWN_LIMIT, Finish, Group, Score, Task, Trajectory
 from tidemill.diagnosis.cuts import REMEDIES, by, limit_of, limits
 from tidemill.diagnosis.symptoms import Symptoms
-from tidemill.types import CUT_AT, OWN_LIMIT, Finish, Group, Score, Task, Trajectory
 
 
 def cut(finish: Finish, **info: float) -> Trajectory:

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.diagnosis.symptoms import Symptoms
-from tidemill.types import Finish, Group, Score, Task, Trajectory
 
 HEALTHY = {
     **{"train/zero_variance_groups": 1.0, "train/groups": 4.0, "train/entropy": 1.0},

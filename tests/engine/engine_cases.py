@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from tidemill.core.types import Published, SamplingParams, Version
 from tidemill.engine import core
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
@@ -15,7 +16,6 @@ from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.served import Contents
 from tidemill.models.weights import serving_slices
-from tidemill.types import Published, SamplingParams, Version
 
 VOCAB = 61
 BASE = Architecture(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from tidemill.core.types import Span
 from tidemill.engine import activity
 from tidemill.engine.activity import GAP_S, Activity
 from tidemill.observability.timeline import IDLE
 from tidemill.observability.trace import length, merged
-from tidemill.types import Span
 
 
 class Clock:

@@ -11,8 +11,8 @@ import torch
 from engine_cases import BASE, VOCAB, decoder, engine, kept, prompts, reference, reference_logprobs
 from gpu_in_pytorch import compute_again
 
+from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine.adjustments import Adjustment
-from tidemill.types import Finish, SamplingParams
 
 ENDS = tuple(range(0, VOCAB, 3))
 CASES: dict[str, dict[str, Any]] = {

@@ -14,12 +14,12 @@ from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts, referen
 from gpu_in_pytorch import compute_again
 
 import tidemill.engine.core as core
+from tidemill.core.executors import background
+from tidemill.core.interfaces import Engine, EngineFailed, PolicyMismatch
+from tidemill.core.types import Finish, SamplingParams, Version
 from tidemill.engine import turns
 from tidemill.engine.settings import EngineSettings
 from tidemill.observability.timeline import IDLE
-from tidemill.protocols import Engine, EngineFailed, PolicyMismatch
-from tidemill.threads import background
-from tidemill.types import Finish, SamplingParams, Version
 
 
 @pytest.fixture(params=["one by one", "ahead"])

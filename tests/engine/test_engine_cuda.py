@@ -19,12 +19,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_parity import PATHS, run, siblings
 
+from tidemill.core.interfaces import EngineFailed
+from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine import cuda
 from tidemill.engine.blocks import NULL_PAGE, BlockManager
 from tidemill.engine.cuda import GpuCache, Inputs, Shape, numbers_of, recorded_shape, row_counts, shape_of, token_count
 from tidemill.engine.scheduler import Scheduler, Sequence
-from tidemill.protocols import EngineFailed
-from tidemill.types import Finish, SamplingParams
 
 ENDS = [Finish.STOP, Finish.LENGTH]
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from engine_cases import BASE, FAMILIES, decoder, engine, prompts, reference_logprobs
 
+from tidemill.core.types import SamplingParams, Version
 from tidemill.engine.attention import PagedCache, siblings_together
 from tidemill.engine.scheduler import Chunk, Plan
 from tidemill.engine.weights import serve
@@ -19,7 +20,6 @@ from tidemill.kernels import worth
 from tidemill.kernels.library import native
 from tidemill.kernels.native import NONE
 from tidemill.models.architecture import Architecture
-from tidemill.types import SamplingParams, Version
 
 ROWS, PAGES = 26, 90
 BIASES = replace(BASE, qkv_bias=True, o_bias=True, mlp_bias=True, heads=2, kv_heads=2, head_dim=32)

@@ -16,13 +16,13 @@ import torch
 from engine_cases import BASE, FAMILIES, MemoryReceiver, decoder, engine, prompts, with_pages
 
 import tidemill.engine.core as core
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Completion, SamplingParams, Scored, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.invariant import BLOCK
 from tidemill.engine.settings import EngineSettings
-from tidemill.errors import ConfigError
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.logprobs import token_logprobs
-from tidemill.types import Completion, SamplingParams, Scored, Version
 
 ODD = replace(BASE, heads=1, kv_heads=1, head_dim=10, hidden=27, intermediate=37, vocab=601)  # nothing fills a cache line
 MODELS = FAMILIES | {"odd": ODD}

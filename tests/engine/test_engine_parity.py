@@ -22,10 +22,10 @@ from engine_cases import (
     with_pages,
 )
 
+from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine.attention import PagedCache, Piece, _group, siblings_together
 from tidemill.kernels.library import native
 from tidemill.kernels.native import Native
-from tidemill.types import Finish, SamplingParams
 
 PATHS = {
     "plain": {"prefix_cache": False},

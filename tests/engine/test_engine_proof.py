@@ -18,6 +18,9 @@ import pytest
 import torch
 from engine_cases import MemoryReceiver, decoder, engine, prompts, reference_logprobs
 
+from tidemill.core.executors import background
+from tidemill.core.interfaces import EngineFailed, PolicyMismatch
+from tidemill.core.types import Published, SamplingParams, Version
 from tidemill.engine import turns
 from tidemill.engine.weights import Staging, serve
 from tidemill.models.decoder import Decoder
@@ -25,11 +28,8 @@ from tidemill.models.pieces import at_once
 from tidemill.models.served import Contents, checked, words_of
 from tidemill.models.slices import Slice
 from tidemill.models.weights import serving_slices
-from tidemill.protocols import EngineFailed, PolicyMismatch
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
-from tidemill.threads import background
-from tidemill.types import Published, SamplingParams, Version
 
 
 async def until(condition) -> None:

@@ -9,8 +9,8 @@ from engine_cases import kept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.core.types import SamplingParams
 from tidemill.engine.sampler import RowParams, draw, mixed, sample, truncate, uniforms
-from tidemill.types import SamplingParams
 
 CASES = {
     "plain": SamplingParams(),

@@ -14,6 +14,8 @@ import pytest
 import torch
 from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts
 
+from tidemill.core.interfaces import EngineFailed, PolicyMismatch
+from tidemill.core.types import Completion, Published, SamplingParams, Version
 from tidemill.engine import turns
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.turns import SHARE, TURN_S, in_turns
@@ -24,10 +26,8 @@ from tidemill.models.pieces import Work, at_once, by_rows
 from tidemill.models.served import Contents, checked
 from tidemill.models.slices import Slice
 from tidemill.models.weights import serving_slices
-from tidemill.protocols import EngineFailed, PolicyMismatch
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
-from tidemill.types import Completion, Published, SamplingParams, Version
 
 MS = 0.001
 ARCH = replace(BASE, context=400)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from tidemill import Chat, InfraError, Score, Task, Unscorable, environment
-from tidemill.types import Outcome, Trajectory
+from tidemill.core.types import Outcome, Trajectory
 
 
 async def two_turns(task: Task, chat: Chat) -> Any:

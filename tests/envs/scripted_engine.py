@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tidemill.types import Completion, Finish, SamplingParams, Support, Version
+from tidemill.core.types import Completion, Finish, SamplingParams, Support, Version
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
 
-from tidemill.codec import decode, encode
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Chat
+from tidemill.core.seeding import derive_seed
+from tidemill.core.serialization import decode, encode
+from tidemill.core.types import Finish, SamplingParams, Score, Task, Trajectory
 from tidemill.envs.chat import HERE, ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
 from tidemill.envs.template import TemplateRewritesHistory, as_messages, check_prompts, prompt_tokens, renderer
-from tidemill.errors import ConfigError
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.protocols import Chat
-from tidemill.seeds import derive_seed
-from tidemill.types import Finish, SamplingParams, Score, Task, Trajectory
 
 TOKENIZER = chat_tokenizer()
 END = TOKENIZER.convert_tokens_to_ids("<|im_end|>")

@@ -10,14 +10,14 @@ from typing import Any
 import datasets
 import pytest
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Task
 from tidemill.envs.conversations import with_prompt
 from tidemill.envs.make import reward_environment
 from tidemill.envs.sources import splits_of
 from tidemill.envs.tasks import task_of
-from tidemill.errors import ConfigError
 from tidemill.given import replies
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Task
 
 
 def user(text: str, **more: Any) -> dict[str, Any]:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.core.types import GREEDY, Finish, Group, Score, Task, Trajectory
 from tidemill.envs.curriculum import EXPLORE, KEPT, Curriculum, Order, Pool
 from tidemill.envs.order import task_order, turns
-from tidemill.types import GREEDY, Finish, Group, Score, Task, Trajectory
 
 ORDERS: tuple[Order, ...] = ("shuffled", "frontier", "easy_first", "mixed")
 NAN = float("nan")

@@ -20,16 +20,16 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine, chat_tokenizer, says
 
+from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
+from tidemill.core.types import Finish, InfraError, SamplingParams, Score, Task, Trajectory
 from tidemill.envs.chat import EnvironmentLost, rollout_seeds
 from tidemill.envs.environment import environment
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import EnvironmentWorkers, GuessSettings, PythonSettings
 from tidemill.envs.workers import WorkerEnvironment, in_workers
-from tidemill.faults import LOG_VARIABLE, VARIABLE
 from tidemill.processes import stopped
 from tidemill.rollout import Episodes
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Finish, InfraError, SamplingParams, Score, Task, Trajectory
 
 FILE = str(Path(__file__).with_name("faulty_environments.py"))
 LIMIT_S = 1.0

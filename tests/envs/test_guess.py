@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 from scripted_engine import ScriptedEngine, says
 
+from tidemill.core.types import Finish, SamplingParams, Score, Task, Unscorable
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.envs.guess import ALPHABET
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import GuessSettings
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Finish, SamplingParams, Score, Task, Unscorable
 
 TOKENIZER = character_tokenizer(ALPHABET)
 

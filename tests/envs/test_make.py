@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tidemill.config import Config, build, dump
+from tidemill.core.config import Config, build, dump
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 from tidemill.envs.environment import environment
 from tidemill.envs.make import make_environment, reward_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.settings import EnvSettings
 from tidemill.envs.sources import splits_of
-from tidemill.errors import ConfigError
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 
 
 class Recipe(Config):

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 
 from tidemill.commands.reward import read_answers
-from tidemill.config import build, load
+from tidemill.core.config import build, load
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Finish, Score, Task, Trajectory, Unscorable
 from tidemill.envs.json_lines import json_lines
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import RowsSettings
 from tidemill.envs.tasks import task_of
-from tidemill.errors import ConfigError
 from tidemill.rewards.functions import exact, last_boxed, numeric, regex
 from tidemill.rewards.math import score
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Finish, Score, Task, Trajectory, Unscorable
 
 ROW = b'{"prompt": "a", "answer": "1"}'
 READ = {

@@ -8,13 +8,13 @@ import pytest
 import reasoning_gym
 from test_make import attempt
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import InfraError, Score
 from tidemill.envs.make import make_environment
 from tidemill.envs.reasoning_gym import GymJudge, _length
 from tidemill.envs.reasoning_gym_worker import Order, make
 from tidemill.envs.settings import ReasoningGymSettings
-from tidemill.errors import ConfigError
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import InfraError, Score
 
 
 @pytest.fixture(scope="module")

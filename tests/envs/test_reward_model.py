@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Finish, Score, Trajectory
 from tidemill.envs.make import make_environment
 from tidemill.envs.reward_model import score
 from tidemill.envs.settings import RowsSettings
-from tidemill.errors import ConfigError
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.models.value import ValueModel
 from tidemill.models.weights import load_folder
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Finish, Score, Trajectory
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 :\n"
 

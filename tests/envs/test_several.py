@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from tidemill.config import build, dump
+from tidemill.core.config import build, dump
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Checkable, Environment
+from tidemill.core.types import Outcome, Score, Task, Unscorable
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import EnvironmentWorkers
 from tidemill.envs.several import Several, parts_of
 from tidemill.envs.workers import in_workers
-from tidemill.errors import ConfigError
-from tidemill.protocols import Checkable, Environment
 from tidemill.recipe import RunConfig
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Outcome, Score, Task, Unscorable
 
 
 class Part:

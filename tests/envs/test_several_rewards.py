@@ -9,16 +9,16 @@ from test_make import ROWS, attempt, make, write
 
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Group, InfraError, Score, Task, Unscorable
 from tidemill.envs.judge import RewardJudge
 from tidemill.envs.make import reward_environment
-from tidemill.errors import ConfigError
 from tidemill.evaluation import summary
 from tidemill.monitor import describe
 from tidemill.observability.metrics import StepMetrics
 from tidemill.recipe import RunConfig
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Group, InfraError, Score, Task, Unscorable
 
 FILES = {
     "a.py": "def right(completion, answer): return float(completion == answer)\n",

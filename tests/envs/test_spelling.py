@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tidemill.commands import training
-from tidemill.config import build
+from tidemill.core.config import build
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings
 from tidemill.envs.spelling import COUNT, LENGTHS, score, tasks, words

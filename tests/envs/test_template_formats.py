@@ -18,10 +18,10 @@ from chat_formats import FORMATS, TOKENIZERS, Messages, conversation_of, split_a
 from scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast, tokenization_utils_base
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import SamplingParams
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.envs.template import TemplateRewritesHistory, conversation
-from tidemill.errors import ConfigError
-from tidemill.types import SamplingParams
 
 FEW, ALL = 3, 1000
 

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 from test_make import attempt
 
+from tidemill.core.types import Score, Task, Unscorable
 from tidemill.envs.judge import RewardJudge
 from tidemill.envs.make import make_environment
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Score, Task, Unscorable
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing_an_environment.md"
 BLOCK = re.compile(r"(?:`(?P<file>[\w.]+)`:\n\n)?```(?P<language>\w*)\n(?P<code>.*?)```", re.DOTALL)

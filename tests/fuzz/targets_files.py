@@ -18,12 +18,14 @@ from ledger.ledger_cases import group, task
 from safetensors.torch import load_file
 from sources import ROOT
 
-from tidemill import codec
-from tidemill.config import Config, build, load, tables_of
+from tidemill.core import serialization
+from tidemill.core.config import Config, build, load, tables_of
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import Completion, Group, Sample, SamplingParams, Scored, Task, Telemetry, Trajectory, Version
 from tidemill.envs.rows import row_splits
 from tidemill.envs.settings import RowsSettings
 from tidemill.envs.tasks import check_splits
-from tidemill.errors import ConfigError
 from tidemill.ledger import LedgerError, SqliteLedger
 from tidemill.ledger.rows import as_json
 from tidemill.ledger.segments import segment_path
@@ -31,11 +33,9 @@ from tidemill.models.architecture import UnsupportedModel
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.models.slices import Slice
 from tidemill.models.weights import load_folder
-from tidemill.protocols import PolicyMismatch
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
 from tidemill.sync.manifest import Block, Manifest
-from tidemill.types import Completion, Group, Sample, SamplingParams, Scored, Task, Telemetry, Trajectory, Version
 
 MINIMAL = {"run_dir": "runs/x", "model": "new:0.1m", "env": {"kind": "guess"}}
 RECIPES = [path.read_text() for path in sorted((ROOT / "recipes").glob("*.toml"))]
@@ -200,13 +200,13 @@ NOUNS += [dict[str, float], list[np.ndarray], np.ndarray]
 @contextmanager
 def decoding(_: Path) -> Iterator[Attack]:
     def attack(given: tuple[Any, bytes]) -> None:
-        codec.encode(codec.decode(given[1], given[0]))
+        serialization.encode(serialization.decode(given[1], given[0]))
 
     yield attack
 
 
 def noun_bytes() -> st.SearchStrategy[tuple[Any, bytes]]:
-    valid = codec.encode(group(0))
+    valid = serialization.encode(group(0))
     array = st.tuples(
         st.sampled_from(["<i4", "<f8", "|b1", "|O", "x"]),
         st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**62, 2**31]), max_size=4),
@@ -233,13 +233,13 @@ def segments(folder: Path) -> Iterator[Attack]:
             ledger.finish(each)
         path = segment_path(folder / "trajectories", 1)
         whole = path.read_bytes()
-        recorded = [codec.encode(ledger.load(i).trajectories) for i in range(3)]
+        recorded = [serialization.encode(ledger.load(i).trajectories) for i in range(3)]
 
         def attack(change: Any) -> None:
             path.write_bytes(change(whole))
             ledger.verify()
             for i in range(3):
-                assert codec.encode(ledger.load(i).trajectories) == recorded[i]
+                assert serialization.encode(ledger.load(i).trajectories) == recorded[i]
 
         yield attack
 
@@ -312,7 +312,7 @@ TARGETS = [
         (PolicyMismatch,),
     ),
     Target("model folder: config.json and safetensors", model_inputs(), model_folders, (UnsupportedModel,)),
-    Target("codec: every noun", noun_bytes(), decoding, (codec.CodecError,)),
+    Target("codec: every noun", noun_bytes(), decoding, (serialization.CodecError,)),
     Target("ledger: segments", changes(), segments, (LedgerError,)),
     Target("ledger: database", changes(), ledgers, (LedgerError,)),
 ]

@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from ledger.ledger_cases import group
 from serving.serving_cases import Running, chat_model, make_engine
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.types import Array, Group, InfraError, Score, Unscorable
 from tidemill.model_folder import ModelFolder
 from tidemill.orchestration import local, wire
 from tidemill.orchestration.hosting import REPORT_LENGTH, Ready
@@ -35,7 +36,6 @@ from tidemill.scoring import frames as scoring
 from tidemill.scoring.process import WorkerFailed, WorkerProcess
 from tidemill.serving.app import make_app
 from tidemill.serving.service import Service
-from tidemill.types import Array, Group, InfraError, Score, Unscorable
 
 TOKEN = "t" * 64
 TREES = trees(st.sampled_from(["type", "id", "method", "kinds", "message", "call", "done", "failed"]))
@@ -109,7 +109,7 @@ def replies(folder: Path) -> Iterator[Attack]:
             try:
                 call = asyncio.create_task(connection.proxy.echo(np.arange(3)))
                 identity = (await router.recv_multipart())[0]
-                for message in [*messages, [codec.encode(Done(0)), codec.encode(np.arange(3))]]:
+                for message in [*messages, [serialization.encode(Done(0)), serialization.encode(np.arange(3))]]:
                     await router.send_multipart([identity, *message])
                 await call
             finally:
@@ -124,9 +124,11 @@ def messages_to_a_server() -> st.SearchStrategy[list[list[bytes]]]:
     method = st.sampled_from(["echo", "count", "__init__", "_token", "", "m" * 5000]) | st.text(max_size=5)
     others = [st.builds(kind, st.integers(0, 9)) for kind in (Cancel, Hello, Ping)]
     known = st.one_of(st.builds(Call, st.integers(0, 9), method), *others)
-    request = known.map(codec.encode)
-    real = codec.encode((group(0), ["a"], {"b": 1.0}))
-    payload = st.binary(max_size=60) | st.just(codec.encode((np.arange(5),))) | st.just(real) | mutated(real) | _msgpack()
+    request = known.map(serialization.encode)
+    real = serialization.encode((group(0), ["a"], {"b": 1.0}))
+    payload = (
+        st.binary(max_size=60) | st.just(serialization.encode((np.arange(5),))) | st.just(real) | mutated(real) | _msgpack()
+    )
     token = st.sampled_from([TOKEN.encode(), TOKEN.encode(), TOKEN.encode(), b"", b"wrong", TOKEN.encode()[:-1]])
     sound = st.tuples(token, request | mutated(request) | _msgpack(), payload).map(list)
     return st.lists(
@@ -137,8 +139,13 @@ def messages_to_a_server() -> st.SearchStrategy[list[list[bytes]]]:
 def messages_to_a_caller() -> st.SearchStrategy[list[list[bytes]]]:
     kinds = st.lists(st.sampled_from([*wire._REBUILT, "SystemExit", "KeyboardInterrupt", "CancelledError", ""]), max_size=3)
     failed = st.builds(Failed, st.integers(0, 2), kinds, st.text(max_size=9), st.text(max_size=9))
-    reply = (failed | st.builds(Done, st.integers(0, 2))).map(codec.encode)
-    payload = st.binary(max_size=60) | st.just(codec.encode(np.arange(4))) | mutated(codec.encode(np.arange(9))) | _msgpack()
+    reply = (failed | st.builds(Done, st.integers(0, 2))).map(serialization.encode)
+    payload = (
+        st.binary(max_size=60)
+        | st.just(serialization.encode(np.arange(4)))
+        | mutated(serialization.encode(np.arange(9)))
+        | _msgpack()
+    )
     sound = st.tuples(reply | mutated(reply) | _msgpack(), payload).map(list)
     return st.lists(sound | st.lists(st.binary(max_size=60) | reply, min_size=1, max_size=4), min_size=1, max_size=3)
 
@@ -155,7 +162,7 @@ def _msgpack() -> st.SearchStrategy[bytes]:
 
 def _packed(tree: Any) -> bytes:
     try:
-        return codec.encode(tree)
+        return serialization.encode(tree)
     except (OverflowError, TypeError, ValueError):  # numbers that msgpack does not have
         return b"\xc0"
 
@@ -189,8 +196,8 @@ def report_bytes() -> st.SearchStrategy[bytes]:
     def framed(body: bytes, length: int | None) -> bytes:
         return (len(body) if length is None else length).to_bytes(REPORT_LENGTH, "big") + body
 
-    ready = st.builds(Ready, st.text(max_size=20), st.text(max_size=20)).map(codec.encode)
-    failed = st.builds(lambda text: failure(0, ValueError(text)), st.text(max_size=9)).map(codec.encode)
+    ready = st.builds(Ready, st.text(max_size=20), st.text(max_size=20)).map(serialization.encode)
+    failed = st.builds(lambda text: failure(0, ValueError(text)), st.text(max_size=9)).map(serialization.encode)
     body = ready | failed | mutated(ready | failed) | _msgpack() | st.binary(max_size=40)
     return st.builds(framed, body, st.sampled_from([None, None, None, 0, 1, 2**31, 2**32 - 1])) | st.binary(max_size=40)
 
@@ -225,14 +232,14 @@ def worker_frames(_: Path) -> Iterator[Attack]:
 def worker_words() -> st.SearchStrategy[bytes]:
     outcome = st.builds(Score, st.floats(allow_nan=False, allow_infinity=False)) | st.builds(InfraError, st.text(max_size=5))
     done = st.builds(scoring.Done, st.sampled_from([3, 3, 3, 4]), st.lists(outcome, max_size=2))
-    body = (done | st.builds(scoring.Started, st.sampled_from([3, 3, 3, 0]))).map(codec.encode)
-    nan = codec.encode({"type": "Done", "id": 3, "outcomes": [{"type": "Score", "value": float("nan")}]})
+    body = (done | st.builds(scoring.Started, st.sampled_from([3, 3, 3, 0]))).map(serialization.encode)
+    nan = serialization.encode({"type": "Done", "id": 3, "outcomes": [{"type": "Score", "value": float("nan")}]})
     wild = body | body | mutated(body) | _msgpack() | st.just(nan) | st.binary(max_size=30)
 
     def framed(parts: list[bytes]) -> bytes:
         return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
-    started = codec.encode(scoring.Started(3))
+    started = serialization.encode(scoring.Started(3))
     framed_ones = st.lists(wild, max_size=3).map(lambda parts: framed([started, *parts]))
     return framed_ones | mutated(framed_ones) | st.lists(wild, max_size=3).map(framed) | st.binary(max_size=40)
 

@@ -12,7 +12,7 @@ from fuzz import targets_files, targets_wire
 from fuzz.hunting import Target, hunt
 from fuzz.targets_files import MINIMAL
 
-from tidemill import codec
+from tidemill.core import serialization
 from tidemill.orchestration import local
 from tidemill.orchestration.wire import Failed
 
@@ -82,7 +82,7 @@ ONCE: dict[str, list[Any]] = {
         (None, b""),
     ],
     "wire: a child's report": [b"\xff\xff\xff\xff" + b"x" * 1000, b"", b"\x00\x00\x00\x01\xc1"],
-    "wire: replies to a caller": [[[codec.encode(Failed(0, ["ValueError"], "", "")), b""]]],
+    "wire: replies to a caller": [[[serialization.encode(Failed(0, ["ValueError"], "", "")), b""]]],
     "ledger: database": [
         lambda whole: whole.replace(b'{"loss":1.0}', b'{"loss":\xff.0}'),
         lambda whole: whole.replace(b'{"loss":1.0}', b'{"loss":1.0['),
@@ -119,5 +119,5 @@ def test_config_json_takes_no_memory_that_its_files_do_not_fill(tmp_path: Path) 
 async def test_a_report_is_not_waited_for_when_it_is_too_long() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(b"\xff\xff\xff\xff")
-    with pytest.raises(codec.CodecError, match="at most"):
+    with pytest.raises(serialization.CodecError, match="at most"):
         await asyncio.wait_for(local._read(reader), 5)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.types import Finish, Group, InfraError, Score, Support, Task, Trajectory, Unscorable, Version
+from tidemill.core.types import Finish, Group, InfraError, Score, Support, Task, Trajectory, Unscorable, Version
 
 OUTCOMES = (Score(1.0), Score(0.25, {"format": 1.0}), Unscorable("no gold answer"), InfraError("verifier died"), None)
 

@@ -14,13 +14,13 @@ import numpy as np
 import pytest
 from ledger_cases import assert_same, group, task, trajectory
 
-from tidemill import codec
-from tidemill.errors import ConfigError
+from tidemill.core import serialization
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Ledger
+from tidemill.core.types import GREEDY, Finish, Score, Task, Trajectory, Version
 from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger, reads
 from tidemill.ledger.records import Undone
 from tidemill.ledger.schema import SCHEMAS
-from tidemill.protocols import Ledger
-from tidemill.types import GREEDY, Finish, Score, Task, Trajectory, Version
 
 
 @pytest.fixture
@@ -130,9 +130,9 @@ def test_given_tokens_are_recorded_and_a_record_from_before_them_is_read(ledger:
     ledger.finish(given)
     assert [t.given.tolist() for t in ledger.load(0).trajectories if t.given is not None] == [[False] * 4 + [True] * 8] * 2
     assert [(row.finish, row.sampled, row.oldest) for row in ledger.samples(order="recent")] == [("given", 0, None)] * 2
-    fields = msgspec.msgpack.decode(codec.encode(group(1).trajectories[0]))
+    fields = msgspec.msgpack.decode(serialization.encode(group(1).trajectories[0]))
     assert fields.pop("given", "absent") is None  # as it was before there was such a field
-    assert codec.decode(msgspec.msgpack.encode(fields), Trajectory).given is None
+    assert serialization.decode(msgspec.msgpack.encode(fields), Trajectory).given is None
 
 
 @pytest.mark.parametrize("given", [np.ones(12, bool), np.zeros(11, bool), np.zeros(12, np.int32)])

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_cases import assert_same, task
 
+from tidemill.core.types import Finish, Group, InfraError, Score, Trajectory, Version
 from tidemill.ledger import SqliteLedger
 from tidemill.ledger.rows import trajectory_rows
-from tidemill.types import Finish, Group, InfraError, Score, Trajectory, Version
 
 LENGTHS = st.tuples(st.integers(0, 5), st.integers(0, 4))  # of the prompt, and of what was sampled after it
 GROUPS = st.lists(st.lists(LENGTHS, min_size=1, max_size=5), min_size=1, max_size=3)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_cases import assert_same, group, task
 
+from tidemill.core.types import Version
 from tidemill.ledger import LedgerError, SqliteLedger, segments
 from tidemill.ledger.segments import (
     HEADER_BYTES,
@@ -23,7 +24,6 @@ from tidemill.ledger.segments import (
     segment_path,
     whole_groups,
 )
-from tidemill.types import Version
 
 
 def writer(folder: Path, limit: int = 1000, sync: bool = False, first: int = 1) -> SegmentWriter:

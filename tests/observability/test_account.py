@@ -13,11 +13,11 @@ from virtual_time import run_virtually
 from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, Schedule
+from tidemill.core.types import Finish, Group, Score, Span, Task, TrainResult, Trajectory, Version
 from tidemill.observability.account import EPISODE, EVALUATE, REWARD, WAIT, Account, account
 from tidemill.observability.advice import Advice, Setup, advise
 from tidemill.observability.timeline import IDLE, REST, Beside, Idle, Timeline
 from tidemill.observability.trace import merged
-from tidemill.types import Finish, Group, Score, Span, Task, TrainResult, Trajectory, Version
 
 
 class Clock:

@@ -8,8 +8,8 @@ import mmap
 import numpy as np
 import pytest
 
-from tidemill.config import build
-from tidemill.errors import ConfigError
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
 from tidemill.observability import memory
 from tidemill.observability.memory import PeakMemory, max_resident_bytes, memory_bytes, pss_bytes
 from tidemill.observability.metrics import StepMetrics, finite

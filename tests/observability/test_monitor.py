@@ -12,7 +12,9 @@ import numpy as np
 import pytest
 
 from tidemill import monitor, report
-from tidemill.config import load
+from tidemill.core.config import load
+from tidemill.core.interfaces import PeerLost
+from tidemill.core.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
 from tidemill.model_folder import architecture_of
 from tidemill.monitor import Monitor, Totals
 from tidemill.observability.account import TRAINER, Account
@@ -20,9 +22,7 @@ from tidemill.observability.display import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
 from tidemill.observability.trace import Trace
-from tidemill.protocols import PeerLost
 from tidemill.recipe import RunConfig
-from tidemill.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
 
 
 class Engine:

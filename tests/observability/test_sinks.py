@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.observability.settings import LogSettings
 from tidemill.observability.sinks import Fanout, JsonlSink, TensorBoardSink, UserSink, WandbSink, open_sinks
 

@@ -16,8 +16,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.core.types import Span
 from tidemill.observability.trace import Trace, busy_seconds, common, length, merged, overlap
-from tidemill.types import Span
 
 TENTHS = st.tuples(st.integers(0, 60), st.integers(0, 20)).map(lambda p: (p[0], p[0] + p[1]))
 INTERVALS = st.lists(TENTHS, max_size=12)

@@ -15,10 +15,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from tidemill import faults
-from tidemill.errors import ConfigError
-from tidemill.protocols import PolicyMismatch
-from tidemill.types import Array, SamplingParams
+from tidemill.core import fault_injection
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import Array, SamplingParams
 
 WORKER = [sys.executable, __file__]
 _POLLING = """
@@ -120,7 +120,7 @@ class Echoing:
         return sorted(os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink())
 
     async def reach(self, phase: str) -> None:
-        faults.reach("engine-0", phase)
+        fault_injection.reach("engine-0", phase)
 
     async def wrong(self) -> int:
         return "not a number"  # type: ignore[return-value]

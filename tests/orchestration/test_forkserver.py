@@ -20,7 +20,7 @@ import psutil
 import pytest
 from echo_worker import WITHOUT_THE_KERNEL, WORKER, Echo, Start
 
-from tidemill import faults
+from tidemill.core import fault_injection
 from tidemill.orchestration import forking
 from tidemill.orchestration.forking import server_environment
 from tidemill.orchestration.forkserver import (
@@ -186,8 +186,8 @@ async def test_a_child_has_the_environment_and_the_folder_of_the_time_of_its_sta
     monkeypatch.delenv("TIDEMILL_TEST")
     monkeypatch.setenv("TIDEMILL_LATER", "after")
     monkeypatch.setitem(os.environ, "TIDEMILL_ODD", "\udcff")  # a byte that is no text
-    monkeypatch.setenv(faults.VARIABLE, "engine-0:here:*:kill")
-    monkeypatch.setenv(faults.LOG_VARIABLE, str(tmp_path / "faults"))
+    monkeypatch.setenv(fault_injection.VARIABLE, "engine-0:here:*:kill")
+    monkeypatch.setenv(fault_injection.LOG_VARIABLE, str(tmp_path / "faults"))
     monkeypatch.chdir(tmp_path)
     second = await start(name="engine-1")
     variables = [

@@ -16,7 +16,7 @@ import psutil
 import pytest
 from echo_worker import Start
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.orchestration.logs import Log
 from tidemill.orchestration.placement import Liveness, StartFailed
 from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError

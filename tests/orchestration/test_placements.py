@@ -11,12 +11,12 @@ import pytest
 import pytest_asyncio
 from echo_worker import WORKER, Echo, Other, build
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import SamplingParams
 from tidemill.orchestration.inline import Inline
 from tidemill.orchestration.local import Local
 from tidemill.orchestration.placement import Placement, StartFailed
-from tidemill.protocols import PolicyMismatch
-from tidemill.types import SamplingParams
 
 
 @pytest_asyncio.fixture(params=["inline", "local"])

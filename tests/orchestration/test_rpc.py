@@ -20,7 +20,8 @@ from echo_worker import Echo, Echoing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.types import SamplingParams
 from tidemill.orchestration.rpc import Connection, Server, connect
 from tidemill.orchestration.wire import (
     Call,
@@ -34,7 +35,6 @@ from tidemill.orchestration.wire import (
     methods_of,
     rebuild,
 )
-from tidemill.types import SamplingParams
 
 TOKEN = "t" * 64
 
@@ -57,7 +57,7 @@ async def hosted(address: str = "", **options) -> AsyncIterator[tuple[Server, Co
 def requests() -> st.SearchStrategy[bytes]:
     real = st.builds(Call, st.integers(0, 50), st.sampled_from(["echo", "describe", "hold", "pid", "__init__", "nope", ""]))
     known = real | st.builds(Cancel, st.integers(0, 50)) | st.builds(Hello, st.integers(0, 50))
-    return st.binary(max_size=60) | known.map(codec.encode)
+    return st.binary(max_size=60) | known.map(serialization.encode)
 
 
 frames = st.lists(
@@ -94,7 +94,7 @@ async def ask(address: str, *frames: bytes, wait_ms: int = 300) -> Reply | None:
     try:
         await socket.send_multipart(list(frames))
         if await socket.poll(wait_ms):
-            return codec.decode((await socket.recv_multipart())[0], Reply)
+            return serialization.decode((await socket.recv_multipart())[0], Reply)
         return None
     finally:
         socket.close(linger=0)
@@ -113,7 +113,7 @@ async def test_a_call_that_is_late_is_cancelled_at_the_peer() -> None:
 
 async def test_only_the_token_opens() -> None:
     async with hosted() as (server, connection, address):
-        call = codec.encode(Call(1, "pid")), codec.encode(())
+        call = serialization.encode(Call(1, "pid")), serialization.encode(())
         assert await ask(address, b"wrong", *call) is None
         assert await ask(address, b"", *call) is None
         assert await ask(address, *call) is None
@@ -134,12 +134,12 @@ async def test_only_the_token_opens() -> None:
         ("spec", b""),
         ("echo", b"\xc1"),
         ("echo", b""),
-        ("describe", codec.encode((1, 2, 3))),
+        ("describe", serialization.encode((1, 2, 3))),
     ],
 )
 async def test_bad_calls_are_answered_with_an_error(method: str, payload: bytes) -> None:
     async with hosted() as (_, _, address):
-        reply = await ask(address, TOKEN.encode(), codec.encode(Call(1, method)), payload, wait_ms=10_000)
+        reply = await ask(address, TOKEN.encode(), serialization.encode(Call(1, method)), payload, wait_ms=10_000)
         assert isinstance(reply, Failed)
         assert "ValueError" in reply.kinds
 
@@ -150,12 +150,14 @@ async def test_an_id_in_use_is_refused() -> None:
         socket = context.socket(zmq.DEALER)
         socket.connect(address)
         for key in ("first", "second"):
-            await socket.send_multipart([TOKEN.encode(), codec.encode(Call(7, "hold")), codec.encode((key,))])
-        await socket.send_multipart([TOKEN.encode(), codec.encode(Call(8, "held")), codec.encode(())])
-        assert codec.decode((await socket.recv_multipart())[1], list[str]) == ["first"]
+            await socket.send_multipart(
+                [TOKEN.encode(), serialization.encode(Call(7, "hold")), serialization.encode((key,))]
+            )
+        await socket.send_multipart([TOKEN.encode(), serialization.encode(Call(8, "held")), serialization.encode(())])
+        assert serialization.decode((await socket.recv_multipart())[1], list[str]) == ["first"]
         assert server.refused == 1
-        await socket.send_multipart([TOKEN.encode(), codec.encode(Cancel(7)), b""])
-        assert isinstance(codec.decode((await socket.recv_multipart())[0], Reply), Failed)
+        await socket.send_multipart([TOKEN.encode(), serialization.encode(Cancel(7)), b""])
+        assert isinstance(serialization.decode((await socket.recv_multipart())[0], Reply), Failed)
         socket.close(linger=0)
         context.term()
 
@@ -186,7 +188,7 @@ async def test_frames_are_bounded_both_ways() -> None:
             await connection.proxy.echo(np.zeros(10_000))
         with pytest.raises(ValueError, match=r"returned .* bytes"):
             await connection.proxy.describe("ab", SamplingParams(), 20_000)
-        assert await ask(address, TOKEN.encode(), codec.encode(Call(1, "echo")), bytes(20_000)) is None
+        assert await ask(address, TOKEN.encode(), serialization.encode(Call(1, "echo")), bytes(20_000)) is None
         assert (await connection.proxy.echo(np.arange(3))).tolist() == [0, 1, 2]
         assert server.refused == 0  # it never got here
 
@@ -278,14 +280,14 @@ def test_protocols_that_cannot_be_served_are_refused() -> None:
 
 
 def test_every_protocol_of_ours_can_be_served() -> None:
-    from tidemill.protocols import Engine, Trainer
+    from tidemill.core.interfaces import Engine, Trainer
 
     assert "generate" in methods_of(Engine)
     for protocol in (Engine, Trainer):
         for method in methods_of(protocol).values():
             for kind in (method.arguments, method.result):
-                with pytest.raises(codec.CodecError):
-                    codec.decode(b"\xc1", kind)
+                with pytest.raises(serialization.CodecError):
+                    serialization.decode(b"\xc1", kind)
 
 
 def test_unknown_failures_are_rebuilt_without_running_anything() -> None:

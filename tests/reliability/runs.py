@@ -18,7 +18,7 @@ from typing import Any
 import psutil
 from repeat_task import ALPHABET
 
-from tidemill.faults import LOG_VARIABLE, VARIABLE
+from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.models.fresh import SIZES, fresh_model
 
 TASK = Path(__file__).with_name("repeat_task.py")

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.errors import ConfigError
-from tidemill.loading import load_object
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import load_object
 from tidemill.rewards import functions as f
 from tidemill.rewards.boxes import boxed, last_boxes
 from tidemill.rewards.named import NAMED, named_reward

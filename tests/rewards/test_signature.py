@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from tidemill.errors import ConfigError
-from tidemill.loading import load_object, reference_of
-from tidemill.rewards.outcome import outcome_of, outcomes_of
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import load_object, reference_of
+from tidemill.core.outcomes import outcome_of, outcomes_of
+from tidemill.core.types import InfraError, Score, Task, Unscorable
 from tidemill.rewards.signature import group_values, signature_of, single_values
-from tidemill.types import InfraError, Score, Task, Unscorable
 
 TASK = Task("t", "2+2=", {"answer": "4", "level": 3})
 CHAT = Task("t", [{"role": "user", "content": "2+2="}], {"answer": "4"})

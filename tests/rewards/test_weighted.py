@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tidemill.core.types import InfraError, Score, Unscorable
 from tidemill.rewards.weighted import alone_enough, told_apart, weighted
-from tidemill.types import InfraError, Score, Unscorable
 
 NONE = Unscorable("f returned None")
 LOST = InfraError("g raised")

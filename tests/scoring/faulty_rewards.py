@@ -7,7 +7,7 @@ import subprocess
 import sys
 import time
 
-from tidemill.types import Score
+from tidemill.core.types import Score
 
 
 def good(completion: str, answer: str) -> float:

@@ -15,13 +15,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.config import build
-from tidemill.errors import ConfigError
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import InfraError, Score, Unscorable
 from tidemill.processes import stopped
 from tidemill.scoring import process
 from tidemill.scoring.pool import WorkerPool
 from tidemill.scoring.settings import ScoringSettings
-from tidemill.types import InfraError, Score, Unscorable
 
 FAULTY = str(Path(__file__).with_name("faulty_rewards.py"))
 LIMIT_S = 0.4

@@ -15,11 +15,11 @@ from test_pool import FAULTY, good, until_gone
 
 from tidemill import session
 from tidemill.commands import training
+from tidemill.core.types import InfraError, Score
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.processes.child import MARK
 from tidemill.scoring.pool import WorkerPool
 from tidemill.trainer.native import NativeTrainer
-from tidemill.types import InfraError, Score
 
 LIMIT_S = 1.0
 SLACK_S = 20.0  # of a busy machine, for what has no limit of its own: the start and the end of a process

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from openai import AsyncOpenAI, OpenAI
 
+from tidemill.core.types import Completion, SamplingParams, Scored, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.model_folder import ModelFolder
@@ -24,7 +25,6 @@ from tidemill.models.weights import empty_decoder, load_folder, save_folder
 from tidemill.serving.app import make_app
 from tidemill.serving.server import Server, address_of, bind
 from tidemill.serving.service import Service
-from tidemill.types import Completion, SamplingParams, Scored, Version
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz \n"
 CONTEXT = 2048

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 from tidemill.cli import app
 from tidemill.commands import serve as serving
 from tidemill.commands.serve import key_of, serve, served_name
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.serving import server
 
 ASKED: dict[str, Any] = {

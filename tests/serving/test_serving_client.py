@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from serving_cases import Running, generate, score
 
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import SamplingParams
 from tidemill.envs.template import prompt_tokens
-from tidemill.seeds import derive_seed
 from tidemill.serving.vocabulary import BROKEN
-from tidemill.types import SamplingParams
 
 
 def complete(running: Running, prompt: Any = "the tide", **more: Any) -> Any:

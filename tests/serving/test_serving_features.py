@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from serving_cases import CHATML, Running, byte_tokenizer, chat_model
 
+from tidemill.core.types import SamplingParams
 from tidemill.serving.rendering import chat_tokens
-from tidemill.types import SamplingParams
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -156,7 +156,7 @@ def test_token_ids_as_vllm_lists_them(chats: Running) -> None:
 
 def test_sampling_is_the_engines(chats: Running) -> None:
     """Each parameter gets there: the same seed and parameters in an engine give the same tokens."""
-    from tidemill.seeds import derive_seed
+    from tidemill.core.seeding import derive_seed
 
     prompt = chats.tokenizer.encode("the tide")
     plain = complete(chats, return_token_ids=True)["choices"][0]["token_ids"]

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_cases import Running
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.serving import app
 from tidemill.serving.server import address_of, bind
 

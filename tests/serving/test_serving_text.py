@@ -9,10 +9,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from serving_cases import byte_tokenizer
 
+from tidemill.core.types import Finish, SamplingParams
 from tidemill.serving.choices import Asked, Assembler
 from tidemill.serving.text import Detokenizer, StopStrings
 from tidemill.serving.vocabulary import BROKEN, Vocabulary
-from tidemill.types import Finish, SamplingParams
 
 tokenizer = cache(byte_tokenizer)
 vocabulary = cache(lambda: Vocabulary(tokenizer()))

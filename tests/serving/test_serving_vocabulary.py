@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tokenizers_of import KINDS, LINES, SPECIAL, tokenizer_of
 
+from tidemill.core.types import Finish, SamplingParams
 from tidemill.serving.choices import Asked, Assembler, Piece, goes_on
 from tidemill.serving.text import Detokenizer
 from tidemill.serving.vocabulary import BROKEN, Vocabulary
-from tidemill.types import Finish, SamplingParams
 
 TEXTS = ["The mill", " tide", "é€😀 naïve", "\n  x + 1\n", "日本語 café", "a<|tool|>b the", "grains, mill.", "  the", "x"]
 vocabulary_of = cache(lambda kind: Vocabulary(tokenizer_of(kind)))

@@ -53,8 +53,9 @@ class Runs:
 
 
 def serve() -> None:
-    from tidemill import cli, faults
+    from tidemill import cli
     from tidemill.commands import training
+    from tidemill.core import fault_injection as faults
     from tidemill.engine import core
     from tidemill.model_folder import ALPHABET, ModelFolder
     from tidemill.models.fresh import SIZES, fresh_model

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import tidemill
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.models.fresh import SIZES, fresh_model
 
 SCRIPT = """

@@ -15,11 +15,11 @@ from virtual_time import run_virtually
 
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, RunFailed, Schedule
+from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.envs.curriculum import Curriculum
 from tidemill.giving import giving, remembered
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.types import Finish, Group, Score, Task, Trajectory
 
 TASKS = [Task(f"t{i}", "?", env="ab"[i % 2]) for i in range(24)]
 TASKS.sort(key=lambda task: task.env)

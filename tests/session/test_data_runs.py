@@ -15,8 +15,8 @@ import pytest
 
 import tidemill
 from tidemill import assembly
+from tidemill.core.errors import ConfigError
 from tidemill.envs.curriculum import Curriculum
-from tidemill.errors import ConfigError
 from tidemill.giving import remembered
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.fresh import SIZES, fresh_model

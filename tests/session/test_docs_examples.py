@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from tidemill import api
+from tidemill.core.types import Finish, Score, Trajectory
 from tidemill.scoring.pool import WorkerPool
 from tidemill.session import Ended
-from tidemill.types import Finish, Score, Trajectory
 
 DOCS = Path(__file__).parents[2] / "docs"
 

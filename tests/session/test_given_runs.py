@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import tidemill
-from tidemill import faults
-from tidemill.errors import ConfigError
-from tidemill.faults import Fault, FaultError, Faults
+from tidemill.core import fault_injection
+from tidemill.core.errors import ConfigError
+from tidemill.core.fault_injection import Fault, FaultError, Faults
 from tidemill.models.fresh import SIZES, fresh_model
 
 LETTERS = "abcdef"
@@ -170,7 +170,7 @@ def test_a_deterministic_run_that_was_stopped_ends_with_the_same_bits(
     settings: dict[str, Any] = {"deterministic": True, "model": tmp_path / "model", "record": {"checkpoint_every": 3}}
     whole = learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "whole", **settings)
 
-    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
+    monkeypatch.setattr(fault_injection, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
     with pytest.raises(FaultError):
         learn(tmp_path, env, name, steps=7, run_dir=tmp_path / "cut", **settings)
     assert conservation(tmp_path / "cut")["trained"] >= 5 * 8
@@ -186,7 +186,7 @@ def test_any_run_that_was_cut_off_trains_recorded_steps_again(tmp_path: Path, mo
     fresh_model(tmp_path / "model", alphabet=LETTERS + "=\n", context=32, **SIZES["0.1m"])
     settings: dict[str, Any] = {"model": tmp_path / "model", "record": {"checkpoint_every": 3}, "max_lag": 2}
 
-    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
+    monkeypatch.setattr(fault_injection, "_armed", Faults([Fault.parse(CUT)], tmp_path / "log", 0))
     with pytest.raises(FaultError):
         learn(tmp_path, env, "dpo", steps=7, **settings)
     run = learn(tmp_path, env, "dpo", steps=7, **settings)

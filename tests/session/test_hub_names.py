@@ -17,10 +17,10 @@ from tidemill.commands.evaluate import find_subject
 from tidemill.commands.located import model_of
 from tidemill.commands.sections import figures
 from tidemill.commands.serve import served_name
+from tidemill.core.errors import ConfigError
+from tidemill.core.hub import fetch, is_name, shown
 from tidemill.envs.make import make_environment
-from tidemill.errors import ConfigError
 from tidemill.fetched import fetched
-from tidemill.hub import fetch, is_name, shown
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.recipe import load_recipe
 from tidemill.scoring.pool import WorkerPool

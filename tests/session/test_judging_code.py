@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.config import build
+from tidemill.core.config import build
 from tidemill.judging_code import judging_code, tell_changes
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig

@@ -10,9 +10,9 @@ import pytest
 from letter_pairs import letter_model, train
 
 import tidemill
-from tidemill.config import load
 from tidemill.controller import Controller
-from tidemill.errors import ConfigError
+from tidemill.core.config import load
+from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig
 

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from tidemill import faults, run_folder, warm_start
-from tidemill.config import build, dump
-from tidemill.durable import put_in_place, write_json
-from tidemill.errors import ConfigError
-from tidemill.faults import Fault, FaultError, Faults
+from tidemill import run_folder, warm_start
+from tidemill.core import fault_injection
+from tidemill.core.atomic_files import put_in_place, write_json
+from tidemill.core.config import build, dump
+from tidemill.core.errors import ConfigError
+from tidemill.core.fault_injection import Fault, FaultError, Faults
 from tidemill.ledger import lock
 from tidemill.ledger.records import RunFolderError
 from tidemill.recipe import RunConfig
@@ -42,7 +43,7 @@ def folder_of(path: Path, text: str) -> Path:
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, point: str) -> None:
     """Where a kill would come, an exception that nobody handles comes once: it leaves the same files."""
-    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(f"{point}:*:raise")], tmp_path / "log", 0))
+    monkeypatch.setattr(fault_injection, "_armed", Faults([Fault.parse(f"{point}:*:raise")], tmp_path / "log", 0))
 
 
 def test_a_start_that_is_killed_before_the_folder_is_a_runs_is_begun_anew(config, tmp_path, monkeypatch):
@@ -173,7 +174,7 @@ def test_between_its_two_renames_the_old_folder_is_whole_and_the_next_one_clears
         real(a, b)
 
     with monkeypatch.context() as patch:
-        patch.setattr("tidemill.durable.os.replace", replace)
+        patch.setattr("tidemill.core.atomic_files.os.replace", replace)
         with pytest.raises(FaultError):
             put_in_place(folder_of(tmp_path / ".final.partial", "new"), target)
     assert calls == [".final.replaced", "final"] and not target.exists()
@@ -186,7 +187,7 @@ def test_a_file_of_json_is_the_old_one_or_the_new_one(tmp_path, monkeypatch):
     path = tmp_path / "report.json"
     write_json(path, {"a": 1})
     with monkeypatch.context() as patch:
-        patch.setattr("tidemill.durable.os.replace", lambda a, b: (_ for _ in ()).throw(FaultError()))
+        patch.setattr("tidemill.core.atomic_files.os.replace", lambda a, b: (_ for _ in ()).throw(FaultError()))
         with pytest.raises(FaultError):
             write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 1}

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from tidemill import faults, warm_start_cache, warmup
+from tidemill import warm_start_cache, warmup
 from tidemill.checkpoint_manifest import MANIFEST
 from tidemill.commands.why import standing
-from tidemill.config import build
 from tidemill.controller import RunFailed
-from tidemill.faults import Fault, FaultError, Faults
-from tidemill.protocols import CheckpointError
+from tidemill.core import fault_injection
+from tidemill.core.config import build
+from tidemill.core.fault_injection import Fault, FaultError, Faults
+from tidemill.core.interfaces import CheckpointError
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder, read_json
 from tidemill.session import Ended, run
@@ -71,7 +72,7 @@ def train(folder: Path, name: str = "run", **more: Any) -> tuple[Ended, list[str
 
 def killed_at(monkeypatch: pytest.MonkeyPatch, log: Path, point: str) -> None:
     """Where a kill would come, an exception that nobody handles comes once: it leaves the same files."""
-    monkeypatch.setattr(faults, "_armed", Faults([Fault.parse(f"{point}:raise")], log, 0))
+    monkeypatch.setattr(fault_injection, "_armed", Faults([Fault.parse(f"{point}:raise")], log, 0))
 
 
 def kept(folder: Path) -> list[Path]:
@@ -108,7 +109,7 @@ def test_a_warm_up_that_is_killed_again_and_again_is_the_one_that_nobody_disturb
         saved = (tmp_path / "killed" / "run" / "warm-up").glob("*/step-??????")
         reached.append(max((int(p.name.removeprefix("step-")) for p in saved), default=0))
     assert reached == sorted(reached) and reached[-1] > 8, "none begins again from nothing"
-    monkeypatch.setattr(faults, "_armed", Faults([], None, 0))
+    monkeypatch.setattr(fault_injection, "_armed", Faults([], None, 0))
     ended, notes = train(tmp_path / "killed", **EXACT)
     assert ended.complete and f"warm-up: going on from step {reached[-1]}" in notes
     (same,) = kept(tmp_path / "killed")

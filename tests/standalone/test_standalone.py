@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tidemill.loading import load_object
-from tidemill.standalone.finding import guarded
-from tidemill.standalone.writing import Live, reference_for, written
+from tidemill.core.import_object import load_object
+from tidemill.core.notebook_source.module_writer import Live, reference_for, written
+from tidemill.core.notebook_source.source_lookup import guarded
 
 
 def notebook(*cells: str, namespace: dict[str, Any] | None = None) -> dict[str, Any]:

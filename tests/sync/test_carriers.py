@@ -14,17 +14,17 @@ import msgspec
 import pytest
 import torch
 
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import Published, Version
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import Fingerprint, fingerprint
 from tidemill.models.slices import Receiver, Sender, Slice
 from tidemill.models.weights import load_slices, serving_slices
-from tidemill.protocols import PolicyMismatch
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.checkpoint import CheckpointSender
 from tidemill.sync.settings import SyncSettings
 from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from tidemill.types import Published, Version
 
 CARRIERS: dict[str, Callable[[Path], Sender]] = {
     "anonymous": SharedMemorySender,
@@ -230,7 +230,7 @@ def test_only_whole_tensors_can_be_sent(sender: Sender, case: str) -> None:
 
 def test_receiver_in_another_process(sender: Sender) -> None:
     script = (
-        "import sys, msgspec; from tidemill.types import Published; from tidemill.sync.carriers import make_receiver\n"
+        "import sys, msgspec; from tidemill.core.types import Published; from tidemill.sync.carriers import make_receiver\n"
         "from tidemill.models.fingerprint import fingerprint\n"
         "p = msgspec.json.decode(sys.argv[1], type=Published)\n"
         "print(fingerprint(make_receiver(p.carrier).receive(p)))"

@@ -17,13 +17,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint, word_sum
 from tidemill.models.slices import Slice
-from tidemill.protocols import PolicyMismatch
 from tidemill.sync.checkpoint import CheckpointReceiver, CheckpointSender
 from tidemill.sync.manifest import Block, Manifest
 from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
-from tidemill.types import Published, Version
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(12.0, 24.0).view(3, 4), "n": torch.arange(5.0).half()}
 

@@ -19,8 +19,10 @@ import msgspec
 import pytest
 import torch
 
-from tidemill import faults
-from tidemill.config import build
+from tidemill.core import fault_injection
+from tidemill.core.config import build
+from tidemill.core.interfaces import Chat, PolicyMismatch
+from tidemill.core.types import Outcome, Published, Score, Task, Trajectory, Version
 from tidemill.engine import core
 from tidemill.engine import weights as staging
 from tidemill.engine.core import NativeEngine
@@ -32,7 +34,6 @@ from tidemill.models.pieces import Work, at_once
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
 from tidemill.observability.display import ProgressDisplay
-from tidemill.protocols import Chat, PolicyMismatch
 from tidemill.recipe import RunConfig
 from tidemill.session import run
 from tidemill.sync import checkpoint, manifest, shared_memory
@@ -41,7 +42,6 @@ from tidemill.sync.manifest import Manifest
 from tidemill.sync.shared_memory import SharedMemorySender
 from tidemill.trainer import native
 from tidemill.trainer.native import NativeTrainer
-from tidemill.types import Outcome, Published, Score, Task, Trajectory, Version
 
 SICK, STEPS = 2, 3
 CARRIERS = ("shared_memory", "checkpoint")
@@ -471,9 +471,9 @@ def test_weights_that_stay_the_same_are_explained_once(tiny: Run) -> None:
 @pytest.mark.parametrize(("fault", "carrier"), across(("trainer:stream:2:raise", "trainer:stream:2:disk-full")))
 def test_a_sender_that_ends_half_way(tiny: Run, fault: str, carrier: str) -> None:
     log = tiny.folder / "faults.log"
-    armed = faults.Faults([faults.Fault.parse(fault)], log, os.getpid())
-    tiny.monkeypatch.setattr(faults, "_armed", armed)
-    with pytest.raises((faults.FaultError, OSError), match=r"on purpose|No space"):
+    armed = fault_injection.Faults([fault_injection.Fault.parse(fault)], log, os.getpid())
+    tiny.monkeypatch.setattr(fault_injection, "_armed", armed)
+    with pytest.raises((fault_injection.FaultError, OSError), match=r"on purpose|No space"):
         tiny.until(carrier)
     assert log.read_text().split() == [fault]
     assert_nothing_after(tiny)

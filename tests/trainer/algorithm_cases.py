@@ -9,8 +9,8 @@ from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
 from tidemill.algorithms.presets import ANCHORED, ATTEMPTS, LOSS_CONSTANTS, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
 from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.core.types import GREEDY, Finish, Group, InfraError, Sample, Score, Support, Task, Trajectory, Version
 from tidemill.trainer import step
-from tidemill.types import GREEDY, Finish, Group, InfraError, Sample, Score, Support, Task, Trajectory, Version
 
 STEP, LONGEST = 6, 12
 RECOMPUTE = {"old_logprobs": "recompute"}

@@ -10,14 +10,14 @@ import pytest
 import torch
 from trainer_cases import CPU, VOCAB, assert_same, batch, decoder, gradients, parameters, sample, value_model
 
+from tidemill.core.interfaces import CheckpointError, TrainingDiverged
+from tidemill.core.types import LossSpec
 from tidemill.models.attention import packed_attention
 from tidemill.models.value import ValueModel
-from tidemill.protocols import CheckpointError, TrainingDiverged
 from tidemill.trainer import step
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import LossSpec
 
 SETTINGS = TrainerSettings(lr=1e-2)
 VALUE = LossSpec("value", {"clip": 0.2}, weight=0.5)

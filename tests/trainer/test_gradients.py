@@ -5,9 +5,9 @@ import pytest
 import torch
 from trainer_cases import CPU, LOSSES, TOLERANCE, VOCAB, assert_same, batch, decoder, gradients, sample
 
+from tidemill.core.types import LossSpec
 from tidemill.kernels.gpu import Gpu
 from tidemill.trainer import step
-from tidemill.types import LossSpec
 
 
 def plain_attend(layer, q, k, v):

@@ -7,10 +7,10 @@ import pytest
 import torch
 from trainer_cases import CPU, LOSSES, assert_same, batch, decoder, gradients
 
+from tidemill.core.types import LossSpec
 from tidemill.kernels.library import native
 from tidemill.models import decoder as module
 from tidemill.trainer import step
-from tidemill.types import LossSpec
 
 SHAPES = {"hidden_size": 48, "head_dim": 32, "intermediate_size": 72}
 FAMILIES = [{}, {"model_type": "llama"}]  # with norms of queries and keys, and without

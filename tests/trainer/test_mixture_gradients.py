@@ -11,8 +11,8 @@ from trainer_cases import VOCAB, decoder
 from tidemill.algorithms.mixture import Mixture
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.core.types import Finish, Group, Score, Task, Trajectory, Version
 from tidemill.trainer import step
-from tidemill.types import Finish, Group, Score, Task, Trajectory, Version
 
 SETTINGS = {
     "a": AlgorithmSettings.preset("dapo"),

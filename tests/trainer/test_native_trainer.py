@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer_cases import LOSSES, batch, decoder
 
+from tidemill.core.interfaces import CheckpointError, Trainer, TrainingDiverged
+from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weights import hf_views, load_folder, serving_slices
 from tidemill.observability.timeline import HANDOVER, IDLE
-from tidemill.protocols import CheckpointError, Trainer, TrainingDiverged
 from tidemill.trainer import checkpoint
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Published, Version
 
 SETTINGS = TrainerSettings(lr=0.01, warmup_steps=2, schedule="cosine", weight_decay=0.1, micro_batch_tokens=60, device="cpu")
 

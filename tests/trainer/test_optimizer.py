@@ -4,7 +4,7 @@ import pytest
 import torch
 from trainer_cases import decoder
 
-from tidemill.protocols import TrainingDiverged
+from tidemill.core.interfaces import TrainingDiverged
 from tidemill.trainer.optimizer import Optimizer, lr_factor
 from tidemill.trainer.settings import TrainerSettings
 

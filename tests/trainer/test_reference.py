@@ -9,8 +9,8 @@ import pytest
 import torch
 from trainer_cases import LOSSES, batch, decoder
 
+from tidemill.core.interfaces import CheckpointError
 from tidemill.models.decoder import Decoder
-from tidemill.protocols import CheckpointError
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings

@@ -11,10 +11,10 @@ from trainer_cases import VOCAB, decoder
 
 from tidemill.algorithms.prepare import Algorithm
 from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.gradient import Begun, train_on
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Finish, Group, Score, Task, Trajectory
 
 SETTINGS = {
     "grpo": {},

@@ -7,12 +7,12 @@ import pytest
 import torch
 from trainer_cases import VOCAB, decoder, sample
 
+from tidemill.core.types import LossSpec, Sample, SamplingParams, Support, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import LossSpec, Sample, SamplingParams, Support, Version
 
 
 async def sampled(params: dict[str, float], count: int = 6) -> list[Sample]:

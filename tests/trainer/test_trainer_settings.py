@@ -3,8 +3,8 @@ import sys
 
 import pytest
 
-from tidemill.config import build
-from tidemill.errors import ConfigError
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
 from tidemill.trainer.settings import TrainerSettings
 
 

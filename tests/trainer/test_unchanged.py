@@ -8,9 +8,9 @@ import pytest
 import torch
 from trainer_cases import LOSSES, batch, decoder
 
+from tidemill.core.types import LossSpec, Published, Version
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import LossSpec, Published, Version
 
 BASE = TrainerSettings(lr=0.01, device="cpu")
 

@@ -3,11 +3,11 @@
 import numpy as np
 import torch
 
+from tidemill.core.types import LossSpec, Sample
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.value import ValueModel
 from tidemill.trainer import step
-from tidemill.types import LossSpec, Sample
 
 VOCAB = 23
 LOSSES = {"policy": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), "supervised": LossSpec("cross_entropy")}

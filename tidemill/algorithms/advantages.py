@@ -16,8 +16,8 @@ from typing import Any
 import numpy as np
 
 from tidemill.algorithms.rows import ByAttempt
-from tidemill.loading import bound
-from tidemill.types import Array
+from tidemill.core.import_object import bound
+from tidemill.core.types import Array
 
 CORRECT = 1.0  # a reward from here on is a solved task, where only solved and not solved are told apart
 

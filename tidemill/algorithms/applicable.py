@@ -13,7 +13,7 @@ from tidemill.algorithms.advantages import ADVANTAGES, NEEDS
 from tidemill.algorithms.corrections import CORRECTIONS, PER_TOKEN, WITHOUT_OLD
 from tidemill.algorithms.preferences import EVERY_PREFERENCE, OF_SCORES, PREFERENCES, UNPAIRED, WITH_REFERENCE
 from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, LOSS_CONSTANTS, PER_SEQUENCE, SCORE
-from tidemill.loading import constants_of
+from tidemill.core.import_object import constants_of
 
 if TYPE_CHECKING:
     from tidemill.algorithms.settings import AlgorithmSettings

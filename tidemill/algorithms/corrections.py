@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from tidemill.algorithms.rows import ByAttempt
-from tidemill.loading import bound
-from tidemill.types import Array, Metrics
+from tidemill.core.import_object import bound
+from tidemill.core.types import Array, Metrics
 
 LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows
 

@@ -13,7 +13,7 @@ import numpy as np
 from tidemill.algorithms.advantages import Scores
 from tidemill.algorithms.preferences import Unpaired, kto_baseline
 from tidemill.algorithms.rows import POLICY, REFERENCE, Logprobs, Measured
-from tidemill.types import Array, Metrics, Sample
+from tidemill.core.types import Array, Metrics, Sample
 
 GOOD = 0.5  # a score above it
 _COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")  # of a row that nobody sampled

@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from tidemill.loading import bound as by_name
-from tidemill.types import LossSpec
+from tidemill.core.import_object import bound as by_name
+from tidemill.core.types import LossSpec
 
 LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows; the ratio is held constant there and passes no gradient
 

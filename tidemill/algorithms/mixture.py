@@ -22,7 +22,7 @@ import numpy as np
 from tidemill.algorithms.prepare import Algorithm, Prepared, Update
 from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.types import Group, Metrics, Sample
+from tidemill.core.types import Group, Metrics, Sample
 
 COMMON = ""  # the name of the recipe's own algorithm: of all groups whose environment has none
 ADDED = frozenset({"groups", "samples", "unscored", "zero_variance_groups", "pairs"})  # metrics; others are means

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.types import Array
+from tidemill.core.types import Array
 
 CERTAIN = -1e-6  # a mean logprob above it counts as this: the log odds of p = 1 are infinite
 

@@ -31,7 +31,7 @@ from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pa
 from tidemill.algorithms.reduce import reduction
 from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs, Measured, by_row, ended, filled, flat, row_of
 from tidemill.algorithms.settings import AlgorithmSettings
-from tidemill.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
+from tidemill.core.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
 ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
 OF_SAMPLING = ("unscored", "zero_variance_groups", "reward", "reward_std", "truncated")  # metrics that given replies lack

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tidemill.types import Array
+from tidemill.core.types import Array
 
 Division = tuple[Array | int, int]
 """What the sum over each sample's tokens is divided by, [n] or one number, and then the sum over samples"""

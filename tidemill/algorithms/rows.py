@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidemill.types import Array, Group, Sample, Trajectory
+from tidemill.core.types import Array, Group, Sample, Trajectory
 
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 Logprobs = Mapping[str, Sequence[Array]]

@@ -19,9 +19,9 @@ from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import EVERY_PREFERENCE, OF_SCORES, PREFERENCES
 from tidemill.algorithms.presets import LOSS_CONSTANTS, PRESETS
-from tidemill.config import Config
-from tidemill.loading import constants_of
-from tidemill.types import LossSpec
+from tidemill.core.config import Config
+from tidemill.core.import_object import constants_of
+from tidemill.core.types import LossSpec
 
 Part = Literal["loss", "advantage", "preference"]
 T = TypeVar("T")

@@ -24,7 +24,7 @@ from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
 from tidemill.algorithms.reduce import REDUCTIONS
 from tidemill.catalogue import prose
-from tidemill.loading import constants_of, load_object
+from tidemill.core.import_object import constants_of, load_object
 
 PARTS = ("Source", "When", "Cost")
 _LABEL = re.compile(rf"^({'|'.join(PARTS)}):", re.MULTILINE)

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import figures, sections, show
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.fetched import fetched
 from tidemill.memory import ONE_MACHINE, in_words
 from tidemill.model_folder import expect_readable

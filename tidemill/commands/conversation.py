@@ -13,11 +13,11 @@ from typing import Any
 from rich.text import Text
 
 from tidemill.commands.segments import COLOURS, Row, Segment, segments
+from tidemill.core.types import Said, Score, Trajectory
 from tidemill.diagnosis.cuts import limit_of, named
 from tidemill.ledger.records import SampleRow
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.text import visible
-from tidemill.types import Said, Score, Trajectory
 
 SHOWN = 600  # characters of a message
 Decode = Callable[[], Tokenizer | None]

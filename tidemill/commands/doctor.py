@@ -21,7 +21,7 @@ from rich.text import Text
 
 from tidemill.commands.finding import Finding, Status
 from tidemill.commands.screen import console, own_name, print_json, print_rows
-from tidemill.machine import memory_bytes, usable_cores
+from tidemill.core.hardware import memory_bytes, usable_cores
 
 GIB = 2**30
 EXTRAS = {  # extra -> the packages it is there for

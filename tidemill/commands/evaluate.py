@@ -25,21 +25,21 @@ from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.commands.state import state_of
 from tidemill.commands.warned import warnings_logged
+from tidemill.core.errors import ConfigError
+from tidemill.core.hardware import usable_cores
+from tidemill.core.hub import fetch, is_name, shown
+from tidemill.core.types import Metrics
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings, environments_of
 from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
-from tidemill.errors import ConfigError
 from tidemill.evaluation import Evaluator, interval
 from tidemill.fetched import fetched
-from tidemill.hub import fetch, is_name, shown
-from tidemill.machine import usable_cores
 from tidemill.model_folder import ModelFolder
 from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.run_folder import RunFolder
 from tidemill.scoring.pool import WorkerPool
-from tidemill.types import Metrics
 
 Which = Literal["final", "initial"]
 MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # the settings that an evaluation reads

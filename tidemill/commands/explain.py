@@ -18,7 +18,7 @@ from tidemill.commands.given_tasks import task_rows, tasks_of
 from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import Row, figures, sections, show
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.fetched import fetched
 from tidemill.recipe import RunConfig, load_recipe
 

@@ -10,7 +10,7 @@ from tidemill.algorithms.advantages import USING_GIVEN
 from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, PRESETS, SCORE
 from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.catalogue.entries import entry, flat
-from tidemill.config import Config, dump
+from tidemill.core.config import Config, dump
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tidemill.commands.state import state_of
-from tidemill.errors import ConfigError
-from tidemill.hub import fetch, is_name
+from tidemill.core.errors import ConfigError
+from tidemill.core.hub import fetch, is_name
 from tidemill.run_folder import RunFolder
 
 

@@ -7,7 +7,7 @@ import keyword
 import sys
 from pathlib import Path
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 
 ENVIRONMENT = '''\
 """The task: write the digits of a number in ascending order. Change `score` and `tasks`, and it is yours."""

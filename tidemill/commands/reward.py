@@ -15,13 +15,13 @@ from rich.text import Text
 from tidemill.build import budget_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.commands.warned import warnings_logged
+from tidemill.core.errors import ConfigError
 from tidemill.envs.json_lines import json_lines
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.settings import AnyEnv, environments_of
 from tidemill.envs.tasks import check_data
 from tidemill.envs.workers import in_workers
-from tidemill.errors import ConfigError
 from tidemill.fetched import fetched
 from tidemill.observability.text import visible
 from tidemill.recipe import RunConfig, load_recipe

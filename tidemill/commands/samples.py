@@ -21,14 +21,14 @@ from tidemill.commands.conversation import answer_row, facts_of, plain, rows_of
 from tidemill.commands.screen import INDENT, console, print_json, print_rows
 from tidemill.commands.segments import COLOURS, Row, Segment, segments
 from tidemill.commands.state import state_of
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Finish, Trajectory
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
 from tidemill.ledger.records import PayloadLost, SampleRow
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.text import visible
 from tidemill.run_folder import RunFolder
-from tidemill.types import Finish, Trajectory
 
 LIMIT = 10  # trajectories, unless a number is given
 LIKELY, UNLIKELY = (

@@ -12,7 +12,7 @@ from typing import Literal
 
 from rich.text import Text
 
-from tidemill.types import Trajectory
+from tidemill.core.types import Trajectory
 
 Provenance = Literal["prompt", "sampled", "given", "environment"]
 Row = tuple[str | Text, str | Text]

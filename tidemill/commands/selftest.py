@@ -16,15 +16,15 @@ import torch
 
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands.finding import Finding
+from tidemill.core.interfaces import Engine, Trainer
+from tidemill.core.types import Sample, SamplingParams, Score, Version
 from tidemill.engine.settings import EngineSettings
 from tidemill.kernels.library import why_not, why_not_gpu
 from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.processes import keeper
-from tidemill.protocols import Engine, Trainer
 from tidemill.scoring.pool import WorkerPool
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Sample, SamplingParams, Score, Version
 
 REWARD = "tidemill.rewards.functions:exact"
 TOLERANCE = 1e-4  # nats, in fp32

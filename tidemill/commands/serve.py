@@ -9,11 +9,11 @@ import socket
 from pathlib import Path
 
 from tidemill.commands.located import model_of
-from tidemill.config import build
+from tidemill.core.config import build
+from tidemill.core.errors import ConfigError
+from tidemill.core.hub import shown
+from tidemill.core.types import Version
 from tidemill.engine.settings import EngineSettings
-from tidemill.errors import ConfigError
-from tidemill.hub import shown
-from tidemill.types import Version
 
 KEY_VARIABLE = "TIDEMILL_API_KEY"
 MOST_KEY = 4096  # bytes of a key's file that are read

@@ -17,8 +17,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from rich.text import Text
 
 from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.config import Config, tables_of
-from tidemill.errors import ConfigError
+from tidemill.core.config import Config, tables_of
+from tidemill.core.errors import ConfigError
 from tidemill.recipe import RunConfig
 
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "none"}

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.core.import_object import load_object
 from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, environments_of
-from tidemill.loading import load_object
 from tidemill.memory import step_rows, trainer_lanes
 from tidemill.recipe import RunConfig
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import psutil
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.health import EVERY_S, FAILURE, STATUS
 from tidemill.ledger.lock import holder
 from tidemill.run_files import Failure, Recipe, Status, expect

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
-from tidemill.types import CUT_AT, OWN_LIMIT, TRUNCATED, Finish, Trajectory
+from tidemill.core.types import CUT_AT, OWN_LIMIT, TRUNCATED, Finish, Trajectory
 
 Kind = Literal["own", "recipe", "context", "unknown"]
 Limit = tuple[Kind, int]  # and its tokens

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.types import Array, Group, Metrics, Sample, Version
+from tidemill.core.types import Array, Group, Metrics, Sample, Version
 
 _LOW, _DECADES, _PER_DECADE = 1e-9, 11, 100  # |delta| from 1e-9 to 100 nats; smaller ones count as 0
 BIN_RATIO = 10 ** (1 / _PER_DECADE)

@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidemill.core.outcomes import SOLVED
+from tidemill.core.types import Group, Metrics
 from tidemill.diagnosis.cuts import REMEDIES, by, limits
-from tidemill.rewards.outcome import SOLVED
-from tidemill.types import Group, Metrics
 
 MOST = 0.5  # of the groups: not by chance
 SATURATED, TRUNCATED = 0.2, 0.2  # of the tokens, of the attempts

@@ -6,8 +6,8 @@ import time
 from collections import deque
 from contextlib import AbstractContextManager
 
+from tidemill.core.types import Span
 from tidemill.observability.timeline import Beside, Idle
-from tidemill.types import Span
 
 GAP_S = 0.002  # steps closer than this are one span
 MOST_SPANS = 4096  # kept between two calls of `take`; the oldest go first

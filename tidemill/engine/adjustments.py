@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.types import SamplingParams
+from tidemill.core.types import SamplingParams
 
 NEVER = -1e9  # a logit whose probability is 0; finite, so that a row of nothing else is still a distribution
 

@@ -23,7 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill import faults
+from tidemill.core import fault_injection
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Capabilities, EngineFailed, EngineStats
+from tidemill.core.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
 from tidemill.cores import Cores
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache
@@ -39,13 +42,10 @@ from tidemill.engine.scheduler import Chunk, Plan, Scheduler, Sequence
 from tidemill.engine.settings import EngineSettings
 from tidemill.engine.updates import Updates
 from tidemill.engine.weights import Staging, serve
-from tidemill.errors import ConfigError
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.slices import Receiver
 from tidemill.observability.memory import PeakMemory
-from tidemill.protocols import Capabilities, EngineFailed, EngineStats
-from tidemill.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
 
 
 @dataclass(slots=True)
@@ -243,7 +243,7 @@ class NativeEngine:
 
     def _step(self, cache: PagedCache) -> None:
         """Schedule, run, postprocess: the step before, where one is computed ahead."""
-        faults.reach(self.name, "generate", self._updates.weights.version.step)
+        fault_injection.reach(self.name, "generate", self._updates.weights.version.step)
         start = time.monotonic()
         self._cores.take()
         if settles := self._under_way is not None and self._scheduler.may_preempt():

@@ -17,10 +17,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tidemill.core.errors import ConfigError
 from tidemill.engine.attention import PagedCache
 from tidemill.engine.invariant import BLOCK, TILE, Rows, compute
 from tidemill.engine.weights import Weights
-from tidemill.errors import ConfigError
 from tidemill.models.decoder import Decoder, RMSNorm
 
 PROMPT = -(-2 * TILE // BLOCK) * BLOCK  # tokens: more than one tile, whole blocks

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from tidemill.core.types import Completion, Finish, SamplingParams, Scored, Support, Version
 from tidemill.engine.adjustments import Adjustment
 from tidemill.engine.runner import Probed
 from tidemill.engine.sampler import RowParams, mixed, uniforms
 from tidemill.engine.scheduler import Sequence
-from tidemill.types import Completion, Finish, SamplingParams, Scored, Support, Version
 
 Token = tuple[int, float, float, list[tuple[int, float]]]
 """(token, logprob, model logprob, [(alternative, its model logprob)])"""

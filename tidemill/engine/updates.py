@@ -15,15 +15,15 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
 
-from tidemill import faults
+from tidemill.core import fault_injection
+from tidemill.core.executors import background, in_thread
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import InFlight, Published, Version
 from tidemill.engine.activity import Activity
 from tidemill.engine.scheduler import Salt, Scheduler, Sequence
 from tidemill.engine.turns import in_turns
 from tidemill.engine.weights import Staging, Weights
 from tidemill.models.pieces import Work, at_once
-from tidemill.protocols import PolicyMismatch
-from tidemill.threads import background, in_thread
-from tidemill.types import InFlight, Published, Version
 
 T = TypeVar("T")
 
@@ -65,7 +65,7 @@ class Updates:
                 raise RuntimeError(f"engine {self._name} was built without a receiver: it cannot be updated")
             self._check_forward(published.version)
             step = published.version.step
-            faults.reach(self._name, "stage", step)
+            fault_injection.reach(self._name, "stage", step)
             staged = self._staging.stage(published, self.weights)
             await self._commit(await self._beside_steps("stage", staged, step=step, bytes=published.bytes))
             try:
@@ -126,7 +126,7 @@ class Updates:
     def _swap(self, staged: Weights) -> None:
         """The commit: the next step runs on `staged`."""
         assert self._staging is not None
-        faults.reach(self._name, "commit", staged.version.step)
+        fault_injection.reach(self._name, "commit", staged.version.step)
         self._settle()
         begin = time.monotonic()
         self._staging.retire(self.weights)

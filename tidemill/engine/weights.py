@@ -21,6 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import Published, Version
 from tidemill.kernels.decoding import DecodingWeights
 from tidemill.models.decoder import Decoder
 from tidemill.models.decoding import decoding_weights
@@ -30,8 +32,6 @@ from tidemill.models.served import Contents, words_by_matrix, words_in_use
 from tidemill.models.slices import Receiver, Slice
 from tidemill.models.uploads import Uploads
 from tidemill.models.weights import empty_decoder, loading
-from tidemill.protocols import PolicyMismatch
-from tidemill.types import Published, Version
 
 
 @dataclass(slots=True)

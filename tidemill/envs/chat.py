@@ -16,14 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.envs.messages import as_messages
-from tidemill.envs.template import Messages, renderer, too_long, unknown_token
-from tidemill.envs.turns import Exceeds
-from tidemill.models.tokenizer import Tokenizer
-from tidemill.protocols import Engine
-from tidemill.seeds import derive_seed
-from tidemill.threads import in_thread
-from tidemill.types import (
+from tidemill.core.executors import in_thread
+from tidemill.core.interfaces import Engine
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import (
     CUT_AT,
     OWN_LIMIT,
     Array,
@@ -36,6 +32,10 @@ from tidemill.types import (
     Trajectory,
     Version,
 )
+from tidemill.envs.messages import as_messages
+from tidemill.envs.template import Messages, renderer, too_long, unknown_token
+from tidemill.envs.turns import Exceeds
+from tidemill.models.tokenizer import Tokenizer
 
 HERE = 10_000  # characters of a message that is tokenized on the event loop: that takes milliseconds
 

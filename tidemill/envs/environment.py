@@ -16,15 +16,15 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, overload
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Chat, Checkable, Gold
+from tidemill.core.outcomes import outcome_of
+from tidemill.core.types import InfraError, Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.chat import ContextFull
 from tidemill.envs.judge import Judge
 from tidemill.envs.sources import TaskSource, splits_of
 from tidemill.envs.tasks import Splits, check_splits
-from tidemill.errors import ConfigError
-from tidemill.protocols import Chat, Checkable, Gold
 from tidemill.rewards.gold import Teller, told_by
-from tidemill.rewards.outcome import outcome_of
-from tidemill.types import InfraError, Outcome, Task, Trajectory, Unscorable
 
 Episode = Callable[[Task, Chat], Awaitable[Any]]
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
+from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 
 MAX_FRAME = 4 << 20  # bytes of a worker's frame, so of one message to the policy
 

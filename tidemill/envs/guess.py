@@ -13,12 +13,12 @@ from __future__ import annotations
 import random
 import re
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Chat
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import Score, Task
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.settings import GuessSettings
-from tidemill.errors import ConfigError
-from tidemill.protocols import Chat
-from tidemill.seeds import derive_seed
-from tidemill.types import Score, Task
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz -\n"
 

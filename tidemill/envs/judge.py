@@ -16,16 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import load_object
+from tidemill.core.interfaces import Gold
+from tidemill.core.notebook_source.module_writer import Live, reference_for
+from tidemill.core.outcomes import clip, outcome_of, outcomes_of
+from tidemill.core.types import InfraError, Outcome, Task, Trajectory
 from tidemill.envs.bounded import Overdue, bounded, bounded_call
-from tidemill.errors import ConfigError
-from tidemill.loading import load_object
-from tidemill.protocols import Gold
 from tidemill.rewards.gold import Teller, gold_reply, teller_beside
 from tidemill.rewards.named import NAMED, named_reward
-from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
 from tidemill.rewards.signature import Signature, group_values, name_of, signature_of, single_values
-from tidemill.standalone.writing import Live, reference_for
-from tidemill.types import InfraError, Outcome, Task, Trajectory
 
 
 class Scorer(Protocol):

@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import load_object
+from tidemill.core.interfaces import Environment
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.guess import guess_game
 from tidemill.envs.judge import Scorer
@@ -16,9 +19,6 @@ from tidemill.envs.several import Several
 from tidemill.envs.several_rewards import Reward, judge_of
 from tidemill.envs.sources import TaskSource, splits_of
 from tidemill.envs.tasks import check_splits, columns_of
-from tidemill.errors import ConfigError
-from tidemill.loading import load_object
-from tidemill.protocols import Environment
 
 
 def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], scorer: Scorer) -> Environment:

@@ -10,7 +10,7 @@ import random
 from collections.abc import Sequence
 from functools import lru_cache
 
-from tidemill.seeds import derive_seed
+from tidemill.core.seeding import derive_seed
 
 
 def task_order(count: int, seed: int, position: int) -> int:

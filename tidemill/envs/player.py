@@ -14,7 +14,8 @@ import itertools
 
 import psutil
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.interfaces import Chat
 from tidemill.envs.chat import EnvironmentLost, EpisodeOver, WorkerLost
 from tidemill.envs.frames import (
     MAX_FRAME,
@@ -38,7 +39,6 @@ from tidemill.envs.frames import (
 from tidemill.observability.waits import waiting
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.processes.stopped import stopped_instead
-from tidemill.protocols import Chat
 
 _TICKS = 20  # looks at the worker within its limit
 Ending = Ended | Judged | Raised
@@ -48,7 +48,7 @@ class OutOfTurn(Exception):
     """A frame that has no place where it came."""
 
 
-_BREAKS = (asyncio.IncompleteReadError, ConnectionError, codec.CodecError, OutOfTurn)
+_BREAKS = (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError, OutOfTurn)
 
 
 class Call:
@@ -146,7 +146,7 @@ class Player:
 
     def post(self, frame: ToWorker) -> None:
         if not self._over:
-            self._child.post(codec.encode(frame))
+            self._child.post(serialization.encode(frame))
 
     async def serve(self) -> str:
         """Hear the worker and watch over it until it can not be used. Returns why; every call has failed by then."""
@@ -175,7 +175,7 @@ class Player:
             return await self._broken(error)
 
     async def _broken(self, error: Exception) -> str:
-        if isinstance(error, codec.CodecError):
+        if isinstance(error, serialization.CodecError):
             return f"{self._child.title} wrote something else than a frame: {error}"
         if isinstance(error, OutOfTurn):
             return f"{self._child.title} spoke out of turn: {error}"
@@ -224,4 +224,4 @@ class Player:
         return f" ({where})" if where else ""
 
     async def _receive(self) -> FromWorker:
-        return codec.decode(await self._child.receive(MAX_FRAME), FromWorker)
+        return serialization.decode(await self._child.receive(MAX_FRAME), FromWorker)

@@ -14,13 +14,13 @@ from typing import Any
 
 import msgspec
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Gold
+from tidemill.core.types import InfraError, Outcome, Score, Task, Trajectory, Unscorable
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.judge import Scorer
 from tidemill.envs.settings import ReasoningGymSettings
-from tidemill.errors import ConfigError
-from tidemill.protocols import Gold
-from tidemill.types import InfraError, Outcome, Score, Task, Trajectory, Unscorable
 
 MAKING_LIMIT_S = 600.0
 _DRAWS = 3  # entries looked at for each task wanted, at most: small datasets repeat themselves
@@ -91,7 +91,7 @@ def _make(settings: ReasoningGymSettings) -> dict[str, list[tuple[int, str, str 
     try:
         done = subprocess.run(
             command,
-            input=codec.encode(order),
+            input=serialization.encode(order),
             capture_output=True,
             timeout=MAKING_LIMIT_S,
             env={**os.environ, "PYTHONHASHSEED": "0"},

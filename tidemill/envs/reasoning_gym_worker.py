@@ -24,7 +24,7 @@ import reasoning_gym
 from reasoning_gym.factory import DATASETS
 from reasoning_gym.utils import extract_answer
 
-from tidemill import codec
+from tidemill.core import serialization
 
 _APART = 0.9  # share of distinct answers from which on answers are kept apart as well as questions
 _NEAR = 0.7  # likeness of a name that may have been meant
@@ -159,9 +159,9 @@ def _words(name: str) -> list[str]:
 def main() -> None:
     replies = os.dup(1)
     os.dup2(2, 1)  # what the library prints is not a reply
-    order: Order = codec.decode(sys.stdin.buffer.read(), Order)  # bounded: the parent writes it at once
+    order: Order = serialization.decode(sys.stdin.buffer.read(), Order)  # bounded: the parent writes it at once
     with os.fdopen(replies, "wb") as pipe:
-        pipe.write(codec.encode(make(order)))
+        pipe.write(serialization.encode(make(order)))
 
 
 if __name__ == "__main__":

@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 
+from tidemill.core.interfaces import Chat, Checkable, Environment, Gold
+from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.environment import SingleTurn
 from tidemill.envs.order import turns
-from tidemill.protocols import Chat, Checkable, Environment, Gold
-from tidemill.types import Outcome, Task, Trajectory, Unscorable
 
 
 class Several:

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Gold
+from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.judge import RewardJudge, Scorer
-from tidemill.errors import ConfigError
-from tidemill.protocols import Gold
 from tidemill.rewards.named import NAMED
 from tidemill.rewards.signature import name_of
 from tidemill.rewards.weighted import alone_enough, told_apart, weighted
-from tidemill.types import Outcome, Task, Trajectory, Unscorable
 
 Reward = str | Callable[..., Any]
 

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Task
 from tidemill.envs.tasks import split_by_hash, task_of, told_apart
-from tidemill.errors import ConfigError
-from tidemill.types import Task
 
 Rows = Sequence[Task | Mapping[str, Any]]
 TaskSource = Rows | Mapping[str, Rows] | Callable[[str], Rows] | Any

@@ -9,12 +9,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.errors import ConfigError
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import Task
 from tidemill.envs.conversations import with_prompt
 from tidemill.envs.messages import is_message
-from tidemill.errors import ConfigError
-from tidemill.seeds import derive_seed
-from tidemill.types import Task
 
 Splits = Mapping[str, Sequence[Task]]
 DEEPEST = 100  # levels of a task's data; whatever reads it later does so recursively
@@ -79,7 +79,7 @@ def check_data(data: Mapping[str, Any], where: str) -> None:
         if _deeper(value, DEEPEST - 1):
             raise ConfigError(f"{column} is nested more than {DEEPEST} deep")
         try:
-            codec.encode({key: value})
+            serialization.encode({key: value})
         except UnicodeEncodeError as error:
             half = error.object[error.start]
             raise ConfigError(f"{column} holds half a character, {half!r}, which is no text: write the whole one") from None

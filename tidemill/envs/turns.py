@@ -24,13 +24,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Array
 from tidemill.envs.alignment import Rendering
 from tidemill.envs.messages import assistant, text_of
-from tidemill.errors import ConfigError
 from tidemill.models.chat_template import MARK, Messages, added_tokens, render
 from tidemill.models.lengths import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.types import Array
 
 
 class TemplateRewritesHistory(ConfigError):

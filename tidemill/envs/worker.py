@@ -19,7 +19,11 @@ from collections.abc import Coroutine, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from tidemill import codec, faults
+from tidemill.core import fault_injection, serialization
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import load_object
+from tidemill.core.interfaces import Environment
+from tidemill.core.outcomes import clip, outcome_of
 from tidemill.envs.chat import ContextFull, EpisodeOver, count_of
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.frames import (
@@ -45,12 +49,8 @@ from tidemill.envs.frames import (
 from tidemill.envs.messages import is_message
 from tidemill.envs.tasks import DEEPEST
 from tidemill.envs.turns import TemplateRewritesHistory
-from tidemill.errors import ConfigError
-from tidemill.loading import load_object
 from tidemill.processes import inside
 from tidemill.processes.frames import HEADER_BYTES, size_of
-from tidemill.protocols import Environment
-from tidemill.rewards.outcome import clip, outcome_of
 
 ROLE = "environment"  # of this process, to faults
 _REASON = 2000  # characters of an exception that travel
@@ -73,7 +73,7 @@ class RemoteChat:
         assert self._answer is None, "one reply at a time: await the one before"
         if self._over:
             raise asyncio.CancelledError("the episode was cancelled")
-        faults.reach(ROLE, "reply", self._episode)
+        fault_injection.reach(ROLE, "reply", self._episode)
         self._turn += 1
         self._worker.say(Ask(self._episode, self._turn, _message(message), count_of(max_tokens), bool(last)))
         self._answer = asyncio.get_running_loop().create_future()
@@ -115,7 +115,7 @@ class Worker:
                 # bounded: the worker lives as long as the controller, which closes the pipe by its end at the latest
                 size = size_of(await reader.readexactly(HEADER_BYTES))
                 # bounded: as above
-                self._hear(codec.decode(await reader.readexactly(size), ToWorker))
+                self._hear(serialization.decode(await reader.readexactly(size), ToWorker))
         except asyncio.IncompleteReadError:
             return
 
@@ -124,7 +124,7 @@ class Worker:
         if os.getpid() != self._here:
             os._exit(0)  # a fork that the environment made came back from it too
         try:
-            body = codec.encode(frame)
+            body = serialization.encode(frame)
             if len(body) > MAX_FRAME:
                 raise ValueError(f"{len(body)} bytes, at most {MAX_FRAME} are taken")
         except (TypeError, OverflowError, RecursionError) as error:
@@ -176,7 +176,7 @@ class Worker:
     async def _play(self, order: Begin, chat: RemoteChat) -> FromWorker:
         assert self._environment is not None
         try:
-            faults.reach(ROLE, "episode", order.id)
+            fault_injection.reach(ROLE, "episode", order.id)
             outcome = await self._environment.run(order.task, chat)
             return Ended(order.id, None if outcome is None else outcome_of(outcome, f"environment {self._name}"))
         except EpisodeOver as over:

@@ -15,6 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tidemill.core.interfaces import Chat, Checkable, Environment, Gold
+from tidemill.core.notebook_source.module_writer import Live, reference_for
+from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.chat import EnvironmentLost, EpisodeFailed, EpisodeOver
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.frames import Begin, Ended, Judge, Judged, Raised
@@ -23,9 +26,6 @@ from tidemill.envs.settings import AnyEnv, EnvironmentWorkers, PythonSettings
 from tidemill.envs.several import Several
 from tidemill.processes.child import REAP_LIMIT_S, Child
 from tidemill.processes.guarding import Guard
-from tidemill.protocols import Chat, Checkable, Environment, Gold
-from tidemill.standalone.writing import Live, reference_for
-from tidemill.types import Outcome, Task, Trajectory, Unscorable
 
 WORKERS = 2  # of a user's environment, unless its recipe says otherwise
 Lost = Callable[[str], float]

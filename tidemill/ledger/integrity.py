@@ -14,8 +14,8 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tidemill.core.types import Trajectory
 from tidemill.ledger.records import MEND, LedgerError
-from tidemill.types import Trajectory
 
 CHECK_S = 30.0  # for the whole file: some GB; what a longer check would find is not looked for
 _INSTRUCTIONS = 100_000  # of SQLite's, between two looks at the clock

@@ -24,8 +24,9 @@ from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from tidemill import codec, faults
-from tidemill.durable import flush
+from tidemill.core import fault_injection, serialization
+from tidemill.core.atomic_files import flush
+from tidemill.core.types import Group, Metrics, Task, Trajectory, Version
 from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema
 from tidemill.ledger.integrity import check_pages, log_doubt, sums_doubt
 from tidemill.ledger.lock import FolderLock
@@ -36,7 +37,6 @@ from tidemill.ledger.retention import retain
 from tidemill.ledger.rows import as_json, figures_json
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers
 from tidemill.ledger.waiting import Waiting
-from tidemill.types import Group, Metrics, Task, Trajectory, Version
 
 SEGMENT_BYTES = 64 << 20
 KEEP_BYTES = 4 << 30
@@ -113,7 +113,7 @@ class SqliteLedger(LedgerReads):
             what = f"{len(group.trajectories)} trajectories, of {MOST} at most" if group.trajectories else "no trajectory"
             raise LedgerError(f"group {group.id} has {what}: drop it with a reason instead")
         try:
-            payloads = [codec.encode(t) for t in group.trajectories]
+            payloads = [serialization.encode(t) for t in group.trajectories]
         except (TypeError, ValueError) as error:
             raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
         with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
@@ -122,7 +122,7 @@ class SqliteLedger(LedgerReads):
                 raise LedgerError(f"cannot finish group {group.id}: it {self._standing(group.id)}")
             if group.id in self._waiting.admitted:  # else nobody would know whose payloads these are
                 self._record_waiting()
-            faults.reach("controller", "record", group.id)
+            fault_injection.reach("controller", "record", group.id)
             assert self._segments is not None
             places, now = self._segments.append(group.id, payloads), time.time()
             if self._waiting.due(now):
@@ -205,7 +205,7 @@ class SqliteLedger(LedgerReads):
 
         False, and nothing is changed, where it did not become what the rows say that it was.
         """
-        payloads = [codec.encode(t) for t in group.trajectories]
+        payloads = [serialization.encode(t) for t in group.trajectories]
         assert self._segments is not None
         with self._write() as db:
             places = self._segments.append(group.id, payloads)

@@ -11,7 +11,9 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.outcomes import SOLVED
+from tidemill.core.types import GREEDY, Group, Metrics, Task, Trajectory, Version
 from tidemill.ledger.records import (
     Counts,
     Damage,
@@ -27,8 +29,6 @@ from tidemill.ledger.records import (
 )
 from tidemill.ledger.rows import task_row
 from tidemill.ledger.segments import Location, read_record
-from tidemill.rewards.outcome import SOLVED
-from tidemill.types import GREEDY, Group, Metrics, Task, Trajectory, Version
 
 Order = Literal["worst", "best", "recent"]
 _ORDERS = {
@@ -303,8 +303,8 @@ class LedgerReads:
         with explained(self.folder):
             raw = read_record(self._trajectories, group_id, place, location)
         try:
-            return codec.decode(raw, Trajectory)
-        except codec.CodecError as error:
+            return serialization.decode(raw, Trajectory)
+        except serialization.CodecError as error:
             raise PayloadLost(f"trajectory {place} of group {group_id} does not decode: {error}") from None
 
     def _rows(self, sql: str, *args: Any) -> list[sqlite3.Row]:
@@ -318,8 +318,8 @@ class LedgerReads:
 
 def _parsed(text: str) -> Any:
     try:
-        return codec.parse_json(text)
-    except (codec.CodecError, TypeError) as error:
+        return serialization.parse_json(text)
+    except (serialization.CodecError, TypeError) as error:
         raise LedgerError(f"the ledger holds something that it did not write: {error}") from None
 
 

@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.errors import ConfigError
-from tidemill.types import Metrics, Task
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Metrics, Task
 
 
 class LedgerError(RuntimeError):

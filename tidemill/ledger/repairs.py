@@ -15,12 +15,12 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.types import Group, Trajectory
 from tidemill.ledger.records import LedgerError, Undone
 from tidemill.ledger.rows import trajectory_rows
 from tidemill.ledger.schema import upgrade
 from tidemill.ledger.segments import Location, segment_numbers, whole_groups
-from tidemill.types import Group, Trajectory
 
 UNREADABLE, UNDONE = "unreadable", "undone"  # reasons
 _PAYLOAD = ("segment", "offset", "length", "crc", "gone_at")  # columns that say where it lies
@@ -83,7 +83,7 @@ def recorded_since(
         for group_id, payloads, places in whole_groups(folder, number, end if number == last else 0):
             if wanted(group_id):
                 with contextlib.suppress(ValueError):  # it is sampled again
-                    attempts = [codec.decode(payload, Trajectory) for payload in payloads]
+                    attempts = [serialization.decode(payload, Trajectory) for payload in payloads]
                     for each in attempts:
                         each.check()
                     yield group_id, attempts, places

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tidemill.core.types import Group, InfraError, Outcome, Score, Task, Trajectory, Unscorable
 from tidemill.ledger.records import LedgerError
 from tidemill.ledger.segments import Location
-from tidemill.types import Group, InfraError, Outcome, Score, Task, Trajectory, Unscorable
 
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has all of it
 _strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False)

@@ -17,7 +17,7 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterable
 
-from tidemill.types import Finish
+from tidemill.core.types import Finish
 
 VERSION = 5
 

@@ -22,7 +22,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from tidemill.durable import flush
+from tidemill.core.atomic_files import flush
 from tidemill.ledger.records import PayloadLost
 
 MAGIC = b"TMTR"

@@ -6,9 +6,9 @@ import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from tidemill.core.types import Group, Task
 from tidemill.ledger.rows import task_row, trajectory_rows
 from tidemill.ledger.segments import Location
-from tidemill.types import Group, Task
 
 LONGEST_S = 1.0
 

@@ -1,0 +1,1 @@
+"""Decoders, their weights and fingerprints, tokenizers and chat templates."""

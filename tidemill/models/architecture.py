@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.codec import CodecError, parse_json
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
+from tidemill.core.serialization import CodecError, parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILES = (

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.models.tokenizer import Tokenizer
 
 Message = dict[str, Any]

@@ -3,7 +3,7 @@
 It computes on a flat row of tokens, with no batch dimension and no padding, and is blind to how attention finds its keys:
 `attend(layer, q, k, v)` is given by the caller. The trainer attends inside packed sequences (`models.attention`), the
 engine to its paged cache. Everything else is the same code on both sides, which is what makes their logprobs agree.
-On CPUs a step in which every row decodes may be taken by `kernels/decoding.c`: on one thread, with the bits of this code.
+On CPUs a step in which every row decodes may be taken by `kernels/cpu/decoding.c`, on one thread, to the same bits.
 
 Projections that read the same input are one matrix (q|k|v and gate|up); `models.weights` maps them to Hugging Face names.
 Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V vocabulary.

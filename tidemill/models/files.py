@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tidemill.codec import CodecError, parse_json
+from tidemill.core.serialization import CodecError, parse_json
 from tidemill.models.architecture import INDEX, SINGLE, UnsupportedModel
 from tidemill.models.slices import Slice
 

@@ -10,9 +10,9 @@ import tempfile
 from pathlib import Path
 from typing import NotRequired, TypedDict
 
+from tidemill.core.seeding import derive_seed
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.seeds import derive_seed
 
 
 class Size(TypedDict):

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tidemill.types import Published, Version
+from tidemill.core.types import Published, Version
 
 
 @dataclass(frozen=True, slots=True)

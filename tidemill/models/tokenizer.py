@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from tidemill.codec import CodecError, parse_json
+from tidemill.core.serialization import CodecError, parse_json
 from tidemill.models.architecture import Architecture, expect_files
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from tidemill.durable import put_in_place
+from tidemill.core.atomic_files import put_in_place
 from tidemill.models.architecture import INDEX, Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.files import check_headers, folder_slices, is_buffer, weight_files

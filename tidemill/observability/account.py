@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from tidemill.core.types import Span
 from tidemill.observability.timeline import HANDOVER, IDLE, REST
 from tidemill.observability.trace import Intervals, common, length, merged
-from tidemill.types import Span
 
 TRAINER, CONTROLLER, REFERENCE = "trainer", "controller", "reference"
 TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",), ("publish", "stage", "commit", "prove")

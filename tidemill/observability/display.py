@@ -22,11 +22,11 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
+from tidemill.core.types import Metrics
 from tidemill.observability.columns import TITLES, WIDTHS, cells, held_out, line, number
 from tidemill.observability.metrics import finite
 from tidemill.observability.spent import lines, processes
 from tidemill.observability.text import DEGRADE, paragraphs
-from tidemill.types import Metrics
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

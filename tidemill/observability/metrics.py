@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from tidemill.types import Metrics
+from tidemill.core.types import Metrics
 
 
 class StepMetrics:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field, field_validator
 
-from tidemill.config import Config
+from tidemill.core.config import Config
 
 
 class LogSettings(Config):

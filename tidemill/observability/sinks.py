@@ -14,11 +14,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Sink
+from tidemill.core.types import Metrics
 from tidemill.observability.metrics import finite
 from tidemill.observability.settings import LogSettings
-from tidemill.protocols import Sink
-from tidemill.types import Metrics
 
 Callback = Callable[[int, Metrics], None]
 

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from tidemill.types import Span
+from tidemill.core.types import Span
 
 REST = "other"
 IDLE = "idle"  # nothing is asked of the process

@@ -21,7 +21,7 @@ from typing import Any, SupportsIndex
 
 import numpy as np
 
-from tidemill.types import Span
+from tidemill.core.types import Span
 
 _FIRST_GAP_S = 0.001
 

@@ -25,7 +25,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tidemill import faults
+from tidemill.core import fault_injection
 
 DESCRIPTORS = 3  # of a Fork: where the child reports, its log, its working directory
 LENGTH = 4  # bytes before a message that say how long it is
@@ -264,5 +264,5 @@ def _begin(request: Fork, descriptors: list[int], server: int) -> Birth:
     os.close(folder)
     os.environ.clear()
     os.environb.update(request.environment)
-    faults.arm(os.environ)  # the server's are those of another time
+    fault_injection.arm(os.environ)  # the server's are those of another time
     return Birth(request.launch, request.threads, report, server, bound)

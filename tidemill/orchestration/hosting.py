@@ -26,7 +26,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from tidemill import codec, faults
+from tidemill.core import fault_injection, serialization
 from tidemill.orchestration.forkserver import Launch, serve_forks
 from tidemill.orchestration.placement import Built, Factory
 from tidemill.orchestration.rpc import Server
@@ -61,7 +61,7 @@ def host(
         threading.Thread(target=_watch_parent, args=(birth.parent,), daemon=True).start()
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1)  # all stacks, for whoever finds us stuck
-    faults.belong_to(birth.launch.controller)
+    fault_injection.belong_to(birth.launch.controller)
     if birth.threads is not None:
         use_threads(birth.threads)
     code = asyncio.run(_serve(build, birth.launch, birth.report))
@@ -111,7 +111,7 @@ async def _run(server: Server, stopping: asyncio.Event) -> None:
 
 
 def _report(fd: int, report: Report) -> None:
-    raw = codec.encode(report)
+    raw = serialization.encode(report)
     with open(fd, "wb") as file:  # with its length: a fork of ours may hold the pipe open
         file.write(len(raw).to_bytes(REPORT_LENGTH, "big") + raw)
 

@@ -27,7 +27,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import psutil
 
-from tidemill import codec
+from tidemill.core import serialization
 from tidemill.orchestration.forking import KILL_S, Child, ForkServer
 from tidemill.orchestration.forkserver import Launch
 from tidemill.orchestration.hosting import REPORT_LENGTH, Ready, Report
@@ -274,7 +274,7 @@ async def _reported(fd: int, process: Child, name: str, log: Log) -> Ready:
         reading.cancel()
         ended.cancel()
         transport.close()
-    report = codec.decode(reading.result(), Report)
+    report = serialization.decode(reading.result(), Report)
     if isinstance(report, Ready):
         return report
     error = rebuild(msgspec.structs.replace(report, message=f"{name} did not start: {report.message}"), name)
@@ -288,7 +288,7 @@ async def _reported(fd: int, process: Child, name: str, log: Log) -> Ready:
 async def _read(reader: asyncio.StreamReader) -> bytes:
     length = int.from_bytes(await reader.readexactly(REPORT_LENGTH), "big")  # bounded: by `start`
     if length > _MOST_REPORT:
-        raise codec.CodecError(f"a report of {length} bytes, at most {_MOST_REPORT} are taken")
+        raise serialization.CodecError(f"a report of {length} bytes, at most {_MOST_REPORT} are taken")
     return await reader.readexactly(length)  # bounded: by `start`
 
 

@@ -23,8 +23,9 @@ from typing import Any, Generic, TypeVar, cast
 import zmq
 import zmq.asyncio
 
-from tidemill import codec
-from tidemill.codec import CodecError
+from tidemill.core import serialization
+from tidemill.core.interfaces import Progressing
+from tidemill.core.serialization import CodecError
 from tidemill.observability.waits import waiting
 from tidemill.orchestration.wire import (
     MAX_FRAME,
@@ -44,7 +45,6 @@ from tidemill.orchestration.wire import (
     methods_of,
     rebuild,
 )
-from tidemill.protocols import Progressing
 
 T = TypeVar("T")
 DEADLINE_S = 60.0
@@ -104,7 +104,7 @@ class Server:
                 self.refused += 1
                 continue
             try:
-                request = codec.decode(frames[2].buffer, Request)
+                request = serialization.decode(frames[2].buffer, Request)
             except CodecError:
                 self.refused += 1
                 continue
@@ -144,14 +144,14 @@ class Server:
     async def _perform(self, request: Call | Hello | Ping, payload: memoryview) -> bytes:
         match request:
             case Hello():
-                return codec.encode(sorted(self._methods))
+                return serialization.encode(sorted(self._methods))
             case Ping():
-                return codec.encode(self._beat())
+                return serialization.encode(self._beat())
         method = self._methods.get(request.method)
         if method is None:
             raise ValueError(f"no method {request.method[:80]!r} here; there are {', '.join(sorted(self._methods))}")
-        arguments = codec.decode(payload, method.arguments)
-        result = codec.encode(await getattr(self._target, method.name)(*arguments))
+        arguments = serialization.decode(payload, method.arguments)
+        result = serialization.encode(await getattr(self._target, method.name)(*arguments))
         if len(result) > self._max_frame:
             raise ValueError(f"{method.name}() returned {len(result)} bytes: at most {self._max_frame} travel")
         return result
@@ -163,7 +163,7 @@ class Server:
 
     async def _reply(self, identity: bytes, reply: Reply, result: bytes) -> None:
         try:
-            await _send(self._socket, [identity, codec.encode(reply), result])
+            await _send(self._socket, [identity, serialization.encode(reply), result])
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # those: the caller has gone, nobody waits for this
                 raise
@@ -205,20 +205,20 @@ class Connection(Generic[T]):
     async def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         bound = method.signature.bind(*args, **kwargs)
         bound.apply_defaults()
-        payload = codec.encode(tuple(bound.arguments.values()))
+        payload = serialization.encode(tuple(bound.arguments.values()))
         seconds = self._deadlines.get(method.name, self._deadline)
         raw = await self._request(Call(next(self._ids), method.name), payload, method.name, seconds)
-        return codec.decode(raw, method.result)
+        return serialization.decode(raw, method.result)
 
     async def hello(self, seconds: float) -> None:
         """Raises ValueError when the peer serves other methods than this side calls."""
         raw = await self._request(Hello(next(self._ids)), b"", "hello", seconds)
-        if missing := set(self._methods) - set(codec.decode(raw, list[str])):
+        if missing := set(self._methods) - set(serialization.decode(raw, list[str])):
             raise ValueError(f"{self.name} does not serve {', '.join(sorted(missing))}")
 
     async def ping(self, seconds: float) -> Beat:
         """Raises PeerTimeout when the peer's event loop does not turn for so long."""
-        return codec.decode(await self._request(Ping(next(self._ids)), b"", "ping", seconds), Beat)
+        return serialization.decode(await self._request(Ping(next(self._ids)), b"", "ping", seconds), Beat)
 
     def died(self, how: str) -> None:
         """Fail every pending call, and every later one, with PeerDied. The first reason stands."""
@@ -261,7 +261,7 @@ class Connection(Generic[T]):
 
     async def _send(self, request: Request, payload: bytes) -> None:
         try:
-            await _send(self._socket, [self._token, codec.encode(request), payload])
+            await _send(self._socket, [self._token, serialization.encode(request), payload])
         except zmq.Again:
             self.died("broke the connection")
 
@@ -269,7 +269,7 @@ class Connection(Generic[T]):
         while True:
             frames = await self._socket.recv_multipart(copy=False)  # bounded: a watch; calls have their own deadlines
             try:
-                reply = codec.decode(frames[0].buffer, Reply)
+                reply = serialization.decode(frames[0].buffer, Reply)
             except CodecError:
                 reply = None
             if reply is None or len(frames) != 2:

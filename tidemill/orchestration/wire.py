@@ -16,10 +16,10 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from tidemill.codec import CodecError
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import EngineFailed, PeerLost, PolicyMismatch, TrainingDiverged
+from tidemill.core.serialization import CodecError
 from tidemill.models.architecture import UnsupportedModel
-from tidemill.protocols import EngineFailed, PeerLost, PolicyMismatch, TrainingDiverged
 
 MAX_FRAME = 1 << 30  # bytes; a step of 512 rows of 32k tokens is about 400 MB
 _MAX_TRACE = 20_000  # characters of a traceback that travel; its end is what matters

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from tidemill.codec import CodecError
+from tidemill.core.serialization import CodecError
 
 _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size

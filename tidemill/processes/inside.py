@@ -16,7 +16,7 @@ import socket
 import sys
 from typing import BinaryIO
 
-from tidemill import faults
+from tidemill.core import fault_injection
 from tidemill.processes.frames import HEADER_BYTES, framed, size_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
@@ -31,7 +31,7 @@ def settle(memory_mb: int, parent: int) -> tuple[int, int]:
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if memory_mb:
         resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    faults.belong_to(parent)
+    fault_injection.belong_to(parent)
     return _take_pipes()
 
 

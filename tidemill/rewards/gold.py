@@ -11,12 +11,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from tidemill.errors import ConfigError
-from tidemill.protocols import Gold
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Gold
+from tidemill.core.types import Task, Unscorable
 from tidemill.rewards.boxes import boxed
 from tidemill.rewards.named import BOXED
 from tidemill.rewards.signature import Signature
-from tidemill.types import Task, Unscorable
 
 Teller = Callable[..., Any]
 

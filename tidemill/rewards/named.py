@@ -6,7 +6,7 @@ import difflib
 import importlib.util
 from dataclasses import dataclass
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.rewards.signature import Signature
 
 

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from tidemill.errors import ConfigError
-from tidemill.types import Task
+from tidemill.core.errors import ConfigError
+from tidemill.core.types import Task
 
 _SINGLE = ("completion", "prompt", "task")
 _GROUP = ("completions", "prompts", "completion_ids")

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from math import fsum
 
-from tidemill.rewards.outcome import SOLVED
-from tidemill.types import InfraError, Outcome, Score, Unscorable
+from tidemill.core.outcomes import SOLVED
+from tidemill.core.types import InfraError, Outcome, Score, Unscorable
 
 DIGITS = 12  # of a sum, behind the point: weights such as 0.7, 0.2 and 0.1 make exactly 1
 TAKEN = ("mean",)  # reward/mean is the sum's own figure

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from tidemill.types import InfraError, Score, Unscorable
+from tidemill.core.types import InfraError, Score, Unscorable
 
 MAX_REPLY = 1 << 20  # bytes
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from tidemill.errors import ConfigError
-from tidemill.loading import load_object
-from tidemill.rewards.outcome import clip, outcome_of, outcomes_of
+from tidemill.core.errors import ConfigError
+from tidemill.core.import_object import load_object
+from tidemill.core.outcomes import clip, outcome_of, outcomes_of
+from tidemill.core.types import InfraError, Outcome
 from tidemill.scoring.frames import Request
-from tidemill.types import InfraError, Outcome
 
 
 def load(request: Request) -> str:

@@ -16,12 +16,12 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tidemill.core.types import InfraError, Outcome, Score
 from tidemill.processes.child import REAP_LIMIT_S
 from tidemill.processes.guarding import Guard
 from tidemill.scoring.frames import Done, Request
 from tidemill.scoring.invoke import failed, invoke
 from tidemill.scoring.process import WorkerFailed, WorkerProcess
-from tidemill.types import InfraError, Outcome, Score
 
 _COUNTERS = ("calls", "scores", "unscorable", "errors", "timeouts", "deaths", "starts", "seconds")
 

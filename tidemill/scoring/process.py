@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable
 
-from tidemill import codec
+from tidemill.core import serialization
 from tidemill.observability.waits import waiting
 from tidemill.processes import stopped
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
@@ -44,11 +44,11 @@ class WorkerProcess(Child):
         return done
 
     async def _begin(self, request: Request) -> Reply:
-        await self.send(codec.encode(request))
+        await self.send(serialization.encode(request))
         return await self._reply()
 
     async def _reply(self) -> Reply:
-        return codec.decode(await self.receive(MAX_REPLY), Reply)
+        return serialization.decode(await self.receive(MAX_REPLY), Reply)
 
     async def _within(self, work: Awaitable[Reply], limit_s: float, what: str) -> Reply:
         """Time is counted in looks, not by the clock: while this process itself stood still, nothing could be heard."""
@@ -63,7 +63,7 @@ class WorkerProcess(Child):
             if watching.result():
                 raise WorkerFailed("stopped", f"{self.title} was stopped by a signal and was killed")
             return answer.result()
-        except codec.CodecError as error:
+        except serialization.CodecError as error:
             raise WorkerFailed("protocol", f"the scoring worker wrote something else than a reply: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerFailed("died", await self.epitaph()) from None

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from tidemill.config import Config
+from tidemill.core.config import Config
 
 
 class ScoringSettings(Config):

@@ -11,7 +11,7 @@ import signal
 import sys
 from typing import BinaryIO
 
-from tidemill import codec, faults
+from tidemill.core import fault_injection, serialization
 from tidemill.processes import inside
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 from tidemill.scoring.invoke import failed, invoke, load
@@ -22,10 +22,10 @@ def main(memory_mb: int, parent: int) -> None:
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
     here, before = os.getpid(), Surroundings()
     while frame := inside.read(requests):
-        request: Request = codec.decode(frame, Request)
+        request: Request = serialization.decode(frame, Request)
         reason = load(request)
         _write(replies, Started(request.id))
-        faults.reach("reward", "call", request.id)
+        fault_injection.reach("reward", "call", request.id)
         outcomes = failed(request, reason) if reason else invoke(request)
         if os.getpid() != here:
             os._exit(0)  # a fork that the function made came back from it too
@@ -52,14 +52,14 @@ class Surroundings:
 
 def _done(request: Request, outcomes: list) -> Done:
     done = Done(request.id, outcomes, _has_children())
-    size = len(codec.encode(done))
+    size = len(serialization.encode(done))
     if size > MAX_REPLY:
         done = Done(request.id, failed(request, f"{request.name} gave {size} bytes: at most {MAX_REPLY} are taken"))
     return done
 
 
 def _write(pipe: BinaryIO, message: Reply) -> None:
-    inside.write(pipe, codec.encode(message))
+    inside.write(pipe, serialization.encode(message))
 
 
 def _has_children() -> bool:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.seeds import derive_seed
+from tidemill.core.seeding import derive_seed
+from tidemill.core.types import SamplingParams
 from tidemill.serving.bodies import Body, ChatBody, CompletionBody
 from tidemill.serving.choices import Asked
 from tidemill.serving.errors import ApiError
 from tidemill.serving.prompts import Prompts
-from tidemill.types import SamplingParams
 
 MOST_TOP_K = 1 << 30  # more than any vocabulary has, and an integer of any machine
 REPLY_TOKENS = 4096  # of a chat that does not say how many

@@ -11,9 +11,9 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from tidemill.core.types import MIN_REPETITION, MIN_TEMPERATURE
 from tidemill.serving.decoding import read, short
 from tidemill.serving.errors import ApiError
-from tidemill.types import MIN_REPETITION, MIN_TEMPERATURE
 
 MAX_BODY = 8 << 20  # bytes
 MAX_BIAS = 1024  # tokens of one request

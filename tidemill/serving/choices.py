@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tidemill.core.types import Completion, Finish, SamplingParams, Scored
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.requests import Token
 from tidemill.serving.metrics import Clock
 from tidemill.serving.shapes import Piece, TokenLogprob
 from tidemill.serving.text import Detokenizer, Marks, StopStrings
 from tidemill.serving.vocabulary import Vocabulary
-from tidemill.types import Completion, Finish, SamplingParams, Scored
 
 POLICY = "policy"
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from tidemill.core.executors import in_thread
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.serving.bodies import Chat, messages_of, options_of
 from tidemill.serving.errors import ApiError
 from tidemill.serving.reading import Reader
-from tidemill.threads import in_thread
 
 FEW = 1000  # messages that are looked at on the event loop
 

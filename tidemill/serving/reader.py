@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 import psutil
 
-from tidemill import codec
+from tidemill.core import serialization
 from tidemill.models.lengths import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
 from tidemill.processes import inside
@@ -92,7 +92,7 @@ class Fork:
         inside.write(self._requests, frame)
         if not (reply := inside.read(self._replies)):
             raise EOFError
-        return codec.decode(reply, Reply)
+        return serialization.decode(reply, Reply)
 
     def grown(self) -> bool:
         held = psutil.Process().memory_info().rss + (GROWN_MB << 20)
@@ -107,19 +107,19 @@ def main(parent: int) -> None:
     frames_in, frames_out = inside.settle(0, parent)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end are not waited for
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
-    load = codec.decode(inside.read(requests), Load)
+    load = serialization.decode(inside.read(requests), Load)
     try:
         tokenizer = load_tokenizer(load.folder, load.of_class)
     except ValueError as error:
-        inside.write(replies, codec.encode(Loaded(str(error))))
+        inside.write(replies, serialization.encode(Loaded(str(error))))
         return
     reach = reach_of(tokenizer)
     fork: Fork | None = None
-    inside.write(replies, codec.encode(Loaded("")))
+    inside.write(replies, serialization.encode(Loaded("")))
     while frame := inside.read(requests):
         fork = fork or Fork(lambda request: answer(tokenizer, reach, load.context, request))
         reply, fork = _reply(fork, frame, load.limit_s)
-        inside.write(replies, codec.encode(reply))
+        inside.write(replies, serialization.encode(reply))
 
 
 def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Request) -> Reply:
@@ -162,7 +162,7 @@ def _be_fork(channel: socket.socket, answer: Callable[[Request], Reply], parent:
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         requests, replies = channel.makefile("rb"), channel.makefile("wb", buffering=0)
         while frame := inside.read(requests):
-            inside.write(replies, codec.encode(answer(codec.decode(frame, Request))))
+            inside.write(replies, serialization.encode(answer(serialization.decode(frame, Request))))
     finally:
         os._exit(0)
 

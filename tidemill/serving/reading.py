@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from tidemill import codec
+from tidemill.core import serialization
+from tidemill.core.types import Array
 from tidemill.envs.template import prompt_tokens
 from tidemill.models.lengths import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
@@ -22,7 +23,6 @@ from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.processes.guarding import Guard
 from tidemill.serving.errors import ApiError
 from tidemill.serving.reader import Chat, Load, Loaded, Refused, Reply, Request, Text, too_long
-from tidemill.types import Array
 
 HERE = 1000  # characters of a text that is tokenized in this process
 SHORT = 1 << 15  # characters of what the short lane takes
@@ -142,13 +142,13 @@ class _Lane:
         done = False
         try:
             async with asyncio.timeout(self._load.limit_s + _SLACK_S):
-                await child.send(codec.encode(request))
-                reply = codec.decode(await child.receive(MOST_REPLY), Reply)
+                await child.send(serialization.encode(request))
+                reply = serialization.decode(await child.receive(MOST_REPLY), Reply)
             done = True
             return reply
         except TimeoutError:
             raise ApiError("the process that reads prompts did not answer", status=503) from None
-        except (asyncio.IncompleteReadError, ConnectionError, codec.CodecError):
+        except (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError):
             raise ApiError("the process that reads prompts ended", status=503) from None
         finally:
             if not done:
@@ -162,12 +162,12 @@ class _Lane:
         self._guard.add(child.pid)
         try:
             async with asyncio.timeout(STARTUP_LIMIT_S):
-                await child.send(codec.encode(self._load))
-                loaded = codec.decode(await child.receive(MOST_REPLY), Loaded)
+                await child.send(serialization.encode(self._load))
+                loaded = serialization.decode(await child.receive(MOST_REPLY), Loaded)
             why = loaded.error
         except TimeoutError:
             why = f"it did not start within {STARTUP_LIMIT_S:g} s"
-        except (asyncio.IncompleteReadError, ConnectionError, codec.CodecError):
+        except (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError):
             why = await child.epitaph()
         if why:
             await self._retire()

@@ -9,9 +9,9 @@ from typing import Any
 import jinja2
 import numpy as np
 
+from tidemill.core.types import Array
 from tidemill.envs.template import prompt_tokens
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.types import Array
 
 _PROBE = "qzxprobexzq"  # a text that no template writes by itself
 

@@ -10,7 +10,7 @@ import socket
 import uvicorn
 from starlette.applications import Starlette
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 from tidemill.serving.connection import BoundedConnection
 from tidemill.serving.heads import HeadCheck
 

@@ -18,11 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tidemill.durable import flush, remove_left
+from tidemill.core.atomic_files import flush, remove_left
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.types import Published, Version
 from tidemill.models.slices import Coverage, Slice
-from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
-from tidemill.types import Published, Version
 
 _MARKER = ".tidemill-weights"
 _UNFINISHED = ".sending-"

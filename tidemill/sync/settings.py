@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from tidemill.config import Config
+from tidemill.core.config import Config
 
 
 class SyncSettings(Config):

@@ -28,12 +28,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tidemill.anonymous import anonymous_memory
+from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.shared_memory_file import anonymous_memory
+from tidemill.core.types import Published, Version
 from tidemill.models.slices import Slice
-from tidemill.protocols import PolicyMismatch
 from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, Outline, raw_bytes
 from tidemill.sync.pinning import Pinned
-from tidemill.types import Published, Version
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
 _MAGIC = b"TIDEMILL"

@@ -22,11 +22,11 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tidemill.codec import CodecError, parse_json
+from tidemill.core.interfaces import CheckpointError
+from tidemill.core.serialization import CodecError, parse_json
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder
 from tidemill.models.weights import hf_views, load_folder, write_model
-from tidemill.protocols import CheckpointError
 from tidemill.trainer.optimizer import Optimizer
 
 FORMAT = 1

@@ -9,12 +9,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tidemill.core.interfaces import TrainingDiverged
+from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
 from tidemill.models.value import ValueModel
-from tidemill.protocols import TrainingDiverged
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Metrics
 
 _PREFIX = "critic."  # of its tensors in a checkpoint
 

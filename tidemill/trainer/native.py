@@ -16,14 +16,15 @@ from typing import TypeVar
 
 import torch
 
-from tidemill import faults
+from tidemill.core import fault_injection
+from tidemill.core.interfaces import CheckpointError, PolicyMismatch
+from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
 from tidemill.cores import Cores
 from tidemill.models.decoder import Decoder
 from tidemill.models.products import MIXES
 from tidemill.models.served import Contents, checked, words_of
 from tidemill.models.slices import Sender, Slice
 from tidemill.models.weights import save_folder, serving_slices
-from tidemill.protocols import CheckpointError, PolicyMismatch
 from tidemill.trainer import step
 from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
 from tidemill.trainer.critic import Critic
@@ -33,7 +34,6 @@ from tidemill.trainer.reference import Reference
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.unchanged import Announced, why_unchanged
-from tidemill.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -127,7 +127,7 @@ class NativeTrainer:
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
         def run() -> TrainResult:
             recorder = self._recorder
-            faults.reach(recorder.process, "train", self.updates)
+            fault_injection.reach(recorder.process, "train", self.updates)
             with recorder.span("train", samples=len(samples)):
                 critic = self._critic and self._critic.model
                 result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.memory.update, critic)
@@ -141,7 +141,7 @@ class NativeTrainer:
         """Raises TrainingDiverged, and takes no step, when the gradient is not finite."""
 
         def run() -> Metrics:
-            faults.reach(self._recorder.process, "apply", self.updates)
+            fault_injection.reach(self._recorder.process, "apply", self.updates)
             with self._recorder.span("apply"):
                 if self._critic is not None:
                     self._critic.check(scale)
@@ -166,7 +166,7 @@ class NativeTrainer:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
 
         def run() -> Published:
-            faults.reach(self._recorder.process, "publish", version.step)
+            fault_injection.reach(self._recorder.process, "publish", version.step)
             with self._recorder.span("publish", step=version.step):
                 published = self._send(version, sender)
             self._recorder.count("published_bytes", published.bytes)
@@ -192,13 +192,13 @@ class NativeTrainer:
         for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype])):
             yield piece
             if count == 0:
-                faults.reach(self._recorder.process, "stream", version.step)
+                fault_injection.reach(self._recorder.process, "stream", version.step)
 
     async def snapshot(self) -> None:
         """What the trainer is now is copied while the next gradient is computed; the update after it waits for the copy."""
 
         def run() -> Snapshot:
-            faults.reach(self._recorder.process, "snapshot", self.updates)
+            fault_injection.reach(self._recorder.process, "snapshot", self.updates)
             room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: its save never came
             with self._recorder.span("snapshot"):
                 return Snapshot.take(self.decoder, self._optimizer, self._kept, room)
@@ -224,7 +224,7 @@ class NativeTrainer:
         def wrote(file: Path) -> None:
             self._recorder.count("saved_files", 1)
             phase = "save-optimizer" if file.name == OPTIMIZER else "save"
-            faults.reach(self._recorder.process, phase, snapshot.updates, path=file)
+            fault_injection.reach(self._recorder.process, phase, snapshot.updates, path=file)
 
         def run() -> None:
             with self._recorder.span("save"):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from tidemill.protocols import TrainingDiverged
+from tidemill.core.interfaces import TrainingDiverged
+from tidemill.core.types import Metrics
 from tidemill.trainer.settings import TrainerSettings
-from tidemill.types import Metrics
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, loss_by_name
+from tidemill.core.types import Array, LossSpec, Sample, TrainResult
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
 from tidemill.models.linear import gathering
@@ -27,7 +28,6 @@ from tidemill.models.value import ValueModel
 from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
 from tidemill.trainer.lanes import Lanes, lanes_for
 from tidemill.trainer.telemetry import Offload
-from tidemill.types import Array, LossSpec, Sample, TrainResult
 
 T = TypeVar("T")
 

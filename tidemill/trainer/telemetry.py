@@ -8,9 +8,9 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
+from tidemill.core.types import Telemetry
 from tidemill.observability.memory import PeakMemory
 from tidemill.observability.timeline import HANDOVER, Beside, Idle
-from tidemill.types import Telemetry
 
 T = TypeVar("T")
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from tidemill.core.types import Metrics
 from tidemill.models.served import Contents
-from tidemill.types import Metrics
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ import reprlib
 from collections.abc import Sequence
 from typing import Any
 
-from tidemill.types import InfraError, Outcome, Score, Unscorable
+from tidemill.core.types import InfraError, Outcome, Score, Unscorable
 
 SOLVED = 1.0  # a score from here on counts as solved; what falls short by rounding is a partial score
 MOST_PARTS = 1000  # of a score: each is a column of the metrics

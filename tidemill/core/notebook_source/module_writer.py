@@ -19,9 +19,9 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
-from tidemill.loading import reference_of
-from tidemill.standalone.finding import Found, cells, definition, folder_of, guarded, import_of, names_read
-from tidemill.standalone.literals import literal, may_change
+from tidemill.core.import_object import reference_of
+from tidemill.core.notebook_source.literals import literal, may_change
+from tidemill.core.notebook_source.source_lookup import Found, cells, definition, folder_of, guarded, import_of, names_read
 
 NOTICE = "# Taken by tidemill from the program or notebook that began this run, for its worker processes."
 

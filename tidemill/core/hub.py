@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 
 Kind = Literal["model", "dataset"]
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(@[\w./-]+)?")

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from tidemill.types import (
+from tidemill.core.types import (
     Array,
     Completion,
     Group,

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from tidemill.errors import ConfigError
+from tidemill.core.errors import ConfigError
 
 
 class Config(BaseModel):
