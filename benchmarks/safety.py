@@ -140,7 +140,7 @@ def main(steps: int, out: Path | None) -> int:
 
     from tidemill import build
     from tidemill.commands.training import DEMO
-    from tidemill.observability.display import ProgressDisplay
+    from tidemill.observability.console import ProgressDisplay
     from tidemill.orchestration.local import Local
     from tidemill.recipe import load_recipe
     from tidemill.session import run

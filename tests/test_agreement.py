@@ -13,7 +13,7 @@ from virtual_time import run_virtually
 from tidemill.agreement import Agreement
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Array, Finish, Group, Sample, Score, Task, Trajectory, Version
-from tidemill.diagnosis.mismatch import LogprobGap
+from tidemill.observability.diagnosis.mismatch import LogprobGap
 
 NOW, BEFORE = Version(3, fingerprint="f3"), Version(2, fingerprint="f2")
 RNG = np.random.default_rng(1)

@@ -18,11 +18,11 @@ from tidemill.algorithms.prepare import Algorithm
 from tidemill.commands.pairs import _answers
 from tidemill.core import serialization
 from tidemill.core.types import Finish, Group, InfraError, Score, Task, Trajectory, Version
-from tidemill.diagnosis.mismatch import lag_zero
-from tidemill.diagnosis.symptoms import _identical
 from tidemill.evaluation import summary
 from tidemill.gradient import computed_tokens, train_on
 from tidemill.monitor import count, describe
+from tidemill.observability.diagnosis.mismatch import lag_zero
+from tidemill.observability.diagnosis.symptoms import _identical
 from tidemill.observability.metrics import StepMetrics
 
 FAILED = InfraError("ConnectionError: the sandbox did not start")

@@ -16,7 +16,7 @@ from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, RunFailed, Schedule
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Finish, Group, InfraError, Score, Task, TrainResult, Trajectory, Version
-from tidemill.observability.waits import open_waits
+from tidemill.observability.stall_report import open_waits
 
 
 @dataclass

@@ -20,7 +20,7 @@ from tidemill.commands.why import standing
 from tidemill.core import hardware
 from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.observability.display import ProgressDisplay
+from tidemill.observability.console import ProgressDisplay
 from tidemill.orchestration.logs import Log
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.resume import take_up

@@ -15,8 +15,8 @@ import numpy as np
 
 from tidemill.core.interfaces import PolicyMismatch, Trainer
 from tidemill.core.types import Array, Group, Sample, Version
-from tidemill.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
-from tidemill.diagnosis.mismatch import GROSS, ROUNDING, LogprobGap, lag_zero
+from tidemill.observability.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
+from tidemill.observability.diagnosis.mismatch import GROSS, ROUNDING, LogprobGap, lag_zero
 
 TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # tried to name a cause
 _LOOKED_AT = 16  # rows

@@ -27,7 +27,7 @@ from tidemill.core.interfaces import Environment
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.make import reward_environment
 from tidemill.envs.sources import TaskSource
-from tidemill.observability.display import ProgressDisplay
+from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.sinks import Callback
 from tidemill.recipe import RunConfig
 from tidemill.report import in_lines

@@ -34,8 +34,8 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
 from tidemill.models.architecture import Architecture
 from tidemill.monitor import Monitor
-from tidemill.observability.account import EVALUATE
 from tidemill.observability.events import worded
+from tidemill.observability.time_breakdown import EVALUATE
 from tidemill.orchestration.placement import Placement
 from tidemill.parts import Parts
 from tidemill.pool import PoolPublisher

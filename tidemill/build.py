@@ -20,11 +20,11 @@ from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Version
 from tidemill.cores import Cores, Seat, SharedCores
 from tidemill.engine.settings import EngineSettings
+from tidemill.observability.operator_profiler import attach
 from tidemill.orchestration.inline import Inline
 from tidemill.orchestration.local import Local
 from tidemill.orchestration.placement import Built, Handle, Liveness, Placement
 from tidemill.preparation import Preparation, Preparer
-from tidemill.profiling import attach
 from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
 from tidemill.supervision import Budget
 from tidemill.sync.settings import SyncSettings

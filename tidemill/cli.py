@@ -252,7 +252,7 @@ def _tell(error: BaseException) -> None:
     """What happened, as the last line; what is known beside it (the end of a log, a traceback from elsewhere) before it."""
     from tidemill.core.errors import ConfigError
     from tidemill.core.interfaces import TrainingDiverged
-    from tidemill.observability.text import paragraphs, visible
+    from tidemill.observability.safe_text import paragraphs, visible
 
     first, *rest = str(error).splitlines() or [type(error).__name__]
     plain = isinstance(error, (ConfigError, TrainingDiverged))  # they say all there is, wherever they come from

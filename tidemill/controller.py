@@ -28,8 +28,8 @@ from tidemill.core.interfaces import Ledger, PolicyMismatch, Publisher, Roller, 
 from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Version
 from tidemill.drops import Drops
 from tidemill.gradient import Algorithm, Begun, Update, computed_tokens, train_on
+from tidemill.observability.stall_report import waiting
 from tidemill.observability.timeline import Timeline
-from tidemill.observability.waits import waiting
 
 ROLE = "controller"  # of this process, to faults
 PATIENCE_S = 3.0  # with the last checkpoint, until it is said what the run waits for

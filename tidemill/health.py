@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.core.atomic_files import write_json
-from tidemill.observability.waits import Wait, open_waits
+from tidemill.observability.stall_report import Wait, open_waits
 from tidemill.orchestration.placement import Handle
 
 EVERY_S = 1.0

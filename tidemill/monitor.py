@@ -34,16 +34,16 @@ from tidemill.core.types import (
     Unscorable,
     Version,
 )
-from tidemill.diagnosis.cuts import Limit, limit_of, limits
-from tidemill.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
-from tidemill.diagnosis.symptoms import Symptoms
 from tidemill.evaluation import parts_of
-from tidemill.observability.account import CONTROLLER, EPISODE, Account, account
-from tidemill.observability.columns import HELD_OUT
-from tidemill.observability.display import Display
-from tidemill.observability.memory import PeakMemory
+from tidemill.observability.console import Display
+from tidemill.observability.console_table import HELD_OUT
+from tidemill.observability.diagnosis.cuts import Limit, limit_of, limits
+from tidemill.observability.diagnosis.mismatch import LogprobGap, Mismatch, lag_zero
+from tidemill.observability.diagnosis.symptoms import Symptoms
 from tidemill.observability.metrics import StepMetrics
+from tidemill.observability.process_memory import PeakMemory
 from tidemill.observability.sinks import Fanout
+from tidemill.observability.time_breakdown import CONTROLLER, EPISODE, Account, account
 from tidemill.observability.timeline import IDLE, Beside, Timeline
 from tidemill.observability.trace import Trace
 from tidemill.pool import EnginePool

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 from tidemill.core.interfaces import Engine, EngineFailed, PeerLost, PolicyMismatch, Trainer
 from tidemill.core.types import Published, Version
-from tidemill.observability.waits import waiting
+from tidemill.observability.stall_report import waiting
 from tidemill.orchestration.wire import RemoteError
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from tidemill.core.types import MIN_TEMPERATURE
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.curriculum import Order
 from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, environments_of, parse_env
-from tidemill.observability.settings import LogSettings
+from tidemill.observability.observability_settings import LogSettings
 from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.scoring.settings import ScoringSettings
 from tidemill.sync.settings import SyncSettings

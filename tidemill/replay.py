@@ -21,8 +21,6 @@ from tidemill.checkpoint_manifest import read_manifest
 from tidemill.core.config import build
 from tidemill.core.interfaces import CheckpointError
 from tidemill.core.types import GREEDY, Array, Finish, Sample, Trajectory, Version
-from tidemill.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
-from tidemill.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.engine.core import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost
@@ -30,6 +28,8 @@ from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.served import Contents
 from tidemill.models.weights import load_folder
+from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
+from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder
 from tidemill.trainer.native import NativeTrainer

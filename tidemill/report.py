@@ -13,8 +13,8 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.monitor import Totals
-from tidemill.observability.account import CONTROLLER, GENERATE, REFERENCE, REWARD, TRAIN, TRAINER, Account
-from tidemill.observability.advice import Setup, advise
+from tidemill.observability.bottleneck_advisor import Setup, advise
+from tidemill.observability.time_breakdown import CONTROLLER, GENERATE, REFERENCE, REWARD, TRAIN, TRAINER, Account
 from tidemill.observability.trace import Trace, busy_seconds, overlap
 from tidemill.recipe import RunConfig
 from tidemill.unearned import unearned

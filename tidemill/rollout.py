@@ -32,7 +32,7 @@ from tidemill.core.types import (
 from tidemill.envs.bounded import Overdue, bounded
 from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.observability.account import EPISODE, REWARD
+from tidemill.observability.time_breakdown import EPISODE, REWARD
 from tidemill.observability.timeline import Beside
 from tidemill.pool import EnginePool
 

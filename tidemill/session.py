@@ -39,7 +39,8 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder, expect_model, named_folder
 from tidemill.models.tokenizer import import_tokenizers
 from tidemill.monitor import Monitor
-from tidemill.observability.display import Display
+from tidemill.observability.console import Display
+from tidemill.observability.operator_profiler import LAST, merge
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
 from tidemill.orchestration.logs import warnings_to
@@ -47,7 +48,6 @@ from tidemill.orchestration.placement import Placement
 from tidemill.parts import start_parts
 from tidemill.preparation import Preparation
 from tidemill.processes import keeper
-from tidemill.profiling import LAST, merge
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
 from tidemill.reward_check import QUICK_TASKS, vouch

@@ -11,9 +11,9 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
-from tidemill.diagnosis.cuts import REMEDIES, Limit, by
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Earned
+from tidemill.observability.diagnosis.cuts import REMEDIES, Limit, by
 from tidemill.recipe import RunConfig
 
 MOST = 0.5  # of the replies, cut off: the first thing to mend

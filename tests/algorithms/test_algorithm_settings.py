@@ -168,7 +168,7 @@ def test_what_follows_from_the_longest_completion_is_filled_in_once():
 
 def test_the_settings_load_no_torch():
     code = (
-        "import sys, tidemill.algorithms.settings, tidemill.algorithms.prepare, tidemill.diagnosis.mismatch;"
+        "import sys, tidemill.algorithms.settings, tidemill.algorithms.prepare, tidemill.observability.diagnosis.mismatch;"
         "print('torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

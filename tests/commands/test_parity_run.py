@@ -23,10 +23,10 @@ from tidemill.commands import parity as command
 from tidemill.core import serialization
 from tidemill.core.config import build
 from tidemill.core.types import Trajectory, Version
-from tidemill.diagnosis.mismatch import ROUNDING
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
 from tidemill.models.weights import load_folder
+from tidemill.observability.diagnosis.mismatch import ROUNDING
 from tidemill.recipe import RunConfig
 from tidemill.replay import fit_temperature
 from tidemill.run_folder import RunFolder

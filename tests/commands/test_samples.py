@@ -18,7 +18,7 @@ import pytest
 from tidemill.commands.segments import Segment, segments
 from tidemill.core.types import Finish, Group, InfraError, Said, Task, Trajectory, Version
 from tidemill.ledger import SqliteLedger
-from tidemill.observability.text import visible
+from tidemill.observability.safe_text import visible
 
 
 def trajectory(mask: list[int], **changes) -> Trajectory:

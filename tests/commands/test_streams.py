@@ -14,7 +14,7 @@ import pytest
 from tidemill import cli
 from tidemill.commands import screen, streams
 from tidemill.commands.streams import Lenient
-from tidemill.observability.text import DEGRADE, paragraphs, visible
+from tidemill.observability.safe_text import DEGRADE, paragraphs, visible
 
 
 def stream(descriptor: int, encoding: str = "utf-8") -> tuple[io.TextIOWrapper, list[OSError]]:

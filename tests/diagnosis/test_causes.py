@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from tidemill.core.types import Finish, Group, Sample, Score, Task, Trajectory, Version
-from tidemill.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
-from tidemill.diagnosis.mismatch import GROSS, ROUNDING, Limit, LogprobGap, lag_zero
+from tidemill.observability.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
+from tidemill.observability.diagnosis.mismatch import GROSS, ROUNDING, Limit, LogprobGap, lag_zero
 
 T, START, END = 60, 20, 50
 LIMIT = ROUNDING["float32"]

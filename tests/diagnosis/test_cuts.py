@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from tidemill.core.types import CUT_AT, OWN_LIMIT, Finish, Group, Score, Task, Trajectory
-from tidemill.diagnosis.cuts import REMEDIES, by, limit_of, limits
-from tidemill.diagnosis.symptoms import Symptoms
+from tidemill.observability.diagnosis.cuts import REMEDIES, by, limit_of, limits
+from tidemill.observability.diagnosis.symptoms import Symptoms
 
 
 def cut(finish: Finish, **info: float) -> Trajectory:

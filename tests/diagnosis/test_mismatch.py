@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.diagnosis.mismatch import BIN_RATIO, LogprobGap, Mismatch
+from tidemill.observability.diagnosis.mismatch import BIN_RATIO, LogprobGap, Mismatch
 
 deltas = st.lists(st.floats(-15, 15, allow_subnormal=False), min_size=1, max_size=60).map(np.array)
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
-from tidemill.diagnosis.symptoms import Symptoms
+from tidemill.observability.diagnosis.symptoms import Symptoms
 
 HEALTHY = {
     **{"train/zero_variance_groups": 1.0, "train/groups": 4.0, "train/entropy": 1.0},

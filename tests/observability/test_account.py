@@ -14,8 +14,8 @@ from tidemill.algorithms.prepare import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, Schedule
 from tidemill.core.types import Finish, Group, Score, Span, Task, TrainResult, Trajectory, Version
-from tidemill.observability.account import EPISODE, EVALUATE, REWARD, WAIT, Account, account
-from tidemill.observability.advice import Advice, Setup, advise
+from tidemill.observability.bottleneck_advisor import Advice, Setup, advise
+from tidemill.observability.time_breakdown import EPISODE, EVALUATE, REWARD, WAIT, Account, account
 from tidemill.observability.timeline import IDLE, REST, Beside, Idle, Timeline
 from tidemill.observability.trace import merged
 

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.observability import display
-from tidemill.observability.columns import BAR, bar, cells, exponent, line, thousands
-from tidemill.observability.display import Display, ProgressDisplay, ordinal, spacing
+from tidemill.observability import console
+from tidemill.observability.console import Display, ProgressDisplay, ordinal, spacing
+from tidemill.observability.console_table import BAR, bar, cells, exponent, line, thousands
 
 STEP = {
     "step": 10.0,
@@ -37,7 +37,7 @@ STEP = {
 }
 
 
-def shown(mode: display.Mode, total: int = 100) -> tuple[ProgressDisplay, io.StringIO]:
+def shown(mode: console.Mode, total: int = 100) -> tuple[ProgressDisplay, io.StringIO]:
     stream = io.StringIO()
     return ProgressDisplay(total, stream, mode), stream
 
@@ -174,7 +174,7 @@ def test_a_terminal_keeps_milestones_and_shows_the_present_step() -> None:
 
 
 LIVE = """
-from tidemill.observability.display import ProgressDisplay
+from tidemill.observability.console import ProgressDisplay
 with ProgressDisplay(4) as screen:
     screen.header(["task: spell"])
     for step in range(1, 5):
@@ -229,7 +229,7 @@ def test_ascii_streams() -> None:
 
 def test_a_reader_that_goes_away_does_not_stop_the_run(tmp_path: Path) -> None:
     code = (
-        "from tidemill.observability.display import ProgressDisplay\n"
+        "from tidemill.observability.console import ProgressDisplay\n"
         "screen = ProgressDisplay(9, mode='plain')\n"
         "for step in range(20000): screen.step({'step': step})\n"
         f"open({str(tmp_path / 'reached')!r}, 'w').close()\n"

@@ -10,10 +10,10 @@ import pytest
 
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
-from tidemill.observability import memory
-from tidemill.observability.memory import PeakMemory, max_resident_bytes, memory_bytes, pss_bytes
+from tidemill.observability import process_memory
 from tidemill.observability.metrics import StepMetrics, finite
-from tidemill.observability.settings import LogSettings
+from tidemill.observability.observability_settings import LogSettings
+from tidemill.observability.process_memory import PeakMemory, max_resident_bytes, memory_bytes, pss_bytes
 
 
 def test_a_step_is_collected_and_begun_anew() -> None:
@@ -49,7 +49,7 @@ def test_memory_grows_with_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None
     assert during - before > 24 << 20
     held.close()
     assert peak.update() >= during
-    monkeypatch.setattr(memory, "pss_bytes", lambda: None)
+    monkeypatch.setattr(process_memory, "pss_bytes", lambda: None)
     assert memory_bytes() == max_resident_bytes() >= during // 2
     pss = pss_bytes()
     assert pss is None or 1 << 20 < pss <= 2 * max_resident_bytes()

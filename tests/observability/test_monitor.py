@@ -17,10 +17,10 @@ from tidemill.core.interfaces import PeerLost
 from tidemill.core.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
 from tidemill.model_folder import architecture_of
 from tidemill.monitor import Monitor, Totals
-from tidemill.observability.account import TRAINER, Account
-from tidemill.observability.display import ProgressDisplay
+from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
+from tidemill.observability.time_breakdown import TRAINER, Account
 from tidemill.observability.trace import Trace
 from tidemill.recipe import RunConfig
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tidemill.core.errors import ConfigError
-from tidemill.observability.settings import LogSettings
+from tidemill.observability.observability_settings import LogSettings
 from tidemill.observability.sinks import Fanout, JsonlSink, TensorBoardSink, UserSink, WandbSink, open_sinks
 
 
@@ -122,7 +122,7 @@ def test_wandb_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_sinks_load_no_torch() -> None:
     code = (
-        "import sys, tidemill.observability.sinks, tidemill.observability.display, tidemill.observability.trace\n"
+        "import sys, tidemill.observability.sinks, tidemill.observability.console, tidemill.observability.trace\n"
         "from tidemill.observability.sinks import TensorBoardSink\n"
         "print([m for m in ('torch', 'transformers', 'tensorboard', 'wandb', 'rich') if m in sys.modules])"
     )

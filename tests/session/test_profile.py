@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import tidemill
-from tidemill import profiling
 from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.observability import operator_profiler
 
 
 def score(completion: str, answer: str) -> float:
@@ -51,7 +51,7 @@ def test_operators_of_each_process_lie_within_its_spans(tmp_path):
         outside = {e["name"] for e, within in zip(operators, inside, strict=True) if not within}
         assert len(operators) > 100 and sum(inside) > 0.9 * len(inside), (role, len(operators), sum(inside), outside)
         steps = {e["args"]["step"] for e in found if e["pid"] == spans and e["name"] in ("publish", "stage")}
-        assert len(steps) >= profiling.LAST
+        assert len(steps) >= operator_profiler.LAST
     assert not (tmp_path / "run" / "profile").exists()
 
 
@@ -67,4 +67,4 @@ def test_both_in_one_process_are_recorded_once(tmp_path):
 def test_a_run_that_was_too_short_leaves_none(tmp_path):
     run(tmp_path, 1, placement={"kind": "inline", "environment": {"workers": 0}})
     assert not (tmp_path / "run" / "profile.json.gz").exists()
-    assert not profiling._recording, "a profiler that nobody stops would go on in whatever this process does next"
+    assert not operator_profiler._recording, "a profiler that nobody stops would go on in whatever this process does next"

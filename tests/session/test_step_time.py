@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.observability.spent import processes
+from tidemill.observability.time_summary import processes
 
 pytestmark = pytest.mark.slow  # shares of time, beside whatever else the machine does
 

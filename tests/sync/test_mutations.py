@@ -33,7 +33,7 @@ from tidemill.models.fresh import SIZES, fresh_model
 from tidemill.models.pieces import Work, at_once
 from tidemill.models.slices import Slice
 from tidemill.models.weights import hf_views
-from tidemill.observability.display import ProgressDisplay
+from tidemill.observability.console import ProgressDisplay
 from tidemill.recipe import RunConfig
 from tidemill.session import run
 from tidemill.sync import checkpoint, manifest, shared_memory

@@ -14,10 +14,10 @@ from rich.text import Text
 
 from tidemill.commands.segments import COLOURS, Row, Segment, segments
 from tidemill.core.types import Said, Score, Trajectory
-from tidemill.diagnosis.cuts import limit_of, named
 from tidemill.ledger.records import SampleRow
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.observability.text import visible
+from tidemill.observability.diagnosis.cuts import limit_of, named
+from tidemill.observability.safe_text import visible
 
 SHOWN = 600  # characters of a message
 Decode = Callable[[], Tokenizer | None]

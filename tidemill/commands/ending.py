@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.commands.screen import console, own_name, print_labelled, print_wrapped
-from tidemill.observability.spent import lines
+from tidemill.observability.time_summary import lines
 from tidemill.recipe import RunConfig
 from tidemill.session import Ended
 

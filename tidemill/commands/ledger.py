@@ -14,9 +14,9 @@ from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.core.types import Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord
-from tidemill.observability.columns import held_out
+from tidemill.observability.console_table import held_out
 from tidemill.observability.events import worded
-from tidemill.observability.text import visible
+from tidemill.observability.safe_text import visible
 
 LATEST = 5  # events shown, unless all are asked for
 FEW = 8  # evaluations shown, and the last one

@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tidemill.commands.located import is_run, model_of
-from tidemill.diagnosis.mismatch import LogprobGap
+from tidemill.observability.diagnosis.mismatch import LogprobGap
 from tidemill.parity import TOLERANCE, Comparison, Report, check
 from tidemill.replay import Replay, VersionReplay, replay
 from tidemill.run_folder import RunFolder

@@ -23,7 +23,7 @@ from tidemill.envs.settings import AnyEnv, environments_of
 from tidemill.envs.tasks import check_data
 from tidemill.envs.workers import in_workers
 from tidemill.fetched import fetched
-from tidemill.observability.text import visible
+from tidemill.observability.safe_text import visible
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.reward_check import Check, Line, Own, check
 from tidemill.scoring.pool import WorkerPool

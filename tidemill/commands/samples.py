@@ -27,7 +27,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.reads import Order
 from tidemill.ledger.records import PayloadLost, SampleRow
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.observability.text import visible
+from tidemill.observability.safe_text import visible
 from tidemill.run_folder import RunFolder
 
 LIMIT = 10  # trajectories, unless a number is given

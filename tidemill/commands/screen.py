@@ -18,8 +18,8 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.observability.display import LABEL
-from tidemill.observability.text import DEGRADE, paragraphs, visible
+from tidemill.observability.console import LABEL
+from tidemill.observability.safe_text import DEGRADE, paragraphs, visible
 
 PIPE_WIDTH = 120
 INDENT = 2

@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from tidemill.observability.text import DEGRADE
+from tidemill.observability.safe_text import DEGRADE
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer

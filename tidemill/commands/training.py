@@ -10,7 +10,7 @@ from pathlib import Path
 from tidemill.commands.ending import tell
 from tidemill.commands.screen import print_json
 from tidemill.core.interfaces import PeerLost
-from tidemill.observability.display import ProgressDisplay
+from tidemill.observability.console import ProgressDisplay
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.session import Ended, run
 

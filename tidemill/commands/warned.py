@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tidemill.observability.text import visible
+from tidemill.observability.safe_text import visible
 from tidemill.orchestration.logs import warnings_to
 
 

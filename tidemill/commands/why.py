@@ -12,7 +12,7 @@ from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.commands.state import state_of
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.events import worded
-from tidemill.observability.text import visible
+from tidemill.observability.safe_text import visible
 from tidemill.run_folder import RunFolder
 
 ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing

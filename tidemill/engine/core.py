@@ -45,7 +45,7 @@ from tidemill.engine.weights import Staging, serve
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.slices import Receiver
-from tidemill.observability.memory import PeakMemory
+from tidemill.observability.process_memory import PeakMemory
 
 
 @dataclass(slots=True)

@@ -36,7 +36,7 @@ from tidemill.envs.frames import (
     ToWorker,
     Withdraw,
 )
-from tidemill.observability.waits import waiting
+from tidemill.observability.stall_report import waiting
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.processes.stopped import stopped_instead
 

@@ -18,7 +18,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Sink
 from tidemill.core.types import Metrics
 from tidemill.observability.metrics import finite
-from tidemill.observability.settings import LogSettings
+from tidemill.observability.observability_settings import LogSettings
 
 Callback = Callable[[int, Metrics], None]
 

@@ -24,7 +24,7 @@ from typing import TypeVar
 import msgspec
 import psutil
 
-from tidemill.observability.waits import waiting
+from tidemill.observability.stall_report import waiting
 from tidemill.orchestration.forkserver import (
     LENGTH,
     MOST,

@@ -26,7 +26,7 @@ import zmq.asyncio
 from tidemill.core import serialization
 from tidemill.core.interfaces import Progressing
 from tidemill.core.serialization import CodecError
-from tidemill.observability.waits import waiting
+from tidemill.observability.stall_report import waiting
 from tidemill.orchestration.wire import (
     MAX_FRAME,
     Beat,

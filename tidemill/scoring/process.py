@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from tidemill.core import serialization
-from tidemill.observability.waits import waiting
+from tidemill.observability.stall_report import waiting
 from tidemill.processes import stopped
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from typing import Protocol, TypeVar
 
 from tidemill.core.types import Telemetry
-from tidemill.observability.memory import PeakMemory
+from tidemill.observability.process_memory import PeakMemory
 from tidemill.observability.timeline import HANDOVER, Beside, Idle
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from enum import StrEnum
 import numpy as np
 
 from tidemill.core.types import Array
-from tidemill.diagnosis.mismatch import Limit, LogprobGap
+from tidemill.observability.diagnosis.mismatch import Limit, LogprobGap
 
 _BETTER = 0.5  # an explanation leaves at most this share of the mean difference
 _LIKE = 4.0  # the difference that lower precision makes, times this, is still of its size

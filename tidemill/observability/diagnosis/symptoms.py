@@ -12,7 +12,7 @@ import numpy as np
 
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.types import Group, Metrics
-from tidemill.diagnosis.cuts import REMEDIES, by, limits
+from tidemill.observability.diagnosis.cuts import REMEDIES, by, limits
 
 MOST = 0.5  # of the groups: not by chance
 SATURATED, TRUNCATED = 0.2, 0.2  # of the tokens, of the attempts

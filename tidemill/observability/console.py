@@ -23,10 +23,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, Protocol, TextIO
 
 from tidemill.core.types import Metrics
-from tidemill.observability.columns import TITLES, WIDTHS, cells, held_out, line, number
+from tidemill.observability.console_table import TITLES, WIDTHS, cells, held_out, line, number
 from tidemill.observability.metrics import finite
-from tidemill.observability.spent import lines, processes
-from tidemill.observability.text import DEGRADE, paragraphs
+from tidemill.observability.safe_text import DEGRADE, paragraphs
+from tidemill.observability.time_summary import lines, processes
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

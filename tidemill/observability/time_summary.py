@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tidemill.observability.account import CONTROLLER, REFERENCE, TRAINER, WAIT, WAITS
+from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, WAIT, WAITS
 from tidemill.observability.timeline import REST
 
 LITTLE = 0.01

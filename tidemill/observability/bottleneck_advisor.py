@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from tidemill.observability.account import CONTROLLER, REFERENCE, TRAINER, WAIT, Account
+from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, WAIT, Account
 
 LITTLE = 0.1  # of the time: nothing to speak of
 FEW = 0.2  # of the groups that may be in flight
