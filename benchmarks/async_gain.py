@@ -25,7 +25,7 @@ import torch
 from harness import save, table, wait_until_quiet
 
 import tidemill
-from tidemill.algorithms.prepare import Prepared, Update
+from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version

@@ -21,7 +21,7 @@ import numpy as np
 import psutil
 from harness import save
 
-from tidemill.algorithms.prepare import Prepared, Update
+from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, Metrics, Score, Task, TrainResult, Trajectory, Version

@@ -14,13 +14,13 @@ import numpy as np
 import torch
 
 from tidemill.algorithms.advantages import Scores, advantage_by_name
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.losses import LossFunction, LossInput, evaluate, loss_by_name
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE, Pairs, bradley_terry, kto, kto_baseline
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.reduce import reduction
-from tidemill.algorithms.rows import POLICY, REFERENCE
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.reductions import reduction
+from tidemill.algorithms.token_rows import POLICY, REFERENCE
 from tidemill.core.types import Array, Finish, Group, LossSpec, Sample, Score, Task, Trajectory, Unscorable
 
 PROMPT = 2  # tokens

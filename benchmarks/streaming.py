@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from harness import save, table
 
-from tidemill.algorithms.prepare import Prepared, Update
+from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, Sample, Score, Task, TrainResult, Trajectory, Version

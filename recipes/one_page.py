@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
 from tidemill.engine.core import NativeEngine

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_rollout import FakeEnvironment, roll
 from test_streaming import CASES, STEP, Asked, groups_of
 
-from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.commands.pairs import _answers
 from tidemill.core import serialization
 from tidemill.core.types import Finish, Group, InfraError, Score, Task, Trajectory, Version

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
 
-from tidemill.algorithms.prepare import Prepared, Update
+from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, RunFailed, Schedule
 from tidemill.core.interfaces import PolicyMismatch

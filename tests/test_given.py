@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Group, Score, Task

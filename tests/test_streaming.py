@@ -12,11 +12,11 @@ from test_controller import World, controller
 from virtual_time import run_virtually
 
 from tidemill.algorithms.advantages import ADVANTAGES, NEEDS
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.mixture import Mixture
-from tidemill.algorithms.prepare import Algorithm, Prepared, Update
+from tidemill.algorithms.prepare_step import Algorithm, Prepared, Update
 from tidemill.algorithms.presets import PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.controller import RunFailed
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import GREEDY, Finish, Group, LossSpec, Sample, Score, Task, TrainResult, Trajectory, Version

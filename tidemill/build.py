@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.config import Config, build
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Version

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.algorithms.rows import POLICY
+from tidemill.algorithms.token_rows import POLICY
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from tidemill.algorithms.algorithm_settings import begins_as
 from tidemill.algorithms.preferences import UNPAIRED
-from tidemill.algorithms.settings import begins_as
 from tidemill.core.errors import ConfigError
 from tidemill.engine.attention import GATHER_BYTES, MOST_PAIRS
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages, page_bytes

@@ -6,7 +6,7 @@ import string
 from dataclasses import dataclass
 from pathlib import Path
 
-from tidemill.algorithms.settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.errors import ConfigError
 from tidemill.envs.settings import RowsSettings, environments_of
 from tidemill.models.architecture import Architecture

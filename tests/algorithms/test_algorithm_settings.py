@@ -4,11 +4,11 @@ import sys
 import pytest
 
 from tidemill.algorithms import losses
-from tidemill.algorithms.applicable import OF_REFERENCE
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
 from tidemill.algorithms.losses import LOSSES, loss_by_name
-from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
+from tidemill.algorithms.validation import OF_REFERENCE
 from tidemill.core.config import Config, build, dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import constants_of
@@ -168,7 +168,8 @@ def test_what_follows_from_the_longest_completion_is_filled_in_once():
 
 def test_the_settings_load_no_torch():
     code = (
-        "import sys, tidemill.algorithms.settings, tidemill.algorithms.prepare, tidemill.observability.diagnosis.mismatch;"
+        "import sys, tidemill.algorithms.algorithm_settings, tidemill.algorithms.prepare_step;"
+        "import tidemill.observability.diagnosis.mismatch;"
         "print('torch' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)

@@ -7,9 +7,9 @@ import json
 import pytest
 from test_prepare import LONGEST, group, trajectory
 
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.commands.in_force import parts_of
 
 

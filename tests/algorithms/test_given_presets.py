@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch.nn.functional import logsigmoid
 
-from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.algorithms.presets import PRESETS
-from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.core.types import Group, Task
 from tidemill.given import Given
 from tidemill.gradient import train_on

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from test_prepare import LONGEST, STEP, group, trajectory
 
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.mixture import COMMON, Mixture, algorithm_of
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.types import Finish, Group, Sample
 
 GRPO, DAPO, DR = (AlgorithmSettings.preset(name) for name in ("grpo", "dapo", "dr_grpo"))

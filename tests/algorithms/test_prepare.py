@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.types import GREEDY, Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
 
 GRPO = AlgorithmSettings.preset("grpo")

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from tidemill.algorithms.reduce import REDUCTIONS, reduction
+from tidemill.algorithms.reductions import REDUCTIONS, reduction
 
 LENGTHS, GROUPS = np.array([3, 1, 5, 0, 2]), np.array([7, 7, 4, 4, 9])
 

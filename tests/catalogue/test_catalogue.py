@@ -17,11 +17,11 @@ from test_layers import option_names
 
 from tidemill.algorithms import advantages, corrections, entropy, losses, preferences
 from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import Ratios, correction_by_name
 from tidemill.algorithms.losses import LossInput, loss_by_name
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PER_SEQUENCE, PRESETS
-from tidemill.algorithms.reduce import REDUCTIONS
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.reductions import REDUCTIONS
 from tidemill.catalogue import prose
 from tidemill.catalogue.entries import PARTS, Entry, constants_as, entries, entry, page, parsed, table
 from tidemill.core.config import Config, build

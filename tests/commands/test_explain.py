@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.presets import PRESETS
-from tidemill.algorithms.reduce import REDUCTIONS, reduction
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.reductions import REDUCTIONS, reduction
 from tidemill.buffer import Buffer
 from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from virtual_time import run_virtually
 
-from tidemill.algorithms.prepare import Prepared, Update
+from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Hooks, Schedule
 from tidemill.core.types import Finish, Group, Score, Span, Task, TrainResult, Trajectory, Version

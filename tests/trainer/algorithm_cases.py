@@ -4,11 +4,11 @@ import numpy as np
 from trainer_cases import CPU, VOCAB
 
 from tidemill.algorithms.advantages import ADVANTAGES
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import CORRECTIONS, WITHOUT_OLD
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
 from tidemill.algorithms.presets import ANCHORED, ATTEMPTS, LOSS_CONSTANTS, PRESETS
-from tidemill.algorithms.reduce import REDUCTIONS
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.reductions import REDUCTIONS
 from tidemill.core.types import GREEDY, Finish, Group, InfraError, Sample, Score, Support, Task, Trajectory, Version
 from tidemill.trainer import step
 

@@ -8,7 +8,7 @@ from trainer_cases import TOLERANCE, assert_same, decoder, gradients, parameters
 
 from tidemill.algorithms.advantages import ACROSS_SEATS
 from tidemill.algorithms.corrections import CORRECTIONS, Ratios
-from tidemill.algorithms.prepare import Algorithm
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.types import Group
 
 WHOLE, ONE_ROW = 10_000, 1  # tokens of a micro-batch

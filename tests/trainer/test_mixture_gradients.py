@@ -8,9 +8,9 @@ import torch
 from test_gradients import CPU, TOLERANCE, assert_same
 from trainer_cases import VOCAB, decoder
 
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.mixture import Mixture
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory, Version
 from tidemill.trainer import step
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from trainer_cases import VOCAB, decoder
 
-from tidemill.algorithms.prepare import Algorithm
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.gradient import Begun, train_on
 from tidemill.trainer.native import NativeTrainer

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.algorithms.rows import ByAttempt
+from tidemill.algorithms.token_rows import ByAttempt
 from tidemill.core.import_object import bound
 from tidemill.core.types import Array
 

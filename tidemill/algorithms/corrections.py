@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidemill.algorithms.rows import ByAttempt
+from tidemill.algorithms.token_rows import ByAttempt
 from tidemill.core.import_object import bound
 from tidemill.core.types import Array, Metrics
 

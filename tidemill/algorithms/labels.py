@@ -12,7 +12,7 @@ import numpy as np
 
 from tidemill.algorithms.advantages import Scores
 from tidemill.algorithms.preferences import Unpaired, kto_baseline
-from tidemill.algorithms.rows import POLICY, REFERENCE, Logprobs, Measured
+from tidemill.algorithms.token_rows import POLICY, REFERENCE, Logprobs, Measured
 from tidemill.core.types import Array, Metrics, Sample
 
 GOOD = 0.5  # a score above it

@@ -19,9 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.algorithms.prepare import Algorithm, Prepared, Update
-from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.algorithms.prepare_step import Algorithm, Prepared, Update
+from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs
 from tidemill.core.types import Group, Metrics, Sample
 
 COMMON = ""  # the name of the recipe's own algorithm: of all groups whose environment has none

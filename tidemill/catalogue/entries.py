@@ -22,7 +22,7 @@ from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
-from tidemill.algorithms.reduce import REDUCTIONS
+from tidemill.algorithms.reductions import REDUCTIONS
 from tidemill.catalogue import prose
 from tidemill.core.import_object import constants_of, load_object
 

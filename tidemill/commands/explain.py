@@ -10,9 +10,9 @@ from typing import Any
 
 from rich.text import Text
 
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.losses import loss_by_name
 from tidemill.algorithms.presets import NOTES
-from tidemill.algorithms.settings import AlgorithmSettings
 from tidemill.catalogue.entries import number
 from tidemill.commands.given_tasks import task_rows, tasks_of
 from tidemill.commands.in_force import differing, p_hat, parts_of

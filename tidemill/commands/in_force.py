@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.algorithms.advantages import USING_GIVEN
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, PRESETS, SCORE
-from tidemill.algorithms.settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.catalogue.entries import entry, flat
 from tidemill.core.config import Config, dump
 

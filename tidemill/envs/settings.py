@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BeforeValidator, Discriminator, Field, FiniteFloat, Tag, field_validator, model_validator
 
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.core.config import Config, build, dump
 
 HEAVIEST = 1000

@@ -14,11 +14,11 @@ from typing import Any, Literal, TypeVar
 from pydantic import Field, model_validator
 
 from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
-from tidemill.algorithms.applicable import Constants, check_applicable, expect_constants, expect_name
 from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import EVERY_PREFERENCE, OF_SCORES, PREFERENCES
 from tidemill.algorithms.presets import LOSS_CONSTANTS, PRESETS
+from tidemill.algorithms.validation import Constants, check_applicable, expect_constants, expect_name
 from tidemill.core.config import Config
 from tidemill.core.import_object import constants_of
 from tidemill.core.types import LossSpec

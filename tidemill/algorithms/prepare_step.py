@@ -25,12 +25,12 @@ from tidemill.algorithms.advantages import (
     overlong,
     returns,
 )
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import CORRECTIONS, SELECTING, Ratios, correct, correction_by_name
 from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
-from tidemill.algorithms.reduce import reduction
-from tidemill.algorithms.rows import CRITIC, POLICY, REFERENCE, Logprobs, Measured, by_row, ended, filled, flat, row_of
-from tidemill.algorithms.settings import AlgorithmSettings
+from tidemill.algorithms.reductions import reduction
+from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, Measured, by_row, ended, filled, flat, row_of
 from tidemill.core.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
 
 ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target

@@ -16,7 +16,7 @@ from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, LOSS_CONSTANTS,
 from tidemill.core.import_object import constants_of
 
 if TYPE_CHECKING:
-    from tidemill.algorithms.settings import AlgorithmSettings
+    from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 
 OF_REFERENCE = ("model", "every", "decay", "kl", "estimator", "into", "distil")  # keys that are meant for its table
 Constants = dict[str, Any]
