@@ -35,7 +35,7 @@ from harness import HERE, RESULTS, save, table
 import tidemill
 from tidemill.algorithms.presets import PRESETS
 from tidemill.commands.pairs import pairs
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 sys.path.append(str(HERE / "systems"))
 from first_letter import ALPHABET, HELD_OUT, PAIRS

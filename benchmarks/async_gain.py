@@ -32,8 +32,8 @@ from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, Trai
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.order import task_order
-from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.weights import load_folder
+from tidemill.models.hf_weights import load_folder
+from tidemill.models.new_model import SIZES, fresh_model
 
 HERE = Path(__file__).parent
 sys.path += [str(HERE / "systems"), str(HERE.parent / "tests")]

@@ -63,7 +63,7 @@ def make_model(folder: Path) -> Path:
     from transformers import PreTrainedTokenizerFast
 
     from tidemill.models.architecture import Architecture
-    from tidemill.models.weights import empty_decoder, save_folder
+    from tidemill.models.hf_weights import empty_decoder, save_folder
 
     specials = ["<pad>", "<|im_start|>", "<|im_end|>"]
     core = Tokenizer(models.BPE())

@@ -24,7 +24,7 @@ import torch
 from harness import HERE, save, table
 
 import tidemill
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 sys.path.append(str(HERE / "systems"))
 from graded import ALPHABET

@@ -71,14 +71,14 @@ class Account:
 def account_for(account: Account) -> None:
     from tidemill import health
     from tidemill.ledger.ledger import SqliteLedger
-    from tidemill.models import fingerprint, served
+    from tidemill.models import fingerprint, served_weights
     from tidemill.observability.trace import Trace
 
     for name in LEDGER:
         account.wrap(SqliteLedger, name, "ledger")
     account.wrap(fingerprint.Fingerprint, "add", "fingerprints")
     account.wrap(fingerprint.Fingerprint, "sums", "fingerprints")
-    account.wrap(served, "word_bits", "fingerprints")
+    account.wrap(served_weights, "word_bits", "fingerprints")
     account.wrap(Trace, "collect", "tracing")
     account.wrap(Trace, "add", "tracing")
     account.wrap(Trace, "write", "tracing")

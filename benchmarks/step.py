@@ -27,7 +27,7 @@ from harness import System, ratio, save, spread, table, turns, wait_until_quiet
 from systems.step_task import alphabet
 from workloads import SIZES, VOCAB
 
-from tidemill.models.fresh import fresh_model
+from tidemill.models.new_model import fresh_model
 
 GROUPS, SAMPLES, PROMPT, TOKENS = 16, 8, 64, 128
 SPECIAL = 3  # tokens of a vocabulary that are no characters

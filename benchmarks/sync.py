@@ -32,8 +32,8 @@ from workloads import SIZES, decoder, kv_mb, prompts
 from tidemill.core.types import SamplingParams, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.models.served import Contents
-from tidemill.models.weights import empty_decoder, load_slices, serving_slices
+from tidemill.models.hf_weights import empty_decoder, load_slices, serving_slices
+from tidemill.models.served_weights import Contents
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
 

@@ -30,9 +30,9 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import ReasoningGymSettings
-from tidemill.envs.template import prompt_tokens
 from tidemill.model_folder import ModelFolder
-from tidemill.models.weights import load_folder
+from tidemill.models.conversations import prompt_tokens
+from tidemill.models.hf_weights import load_folder
 from tidemill.scoring.pool import WorkerPool
 
 sys.path.append(str(Path(__file__).with_name("systems")))

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 
 from tidemill.models.decoder import Decoder
-from tidemill.models.fresh import Size, architecture, head_dim
-from tidemill.models.weights import save_folder
+from tidemill.models.hf_weights import save_folder
+from tidemill.models.new_model import Size, architecture, head_dim
 
 SIZES: dict[str, Size] = {
     "S": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 768},

@@ -22,9 +22,9 @@ from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.hf_weights import load_folder
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.models.weights import load_folder
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.native import NativeTrainer

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.orchestration.forking import server_environment
 
 SCRIPT = """

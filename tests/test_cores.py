@@ -22,7 +22,7 @@ from tidemill.core.types import LossSpec, Sample, SamplingParams
 from tidemill.cores import Seat, SharedCores, seats
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.orchestration.placement import StartFailed
 from tidemill.parts import start_parts
 from tidemill.recipe import RunConfig

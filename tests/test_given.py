@@ -12,8 +12,8 @@ from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Group, Score, Task
-from tidemill.envs.template import prompt_tokens
 from tidemill.given import Given, HeldOut, check_given, replies
+from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.recipe import RunConfig
 

@@ -27,19 +27,19 @@ from tidemill.core.types import SamplingParams, Version
 from tidemill.engine import cache_size
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.kernels import library
-from tidemill.kernels.building import Unavailable
-from tidemill.kernels.library import native
 from tidemill.model_folder import architecture_of, resolve_model
-from tidemill.models import products
+from tidemill.models import trained_linear
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
-from tidemill.models.fresh import SIZES, Size, fresh_model
-from tidemill.models.linear import Linear, gathering
+from tidemill.models.hf_weights import empty_decoder
+from tidemill.models.kernels import library
+from tidemill.models.kernels.cpu.compilation import Unavailable
+from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows, token_logprobs
-from tidemill.models.value import ValueModel
-from tidemill.models.weights import empty_decoder
+from tidemill.models.new_model import SIZES, Size, fresh_model
+from tidemill.models.served_linear import Linear, gathering
+from tidemill.models.value_model import ValueModel
 from tidemill.recipe import RunConfig
 from tidemill.scoring.pool import WorkerPool
 from tidemill.trainer.checkpoint import Snapshot
@@ -367,7 +367,7 @@ def test_no_more_tokens_count_than_a_call_can_have(overrides: list[str], rows: i
 
 @pytest.mark.parametrize(("budget", "tokens"), [(10**6, 3008), (10**6, 3000), (3001, 3001), (2999, 2999)])
 def test_what_fills_a_micro_batch_up_counts(monkeypatch: pytest.MonkeyPatch, budget: int, tokens: int):
-    monkeypatch.setattr(products, "_way", lambda: products.WIDENED if tokens == 3000 else None)
+    monkeypatch.setattr(trained_linear, "_way", lambda: trained_linear.WIDENED if tokens == 3000 else None)
     arch = architecture_of("new:0.1m")
     assert arch is not None
     narrow = ["trainer.dtype=bfloat16", "trainer.device=cpu", f"trainer.micro_batch_tokens={budget}"]

@@ -15,7 +15,7 @@ from tidemill.build import TrainerSpec, placed
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Support
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.parts import Parts, start_parts
 from tidemill.recipe import RunConfig, check_same_run
 

@@ -98,8 +98,8 @@ def build_engine(spec: EngineSpec) -> Engine:
     import torch
 
     from tidemill.engine.core import NativeEngine
+    from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config, stop_ids
-    from tidemill.models.weights import load_folder
     from tidemill.sync.carriers import make_receiver
 
     decoder = load_folder(spec.model, dtype=getattr(torch, spec.engine.dtype))
@@ -126,7 +126,7 @@ def build_engine(spec: EngineSpec) -> Engine:
 def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     import torch
 
-    from tidemill.models.weights import load_folder
+    from tidemill.models.hf_weights import load_folder
     from tidemill.sync.carriers import make_sender
     from tidemill.trainer.native import NativeTrainer, inline
 
@@ -173,7 +173,7 @@ def _cores(seat: Seat | None, device: str) -> Cores:
 def _reference(spec: TrainerSpec) -> Reference | None:
     import torch
 
-    from tidemill.models.weights import load_folder
+    from tidemill.models.hf_weights import load_folder
     from tidemill.trainer.reference import Reference
 
     given, folder = spec.reference, folder_of(spec.reference, spec.model)
@@ -189,7 +189,7 @@ def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Pat
 
 def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
     """policy: the decoder that is trained."""
-    from tidemill.models.value import ValueModel, load_value_model
+    from tidemill.models.value_model import ValueModel, load_value_model
     from tidemill.trainer.critic import Critic
 
     if (given := spec.critic) is None:
@@ -202,11 +202,11 @@ def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
 def import_roles() -> None:
     """All that building a role and running it imports, so that a process forked from this one finds it done."""
     import tidemill.engine.core
+    import tidemill.models.hf_weights
     import tidemill.models.tokenizer
-    import tidemill.models.weights
     import tidemill.sync.carriers
     import tidemill.trainer.native  # noqa: F401
-    from tidemill.kernels.library import native
+    from tidemill.models.kernels.library import native
 
     native()  # compiled, if ever, before the first child needs it
 

@@ -22,10 +22,10 @@ from tidemill.algorithms.token_rows import POLICY
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
-from tidemill.envs.messages import Turn, as_messages, is_message, text_of
-from tidemill.envs.template import conversation, too_long, unknown_token
 from tidemill.gradient import Algorithm
 from tidemill.models.chat_template import Message, Messages
+from tidemill.models.conversations import conversation, too_long, unknown_token
+from tidemill.models.messages import Turn, as_messages, is_message, text_of
 from tidemill.models.tokenizer import Tokenizer
 
 # of `prepare`, that are told of held-out rows

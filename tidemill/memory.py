@@ -20,12 +20,12 @@ from tidemill.engine.attention import GATHER_BYTES, MOST_PAIRS
 from tidemill.engine.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.settings import EngineSettings
 from tidemill.given import ROWS as HELD_OUT_ROWS
-from tidemill.kernels.library import native
-from tidemill.kernels.native import BLOCK, STEP, Native
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture, matrices, parameters
+from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
+from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
-from tidemill.models.products import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
+from tidemill.models.trained_linear import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.recipe import RunConfig
 from tidemill.trainer.batch import filled
 from tidemill.trainer.lanes import lanes_for

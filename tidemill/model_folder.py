@@ -10,7 +10,7 @@ from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSett
 from tidemill.core.errors import ConfigError
 from tidemill.envs.settings import RowsSettings, environments_of
 from tidemill.models.architecture import Architecture
-from tidemill.models.fresh import SIZES, Size, architecture, fresh_model
+from tidemill.models.new_model import SIZES, Size, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_config, load_tokenizer, stop_ids
 from tidemill.recipe import RunConfig
 
@@ -55,7 +55,7 @@ def expect_model(model: str) -> None:
 def expect_readable(config: RunConfig) -> None:
     """Raises ValueError, in one sentence, for what a run would refuse of its models' folders when it reads them: weights
     that are missing or have other shapes, the tokenizer, the chat template. No weight is read, but torch is imported."""
-    from tidemill.models.weights import check_folder
+    from tidemill.models.hf_weights import check_folder
 
     if not config.model.startswith(NEW) and (path := Path(config.model).expanduser()).is_dir():
         _expect_template(ModelFolder.open(path))

@@ -29,8 +29,8 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
+from tidemill.models.hf_weights import hf_views, load_folder, save_folder
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.models.weights import hf_views, load_folder, save_folder
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
 

@@ -26,8 +26,8 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
-from tidemill.models.served import Contents
-from tidemill.models.weights import load_folder
+from tidemill.models.hf_weights import load_folder
+from tidemill.models.served_weights import Contents
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
 from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.recipe import RunConfig

@@ -28,7 +28,6 @@ from tidemill.envs.bounded import bounded_call
 from tidemill.envs.make import make_environment
 from tidemill.envs.order import task_order
 from tidemill.envs.several import notes_of, parts_of
-from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.fetched import fetched
 from tidemill.given import check_given
@@ -37,6 +36,7 @@ from tidemill.judging_code import tell_changes
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder, expect_model, named_folder
+from tidemill.models.conversations import check_prompts
 from tidemill.models.tokenizer import import_tokenizers
 from tidemill.monitor import Monitor
 from tidemill.observability.console import Display

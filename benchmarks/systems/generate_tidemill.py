@@ -15,8 +15,8 @@ from serve import given, serve
 from tidemill.core.types import SamplingParams, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.kernels.library import why_not
-from tidemill.models.weights import load_folder
+from tidemill.models.hf_weights import load_folder
+from tidemill.models.kernels.library import why_not
 
 wanted = given()
 torch.set_num_threads(wanted["threads"])

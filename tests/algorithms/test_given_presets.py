@@ -19,7 +19,7 @@ from tidemill.gradient import train_on
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.models.value import ValueModel
+from tidemill.models.value_model import ValueModel
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.reference import Reference
@@ -171,7 +171,7 @@ async def test_the_baseline_of_kto_is_of_mismatched_rows_and_is_never_below_zero
 async def test_sft_is_the_cross_entropy_of_transformers(tmp_path) -> None:
     from transformers import AutoModelForCausalLM
 
-    from tidemill.models.weights import save_folder
+    from tidemill.models.hf_weights import save_folder
 
     pi = decoder(0)
     save_folder(pi, tmp_path / "m", tokenizer_from=None, dtype=torch.float32)

@@ -143,7 +143,7 @@ def test_a_row_beyond_a_micro_batch_is_thought_of(tidemill, recipe: Path, monkey
 
 
 def folder_of(path: Path) -> Path:
-    from tidemill.models.fresh import SIZES, fresh_model
+    from tidemill.models.new_model import SIZES, fresh_model
 
     fresh_model(path, alphabet="abcdefghij0123456789 :<>", context=64, **SIZES["0.1m"])
     return path

@@ -14,7 +14,7 @@ from tidemill.commands import doctor, selftest
 from tidemill.commands.finding import Finding
 from tidemill.core import hardware
 from tidemill.engine.settings import EngineSettings
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
 

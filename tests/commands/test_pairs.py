@@ -11,7 +11,7 @@ import pytest
 
 import tidemill as package
 from tidemill.envs.environment import environment
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 LETTERS = "abcd"
 CONVERSATION = [{"role": "system", "content": "say it"}, {"role": "user", "content": "a"}]

@@ -43,7 +43,7 @@ def test_holds_for_every_family(name: str, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_text_where_there_is_a_tokenizer_and_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    from tidemill.models.fresh import SIZES, fresh_model
+    from tidemill.models.new_model import SIZES, fresh_model
 
     fresh_model(tmp_path / "model", alphabet="abcdefghij .", **SIZES["2m"], context=64)  # wide enough for sums to differ
     assert parity(tmp_path / "model", 16, as_json=False) == 0

@@ -25,7 +25,7 @@ from tidemill.core.config import build
 from tidemill.core.types import Trajectory, Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
-from tidemill.models.weights import load_folder
+from tidemill.models.hf_weights import load_folder
 from tidemill.observability.diagnosis.mismatch import ROUNDING
 from tidemill.recipe import RunConfig
 from tidemill.replay import fit_temperature

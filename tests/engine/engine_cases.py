@@ -14,8 +14,8 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
-from tidemill.models.served import Contents
-from tidemill.models.weights import serving_slices
+from tidemill.models.hf_weights import serving_slices
+from tidemill.models.served_weights import Contents
 
 VOCAB = 61
 BASE = Architecture(

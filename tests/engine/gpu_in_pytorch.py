@@ -13,8 +13,8 @@ from torch import Tensor
 from tidemill.engine import core
 from tidemill.engine.cuda import GpuCache
 from tidemill.engine.sampler import RowParams, Sampled, sample
-from tidemill.kernels.rotation import Rotation
 from tidemill.models.decoder import rotate
+from tidemill.models.kernels.rotation import Rotation
 
 
 def compute_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,10 +16,10 @@ from tidemill.core.types import SamplingParams, Version
 from tidemill.engine.attention import PagedCache, siblings_together
 from tidemill.engine.scheduler import Chunk, Plan
 from tidemill.engine.weights import serve
-from tidemill.kernels import worth
-from tidemill.kernels.library import native
-from tidemill.kernels.native import NONE
 from tidemill.models.architecture import Architecture
+from tidemill.models.kernels.cpu import thread_thresholds
+from tidemill.models.kernels.cpu.bindings import NONE
+from tidemill.models.kernels.library import native
 
 ROWS, PAGES = 26, 90
 BIASES = replace(BASE, qkv_bias=True, o_bias=True, mlp_bias=True, heads=2, kv_heads=2, head_dim=32)
@@ -106,10 +106,10 @@ def test_few_rows_of_large_layers_are_shared_out_by_products(
     rows: int, small: bool, passes: int, dtype: torch.dtype, two_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With fewer than so many a thread, each thread reads a part of every matrix instead."""
-    monkeypatch.setattr(worth, "PASS_ROWS", rows)
+    monkeypatch.setattr(thread_thresholds, "PASS_ROWS", rows)
     layers = serve(decoder(SHAPES["llama"], dtype=dtype), Version(0), pack=True).decoding
     assert layers is not None and layers.largest >= dtype.itemsize * 64 * (3 * 96 + 16 * (2 * 4 + 2 * 2))
-    monkeypatch.setattr(worth, "LAYER_BYTES", layers.largest - (not small))
+    monkeypatch.setattr(thread_thresholds, "LAYER_BYTES", layers.largest - (not small))
     compiled, calls = native(), []
     assert compiled is not None
     decode = compiled.decode

@@ -24,8 +24,8 @@ from engine_cases import (
 
 from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine.attention import PagedCache, Piece, _group, siblings_together
-from tidemill.kernels.library import native
-from tidemill.kernels.native import Native
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.library import native
 
 PATHS = {
     "plain": {"prefix_cache": False},

@@ -24,10 +24,10 @@ from tidemill.core.types import Published, SamplingParams, Version
 from tidemill.engine import turns
 from tidemill.engine.weights import Staging, serve
 from tidemill.models.decoder import Decoder
-from tidemill.models.pieces import at_once
-from tidemill.models.served import Contents, checked, words_of
-from tidemill.models.slices import Slice
-from tidemill.models.weights import serving_slices
+from tidemill.models.hf_weights import serving_slices
+from tidemill.models.piecewise import at_once
+from tidemill.models.served_weights import Contents, checked, words_of
+from tidemill.models.weight_slices import Slice
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
 
@@ -189,10 +189,12 @@ def test_a_packed_copy_that_is_not_its_weights_is_noticed(dtype, name):
 
 
 def test_names_that_do_not_cover_every_weight_are_refused(monkeypatch):
-    from tidemill.models import served
+    from tidemill.models import served_weights
 
-    views = served.hf_views
-    monkeypatch.setattr(served, "hf_views", lambda d: ((n, v) for n, v in views(d) if not n.endswith("k_proj.weight")))
+    views = served_weights.hf_views
+    monkeypatch.setattr(
+        served_weights, "hf_views", lambda d: ((n, v) for n, v in views(d) if not n.endswith("k_proj.weight"))
+    )
     with pytest.raises(PolicyMismatch, match=r"cover \d+ of \d+ weights"):
         Contents.of(decoder(), torch.float32)
 

@@ -20,12 +20,12 @@ from tidemill.engine import turns
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.turns import SHARE, TURN_S, in_turns
 from tidemill.engine.weights import Staging, serve
-from tidemill.models import fingerprint, linear, pieces, served
+from tidemill.models import fingerprint, piecewise, served_linear, served_weights
 from tidemill.models.decoder import Decoder
-from tidemill.models.pieces import Work, at_once, by_rows
-from tidemill.models.served import Contents, checked
-from tidemill.models.slices import Slice
-from tidemill.models.weights import serving_slices
+from tidemill.models.hf_weights import serving_slices
+from tidemill.models.piecewise import Work, at_once, by_rows
+from tidemill.models.served_weights import Contents, checked
+from tidemill.models.weight_slices import Slice
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.settings import SyncSettings
 
@@ -128,7 +128,7 @@ async def test_work_is_given_up_before_its_next_turn(clock: Clock):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(1000, 7), (33,), (5, 100000), (4096, 3), (64, 0), (32, 64), ()])
 def test_tensors_are_cut_into_pieces_that_are_the_whole(shape: tuple[int, ...], dtype: torch.dtype, monkeypatch):
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 4096)
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", 4096)
     tensor = torch.randn(shape).to(dtype)
     other = tensor.double()
     found = list(by_rows(tensor, other))
@@ -143,7 +143,7 @@ def test_tensors_are_cut_into_pieces_that_are_the_whole(shape: tuple[int, ...], 
 def test_every_pass_over_a_large_tensor_is_cut(monkeypatch):
     """Copied, summed up, packed, and summed up once more: none of it is done to more than a piece."""
     limit, model, receiver = 2048, decoder(seed=1), MemoryReceiver()
-    monkeypatch.setattr(pieces, "PIECE_BYTES", limit)
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", limit)
     largest: dict[str, int] = {}
 
     def watch(where: Any, name: str, size: Any) -> None:
@@ -157,10 +157,10 @@ def test_every_pass_over_a_large_tensor_is_cut(monkeypatch):
 
     published, serving = receiver.publish(1, model), engine()._updates.weights
     watch(fingerprint, "_block_sum", lambda piece, words: piece.tensor.nbytes)
-    watch(served, "word_bits", lambda tensor: tensor.nbytes)
+    watch(served_weights, "word_bits", lambda tensor: tensor.nbytes)
     watch(torch.Tensor, "copy_", lambda to, given: to.nbytes)
     watch(torch, "equal", lambda one, other: one.nbytes)
-    if (compiled := linear.native()) is not None:
+    if (compiled := served_linear.native()) is not None:
         watch(type(compiled), "pack", lambda self, weight, into=None: weight.nbytes)
     staging = Staging(receiver, serving, pack=True)
     staged = at_once(staging.stage(published, serving))
@@ -189,13 +189,13 @@ def test_an_engine_has_the_memory_of_its_next_version_from_the_beginning():
 def test_pieces_come_to_what_the_whole_does(dtype: torch.dtype, limit: int, monkeypatch):
     model = decoder(seed=3, dtype=dtype).requires_grad_(False)
     with monkeypatch.context() as whole:
-        whole.setattr(pieces, "PIECE_BYTES", 1 << 40)
+        whole.setattr(piecewise, "PIECE_BYTES", 1 << 40)
         expected, copies = Contents.of(model, dtype), packed(model)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", limit)
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", limit)
     assert Contents.of(model, dtype) == expected
     found = packed(model)
     assert found.keys() == copies.keys() and all(torch.equal(found[name], copies[name]) for name in copies)
-    assert at_once(served.words_in_use(model)) == served.words_by_matrix(model, expected.words)
+    assert at_once(served_weights.words_in_use(model)) == served_weights.words_by_matrix(model, expected.words)
 
 
 def packed(model: Decoder) -> dict[str, torch.Tensor]:
@@ -234,7 +234,7 @@ def a_piece_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and pieces in turns, and many of both, however fast the machine is."""
     monkeypatch.setattr(turns, "TURN_S", 0.0)
     monkeypatch.setattr(turns, "SHARE", 0.0)
-    monkeypatch.setattr(pieces, "PIECE_BYTES", 2048)
+    monkeypatch.setattr(piecewise, "PIECE_BYTES", 2048)
 
 
 def announce(sender: Any, step: int, model: Decoder) -> Published:

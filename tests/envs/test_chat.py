@@ -16,7 +16,7 @@ from tidemill.core.seeding import derive_seed
 from tidemill.core.serialization import decode, encode
 from tidemill.core.types import Finish, SamplingParams, Score, Task, Trajectory
 from tidemill.envs.chat import HERE, ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
-from tidemill.envs.template import TemplateRewritesHistory, as_messages, check_prompts, prompt_tokens, renderer
+from tidemill.models.conversations import TemplateRewritesHistory, as_messages, check_prompts, prompt_tokens, renderer
 from tidemill.models.tokenizer import character_tokenizer
 
 TOKENIZER = chat_tokenizer()

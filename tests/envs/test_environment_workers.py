@@ -484,7 +484,7 @@ async def copies(task, chat):
 
 def test_a_whole_run_with_environment_workers(tmp_path, monkeypatch):
     import tidemill
-    from tidemill.models.fresh import SIZES, fresh_model
+    from tidemill.models.new_model import SIZES, fresh_model
 
     monkeypatch.chdir(tmp_path)
     Path("mine.py").write_text(TRAINED)

@@ -13,9 +13,9 @@ from tidemill.core.types import Finish, Score, Trajectory
 from tidemill.envs.make import make_environment
 from tidemill.envs.reward_model import score
 from tidemill.envs.settings import RowsSettings
-from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.value import ValueModel
-from tidemill.models.weights import load_folder
+from tidemill.models.hf_weights import load_folder
+from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.models.value_model import ValueModel
 from tidemill.scoring.pool import WorkerPool
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 :\n"

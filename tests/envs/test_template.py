@@ -13,14 +13,14 @@ from transformers import PreTrainedTokenizerFast
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Group, SamplingParams, Score, Task
-from tidemill.envs.alignment import Rendering
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
-from tidemill.envs.messages import as_messages
-from tidemill.envs.template import check_prompts, completion_of, conversation, prompt_tokens, renderer
 from tidemill.envs.worker import _message
 from tidemill.given import check_given
 from tidemill.models.architecture import Architecture
 from tidemill.models.chat_template import end_of_turn
+from tidemill.models.conversations import check_prompts, completion_of, conversation, prompt_tokens, renderer
+from tidemill.models.messages import as_messages
+from tidemill.models.reply_spans import Rendering
 from tidemill.models.tokenizer import character_tokenizer, stop_ids
 from tidemill.monitor import count
 from tidemill.observability.metrics import StepMetrics

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast, tokenization_utils_base
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import SamplingParams
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
-from tidemill.envs.template import TemplateRewritesHistory, conversation
+from tidemill.models.conversations import TemplateRewritesHistory, conversation
 
 FEW, ALL = 3, 1000
 

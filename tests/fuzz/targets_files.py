@@ -30,9 +30,9 @@ from tidemill.ledger import LedgerError, SqliteLedger
 from tidemill.ledger.rows import as_json
 from tidemill.ledger.segments import segment_path
 from tidemill.models.architecture import UnsupportedModel
-from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.slices import Slice
-from tidemill.models.weights import load_folder
+from tidemill.models.hf_weights import load_folder
+from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.models.weight_slices import Slice
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
 from tidemill.sync.manifest import Block, Manifest

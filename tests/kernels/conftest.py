@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import Native
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.library import native
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tidemill.engine.settings import EngineSettings
-from tidemill.kernels.native import Native
+from tidemill.models.kernels.cpu.bindings import Native
 
 SHAPES = [  # heads, kv_heads, size, page_size
     (4, 2, 16, 16),

@@ -13,14 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels import gpu as module
-from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.gpu_tiles import cut
-from tidemill.kernels.gpu_trial import right
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.sequences import Families
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import rotate
+from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.kernels.cuda import launchers as module
+from tidemill.models.kernels.cuda.cuda_check import right
+from tidemill.models.kernels.cuda.launchers import Gpu
+from tidemill.models.kernels.cuda.tiles import cut
+from tidemill.models.kernels.rotation import Rotation
 
 pytestmark = pytest.mark.gpu
 DTYPES = [torch.float32, torch.bfloat16]

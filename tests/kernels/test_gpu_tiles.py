@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_sequences import families
 
-from tidemill.kernels.gpu_tiles import Tiles
-from tidemill.kernels.sequences import Families
+from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.kernels.cuda.tiles import Tiles
 
 
 @settings(max_examples=100, deadline=None)

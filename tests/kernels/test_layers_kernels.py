@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.library import native, without_gradient
-from tidemill.kernels.native import Native
-from tidemill.kernels.rotation import Rotation
 from tidemill.models.decoder import rotate
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.library import native, without_gradient
+from tidemill.models.kernels.rotation import Rotation
 
 DTYPES = [torch.float32, torch.bfloat16]
 ERROR = {torch.float32: 2e-6, torch.bfloat16: 2**-7}  # bfloat16: roundings on the way may fall to the other side

@@ -15,13 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.kernels import building, library
-from tidemill.kernels.building import COMPILERS, Unavailable
-from tidemill.kernels.library import SWITCH, gpu, native, why_not, why_not_gpu
-from tidemill.kernels.native import FLOATS, PAIRED, TILED, WIDENED, Native
-from tidemill.kernels.trial import expect_right
+from tidemill.models.kernels import library
+from tidemill.models.kernels.cpu import compilation
+from tidemill.models.kernels.cpu.bindings import FLOATS, PAIRED, TILED, WIDENED, Native
+from tidemill.models.kernels.cpu.compilation import COMPILERS, Unavailable
+from tidemill.models.kernels.cpu.cpu_check import expect_right
+from tidemill.models.kernels.library import SWITCH, gpu, native, why_not, why_not_gpu
 
-SOURCES = building.SOURCES
+SOURCES = compilation.SOURCES
 COMPILER = next((name for name in COMPILERS if shutil.which(name)), None)
 NATIVE = ("-march=native",) if platform.machine() == "x86_64" else ()
 needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
@@ -30,7 +31,7 @@ needs_compiler = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 @pytest.fixture(scope="module")
 def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], str]:
     """`building._output`, which compiles a source once with the same flags: most tests change one source, or none."""
-    output, known = building._output, tmp_path_factory.mktemp("objects")
+    output, known = compilation._output, tmp_path_factory.mktemp("objects")
 
     def compile_once(command: list[str]) -> str:
         if "-c" not in command:
@@ -49,8 +50,8 @@ def objects(tmp_path_factory: pytest.TempPathFactory) -> Callable[[list[str]], s
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objects: Callable[[list[str]], str]) -> Path:
     """An empty cache of compiled libraries, and nothing loaded yet."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(building, "variants", lambda: [("-O1", *NATIVE)])  # quick to compile
-    monkeypatch.setattr(building, "_output", objects)
+    monkeypatch.setattr(compilation, "variants", lambda: [("-O1", *NATIVE)])  # quick to compile
+    monkeypatch.setattr(compilation, "_output", objects)
     library._found.cache_clear()
     yield tmp_path / "tidemill"
     library._found.cache_clear()
@@ -65,7 +66,7 @@ def test_where_there_is_a_compiler_there_are_kernels() -> None:
 @pytest.mark.parametrize("width", [4, 8, 16])
 def test_vectors_of_any_width_compute_the_same(width, cache, monkeypatch) -> None:
     """Those of other processors as well as this one's."""
-    monkeypatch.setattr(building, "FLAGS", (*building.FLAGS, f"-DWIDTH={width}"))
+    monkeypatch.setattr(compilation, "FLAGS", (*compilation.FLAGS, f"-DWIDTH={width}"))
     assert native() is not None, why_not()
 
 
@@ -119,7 +120,7 @@ def test_a_cache_that_cannot_be_written_is_no_error(cache: Path, monkeypatch: py
 def test_a_compiler_that_fails_is_quoted(cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     broken = tmp_path / "cpu.c"
     broken.write_text("this is no C;")
-    monkeypatch.setattr(building, "SOURCES", (broken, *SOURCES[1:]))
+    monkeypatch.setattr(compilation, "SOURCES", (broken, *SOURCES[1:]))
     assert native() is None and "error" in why_not()
     assert not list(cache.glob("*")), "something was left"
 
@@ -130,7 +131,7 @@ def test_it_is_compiled_once_and_privately(cache: Path, monkeypatch: pytest.Monk
     (made,) = cache.iterdir()
     assert made.stat().st_mode & 0o077 == 0 and cache.stat().st_mode & 0o077 == 0
     library._found.cache_clear()
-    monkeypatch.setattr(building, "_compile", None)
+    monkeypatch.setattr(compilation, "_compile", None)
     assert native() is not None
 
 
@@ -218,7 +219,7 @@ def test_a_library_that_computes_something_else_is_not_used(cache, tmp_path, mon
     changed = tmp_path / source.name
     assert source.read_text().count(right) == 1
     changed.write_text(source.read_text().replace(right, wrong))
-    monkeypatch.setattr(building, "SOURCES", tuple(changed if each == source else each for each in SOURCES))
+    monkeypatch.setattr(compilation, "SOURCES", tuple(changed if each == source else each for each in SOURCES))
     assert native() is None and "something else" in why_not()
 
 
@@ -227,7 +228,7 @@ def test_loading_starts_no_thread() -> None:
     """A process that is forked from may not have any."""
     code = (
         "import os, torch; before = len(os.listdir('/proc/self/task'))\n"
-        "from tidemill.kernels.library import native\n"
+        "from tidemill.models.kernels.library import native\n"
         "assert native() is not None; assert len(os.listdir('/proc/self/task')) == before"
     )
     if not os.path.exists("/proc/self/task"):
@@ -237,4 +238,4 @@ def test_loading_starts_no_thread() -> None:
 
 def test_it_says_what_is_wrong_in_one_line() -> None:
     with pytest.raises(Unavailable, match="failed: no such option"):
-        building._output([sys.executable, "-c", "import sys; sys.exit('no such option')"])
+        compilation._output([sys.executable, "-c", "import sys; sys.exit('no such option')"])

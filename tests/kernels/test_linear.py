@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels import worth
-from tidemill.kernels.native import FLOATS, PAIRED, TILED, WIDENED, Native
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import word_sum
-from tidemill.models.fresh import Size, architecture
-from tidemill.models.linear import Linear
-from tidemill.models.pieces import at_once
+from tidemill.models.kernels.cpu import thread_thresholds
+from tidemill.models.kernels.cpu.bindings import FLOATS, PAIRED, TILED, WIDENED, Native
+from tidemill.models.new_model import Size, architecture
+from tidemill.models.piecewise import at_once
+from tidemill.models.served_linear import Linear
 
 WAYS = {"floats": FLOATS, "widened": WIDENED, "pairs": PAIRED, "tiles": TILED}
 
@@ -74,7 +74,7 @@ def test_packing(
     kernels: Native, dtype: torch.dtype, outputs: int, inputs: int, threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The weights come back bit for bit, and the packed copy holds their words and zeros; a copy is made where one was."""
-    monkeypatch.setattr(worth, "BYTES", 0)
+    monkeypatch.setattr(thread_thresholds, "BYTES", 0)
     weight, one = torch.randn(outputs + 2, inputs + 4).to(dtype)[:outputs, :inputs], torch.eye(inputs).to(dtype)
     other = torch.randn(outputs, inputs).to(dtype)
     before = torch.get_num_threads()

@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import Native
-from tidemill.kernels.sequences import MOST_NUMBERS, Families
 from tidemill.models.attention import packed_attention
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.cpu.packed_sequences import MOST_NUMBERS, Families
+from tidemill.models.kernels.library import native
 
 pytestmark = pytest.mark.skipif(native() is None, reason="no C compiler")
 

@@ -9,11 +9,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import Native
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.trained import Trained, as_tensor, layer_kernels
 from tidemill.models.decoder import rotate
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.cpu.trained_kernels import Trained, as_tensor, layer_kernels
+from tidemill.models.kernels.library import native
+from tidemill.models.kernels.rotation import Rotation
 
 FLOAT, NARROW = torch.float32, torch.bfloat16
 ERROR = {FLOAT: 1e-6, NARROW: 2**-8}  # of a tensor, in proportion to its norm

@@ -13,8 +13,8 @@ import torch
 import tidemill
 from tidemill.algorithms.presets import PRESETS
 from tidemill.envs.guess import ALPHABET
-from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.weights import load_folder
+from tidemill.models.hf_weights import load_folder
+from tidemill.models.new_model import SIZES, fresh_model
 
 LETTERS = "abcd"
 IN_PLACE = {"kind": "inline", "environment": {"workers": 0}}  # no process at all: it starts at once

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.kernels import worth
-from tidemill.kernels.library import native
 from tidemill.models import fingerprint as module
 from tidemill.models.fingerprint import Fingerprint, fingerprint, tensor_sums, word_sum
-from tidemill.models.slices import Slice
+from tidemill.models.kernels.cpu import thread_thresholds
+from tidemill.models.kernels.library import native
+from tidemill.models.weight_slices import Slice
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
@@ -206,7 +206,7 @@ def test_threads_that_share_a_sum(dtype: torch.dtype, threads: int, monkeypatch:
     """Blocks of one run and of several, that begin and end anywhere; the formula in NumPy says what they sum up to."""
     if native() is None:
         pytest.skip("no C compiler")
-    monkeypatch.setattr(worth, "BYTES", 0)
+    monkeypatch.setattr(thread_thresholds, "BYTES", 0)
     run = module._RUN
     whole = (tensor_of((5 * run + 99,), torch.float32, 3) * 99).to(dtype)
     for begin, end in ((0, len(whole)), (5, 6), (9, run + 9), (2 * run - 1, 4 * run + 1), (run, 4 * run), (3, 3)):

@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.attention import packed_attention
+from tidemill.models.hf_weights import check_folder, load_folder, load_scored, save_folder
 from tidemill.models.tokenizer import character_tokenizer, generation_config, load_tokenizer, stop_ids
-from tidemill.models.value import ValueModel, last_tokens, load_value_model, padding_id
-from tidemill.models.weights import check_folder, load_folder, load_scored, save_folder
+from tidemill.models.value_model import ValueModel, last_tokens, load_value_model, padding_id
 
 TOKENS = torch.randint(2, 48, (40,), generator=torch.Generator().manual_seed(3))
 LLAMA = BASE | {"model_type": "llama"}

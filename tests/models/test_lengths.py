@@ -12,8 +12,8 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 from tokenizers import Tokenizer as Core
 from transformers import PreTrainedTokenizerFast
 
-from tidemill.models import lengths
-from tidemill.models.lengths import reach_of
+from tidemill.models import token_bounds
+from tidemill.models.token_bounds import reach_of
 from tidemill.models.tokenizer import byte_tokenizer, character_tokenizer
 
 CORPUS = ["the tide rises and falls", "    deep    blanks        ", "ﬁrst café é ---------- ======", "한국어 日本語 🙂"] * 20
@@ -119,7 +119,7 @@ def test_no_character_is_composed_of_more_than_is_thought() -> None:
     """By the tables of Unicode that Python has."""
     every = map(chr, (*range(0xD800), *range(0xE000, 0x110000)))
     parts = {c: unicodedata.normalize("NFD", c) for c in every if unicodedata.normalize("NFC", c) == c}
-    assert max(map(len, parts.values())) == lengths._COMPOSED
+    assert max(map(len, parts.values())) == token_bounds._COMPOSED
 
 
 @pytest.mark.parametrize("name", UNBOUNDED)

@@ -10,7 +10,7 @@ import torch
 from model_zoo import CONFIGS, folder_of, logits, random_decoder, transformers_logits, transformers_model
 
 from tidemill.models.architecture import Architecture, UnsupportedModel
-from tidemill.models.weights import load_folder, save_folder
+from tidemill.models.hf_weights import load_folder, save_folder
 
 LENGTHS = [23, 1, 9]
 

@@ -17,7 +17,8 @@ from model_zoo import CONFIGS, logits, transformers_logits
 
 from tidemill.models.architecture import Architecture
 from tidemill.models.fingerprint import fingerprint
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.hf_weights import load_folder, serving_slices
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import (
     EOS,
     byte_tokenizer,
@@ -27,7 +28,6 @@ from tidemill.models.tokenizer import (
     load_tokenizer,
     stop_ids,
 )
-from tidemill.models.weights import load_folder, serving_slices
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyzABCDEFGH0123456789 \n.,:?!'-+=*/()é€"
 TINY = SIZES["0.1m"]

@@ -10,8 +10,8 @@ from model_zoo import CONFIGS, random_decoder, transformers_model
 
 from tidemill.models.architecture import UnsupportedModel
 from tidemill.models.attention import packed_attention
-from tidemill.models.value import ValueModel, load_value_model
-from tidemill.models.weights import load_folder, save_folder
+from tidemill.models.hf_weights import load_folder, save_folder
+from tidemill.models.value_model import ValueModel, load_value_model
 
 TOKENS = torch.tensor([3, 7, 7, 1, 30, 12, 2])
 

@@ -12,12 +12,12 @@ import torch
 from model_zoo import CONFIGS, random_decoder, transformers_model
 from safetensors.torch import load_file, save_file
 
-from tidemill.models import weights
+from tidemill.models import hf_weights
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder
-from tidemill.models.slices import Slice
+from tidemill.models.hf_weights import hf_views, load_folder, load_slices, save_folder, serving_slices
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.models.weights import hf_views, load_folder, load_slices, save_folder, serving_slices
+from tidemill.models.weight_slices import Slice
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -176,7 +176,7 @@ def test_nothing_appears_when_writing_fails(tmp_path: Path, monkeypatch: pytest.
     out = tmp_path / "m"
     save_folder(random_decoder("llama"), out, tokenizer_from=None, dtype=torch.float32)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
-    real, calls = weights.save_file, []
+    real, calls = hf_weights.save_file, []
 
     def full_disk(*args: object, **kwargs: object) -> None:
         calls.append(args)
@@ -184,7 +184,7 @@ def test_nothing_appears_when_writing_fails(tmp_path: Path, monkeypatch: pytest.
             raise OSError(28, "No space left on device")
         real(*args, **kwargs)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(weights, "save_file", full_disk)
+    monkeypatch.setattr(hf_weights, "save_file", full_disk)
     with pytest.raises(OSError, match="No space"):
         save_folder(random_decoder("llama", 1), out, tokenizer_from=None, dtype=torch.float32, max_shard_bytes=8000)
     assert len(calls) == 2
@@ -194,8 +194,8 @@ def test_nothing_appears_when_writing_fails(tmp_path: Path, monkeypatch: pytest.
 
 def test_the_folder_is_complete_when_its_name_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bool] = []
-    real = weights.save_file
-    monkeypatch.setattr(weights, "save_file", lambda *a, **k: (seen.append((tmp_path / "m").exists()), real(*a, **k)))
+    real = hf_weights.save_file
+    monkeypatch.setattr(hf_weights, "save_file", lambda *a, **k: (seen.append((tmp_path / "m").exists()), real(*a, **k)))
     save_folder(random_decoder("llama"), tmp_path / "m", tokenizer_from=None, dtype=torch.float32, max_shard_bytes=8000)
     assert len(seen) > 2 and not any(seen)
     index = json.loads((tmp_path / "m" / "model.safetensors.index.json").read_text())
@@ -221,7 +221,7 @@ def test_initialise_is_a_function_of_its_seed() -> None:
     arch = Architecture.from_dict(CONFIGS["llama3-biases"])
 
     def make(seed: int) -> Decoder:
-        decoder = weights.empty_decoder(arch)
+        decoder = hf_weights.empty_decoder(arch)
         decoder.initialise(torch.Generator().manual_seed(seed))
         return decoder
 

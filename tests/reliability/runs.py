@@ -19,7 +19,7 @@ import psutil
 from repeat_task import ALPHABET
 
 from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 TASK = Path(__file__).with_name("repeat_task.py")
 RECIPE = """

@@ -10,7 +10,7 @@ from repeat_task import ALPHABET
 from runs import Run
 
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 DEADLINE_S = 120.0
 

@@ -19,9 +19,9 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.model_folder import ModelFolder
 from tidemill.models.architecture import Architecture
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.hf_weights import empty_decoder, load_folder, save_folder
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import byte_tokenizer as bytewise
-from tidemill.models.weights import empty_decoder, load_folder, save_folder
 from tidemill.serving.app import make_app
 from tidemill.serving.server import Server, address_of, bind
 from tidemill.serving.service import Service

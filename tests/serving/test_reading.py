@@ -14,7 +14,7 @@ import psutil
 import pytest
 from serving_cases import byte_tokenizer
 
-from tidemill.envs.template import prompt_tokens
+from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import load_tokenizer
 from tidemill.serving import reading
 from tidemill.serving.errors import ApiError

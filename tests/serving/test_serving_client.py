@@ -13,7 +13,7 @@ from serving_cases import Running, generate, score
 
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import SamplingParams
-from tidemill.envs.template import prompt_tokens
+from tidemill.models.conversations import prompt_tokens
 from tidemill.serving.vocabulary import BROKEN
 
 

@@ -58,8 +58,8 @@ def serve() -> None:
     from tidemill.core import fault_injection as faults
     from tidemill.engine import core
     from tidemill.model_folder import ALPHABET, ModelFolder
-    from tidemill.models.fresh import SIZES, fresh_model
-    from tidemill.models.weights import load_folder
+    from tidemill.models.hf_weights import load_folder
+    from tidemill.models.new_model import SIZES, fresh_model
     from tidemill.trainer import native
 
     assert training and core and native

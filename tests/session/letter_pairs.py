@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import tidemill
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 TASKS = [{"prompt": f"{a}{b}=", "answer": a} for a in "abcdefgh" for b in "abcdefgh"]
 

@@ -16,7 +16,7 @@ import pytest
 
 import tidemill
 from tidemill.core.errors import ConfigError
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 SCRIPT = """
 import json, sys

@@ -11,7 +11,7 @@ import torch
 
 from tidemill import cli
 from tidemill.envs.guess import ALPHABET
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 REWARDS = """
 import time

@@ -13,7 +13,7 @@ import pytest
 from forked_runs import Ended, Runs
 
 from tidemill.checkpoint_manifest import verify
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 RECIPE = """
 model = "{model}"

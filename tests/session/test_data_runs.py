@@ -19,7 +19,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.envs.curriculum import Curriculum
 from tidemill.giving import remembered
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.orchestration.wire import PeerDied
 from tidemill.trainer.native import NativeTrainer
 

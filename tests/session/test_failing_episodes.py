@@ -13,7 +13,7 @@ import tidemill
 from tidemill.cli import app
 from tidemill.controller import RunFailed
 from tidemill.envs.environment import environment
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 WORDS = [a + b for a in "abcdefgh" for b in "aeiou"]
 EVERY = [8]

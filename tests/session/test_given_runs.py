@@ -17,7 +17,7 @@ import tidemill
 from tidemill.core import fault_injection
 from tidemill.core.errors import ConfigError
 from tidemill.core.fault_injection import Fault, FaultError, Faults
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 LETTERS = "abcdef"
 PAIRS = [a + b for a, b in itertools.product(LETTERS, repeat=2)]

@@ -21,7 +21,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name, shown
 from tidemill.envs.make import make_environment
 from tidemill.fetched import fetched
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.recipe import load_recipe
 from tidemill.scoring.pool import WorkerPool
 

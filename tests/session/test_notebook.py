@@ -10,7 +10,7 @@ CELLS = [
     """
 import re
 import tidemill
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 fresh_model("model", alphabet="abcdefghij=: ", context=32, **SIZES["0.1m"])
 LETTER = re.compile("[a-j]")

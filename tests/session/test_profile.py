@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import tidemill
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.observability import operator_profiler
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.new_model import SIZES, fresh_model
 
 RECIPE = """
 model = "{model}"

@@ -19,8 +19,8 @@ from tidemill.core.types import Published, Version
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import Fingerprint, fingerprint
-from tidemill.models.slices import Receiver, Sender, Slice
-from tidemill.models.weights import load_slices, serving_slices
+from tidemill.models.hf_weights import load_slices, serving_slices
+from tidemill.models.weight_slices import Receiver, Sender, Slice
 from tidemill.sync.carriers import make_receiver, make_sender
 from tidemill.sync.checkpoint import CheckpointSender
 from tidemill.sync.settings import SyncSettings

@@ -20,7 +20,7 @@ from safetensors.torch import load_file, save_file
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint, word_sum
-from tidemill.models.slices import Slice
+from tidemill.models.weight_slices import Slice
 from tidemill.sync.checkpoint import CheckpointReceiver, CheckpointSender
 from tidemill.sync.manifest import Block, Manifest
 from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender

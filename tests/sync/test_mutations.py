@@ -29,10 +29,10 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.updates import Updates
 from tidemill.engine.weights import Staging, Weights
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models.fresh import SIZES, fresh_model
-from tidemill.models.pieces import Work, at_once
-from tidemill.models.slices import Slice
-from tidemill.models.weights import hf_views
+from tidemill.models.hf_weights import hf_views
+from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.models.piecewise import Work, at_once
+from tidemill.models.weight_slices import Slice
 from tidemill.observability.console import ProgressDisplay
 from tidemill.recipe import RunConfig
 from tidemill.session import run

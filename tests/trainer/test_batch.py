@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from trainer_cases import sample
 
-from tidemill.models import products
+from tidemill.models import trained_linear
 from tidemill.trainer.batch import Batch, pack, rows_of, split
 from tidemill.trainer.step import Compute
 
@@ -153,7 +153,7 @@ def test_what_fills_a_micro_batch_up_belongs_to_no_row(shapes, up_to):
 
 
 def test_micro_batches_of_bfloat16_have_few_sizes(monkeypatch):
-    monkeypatch.setattr(products, "_way", lambda: None)
+    monkeypatch.setattr(trained_linear, "_way", lambda: None)
     rng = np.random.default_rng(0)
     parts = [split(rows_of([sample(rng, np.arange(5), int(n)) for n in rng.integers(8, 60, 64)]), 512) for _ in range(20)]
     exact, few = ({len(how.pack(rows).tokens) for part in parts for rows in part} for how in (FLOAT32, BFLOAT16))

@@ -13,7 +13,7 @@ from trainer_cases import CPU, VOCAB, assert_same, batch, decoder, gradients, pa
 from tidemill.core.interfaces import CheckpointError, TrainingDiverged
 from tidemill.core.types import LossSpec
 from tidemill.models.attention import packed_attention
-from tidemill.models.value import ValueModel
+from tidemill.models.value_model import ValueModel
 from tidemill.trainer import step
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.native import NativeTrainer

@@ -11,9 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from trainer_cases import CPU, LOSSES, assert_same, batch, decoder, gradients
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import NONE, PAIRED, TILED, WIDENED, Native
-from tidemill.models.linear import Linear, gathering
+from tidemill.models.kernels.cpu.bindings import NONE, PAIRED, TILED, WIDENED, Native
+from tidemill.models.kernels.library import native
+from tidemill.models.served_linear import Linear, gathering
 from tidemill.trainer import step
 from tidemill.trainer.lanes import Lanes
 

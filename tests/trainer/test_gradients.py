@@ -6,7 +6,7 @@ import torch
 from trainer_cases import CPU, LOSSES, TOLERANCE, VOCAB, assert_same, batch, decoder, gradients, sample
 
 from tidemill.core.types import LossSpec
-from tidemill.kernels.gpu import Gpu
+from tidemill.models.kernels.cuda.launchers import Gpu
 from tidemill.trainer import step
 
 

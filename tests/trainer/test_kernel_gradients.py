@@ -8,8 +8,8 @@ import torch
 from trainer_cases import CPU, LOSSES, assert_same, batch, decoder, gradients
 
 from tidemill.core.types import LossSpec
-from tidemill.kernels.library import native
 from tidemill.models import decoder as module
+from tidemill.models.kernels.library import native
 from tidemill.trainer import step
 
 SHAPES = {"hidden_size": 48, "head_dim": 32, "intermediate_size": 72}

@@ -15,9 +15,9 @@ from torch import Tensor
 from trainer_cases import CPU, assert_same, batch, decoder, gradients, parameters, value_model
 
 from tidemill.cores import Cores
-from tidemill.kernels.library import native
-from tidemill.models.linear import Linear, gathering
-from tidemill.models.products import Matrix
+from tidemill.models.kernels.library import native
+from tidemill.models.served_linear import Linear, gathering
+from tidemill.models.trained_linear import Matrix
 from tidemill.trainer import lanes, step
 from tidemill.trainer.lanes import Lanes, lanes_for
 

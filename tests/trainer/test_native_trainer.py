@@ -16,7 +16,7 @@ from trainer_cases import LOSSES, batch, decoder
 from tidemill.core.interfaces import CheckpointError, Trainer, TrainingDiverged
 from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint
-from tidemill.models.weights import hf_views, load_folder, serving_slices
+from tidemill.models.hf_weights import hf_views, load_folder, serving_slices
 from tidemill.observability.timeline import HANDOVER, IDLE
 from tidemill.trainer import checkpoint
 from tidemill.trainer.native import NativeTrainer

@@ -10,11 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import NONE, WIDENED
-from tidemill.kernels.trained import Deferred, as_tensor
 from tidemill.models.decoder import RMSNorm, gated
-from tidemill.models.linear import Linear
+from tidemill.models.kernels.cpu.bindings import NONE, WIDENED
+from tidemill.models.kernels.cpu.trained_kernels import Deferred, as_tensor
+from tidemill.models.kernels.library import native
+from tidemill.models.served_linear import Linear
 
 FLOAT, NARROW = torch.float32, torch.bfloat16
 ROWS, INPUTS, OUTPUTS = 70, 48, 33

@@ -12,10 +12,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainer_cases import CPU, batch, decoder, gradients
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import NONE, PAIRED, TILED, WIDENED
-from tidemill.models import products
-from tidemill.models.linear import Linear
+from tidemill.models.kernels.cpu.bindings import NONE, PAIRED, TILED, WIDENED
+from tidemill.models.kernels.library import native
+from tidemill.models.served_linear import Linear
 from tidemill.trainer import step
 from tidemill.trainer.batch import filled, rows_of
 
@@ -80,7 +79,7 @@ def apart(found: Tensor, right: Tensor) -> float:
 @pytest.mark.parametrize("dtype", [FLOAT, NARROW])
 @pytest.mark.parametrize("n, inputs, outputs", SHAPES)
 def test_they_are_autocasts(way, monkeypatch, n, inputs, outputs, dtype, bias, rows) -> None:
-    monkeypatch.setattr(products, "ROWS", rows)
+    monkeypatch.setattr("tidemill.models.trained_linear.ROWS", rows)
     module, x = layer(inputs, outputs, bias), drawn(n, inputs, seed=1, dtype=dtype)
     found, autocasts, right = computed(module, x), computed(module, x, F.linear), exact(module, x)
     assert type(found[0].grad_fn).__name__ == "_ProductBackward"

@@ -6,7 +6,7 @@ import torch
 from tidemill.core.types import LossSpec, Sample
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
-from tidemill.models.value import ValueModel
+from tidemill.models.value_model import ValueModel
 from tidemill.trainer import step
 
 VOCAB = 23

@@ -31,11 +31,11 @@ from tidemill.core.hub import fetch, is_name, shown
 from tidemill.core.types import Metrics
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import PythonSettings, environments_of
-from tidemill.envs.template import check_prompts
 from tidemill.envs.workers import in_workers
 from tidemill.evaluation import Evaluator, interval
 from tidemill.fetched import fetched
 from tidemill.model_folder import ModelFolder
+from tidemill.models.conversations import check_prompts
 from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.run_folder import RunFolder

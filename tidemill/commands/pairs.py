@@ -22,9 +22,9 @@ from tidemill.commands.samples import tokenizer_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import GREEDY, Array, Finish, Trajectory
-from tidemill.envs.template import completion_of, prompt_tokens
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost, SampleRow
+from tidemill.models.conversations import completion_of, prompt_tokens
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.run_folder import RunFolder
 

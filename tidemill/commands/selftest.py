@@ -19,8 +19,8 @@ from tidemill.commands.finding import Finding
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Sample, SamplingParams, Score, Version
 from tidemill.engine.settings import EngineSettings
-from tidemill.kernels.library import why_not, why_not_gpu
-from tidemill.models.fresh import SIZES, fresh_model
+from tidemill.models.kernels.library import why_not, why_not_gpu
+from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.processes import keeper
 from tidemill.scoring.pool import WorkerPool
 from tidemill.sync.settings import SyncSettings

@@ -49,8 +49,8 @@ async def _serve(
 
     from tidemill.engine.core import NativeEngine
     from tidemill.model_folder import ModelFolder
+    from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config
-    from tidemill.models.weights import load_folder
     from tidemill.serving.app import make_app
     from tidemill.serving.server import Server, address_of
     from tidemill.serving.service import Service

@@ -28,13 +28,13 @@ from tidemill.engine.blocks import NULL_PAGE
 from tidemill.engine.sampler import RowParams, Sampled
 from tidemill.engine.scheduler import Chunk, Plan
 from tidemill.engine.weights import Weights
-from tidemill.kernels.decoding import DecodingWeights
-from tidemill.kernels.library import native
-from tidemill.kernels.native import Native
-from tidemill.kernels.sequences import Families
-from tidemill.kernels.worth import whole_pass
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.cpu.decode_pass import DecodingWeights
+from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.kernels.cpu.thread_thresholds import whole_pass
+from tidemill.models.kernels.library import native
 
 GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of keys and values of one block of rows, unless a single row has more
 QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides

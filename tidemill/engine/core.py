@@ -44,7 +44,7 @@ from tidemill.engine.updates import Updates
 from tidemill.engine.weights import Staging, serve
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
-from tidemill.models.slices import Receiver
+from tidemill.models.weight_slices import Receiver
 from tidemill.observability.process_memory import PeakMemory
 
 

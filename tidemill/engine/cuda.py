@@ -26,13 +26,13 @@ from tidemill.engine.attention import PagedCache
 from tidemill.engine.sampler import RowParams, Sampled, finite
 from tidemill.engine.scheduler import Plan
 from tidemill.engine.weights import Weights
-from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.gpu_tiles import cut
-from tidemill.kernels.library import gpu
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.transfers import pinned, sent
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import AttendHeads, Decoder
+from tidemill.models.kernels.cuda.launchers import Gpu
+from tidemill.models.kernels.cuda.tiles import cut
+from tidemill.models.kernels.cuda.transfers import pinned, sent
+from tidemill.models.kernels.library import gpu
+from tidemill.models.kernels.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True)

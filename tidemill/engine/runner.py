@@ -14,7 +14,7 @@ from tidemill.engine.attention import PagedCache
 from tidemill.engine.sampler import RowParams, Sampled, alternatives, sample
 from tidemill.engine.scheduler import Plan
 from tidemill.engine.weights import Weights
-from tidemill.kernels.library import without_gradient
+from tidemill.models.kernels.library import without_gradient
 
 LOGITS_BYTES = 64 << 20  # of scored positions that are looked at together
 

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from tidemill.engine.adjustments import Adjustment
-from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.native import Native
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.cuda.launchers import Gpu
 
 BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
 CANDIDATES = 256  # a truncated row is first looked for among this many likeliest tokens

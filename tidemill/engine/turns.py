@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
-from tidemill.models.pieces import Work
+from tidemill.models.piecewise import Work
 
 T = TypeVar("T")
 

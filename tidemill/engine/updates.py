@@ -23,7 +23,7 @@ from tidemill.engine.activity import Activity
 from tidemill.engine.scheduler import Salt, Scheduler, Sequence
 from tidemill.engine.turns import in_turns
 from tidemill.engine.weights import Staging, Weights
-from tidemill.models.pieces import Work, at_once
+from tidemill.models.piecewise import Work, at_once
 
 T = TypeVar("T")
 

@@ -23,15 +23,15 @@ from torch import Tensor
 
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Published, Version
-from tidemill.kernels.decoding import DecodingWeights
+from tidemill.models.decode_layers import decoding_weights
 from tidemill.models.decoder import Decoder
-from tidemill.models.decoding import decoding_weights
-from tidemill.models.linear import wide_product, widens
-from tidemill.models.pieces import Work, at_once, by_rows
-from tidemill.models.served import Contents, words_by_matrix, words_in_use
-from tidemill.models.slices import Receiver, Slice
+from tidemill.models.hf_weights import empty_decoder, loading
+from tidemill.models.kernels.cpu.decode_pass import DecodingWeights
+from tidemill.models.piecewise import Work, at_once, by_rows
+from tidemill.models.served_linear import wide_product, widens
+from tidemill.models.served_weights import Contents, words_by_matrix, words_in_use
 from tidemill.models.uploads import Uploads
-from tidemill.models.weights import empty_decoder, loading
+from tidemill.models.weight_slices import Receiver, Slice
 
 
 @dataclass(slots=True)

@@ -32,10 +32,10 @@ from tidemill.core.types import (
     Trajectory,
     Version,
 )
-from tidemill.envs.messages import as_messages
-from tidemill.envs.template import Messages, renderer, too_long, unknown_token
-from tidemill.envs.turns import Exceeds
+from tidemill.models.conversations import Messages, renderer, too_long, unknown_token
+from tidemill.models.messages import as_messages
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.models.turn_renderers import Exceeds
 
 HERE = 10_000  # characters of a message that is tokenized on the event loop: that takes milliseconds
 

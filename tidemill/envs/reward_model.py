@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from tidemill.envs.template import as_messages, conversation
 from tidemill.models.attention import packed_attention, packed_positions
+from tidemill.models.conversations import as_messages, conversation
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.models.value import ValueModel, last_tokens, load_value_model
+from tidemill.models.value_model import ValueModel, last_tokens, load_value_model
 
 
 def score(completions: Sequence[Any], prompts: Sequence[Any], *, folder: str) -> list[float]:

@@ -14,7 +14,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Task
 from tidemill.envs.conversations import with_prompt
-from tidemill.envs.messages import is_message
+from tidemill.models.messages import is_message
 
 Splits = Mapping[str, Sequence[Task]]
 DEEPEST = 100  # levels of a task's data; whatever reads it later does so recursively

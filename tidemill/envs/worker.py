@@ -46,9 +46,9 @@ from tidemill.envs.frames import (
     ToWorker,
     Withdraw,
 )
-from tidemill.envs.messages import is_message
 from tidemill.envs.tasks import DEEPEST
-from tidemill.envs.turns import TemplateRewritesHistory
+from tidemill.models.messages import is_message
+from tidemill.models.turn_renderers import TemplateRewritesHistory
 from tidemill.processes import inside
 from tidemill.processes.frames import HEADER_BYTES, size_of
 

@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.kernels.sequences import Families
-from tidemill.kernels.trained import attention_for
 from tidemill.models.decoder import Attend
+from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.kernels.cpu.trained_kernels import attention_for
 
 _RATIO, _SLACK = 0.85, 8  # a bucket holds lengths >= RATIO * its longest - SLACK: few buckets when sequences are tiny
 

@@ -20,11 +20,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.trained import Deferred, as_tensor, layer_kernels
 from tidemill.models.architecture import Architecture
-from tidemill.models.linear import NARROW, Linear, Packed
-from tidemill.models.pieces import Work
+from tidemill.models.kernels.cpu.trained_kernels import Deferred, as_tensor, layer_kernels
+from tidemill.models.kernels.rotation import Rotation
+from tidemill.models.piecewise import Work
+from tidemill.models.served_linear import NARROW, Linear, Packed
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """(layer, q [N, H, E], k [N, K, E], v [N, K, E]) -> [N, H, E]; causal, scaled by 1/sqrt(E), within the layer's window."""

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.kernels.library import gpu, native
-from tidemill.models.slices import Coverage, Slice
+from tidemill.models.kernels.library import gpu, native
+from tidemill.models.weight_slices import Coverage, Slice
 
 WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # eight bytes count as two elements of four

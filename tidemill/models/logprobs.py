@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.library import gpu
 from tidemill.models.decoder import Decoder
-from tidemill.models.products import NARROW, add_product, mixes, product
+from tidemill.models.kernels.cuda.launchers import Gpu
+from tidemill.models.kernels.library import gpu
+from tidemill.models.trained_linear import NARROW, add_product, mixes, product
 
 Support = tuple[Tensor, Tensor]
 

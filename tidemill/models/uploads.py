@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tidemill.models.pieces import DEVICE_PIECE_BYTES
+from tidemill.models.piecewise import DEVICE_PIECE_BYTES
 
 
 class Uploads:

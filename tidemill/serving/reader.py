@@ -22,7 +22,7 @@ import numpy as np
 import psutil
 
 from tidemill.core import serialization
-from tidemill.models.lengths import Reach, reach_of
+from tidemill.models.token_bounds import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
 from tidemill.processes import inside
 from tidemill.serving.rendering import chat_tokens, rendered

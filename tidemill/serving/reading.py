@@ -16,8 +16,8 @@ import numpy as np
 
 from tidemill.core import serialization
 from tidemill.core.types import Array
-from tidemill.envs.template import prompt_tokens
-from tidemill.models.lengths import reach_of
+from tidemill.models.conversations import prompt_tokens
+from tidemill.models.token_bounds import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
 from tidemill.processes.child import STARTUP_LIMIT_S, Child
 from tidemill.processes.guarding import Guard

@@ -10,7 +10,7 @@ import jinja2
 import numpy as np
 
 from tidemill.core.types import Array
-from tidemill.envs.template import prompt_tokens
+from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import Tokenizer
 
 _PROBE = "qzxprobexzq"  # a text that no template writes by itself

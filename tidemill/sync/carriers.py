@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.models.slices import Receiver, Sender
+from tidemill.models.weight_slices import Receiver, Sender
 from tidemill.sync.checkpoint import CheckpointReceiver, CheckpointSender
 from tidemill.sync.settings import SyncSettings
 from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender

@@ -21,7 +21,7 @@ from torch import Tensor
 from tidemill.core.atomic_files import flush, remove_left
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Published, Version
-from tidemill.models.slices import Coverage, Slice
+from tidemill.models.weight_slices import Coverage, Slice
 from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
 
 _MARKER = ".tidemill-weights"

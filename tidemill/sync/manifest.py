@@ -22,7 +22,7 @@ from torch import Tensor
 
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Published, Version
-from tidemill.models.slices import Coverage, Slice
+from tidemill.models.weight_slices import Coverage, Slice
 
 FORMAT = "tidemill-weights-1"
 MAX_BYTES = 64 << 20  # of an encoded manifest; a 400-layer model cut into 16 needs about 10 MB

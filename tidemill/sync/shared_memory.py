@@ -31,7 +31,7 @@ from torch import Tensor
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.shared_memory_file import anonymous_memory
 from tidemill.core.types import Published, Version
-from tidemill.models.slices import Slice
+from tidemill.models.weight_slices import Slice
 from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, Outline, raw_bytes
 from tidemill.sync.pinning import Pinned
 

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from tidemill.algorithms.losses import LossInput
 from tidemill.core.types import Array, Sample
-from tidemill.kernels.sequences import Families
+from tidemill.models.kernels.cpu.packed_sequences import Families
 
 WORTH_CHOOSING = 0.98  # the share of packed tokens that predict something: above, to pick them out costs what it saves
 _WORTH = 0.1  # the share of a row that must be common: below, a family of rows costs more than it saves

@@ -26,7 +26,7 @@ from tidemill.core.interfaces import CheckpointError
 from tidemill.core.serialization import CodecError, parse_json
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder
-from tidemill.models.weights import hf_views, load_folder, write_model
+from tidemill.models.hf_weights import hf_views, load_folder, write_model
 from tidemill.trainer.optimizer import Optimizer
 
 FORMAT = 1

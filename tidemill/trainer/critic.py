@@ -12,7 +12,7 @@ from torch import Tensor
 from tidemill.core.interfaces import TrainingDiverged
 from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
-from tidemill.models.value import ValueModel
+from tidemill.models.value_model import ValueModel
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.settings import TrainerSettings
 

@@ -21,10 +21,10 @@ from tidemill.core.interfaces import CheckpointError, PolicyMismatch
 from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
 from tidemill.cores import Cores
 from tidemill.models.decoder import Decoder
-from tidemill.models.products import MIXES
-from tidemill.models.served import Contents, checked, words_of
-from tidemill.models.slices import Sender, Slice
-from tidemill.models.weights import save_folder, serving_slices
+from tidemill.models.hf_weights import save_folder, serving_slices
+from tidemill.models.served_weights import Contents, checked, words_of
+from tidemill.models.trained_linear import MIXES
+from tidemill.models.weight_slices import Sender, Slice
 from tidemill.trainer import step
 from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
 from tidemill.trainer.critic import Critic

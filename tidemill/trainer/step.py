@@ -21,10 +21,10 @@ from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, los
 from tidemill.core.types import Array, LossSpec, Sample, TrainResult
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
-from tidemill.models.linear import gathering
 from tidemill.models.logprobs import token_logprobs
-from tidemill.models.products import prepares_sizes
-from tidemill.models.value import ValueModel
+from tidemill.models.served_linear import gathering
+from tidemill.models.trained_linear import prepares_sizes
+from tidemill.models.value_model import ValueModel
 from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
 from tidemill.trainer.lanes import Lanes, lanes_for
 from tidemill.trainer.telemetry import Offload

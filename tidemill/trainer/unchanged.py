@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from tidemill.core.types import Metrics
-from tidemill.models.served import Contents
+from tidemill.models.served_weights import Contents
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.library import knowing
-from tidemill.kernels.native import Native
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.sequences import Families
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.kernels.cuda.launchers import Gpu
+from tidemill.models.kernels.library import knowing
+from tidemill.models.kernels.rotation import Rotation
 
 
 @dataclass(frozen=True)

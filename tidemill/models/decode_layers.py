@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from tidemill.kernels.decoding import MATRICES, NORMS, DecodingWeights
-from tidemill.kernels.library import native
 from tidemill.models.decoder import Decoder, Layer
+from tidemill.models.kernels.cpu.decode_pass import MATRICES, NORMS, DecodingWeights
+from tidemill.models.kernels.library import native
 
 
 def decoding_weights(decoder: Decoder) -> DecodingWeights | None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 
-from tidemill.kernels.gpu_source import LOWEST, softmax_of
+from tidemill.models.kernels.cuda.triton_kernels import LOWEST, softmax_of
 
 
 @triton.jit

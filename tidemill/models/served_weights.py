@@ -20,9 +20,9 @@ from torch import Tensor
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import WORD, Fingerprint, totals, word_bits, word_sum
-from tidemill.models.pieces import Work, at_once, by_rows
-from tidemill.models.slices import Slice
-from tidemill.models.weights import hf_views
+from tidemill.models.hf_weights import hf_views
+from tidemill.models.piecewise import Work, at_once, by_rows
+from tidemill.models.weight_slices import Slice
 
 HEAD = "the head, which is the embedding"
 

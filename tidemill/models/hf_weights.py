@@ -21,10 +21,10 @@ from torch.overrides import TorchFunctionMode
 from tidemill.core.atomic_files import put_in_place
 from tidemill.models.architecture import INDEX, Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder, Layer
-from tidemill.models.files import check_headers, folder_slices, is_buffer, weight_files
-from tidemill.models.pieces import Work, at_once, by_rows
-from tidemill.models.slices import Coverage, Slice
+from tidemill.models.hf_files import check_headers, folder_slices, is_buffer, weight_files
+from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.uploads import Uploads
+from tidemill.models.weight_slices import Coverage, Slice
 
 TOKENIZER_FILES = (
     "tokenizer.json",

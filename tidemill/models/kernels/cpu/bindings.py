@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.kernels import worth
-from tidemill.kernels.decoding import DecodingWeights, rows
-from tidemill.kernels.gpu import DTYPES
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.sequences import MOST_NUMBERS, Families, layout, tensors
-from tidemill.kernels.worth import threads_for
+from tidemill.models.kernels.cpu import thread_thresholds
+from tidemill.models.kernels.cpu.decode_pass import DecodingWeights, rows
+from tidemill.models.kernels.cpu.packed_sequences import MOST_NUMBERS, Families, layout, tensors
+from tidemill.models.kernels.cpu.thread_thresholds import threads_for
+from tidemill.models.kernels.cuda.launchers import DTYPES
+from tidemill.models.kernels.rotation import Rotation
 
 SHARES = 64  # of rows whose sums are added in order: as many threads at most
 NONE, FLOATS, WIDENED, PAIRED, TILED = range(-1, 4)  # ways to multiply, see linear.c
@@ -161,7 +161,7 @@ class Native:
         rows, arguments = _norm(x, weight, eps)
         self._library.tidemill_norm(
             *(*arguments, out.data_ptr(), out.dtype == torch.bfloat16),
-            *(*rows.shape, threads_for(len(rows), worth.ROWS)),
+            *(*rows.shape, threads_for(len(rows), thread_thresholds.ROWS)),
         )
         return out
 
@@ -174,7 +174,7 @@ class Native:
         assert d.is_contiguous()
         self._library.tidemill_norm_back(
             *(*arguments, d.data_ptr(), d.dtype == torch.bfloat16, dx.data_ptr()),
-            *(sums.data_ptr(), again, len(sums), *rows.shape, threads_for(len(rows), worth.ROWS)),
+            *(sums.data_ptr(), again, len(sums), *rows.shape, threads_for(len(rows), thread_thresholds.ROWS)),
         )
         return dx, sums[0].clone()
 
@@ -186,7 +186,7 @@ class Native:
         out = torch.empty((n, turned, size), dtype=torch.promote_types(heads.dtype, how.cos.dtype))
         self._library.tidemill_rotate(
             *(*_rotate(heads, how), out.data_ptr()),
-            *(n, turned, how.queries, size, threads_for(n, worth.ROWS)),
+            *(n, turned, how.queries, size, threads_for(n, thread_thresholds.ROWS)),
         )
         q, k = out.split([how.queries, how.keys], dim=1)
         return q, k, heads[:, turned:]
@@ -204,7 +204,7 @@ class Native:
             *_rotate(heads, how),
             *(number for part in d for number in (part.data_ptr(), part.stride(0))),
             *(d_heads.data_ptr(), sums.data_ptr(), len(sums)),
-            *(n, turned, how.queries, others, size, threads_for(n, worth.ROWS)),
+            *(n, turned, how.queries, others, size, threads_for(n, thread_thresholds.ROWS)),
         )
         return d_heads, sums[0].clone()
 
@@ -214,7 +214,14 @@ class Native:
         out = torch.empty((n, size), dtype=gate_up.dtype)
         assert gate_up.is_contiguous()
         self._library.tidemill_gate(
-            *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, out.data_ptr(), n, size, threads_for(n, worth.ROWS))
+            *(
+                gate_up.data_ptr(),
+                gate_up.dtype == torch.bfloat16,
+                out.data_ptr(),
+                n,
+                size,
+                threads_for(n, thread_thresholds.ROWS),
+            )
         )
         return out
 
@@ -225,7 +232,7 @@ class Native:
         assert gate_up.is_contiguous() and d.is_contiguous() and d.dtype == gate_up.dtype and gate_up.shape == (n, 2 * size)
         self._library.tidemill_gate_back(
             *(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, d.data_ptr(), out.data_ptr()),
-            *(again, n, size, threads_for(n, worth.ROWS)),
+            *(again, n, size, threads_for(n, thread_thresholds.ROWS)),
         )
         return out
 
@@ -245,7 +252,7 @@ class Native:
         assert logits.is_contiguous() and logits.dtype == torch.float32
         self._library.tidemill_sample(
             *(logits.data_ptr(), n, vocab, sharpness.ctypes.data, uniform.ctypes.data),
-            *(tokens.ctypes.data, logprobs.ctypes.data, model.ctypes.data, threads_for(n, worth.ROWS)),
+            *(tokens.ctypes.data, logprobs.ctypes.data, model.ctypes.data, threads_for(n, thread_thresholds.ROWS)),
         )
         return tokens, logprobs, model
 
@@ -266,7 +273,7 @@ class Native:
         assert packed.numel() == -(-n // BLOCK) * BLOCK * k
         self._library.tidemill_pack(
             *(packed.data_ptr(), weight.data_ptr(), weight.stride(0), n, k, weight.dtype == torch.bfloat16),
-            threads_for(weight.nbytes, worth.BYTES),
+            threads_for(weight.nbytes, thread_thresholds.BYTES),
         )
         return packed
 
@@ -277,7 +284,7 @@ class Native:
         out = torch.empty((n, outputs), dtype=torch.float32 if wide else x.dtype)
         assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // BLOCK) * BLOCK * k
         assert bias is None or (bias.dtype == x.dtype and bias.is_contiguous() and bias.numel() == outputs)
-        threads = threads_for(n * outputs * k, worth.MULTIPLICATIONS)
+        threads = threads_for(n * outputs * k, thread_thresholds.MULTIPLICATIONS)
         if self._library.tidemill_linear(
             *(x.data_ptr(), x.stride(0), packed.data_ptr(), None if bias is None else bias.data_ptr(), out.data_ptr()),
             *(self.products[x.dtype], out.dtype == torch.bfloat16, n, outputs, k, threads),
@@ -296,7 +303,7 @@ class Native:
         (n, outputs), inputs = d.shape, x.shape[1]
         assert self.adds_outer(d, x) and len(x) == n and d.stride(1) == x.stride(1) == 1
         assert sums.shape == (outputs, inputs) and sums.dtype == torch.float32 and sums.is_contiguous()
-        threads = threads_for(n * outputs * inputs, worth.MULTIPLICATIONS)
+        threads = threads_for(n * outputs * inputs, thread_thresholds.MULTIPLICATIONS)
         given = d.data_ptr(), d.stride(0), x.data_ptr(), x.stride(0), sums.data_ptr(), n, outputs, inputs, threads
         if self._library.tidemill_outer(*given):
             raise MemoryError(f"there is no memory for pairs of {n} rows of {outputs} and {inputs} numbers")
@@ -335,7 +342,7 @@ class Native:
     def _sequences(self, families: Families, window: int | None, totals: Tensor, operands: dict[str, Tensor]) -> None:
         q, k = operands["q"], operands["k"]
         operands = {name: x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous() for name, x in operands.items()}
-        threads = threads_for(len(families.places) * q[0].numel(), worth.QUERY_NUMBERS)
+        threads = threads_for(len(families.places) * q[0].numel(), thread_thresholds.QUERY_NUMBERS)
         given = tensors(totals, q.shape[2], operands)
         if self._library.tidemill_sequences(ctypes.byref(layout(families, q, k, window)), ctypes.byref(given), threads):
             raise MemoryError("there is no memory for the keys and values of the longest sequence")
@@ -350,14 +357,16 @@ class Native:
         total = self._library.tidemill_keyed_sum(
             *(elements.data_ptr(), width, n, first, keys.data_ptr(), run, factors.data_ptr()),
             ctypes.addressof(found) if words else None,
-            threads_for(elements.nbytes, worth.BYTES),
+            threads_for(elements.nbytes, thread_thresholds.BYTES),
         )
         return total, found.value
 
     def word_sum(self, tensor: Tensor) -> int:
         """Of a dense tensor's bytes as little-endian words of four, modulo 2^64; the last may be short."""
         assert tensor.is_contiguous()
-        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes, threads_for(tensor.nbytes, worth.BYTES))
+        return self._library.tidemill_word_sum(
+            tensor.data_ptr(), tensor.nbytes, threads_for(tensor.nbytes, thread_thresholds.BYTES)
+        )
 
 
 def _shares(rows: int) -> int:

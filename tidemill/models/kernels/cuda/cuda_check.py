@@ -8,8 +8,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from tidemill.kernels.gpu import Gpu
-from tidemill.kernels.rotation import Rotation
+from tidemill.models.kernels.cuda.launchers import Gpu
+from tidemill.models.kernels.rotation import Rotation
 
 
 @torch.inference_mode()

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from tidemill.models.architecture import Architecture, UnsupportedModel
 from tidemill.models.decoder import Decoder
+from tidemill.models.hf_weights import SCORE, load_scored, save_folder
 from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids
-from tidemill.models.weights import SCORE, load_scored, save_folder
 
 
 class ValueModel:

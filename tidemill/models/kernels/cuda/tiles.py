@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.kernels.sequences import Families
+from tidemill.models.kernels.cpu.packed_sequences import Families
 
 
 @dataclass(frozen=True, slots=True)

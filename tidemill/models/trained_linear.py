@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import PAIRED, WIDENED, Native
+from tidemill.models.kernels.cpu.bindings import PAIRED, WIDENED, Native
+from tidemill.models.kernels.library import native
 
 NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
 # PyTorch 2.8 and later multiply narrow matrices of a CUDA device into a wide one

@@ -22,11 +22,19 @@ import numpy as np
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Array, Task
-from tidemill.envs.alignment import Rendering, reply_spans
-from tidemill.envs.messages import Turn, as_messages, assistant, half_character, text_of
-from tidemill.envs.turns import PlainRenderer, Renderer, TemplateRenderer, TemplateRewritesHistory, content_of, first, lines
 from tidemill.models.chat_template import Messages, Span, end_of_turn, render
+from tidemill.models.messages import Turn, as_messages, assistant, half_character, text_of
+from tidemill.models.reply_spans import Rendering, reply_spans
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.models.turn_renderers import (
+    PlainRenderer,
+    Renderer,
+    TemplateRenderer,
+    TemplateRewritesHistory,
+    content_of,
+    first,
+    lines,
+)
 
 __all__ = ["Messages", "TemplateRewritesHistory", "Turn", "as_messages"]  # those of others, besides what follows
 __all__ += ["check_prompts", "conversation", "prompt_tokens", "renderer", "too_long", "unknown_token"]

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.kernels.building import Unavailable
-from tidemill.kernels.decoding import NORMS, DecodingWeights
-from tidemill.kernels.gpu import DTYPES
-from tidemill.kernels.native import NONE, Native
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.sequences import Families
+from tidemill.models.kernels.cpu.bindings import NONE, Native
+from tidemill.models.kernels.cpu.compilation import Unavailable
+from tidemill.models.kernels.cpu.decode_pass import NORMS, DecodingWeights
+from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.kernels.cuda.launchers import DTYPES
+from tidemill.models.kernels.rotation import Rotation
 
 EPS = 1e-6
 

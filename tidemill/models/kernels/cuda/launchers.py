@@ -13,10 +13,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.kernels.gpu_tiles import Tiles
-from tidemill.kernels.rotation import Rotation
-from tidemill.kernels.sequences import Families
-from tidemill.kernels.transfers import fetched, sent
+from tidemill.models.kernels.cpu.packed_sequences import Families
+from tidemill.models.kernels.cuda.tiles import Tiles
+from tidemill.models.kernels.cuda.transfers import fetched, sent
+from tidemill.models.kernels.rotation import Rotation
 
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 16  # keys that a row which decodes looks at together
@@ -33,10 +33,10 @@ class Gpu:
     """The kernels, on tensors of one device. They are launched on its current stream, and can be captured in a graph."""
 
     def __init__(self) -> None:
-        from tidemill.kernels import gpu_source, gpu_trained
+        from tidemill.models.kernels.cuda import triton_backward, triton_kernels
 
-        self._source: Any = gpu_source
-        self._trained: Any = gpu_trained
+        self._source: Any = triton_kernels
+        self._trained: Any = triton_backward
         self._tiles: Tiles | None = None  # of the sequences that were attended to last
 
     @staticmethod

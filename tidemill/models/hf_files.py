@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tidemill.core.serialization import CodecError, parse_json
 from tidemill.models.architecture import INDEX, SINGLE, UnsupportedModel
-from tidemill.models.slices import Slice
+from tidemill.models.weight_slices import Slice
 
 _DTYPES = ("F32", "BF16", "F16", "F64")
 _WHOLE = {"I8": torch.int8, "U8": torch.uint8, "I16": torch.int16, "I32": torch.int32, "I64": torch.int64}

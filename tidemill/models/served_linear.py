@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from tidemill.kernels.library import native
-from tidemill.kernels.native import BLOCK
-from tidemill.kernels.trained import Deferred, Gated, Normed, as_tensor
-from tidemill.models.pieces import Work, by_rows
-from tidemill.models.products import NARROW, Matrix, mixes, product, widened
+from tidemill.models.kernels.cpu.bindings import BLOCK
+from tidemill.models.kernels.cpu.trained_kernels import Deferred, Gated, Normed, as_tensor
+from tidemill.models.kernels.library import native
+from tidemill.models.piecewise import Work, by_rows
+from tidemill.models.trained_linear import NARROW, Matrix, mixes, product, widened
 
 _OURS = ("cpu", "cuda")  # where products may be other ones than PyTorch's own
 

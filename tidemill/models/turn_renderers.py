@@ -26,10 +26,10 @@ import numpy as np
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Array
-from tidemill.envs.alignment import Rendering
-from tidemill.envs.messages import assistant, text_of
 from tidemill.models.chat_template import MARK, Messages, added_tokens, render
-from tidemill.models.lengths import certainly_exceeds
+from tidemill.models.messages import assistant, text_of
+from tidemill.models.reply_spans import Rendering
+from tidemill.models.token_bounds import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
 
 

@@ -15,10 +15,11 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from tidemill.kernels import building, gpu_trial, trial
-from tidemill.kernels.building import Unavailable
-from tidemill.kernels.gpu import DTYPES, Gpu
-from tidemill.kernels.native import Native
+from tidemill.models.kernels.cpu import compilation, cpu_check
+from tidemill.models.kernels.cpu.bindings import Native
+from tidemill.models.kernels.cpu.compilation import Unavailable
+from tidemill.models.kernels.cuda import cuda_check
+from tidemill.models.kernels.cuda.launchers import DTYPES, Gpu
 
 SWITCH = "TIDEMILL_KERNELS"  # "off": do without
 
@@ -41,7 +42,7 @@ def _found_gpu() -> Gpu | Unavailable:
         if not torch.cuda.is_available():
             raise Unavailable("no CUDA device is visible here")
         kernels = Gpu()
-        if not gpu_trial.right(kernels, torch.device("cuda")):
+        if not cuda_check.right(kernels, torch.device("cuda")):
             raise Unavailable("the kernels compute something else than they should")
         return kernels
     except Unavailable as reason:
@@ -95,11 +96,11 @@ def _expect_wanted() -> None:
 
 
 def _load() -> Native:
-    compiler, reason = building.find_compiler(), ""
-    for extra in building.variants():
+    compiler, reason = compilation.find_compiler(), ""
+    for extra in compilation.variants():
         try:
-            library = Native(building.compiled(compiler, extra))
-            trial.expect_right(library)
+            library = Native(compilation.compiled(compiler, extra))
+            cpu_check.expect_right(library)
             return library
         except (Unavailable, OSError) as error:
             reason = str(error)

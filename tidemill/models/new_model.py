@@ -52,7 +52,7 @@ def fresh_model(
     """
     import torch  # here, for the controller reads the sizes
 
-    from tidemill.models.weights import empty_decoder, save_folder
+    from tidemill.models.hf_weights import empty_decoder, save_folder
 
     if heads % kv_heads or (head_dim or hidden // heads) % 2 or (head_dim is None and hidden % heads):
         raise ValueError(
