@@ -88,7 +88,7 @@ def account_for(account: Account) -> None:
 def serve() -> None:
     """As `tidemill.remote_worker`, accounted for."""
     from tidemill.build import build_role, import_roles, use_threads
-    from tidemill.orchestration.hosting import host
+    from tidemill.runtime.role_host import host
 
     def build(spec: dict[str, Any]) -> Any:
         account_for(Account(Path(os.environ[ACCOUNTS]) / f"{spec['name']}-{os.getpid()}.json"))
@@ -106,8 +106,8 @@ def used() -> float:
 async def beat_cost(folder: Path, model: Path, beats: int = 300) -> float:
     """CPU seconds of one heartbeat, on both sides together."""
     from tidemill.core.interfaces import Engine
-    from tidemill.orchestration.local import Local
-    from tidemill.orchestration.placement import Liveness
+    from tidemill.runtime.local import Local
+    from tidemill.runtime.placement import Liveness
 
     placement = Local(folder, liveness=Liveness(every_s=1e9))
     try:
@@ -141,8 +141,8 @@ def main(steps: int, out: Path | None) -> int:
     from tidemill import build
     from tidemill.commands.training import DEMO
     from tidemill.observability.console import ProgressDisplay
-    from tidemill.orchestration.local import Local
     from tidemill.recipe import load_recipe
+    from tidemill.runtime.local import Local
     from tidemill.session import run
 
     build.Local = partial(Local, command=[sys.executable, __file__, "--serve"])  # pyright: ignore

@@ -33,7 +33,7 @@ from tidemill.engine import core
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.ledger import SqliteLedger
-from tidemill.orchestration.local import Local
+from tidemill.runtime.local import Local
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

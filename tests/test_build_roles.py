@@ -8,13 +8,13 @@ import sys
 from pathlib import Path
 
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.orchestration.forking import server_environment
+from tidemill.runtime.fork_client import server_environment
 
 SCRIPT = """
 import asyncio, json, sys, threading
 from pathlib import Path
 from tidemill.build import build_role, import_roles, one_thread, use_threads
-from tidemill.orchestration.forkserver import thread_count
+from tidemill.runtime.fork_server import thread_count
 import_roles()
 before, threads = set(sys.modules), thread_count()
 import numpy as np, torch

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill import cores
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.core.config import build
 from tidemill.core.types import LossSpec, Sample, SamplingParams
-from tidemill.cores import Seat, SharedCores, seats
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.orchestration.placement import StartFailed
 from tidemill.parts import start_parts
 from tidemill.recipe import RunConfig
+from tidemill.runtime import cpu_sharing
+from tidemill.runtime.cpu_sharing import Seat, SharedCores, seats
+from tidemill.runtime.placement import StartFailed
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer import lanes as lanes_of_trainer
 from tidemill.trainer.native import NativeTrainer
@@ -43,7 +43,7 @@ class Used(list[int]):
 
 @pytest.fixture
 def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cores, "usable_cores", lambda: 2)
+    monkeypatch.setattr(cpu_sharing, "usable_cores", lambda: 2)
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_whoever_computes_alone_has_the_machine(
     monkeypatch, machine: int, wanted: tuple[int, ...], alone: tuple[int, ...], together: tuple[int, ...]
 ):
-    monkeypatch.setattr(cores, "usable_cores", lambda: machine)
+    monkeypatch.setattr(cpu_sharing, "usable_cores", lambda: machine)
     with seats({str(i): threads for i, threads in enumerate(wanted)}) as given:
         used = [Used() for _ in wanted]
         shared = [SharedCores(seat, told) for seat, told in zip(given.values(), used, strict=True)]
@@ -79,7 +79,7 @@ def test_whoever_computes_alone_has_the_machine(
         assert all(a != b for told in used for a, b in pairwise(told)), "it is told of changes only"
 
 
-@pytest.mark.parametrize("wanted", [{"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2}, {}, {"a": cores.MOST + 1}])
+@pytest.mark.parametrize("wanted", [{"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2}, {}, {"a": cpu_sharing.MOST + 1}])
 def test_there_is_nothing_to_share_where_all_have_a_core_or_nobody_one_too_many(two_cores, wanted: dict[str, int]):
     with seats(wanted) as given:
         assert given == {}
@@ -87,7 +87,7 @@ def test_there_is_nothing_to_share_where_all_have_a_core_or_nobody_one_too_many(
 
 def test_what_one_left_that_was_killed_is_wiped_by_the_one_that_takes_its_place(two_cores):
     with seats({"trainer": 2, "engine-0": 2}) as given:
-        script = "import os, sys; from tidemill.cores import *; seat = Seat.model_validate_json(sys.argv[1]); "
+        script = "import os, sys; from tidemill.runtime.cpu_sharing import *; seat = Seat.model_validate_json(sys.argv[1]); "
         script += "SharedCores(seat, print).take(); os.kill(os.getpid(), 9)"
         engine = given["engine-0"].model_dump_json()
         died = subprocess.run([sys.executable, "-c", script, engine], timeout=60)

@@ -21,10 +21,10 @@ from tidemill.core import hardware
 from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.console import ProgressDisplay
-from tidemill.orchestration.logs import Log
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.resume import take_up
 from tidemill.run_folder import RunFolder, RunFolderGone
+from tidemill.runtime.process_logs import Log
 
 STATUS = {"pid": 1, "at": 1.0, "waits": [], "processes": []}
 FAILURE = {"at": 1.0, "kind": "E", "message": "m", "trace": "t"}

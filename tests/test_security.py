@@ -20,9 +20,9 @@ from sources import dotted, sources
 
 from tidemill.core.errors import ConfigError
 from tidemill.ledger import SqliteLedger
-from tidemill.orchestration import hosting, local
 from tidemill.recipe import load_recipe
 from tidemill.run_folder import RunFolder
+from tidemill.runtime import local, role_host
 from tidemill.serving.server import bind
 
 # --- the source: nothing in it turns bytes into code ---------------------------------------------------------------------
@@ -149,11 +149,11 @@ def test_a_socket_lies_in_no_file_system_or_in_a_private_folder(monkeypatch: pyt
     for root in (tmp_path, tmp_path / ("long" * 30)):
         root.mkdir(exist_ok=True)
         monkeypatch.setattr("tempfile.tempdir", str(root))
-        monkeypatch.setattr(hosting, "_FILELESS", True)
-        address, folder = hosting._place()
+        monkeypatch.setattr(role_host, "_FILELESS", True)
+        address, folder = role_host._place()
         assert address.startswith("ipc://@") and not folder and not list(tmp_path.glob("tidemill*"))
-        monkeypatch.setattr(hosting, "_FILELESS", False)
-        address, folder = hosting._place()
+        monkeypatch.setattr(role_host, "_FILELESS", False)
+        address, folder = role_host._place()
         assert mode(Path(folder)) == 0o700 and len(folder) < 100 and address == f"ipc://{folder}/rpc"
         Path(folder).rmdir()
 

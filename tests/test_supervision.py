@@ -9,8 +9,8 @@ import pytest
 from tidemill.controller import RunFailed
 from tidemill.core.interfaces import EngineFailed, PeerLost, PolicyMismatch
 from tidemill.core.types import Published, Version
-from tidemill.orchestration.placement import StartFailed, Vitals
 from tidemill.pool import EnginePool
+from tidemill.runtime.placement import StartFailed, Vitals
 from tidemill.supervision import Budget, Supervisor
 
 

@@ -19,7 +19,7 @@ import pytest
 from sources import dotted, sources
 
 from tidemill import build
-from tidemill.orchestration import rpc
+from tidemill.runtime import rpc
 
 MARK = re.compile(r"#.*\bbounded: \S.{6,}")
 MOST = 105  # marks; a rule that is mostly excepted would be none

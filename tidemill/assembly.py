@@ -36,13 +36,13 @@ from tidemill.models.architecture import Architecture
 from tidemill.monitor import Monitor
 from tidemill.observability.events import worded
 from tidemill.observability.time_breakdown import EVALUATE
-from tidemill.orchestration.placement import Placement
 from tidemill.parts import Parts
 from tidemill.pool import PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.resume import Standing, take_up
 from tidemill.rollout import Episodes, Rollout
 from tidemill.run_folder import RunFolder
+from tidemill.runtime.placement import Placement
 
 Evaluation = Callable[[Version], Awaitable[Metrics]]
 """of what is served: raises PolicyMismatch when another version answers"""

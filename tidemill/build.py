@@ -18,14 +18,14 @@ from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSett
 from tidemill.core.config import Config, build
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Version
-from tidemill.cores import Cores, Seat, SharedCores
 from tidemill.engine.settings import EngineSettings
 from tidemill.observability.operator_profiler import attach
-from tidemill.orchestration.inline import Inline
-from tidemill.orchestration.local import Local
-from tidemill.orchestration.placement import Built, Handle, Liveness, Placement
 from tidemill.preparation import Preparation, Preparer
 from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
+from tidemill.runtime.cpu_sharing import Cores, Seat, SharedCores
+from tidemill.runtime.inline import Inline
+from tidemill.runtime.local import Local
+from tidemill.runtime.placement import Built, Handle, Liveness, Placement
 from tidemill.supervision import Budget
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings

@@ -33,10 +33,10 @@ from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.health import STATUS
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.orchestration.local import MODULE
-from tidemill.processes.guard import KEEPER
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
+from tidemill.runtime.local import MODULE
+from tidemill.runtime.workers.guard import KEEPER
 
 WORKERS = {"tidemill.scoring.worker": "reward", "tidemill.envs.worker": "environment"}  # by module
 FORKSERVER, STARTING = "forkserver", "starting"  # STARTING: forked, and not yet named in status.json

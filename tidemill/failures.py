@@ -6,8 +6,8 @@ from tidemill.controller import RunFailed
 from tidemill.core.interfaces import PolicyMismatch, TrainingDiverged
 from tidemill.envs.chat import EnvironmentLost
 from tidemill.ledger.records import LedgerError
-from tidemill.orchestration.placement import StartFailed
-from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
+from tidemill.runtime.placement import StartFailed
+from tidemill.runtime.wire_format import PeerDied, PeerTimeout, RemoteError
 
 KNOWN = (RunFailed, LedgerError, StartFailed, PeerDied, PeerTimeout, RemoteError, PolicyMismatch, TrainingDiverged)
 KNOWN += (EnvironmentLost, ValueError, OSError)

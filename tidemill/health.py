@@ -21,7 +21,7 @@ from typing import Any
 
 from tidemill.core.atomic_files import write_json
 from tidemill.observability.stall_report import Wait, open_waits
-from tidemill.orchestration.placement import Handle
+from tidemill.runtime.placement import Handle
 
 EVERY_S = 1.0
 STATUS, FAILURE = "status.json", "failure.json"

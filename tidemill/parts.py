@@ -24,11 +24,11 @@ from tidemill.build import (
 )
 from tidemill.controller import first_cause
 from tidemill.core.interfaces import Engine, PolicyMismatch, Trainer
-from tidemill.cores import seats
-from tidemill.orchestration.placement import Handle, Placement
-from tidemill.orchestration.wire import PeerDied
 from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig
+from tidemill.runtime.cpu_sharing import seats
+from tidemill.runtime.placement import Handle, Placement
+from tidemill.runtime.wire_format import PeerDied
 from tidemill.served_reference import WithServedReference
 from tidemill.supervision import Supervisor
 

@@ -19,7 +19,7 @@ from typing import TypeVar
 from tidemill.core.interfaces import Engine, EngineFailed, PeerLost, PolicyMismatch, Trainer
 from tidemill.core.types import Published, Version
 from tidemill.observability.stall_report import waiting
-from tidemill.orchestration.wire import RemoteError
+from tidemill.runtime.wire_format import RemoteError
 
 T = TypeVar("T")
 LOST = (PeerLost, EngineFailed, RemoteError)  # of an engine: what it was doing is done again elsewhere

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import partial
 
 from tidemill.build import build_role, import_roles, use_threads
-from tidemill.orchestration.hosting import host
+from tidemill.runtime.role_host import host
 
 if __name__ == "__main__":
     host(partial(build_role, offload=True), import_roles, use_threads)

@@ -43,15 +43,15 @@ from tidemill.observability.console import Display
 from tidemill.observability.operator_profiler import LAST, merge
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
-from tidemill.orchestration.logs import warnings_to
-from tidemill.orchestration.placement import Placement
 from tidemill.parts import start_parts
 from tidemill.preparation import Preparation
-from tidemill.processes import keeper
 from tidemill.recipe import RunConfig
 from tidemill.report import make_report
 from tidemill.reward_check import QUICK_TASKS, vouch
 from tidemill.run_folder import RunFolder, RunFolderGone
+from tidemill.runtime.placement import Placement
+from tidemill.runtime.process_logs import warnings_to
+from tidemill.runtime.workers import keeper
 from tidemill.scoring.pool import WorkerPool
 from tidemill.supervision import Budget
 from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 from tidemill.controller import RunFailed
 from tidemill.core.interfaces import Engine
-from tidemill.orchestration.placement import Handle, StartFailed
 from tidemill.pool import LOST, EnginePool
+from tidemill.runtime.placement import Handle, StartFailed
 
 LONGEST_PAUSE_S = 60.0
 LASTING = 10  # what lived for so many times the pause before it had come back: its next end is another story

@@ -24,12 +24,12 @@ from tidemill.core.types import Task
 from tidemill.evaluation import Evaluator
 from tidemill.ledger.records import Event
 from tidemill.model_folder import NEW, ModelFolder
-from tidemill.orchestration.placement import Placement
 from tidemill.parts import Parts, start_parts
 from tidemill.pool import PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
 from tidemill.run_folder import RunFolder, read_json
+from tidemill.runtime.placement import Placement
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.warm_start_cache import RECORD, WarmStartCache, record
 from tidemill.warmup import WarmedUp, WarmUp

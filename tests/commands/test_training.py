@@ -17,10 +17,10 @@ from tidemill.commands.ending import tell
 from tidemill.core.interfaces import TrainingDiverged
 from tidemill.evaluation import errors_apart
 from tidemill.ledger.records import EvalRecord
-from tidemill.orchestration.wire import PeerDied
 from tidemill.recipe import load_recipe
 from tidemill.report import unlearned
 from tidemill.run_folder import read_json
+from tidemill.runtime.wire_format import PeerDied
 from tidemill.session import Ended
 
 FORGETFUL = """

@@ -27,8 +27,8 @@ from tidemill.envs.environment import environment
 from tidemill.envs.make import make_environment
 from tidemill.envs.settings import EnvironmentWorkers, GuessSettings, PythonSettings
 from tidemill.envs.workers import WorkerEnvironment, in_workers
-from tidemill.processes import stopped
 from tidemill.rollout import Episodes
+from tidemill.runtime.workers import stopped
 from tidemill.scoring.pool import WorkerPool
 
 FILE = str(Path(__file__).with_name("faulty_environments.py"))

@@ -26,12 +26,12 @@ from serving.serving_cases import Running, chat_model, make_engine
 from tidemill.core import serialization
 from tidemill.core.types import Array, Group, InfraError, Score, Unscorable
 from tidemill.model_folder import ModelFolder
-from tidemill.orchestration import local, wire
-from tidemill.orchestration.hosting import REPORT_LENGTH, Ready
-from tidemill.orchestration.logs import Log
-from tidemill.orchestration.placement import StartFailed
-from tidemill.orchestration.rpc import Server, connect
-from tidemill.orchestration.wire import Call, Cancel, Done, Failed, Hello, PeerDied, Ping, RemoteError, failure
+from tidemill.runtime import local, wire_format
+from tidemill.runtime.placement import StartFailed
+from tidemill.runtime.process_logs import Log
+from tidemill.runtime.role_host import REPORT_LENGTH, Ready
+from tidemill.runtime.rpc import Server, connect
+from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, PeerDied, Ping, RemoteError, failure
 from tidemill.scoring import frames as scoring
 from tidemill.scoring.process import WorkerFailed, WorkerProcess
 from tidemill.serving.app import make_app
@@ -137,7 +137,9 @@ def messages_to_a_server() -> st.SearchStrategy[list[list[bytes]]]:
 
 
 def messages_to_a_caller() -> st.SearchStrategy[list[list[bytes]]]:
-    kinds = st.lists(st.sampled_from([*wire._REBUILT, "SystemExit", "KeyboardInterrupt", "CancelledError", ""]), max_size=3)
+    kinds = st.lists(
+        st.sampled_from([*wire_format._REBUILT, "SystemExit", "KeyboardInterrupt", "CancelledError", ""]), max_size=3
+    )
     failed = st.builds(Failed, st.integers(0, 2), kinds, st.text(max_size=9), st.text(max_size=9))
     reply = (failed | st.builds(Done, st.integers(0, 2))).map(serialization.encode)
     payload = (
@@ -360,7 +362,7 @@ def requests() -> st.SearchStrategy[bytes]:
     return plain | streamed | strange | mutated(plain | streamed) | st.binary(max_size=80)
 
 
-ERRORS = (*wire._REBUILT.values(), RemoteError, PeerDied)
+ERRORS = (*wire_format._REBUILT.values(), RemoteError, PeerDied)
 TARGETS = [
     Target("wire: calls to a server", messages_to_a_server(), calls),
     Target("wire: replies to a caller", messages_to_a_caller(), replies, ERRORS),

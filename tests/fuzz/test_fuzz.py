@@ -13,8 +13,8 @@ from fuzz.hunting import Target, hunt
 from fuzz.targets_files import MINIMAL
 
 from tidemill.core import serialization
-from tidemill.orchestration import local
-from tidemill.orchestration.wire import Failed
+from tidemill.runtime import local
+from tidemill.runtime.wire_format import Failed
 
 TARGETS = [*targets_files.TARGETS, *targets_wire.TARGETS]
 FEW = 60  # inputs a target, the same each time

@@ -11,7 +11,7 @@ import pytest
 import pytest_asyncio
 from echo_worker import WORKER, Echo, Start
 
-from tidemill.orchestration.local import Local, LocalProcess
+from tidemill.runtime.local import Local, LocalProcess
 
 
 @pytest.fixture

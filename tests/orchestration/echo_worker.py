@@ -24,7 +24,7 @@ WORKER = [sys.executable, __file__]
 _POLLING = """
 import sys; sys.path.insert(0, sys.argv[1])
 import echo_worker
-from tidemill.orchestration import forkserver, hosting
+from tidemill.runtime import forkserver, hosting
 forkserver.die_with_parent = lambda: False
 hosting.host(echo_worker.build)
 """
@@ -173,6 +173,6 @@ async def build(spec: dict[str, Any]) -> tuple[object, type]:
 
 
 if __name__ == "__main__":
-    from tidemill.orchestration.hosting import host
+    from tidemill.runtime.role_host import host
 
     host(build, use_threads=told.append)

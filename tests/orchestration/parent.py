@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 from echo_worker import WITHOUT_THE_KERNEL, WORKER, Echo
 
-from tidemill.orchestration.local import Local
+from tidemill.runtime.local import Local
 
 
 async def main(folder: Path, when: str) -> None:

@@ -21,9 +21,9 @@ import pytest
 from echo_worker import WITHOUT_THE_KERNEL, WORKER, Echo, Start
 
 from tidemill.core import fault_injection
-from tidemill.orchestration import forking
-from tidemill.orchestration.forking import server_environment
-from tidemill.orchestration.forkserver import (
+from tidemill.runtime import fork_client
+from tidemill.runtime.fork_client import server_environment
+from tidemill.runtime.fork_server import (
     LENGTH,
     MOST,
     Ended,
@@ -36,9 +36,9 @@ from tidemill.orchestration.forkserver import (
     Serving,
     frame,
 )
-from tidemill.orchestration.local import Local
-from tidemill.orchestration.placement import StartFailed
-from tidemill.orchestration.wire import PeerDied, PeerTimeout
+from tidemill.runtime.local import Local
+from tidemill.runtime.placement import StartFailed
+from tidemill.runtime.wire_format import PeerDied, PeerTimeout
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -109,7 +109,7 @@ async def test_when_the_server_dies_so_do_all_and_the_next_start_makes_another(s
 async def test_a_server_that_was_stopped_is_named_and_replaced(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     first = await start()
     server = server_of(first)
-    monkeypatch.setattr(forking, "FORK_S", 0.3)
+    monkeypatch.setattr(fork_client, "FORK_S", 0.3)
     server.suspend()
     with pytest.raises(PeerTimeout, match=r"^the fork server did not answer fork\(\) within 0.3 s$"):
         await start(name="engine-1")
@@ -122,7 +122,7 @@ async def test_a_server_that_was_stopped_is_named_and_replaced(start: Start, mon
 
 async def test_an_end_that_the_server_does_not_tell_is_found_out(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     child = await start()
-    monkeypatch.setattr(forking, "NOTICE_S", 0.2)
+    monkeypatch.setattr(fork_client, "NOTICE_S", 0.2)
     server_of(child).suspend()
     child.kill("was asked to go")
     assert (await asyncio.wait_for(child.wait(), 10)).startswith("was asked to go")
@@ -239,7 +239,7 @@ async def test_close_ends_what_was_not_stopped_and_starts_that_wait(tmp_path: Pa
 
 MODULE = """
 import os, socket, sys, threading
-from tidemill.orchestration.hosting import host
+from tidemill.runtime.role_host import host
 def preload():
 {preload}
 host(lambda spec: None, preload)

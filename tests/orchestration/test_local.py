@@ -17,10 +17,10 @@ import pytest
 from echo_worker import Start
 
 from tidemill.core.errors import ConfigError
-from tidemill.orchestration.logs import Log
-from tidemill.orchestration.placement import Liveness, StartFailed
-from tidemill.orchestration.wire import PeerDied, PeerTimeout, RemoteError
-from tidemill.processes import stopped
+from tidemill.runtime.placement import Liveness, StartFailed
+from tidemill.runtime.process_logs import Log
+from tidemill.runtime.wire_format import PeerDied, PeerTimeout, RemoteError
+from tidemill.runtime.workers import stopped
 
 
 def running(pid: int) -> bool:

@@ -14,9 +14,9 @@ from echo_worker import WORKER, Echo, Other, build
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import SamplingParams
-from tidemill.orchestration.inline import Inline
-from tidemill.orchestration.local import Local
-from tidemill.orchestration.placement import Placement, StartFailed
+from tidemill.runtime.inline import Inline
+from tidemill.runtime.local import Local
+from tidemill.runtime.placement import Placement, StartFailed
 
 
 @pytest_asyncio.fixture(params=["inline", "local"])

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from tidemill.core import serialization
 from tidemill.core.types import SamplingParams
-from tidemill.orchestration.rpc import Connection, Server, connect
-from tidemill.orchestration.wire import (
+from tidemill.runtime.rpc import Connection, Server, connect
+from tidemill.runtime.wire_format import (
     Call,
     Cancel,
     Failed,
@@ -167,7 +167,7 @@ async def test_an_id_in_use_is_refused() -> None:
 async def test_only_the_same_user_may_connect(user: int) -> None:
     """To a name that everybody can see, and with the right token."""
     program = (
-        "import os, sys, zmq\nfrom tidemill import codec\nfrom tidemill.orchestration.wire import Call\n"
+        "import os, sys, zmq\nfrom tidemill import codec\nfrom tidemill.runtime.wire_format import Call\n"
         "address, user = sys.argv[1:]\nsocket = zmq.Context().socket(zmq.DEALER)\nsocket.linger = 0\nos.setuid(int(user))\n"
         "socket.connect(address)\n"
         f"socket.send_multipart([{TOKEN.encode()!r}, codec.encode(Call(1, 'pid')), codec.encode(())])\n"

@@ -15,8 +15,8 @@ from typing import Any
 import psutil
 import pytest
 
-from tidemill.processes import child as children
-from tidemill.processes.child import Child
+from tidemill.runtime.workers import child as children
+from tidemill.runtime.workers.child import Child
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is promised on Linux alone")
 
@@ -93,8 +93,8 @@ async def test_keepers_that_are_stopped(monkeypatch: pytest.MonkeyPatch) -> None
 
 CONTROLLER = """
 import asyncio, sys
-from tidemill.processes.child import Child
-from tidemill.processes.guarding import Guard
+from tidemill.runtime.workers.child import Child
+from tidemill.runtime.workers.guard_client import Guard
 async def main():
     guard = Guard()
     await guard.start()

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tidemill.processes.child import Child
-from tidemill.processes.guarding import Guard
+from tidemill.runtime.workers.child import Child
+from tidemill.runtime.workers.guard_client import Guard
 
 
 @contextmanager

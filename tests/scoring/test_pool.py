@@ -18,7 +18,7 @@ import pytest
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Score, Unscorable
-from tidemill.processes import stopped
+from tidemill.runtime.workers import stopped
 from tidemill.scoring import process
 from tidemill.scoring.pool import WorkerPool
 from tidemill.scoring.settings import ScoringSettings

@@ -17,7 +17,7 @@ from tidemill import session
 from tidemill.commands import training
 from tidemill.core.types import InfraError, Score
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.processes.child import MARK
+from tidemill.runtime.workers.child import MARK
 from tidemill.scoring.pool import WorkerPool
 from tidemill.trainer.native import NativeTrainer
 

@@ -20,7 +20,7 @@ from tidemill.envs.curriculum import Curriculum
 from tidemill.giving import remembered
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.orchestration.wire import PeerDied
+from tidemill.runtime.wire_format import PeerDied
 from tidemill.trainer.native import NativeTrainer
 
 ALPHABET = "abcdefgh=:0123456789\n"

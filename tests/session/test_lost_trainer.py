@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tidemill.orchestration.wire import PeerDied
+from tidemill.runtime.wire_format import PeerDied
 from tidemill.session import _despite_losses
 from tidemill.supervision import Budget
 

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from trainer_cases import CPU, assert_same, batch, decoder, gradients, parameters, value_model
 
-from tidemill.cores import Cores
 from tidemill.models.kernels.library import native
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.trained_linear import Matrix
+from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer import lanes, step
 from tidemill.trainer.lanes import Lanes, lanes_for
 

@@ -21,7 +21,7 @@ from tidemill.core.types import Sample, SamplingParams, Score, Version
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.processes import keeper
+from tidemill.runtime.workers import keeper
 from tidemill.scoring.pool import WorkerPool
 from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from tidemill.observability.safe_text import visible
-from tidemill.orchestration.logs import warnings_to
+from tidemill.runtime.process_logs import warnings_to
 
 
 @contextmanager

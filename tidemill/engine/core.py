@@ -27,7 +27,6 @@ from tidemill.core import fault_injection
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities, EngineFailed, EngineStats
 from tidemill.core.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
-from tidemill.cores import Cores
 from tidemill.engine.activity import Activity
 from tidemill.engine.attention import PagedCache
 from tidemill.engine.blocks import BlockManager
@@ -46,6 +45,7 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.weight_slices import Receiver
 from tidemill.observability.process_memory import PeakMemory
+from tidemill.runtime.cpu_sharing import Cores
 
 
 @dataclass(slots=True)

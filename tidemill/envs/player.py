@@ -37,8 +37,8 @@ from tidemill.envs.frames import (
     Withdraw,
 )
 from tidemill.observability.stall_report import waiting
-from tidemill.processes.child import STARTUP_LIMIT_S, Child
-from tidemill.processes.stopped import stopped_instead
+from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
+from tidemill.runtime.workers.stopped import stopped_instead
 
 _TICKS = 20  # looks at the worker within its limit
 Ending = Ended | Judged | Raised

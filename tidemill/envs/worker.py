@@ -49,8 +49,8 @@ from tidemill.envs.frames import (
 from tidemill.envs.tasks import DEEPEST
 from tidemill.models.messages import is_message
 from tidemill.models.turn_renderers import TemplateRewritesHistory
-from tidemill.processes import inside
-from tidemill.processes.frames import HEADER_BYTES, size_of
+from tidemill.runtime.workers import worker_setup
+from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, size_of
 
 ROLE = "environment"  # of this process, to faults
 _REASON = 2000  # characters of an exception that travel
@@ -129,7 +129,7 @@ class Worker:
                 raise ValueError(f"{len(body)} bytes, at most {MAX_FRAME} are taken")
         except (TypeError, OverflowError, RecursionError) as error:
             raise ValueError(str(error)) from None
-        inside.write(self._pipe, body)
+        worker_setup.write(self._pipe, body)
 
     def _hear(self, frame: ToWorker) -> None:
         match frame:
@@ -246,7 +246,7 @@ def _text(text: Any) -> str:
 
 
 def main(memory_mb: int, parent: int) -> None:
-    frames_in, frames_out = inside.settle(memory_mb, parent)
+    frames_in, frames_out = worker_setup.settle(memory_mb, parent)
     faulthandler.enable()  # a crash says where it was,
     faulthandler.register(signal.SIGUSR1, all_threads=False)  # and so does a loop that does not turn, when it is asked
     asyncio.run(Worker(frames_out).serve(frames_in))

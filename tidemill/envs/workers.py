@@ -24,8 +24,8 @@ from tidemill.envs.frames import Begin, Ended, Judge, Judged, Raised
 from tidemill.envs.player import Player
 from tidemill.envs.settings import AnyEnv, EnvironmentWorkers, PythonSettings
 from tidemill.envs.several import Several
-from tidemill.processes.child import REAP_LIMIT_S, Child
-from tidemill.processes.guarding import Guard
+from tidemill.runtime.workers.child import REAP_LIMIT_S, Child
+from tidemill.runtime.workers.guard_client import Guard
 
 WORKERS = 2  # of a user's environment, unless its recipe says otherwise
 Lost = Callable[[str], float]

@@ -17,8 +17,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidemill.core.types import InfraError, Outcome, Score
-from tidemill.processes.child import REAP_LIMIT_S
-from tidemill.processes.guarding import Guard
+from tidemill.runtime.workers.child import REAP_LIMIT_S
+from tidemill.runtime.workers.guard_client import Guard
 from tidemill.scoring.frames import Done, Request
 from tidemill.scoring.invoke import failed, invoke
 from tidemill.scoring.process import WorkerFailed, WorkerProcess

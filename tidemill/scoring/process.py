@@ -7,8 +7,8 @@ from collections.abc import Awaitable
 
 from tidemill.core import serialization
 from tidemill.observability.stall_report import waiting
-from tidemill.processes import stopped
-from tidemill.processes.child import STARTUP_LIMIT_S, Child
+from tidemill.runtime.workers import stopped
+from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 
 _LOOKS = 21  # in the time that a worker has

@@ -12,16 +12,16 @@ import sys
 from typing import BinaryIO
 
 from tidemill.core import fault_injection, serialization
-from tidemill.processes import inside
+from tidemill.runtime.workers import worker_setup
 from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 from tidemill.scoring.invoke import failed, invoke, load
 
 
 def main(memory_mb: int, parent: int) -> None:
-    frames_in, frames_out = inside.settle(memory_mb, parent)
+    frames_in, frames_out = worker_setup.settle(memory_mb, parent)
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
     here, before = os.getpid(), Surroundings()
-    while frame := inside.read(requests):
+    while frame := worker_setup.read(requests):
         request: Request = serialization.decode(frame, Request)
         reason = load(request)
         _write(replies, Started(request.id))
@@ -59,7 +59,7 @@ def _done(request: Request, outcomes: list) -> Done:
 
 
 def _write(pipe: BinaryIO, message: Reply) -> None:
-    inside.write(pipe, serialization.encode(message))
+    worker_setup.write(pipe, serialization.encode(message))
 
 
 def _has_children() -> bool:

@@ -24,7 +24,7 @@ import psutil
 from tidemill.core import serialization
 from tidemill.models.token_bounds import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
-from tidemill.processes import inside
+from tidemill.runtime.workers import worker_setup
 from tidemill.serving.rendering import chat_tokens, rendered
 
 MEMORY_MB = 1024  # that one request may take
@@ -89,8 +89,8 @@ class Fork:
     def ask(self, frame: bytes, limit_s: float) -> Reply:
         """Raises TimeoutError, and EOFError or OSError when the fork ended."""
         self._socket.settimeout(limit_s)
-        inside.write(self._requests, frame)
-        if not (reply := inside.read(self._replies)):
+        worker_setup.write(self._requests, frame)
+        if not (reply := worker_setup.read(self._replies)):
             raise EOFError
         return serialization.decode(reply, Reply)
 
@@ -104,22 +104,22 @@ class Fork:
 
 
 def main(parent: int) -> None:
-    frames_in, frames_out = inside.settle(0, parent)
+    frames_in, frames_out = worker_setup.settle(0, parent)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end are not waited for
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
-    load = serialization.decode(inside.read(requests), Load)
+    load = serialization.decode(worker_setup.read(requests), Load)
     try:
         tokenizer = load_tokenizer(load.folder, load.of_class)
     except ValueError as error:
-        inside.write(replies, serialization.encode(Loaded(str(error))))
+        worker_setup.write(replies, serialization.encode(Loaded(str(error))))
         return
     reach = reach_of(tokenizer)
     fork: Fork | None = None
-    inside.write(replies, serialization.encode(Loaded("")))
-    while frame := inside.read(requests):
+    worker_setup.write(replies, serialization.encode(Loaded("")))
+    while frame := worker_setup.read(requests):
         fork = fork or Fork(lambda request: answer(tokenizer, reach, load.context, request))
         reply, fork = _reply(fork, frame, load.limit_s)
-        inside.write(replies, serialization.encode(reply))
+        worker_setup.write(replies, serialization.encode(reply))
 
 
 def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Request) -> Reply:
@@ -156,13 +156,13 @@ def _reply(fork: Fork, frame: bytes, limit_s: float) -> tuple[Reply, Fork | None
 def _be_fork(channel: socket.socket, answer: Callable[[Request], Reply], parent: int) -> None:
     """Never returns: what called it is the other process's."""
     try:
-        inside.die_with(parent)
+        worker_setup.die_with(parent)
         if sys.platform == "linux":
             limit = psutil.Process().memory_info().vms + (MEMORY_MB << 20)
             resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         requests, replies = channel.makefile("rb"), channel.makefile("wb", buffering=0)
-        while frame := inside.read(requests):
-            inside.write(replies, serialization.encode(answer(serialization.decode(frame, Request))))
+        while frame := worker_setup.read(requests):
+            worker_setup.write(replies, serialization.encode(answer(serialization.decode(frame, Request))))
     finally:
         os._exit(0)
 

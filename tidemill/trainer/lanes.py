@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from tidemill.cores import Cores
+from tidemill.runtime.cpu_sharing import Cores
 
 T = TypeVar("T")
 

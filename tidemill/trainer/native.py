@@ -19,12 +19,12 @@ import torch
 from tidemill.core import fault_injection
 from tidemill.core.interfaces import CheckpointError, PolicyMismatch
 from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
-from tidemill.cores import Cores
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import save_folder, serving_slices
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
 from tidemill.models.weight_slices import Sender, Slice
+from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer import step
 from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
 from tidemill.trainer.critic import Critic

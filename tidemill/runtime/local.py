@@ -28,15 +28,15 @@ import msgspec
 import psutil
 
 from tidemill.core import serialization
-from tidemill.orchestration.forking import KILL_S, Child, ForkServer
-from tidemill.orchestration.forkserver import Launch
-from tidemill.orchestration.hosting import REPORT_LENGTH, Ready, Report
-from tidemill.orchestration.logs import Log
-from tidemill.orchestration.placement import Liveness, StartFailed, Vitals
-from tidemill.orchestration.rpc import DEADLINE_S, Connection, check_deadlines, connect
-from tidemill.orchestration.wire import Beat, PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
-from tidemill.processes import stopped
-from tidemill.processes.stopped import stopped_instead
+from tidemill.runtime.fork_client import KILL_S, Child, ForkServer
+from tidemill.runtime.fork_server import Launch
+from tidemill.runtime.placement import Liveness, StartFailed, Vitals
+from tidemill.runtime.process_logs import Log
+from tidemill.runtime.role_host import REPORT_LENGTH, Ready, Report
+from tidemill.runtime.rpc import DEADLINE_S, Connection, check_deadlines, connect
+from tidemill.runtime.wire_format import Beat, PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
+from tidemill.runtime.workers import stopped
+from tidemill.runtime.workers.stopped import stopped_instead
 
 T = TypeVar("T")
 MODULE = "tidemill.remote_worker"

@@ -1,6 +1,6 @@
 """The two processes above a worker that outlive whatever it starts.
 
-    python -m tidemill.processes.keeper MODULE MEMORY_MB PARENT
+    python -m tidemill.runtime.workers.keeper MODULE MEMORY_MB PARENT
 
     who starts it -> outer keeper -> inner keeper -> the worker (MODULE) -> whatever the user's code starts
 
@@ -34,9 +34,9 @@ _LOOK_S = 0.005
 def main(module: str, memory_mb: str, parent: str) -> None:
     if KEEPERS:
         keep(int(parent))
-    from tidemill.processes import inside  # in the worker alone: a keeper stays small
+    from tidemill.runtime.workers import worker_setup  # in the worker alone: a keeper stays small
 
-    inside.kept = KEEPERS
+    worker_setup.kept = KEEPERS
     os.write(1, PID.pack(os.getpid()))
     sys.argv = [module, memory_mb, parent]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -6,8 +6,8 @@ import asyncio
 import sys
 from pathlib import Path
 
-from tidemill.processes import guard
-from tidemill.processes.child import MARK, REAP_LIMIT_S, closed
+from tidemill.runtime.workers import guard
+from tidemill.runtime.workers.child import MARK, REAP_LIMIT_S, closed
 
 
 class Guard:

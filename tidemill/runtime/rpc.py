@@ -27,7 +27,7 @@ from tidemill.core import serialization
 from tidemill.core.interfaces import Progressing
 from tidemill.core.serialization import CodecError
 from tidemill.observability.stall_report import waiting
-from tidemill.orchestration.wire import (
+from tidemill.runtime.wire_format import (
     MAX_FRAME,
     Beat,
     Call,

@@ -128,7 +128,7 @@ def _channel() -> socket.socket:
     try:
         channel = socket.socket(fileno=os.dup(0))
     except OSError:
-        sys.exit("stdin is no socket: this module is run by tidemill.orchestration.local, not by hand")
+        sys.exit("stdin is no socket: this module is run by tidemill.runtime.local, not by hand")
     _to_null(0)
     return channel
 

@@ -27,10 +27,10 @@ from collections.abc import Callable
 import msgspec
 
 from tidemill.core import fault_injection, serialization
-from tidemill.orchestration.forkserver import Launch, serve_forks
-from tidemill.orchestration.placement import Built, Factory
-from tidemill.orchestration.rpc import Server
-from tidemill.orchestration.wire import Failed, failure, methods_of
+from tidemill.runtime.fork_server import Launch, serve_forks
+from tidemill.runtime.placement import Built, Factory
+from tidemill.runtime.rpc import Server
+from tidemill.runtime.wire_format import Failed, failure, methods_of
 
 _POLL_S = 0.5
 _CLOSE_S = 5.0  # for the target's own close() after a SIGTERM

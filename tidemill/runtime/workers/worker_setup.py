@@ -17,7 +17,7 @@ import sys
 from typing import BinaryIO
 
 from tidemill.core import fault_injection
-from tidemill.processes.frames import HEADER_BYTES, framed, size_of
+from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, framed, size_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 kept = False  # set by `keeper`: this process ends when its keepers do, and they when who started it does

@@ -17,8 +17,8 @@ from typing import Self
 
 import psutil
 
-from tidemill.processes import guard, keeper
-from tidemill.processes.frames import HEADER_BYTES, framed, size_of
+from tidemill.runtime.workers import guard, keeper
+from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, framed, size_of
 
 STARTUP_LIMIT_S = 120.0  # to start Python and to import what the user's code imports
 REAP_LIMIT_S = 5.0  # for a killed process to be gone

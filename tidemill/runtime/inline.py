@@ -11,9 +11,9 @@ import os
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
-from tidemill.orchestration.placement import Factory, StartFailed, Vitals
-from tidemill.orchestration.rpc import check_deadlines
-from tidemill.orchestration.wire import keeps_its_type, methods_of
+from tidemill.runtime.placement import Factory, StartFailed, Vitals
+from tidemill.runtime.rpc import check_deadlines
+from tidemill.runtime.wire_format import keeps_its_type, methods_of
 
 T = TypeVar("T")
 

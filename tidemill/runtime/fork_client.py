@@ -25,7 +25,7 @@ import msgspec
 import psutil
 
 from tidemill.observability.stall_report import waiting
-from tidemill.orchestration.forkserver import (
+from tidemill.runtime.fork_server import (
     LENGTH,
     MOST,
     Ended,
@@ -39,9 +39,9 @@ from tidemill.orchestration.forkserver import (
     Serving,
     frame,
 )
-from tidemill.orchestration.logs import Log, describe
-from tidemill.orchestration.placement import StartFailed
-from tidemill.orchestration.wire import PeerTimeout
+from tidemill.runtime.placement import StartFailed
+from tidemill.runtime.process_logs import Log, describe
+from tidemill.runtime.wire_format import PeerTimeout
 
 T = TypeVar("T")
 NAME = "the fork server"
