@@ -30,9 +30,9 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
-from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 
 VOCAB, SIZE_OF_HEAD = 151_936, 128
 SIZES = {  # layers, hidden, heads, key/value heads, intermediate, whether head and embedding are one

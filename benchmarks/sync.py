@@ -34,8 +34,8 @@ from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.hf_weights import empty_decoder, load_slices, serving_slices
 from tidemill.models.served_weights import Contents
-from tidemill.sync.carriers import make_receiver, make_sender
-from tidemill.sync.settings import SyncSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
+from tidemill.weight_sync.transport import make_receiver, make_sender
 
 TARGET_COPY, TARGET_PAUSE_S = 0.5, 0.005
 WARM = 4  # versions: a carrier has two slots, whose memory is new the first time that they are written, and then mapped

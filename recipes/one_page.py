@@ -25,10 +25,10 @@ from tidemill.engine.settings import EngineSettings
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.sync.carriers import make_receiver, make_sender
-from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
+from tidemill.weight_sync.transport import make_receiver, make_sender
 
 STEPS, GROUPS, SIZE = 60, 8, 8  # 8 prompts a step, 8 samples of each
 LETTERS = "abcd"

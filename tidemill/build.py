@@ -27,8 +27,8 @@ from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local
 from tidemill.runtime.placement import Built, Handle, Liveness, Placement
 from tidemill.supervision import Budget
-from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
 
 if TYPE_CHECKING:
     from tidemill.models.decoder import Decoder
@@ -100,7 +100,7 @@ def build_engine(spec: EngineSpec) -> Engine:
     from tidemill.engine.core import NativeEngine
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config, stop_ids
-    from tidemill.sync.carriers import make_receiver
+    from tidemill.weight_sync.transport import make_receiver
 
     decoder = load_folder(spec.model, dtype=getattr(torch, spec.engine.dtype))
     receiver, version = None, Version(0)
@@ -127,8 +127,8 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     import torch
 
     from tidemill.models.hf_weights import load_folder
-    from tidemill.sync.carriers import make_sender
     from tidemill.trainer.native import NativeTrainer, inline
+    from tidemill.weight_sync.transport import make_sender
 
     torch.manual_seed(spec.seed)
     decoder = load_folder(spec.model, dtype=torch.float32)
@@ -201,11 +201,6 @@ def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
 
 def import_roles() -> None:
     """All that building a role and running it imports, so that a process forked from this one finds it done."""
-    import tidemill.engine.core
-    import tidemill.models.hf_weights
-    import tidemill.models.tokenizer
-    import tidemill.sync.carriers
-    import tidemill.trainer.native  # noqa: F401
     from tidemill.models.kernels.library import native
 
     native()  # compiled, if ever, before the first child needs it

@@ -26,8 +26,8 @@ from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, R
 from tidemill.observability.observability_settings import LogSettings
 from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES
 from tidemill.scoring.settings import ScoringSettings
-from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
 
 
 class PlacementSettings(Config):

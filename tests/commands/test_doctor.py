@@ -15,8 +15,8 @@ from tidemill.commands.finding import Finding
 from tidemill.core import hardware
 from tidemill.engine.settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
 
 NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch CUDA kernels weights parity scoring"
 

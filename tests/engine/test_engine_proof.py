@@ -28,8 +28,8 @@ from tidemill.models.hf_weights import serving_slices
 from tidemill.models.piecewise import at_once
 from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.weight_slices import Slice
-from tidemill.sync.carriers import make_receiver, make_sender
-from tidemill.sync.settings import SyncSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
+from tidemill.weight_sync.transport import make_receiver, make_sender
 
 
 async def until(condition) -> None:

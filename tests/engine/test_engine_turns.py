@@ -26,8 +26,8 @@ from tidemill.models.hf_weights import serving_slices
 from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.served_weights import Contents, checked
 from tidemill.models.weight_slices import Slice
-from tidemill.sync.carriers import make_receiver, make_sender
-from tidemill.sync.settings import SyncSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
+from tidemill.weight_sync.transport import make_receiver, make_sender
 
 MS = 0.001
 ARCH = replace(BASE, context=400)

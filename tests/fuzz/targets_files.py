@@ -35,7 +35,7 @@ from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.weight_slices import Slice
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import read_json
-from tidemill.sync.manifest import Block, Manifest
+from tidemill.weight_sync.manifest import Block, Manifest
 
 MINIMAL = {"run_dir": "runs/x", "model": "new:0.1m", "env": {"kind": "guess"}}
 RECIPES = [path.read_text() for path in sorted((ROOT / "recipes").glob("*.toml"))]

@@ -21,10 +21,10 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import Fingerprint, fingerprint
 from tidemill.models.hf_weights import load_slices, serving_slices
 from tidemill.models.weight_slices import Receiver, Sender, Slice
-from tidemill.sync.carriers import make_receiver, make_sender
-from tidemill.sync.checkpoint import CheckpointSender
-from tidemill.sync.settings import SyncSettings
-from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from tidemill.weight_sync.checkpoint_transport import CheckpointSender
+from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
+from tidemill.weight_sync.sync_settings import SyncSettings
+from tidemill.weight_sync.transport import make_receiver, make_sender
 
 CARRIERS: dict[str, Callable[[Path], Sender]] = {
     "anonymous": SharedMemorySender,
@@ -230,7 +230,8 @@ def test_only_whole_tensors_can_be_sent(sender: Sender, case: str) -> None:
 
 def test_receiver_in_another_process(sender: Sender) -> None:
     script = (
-        "import sys, msgspec; from tidemill.core.types import Published; from tidemill.sync.carriers import make_receiver\n"
+        "import sys, msgspec; from tidemill.core.types import Published\n"
+        "from tidemill.weight_sync.transport import make_receiver\n"
         "from tidemill.models.fingerprint import fingerprint\n"
         "p = msgspec.json.decode(sys.argv[1], type=Published)\n"
         "print(fingerprint(make_receiver(p.carrier).receive(p)))"
@@ -290,7 +291,7 @@ def test_factories_follow_the_settings(tmp_path: Path) -> None:
 
 
 def test_settings_load_without_torch() -> None:
-    code = "import sys, tidemill.sync.settings; print(json.dumps('torch' in sys.modules))"
+    code = "import sys, tidemill.weight_sync.sync_settings; print(json.dumps('torch' in sys.modules))"
     done = subprocess.run([sys.executable, "-c", f"import json; {code}"], capture_output=True, text=True, timeout=60)
     assert json.loads(done.stdout) is False
 

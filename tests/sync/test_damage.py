@@ -21,9 +21,9 @@ from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint, word_sum
 from tidemill.models.weight_slices import Slice
-from tidemill.sync.checkpoint import CheckpointReceiver, CheckpointSender
-from tidemill.sync.manifest import Block, Manifest
-from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
+from tidemill.weight_sync.manifest import Block, Manifest
+from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(12.0, 24.0).view(3, 4), "n": torch.arange(5.0).half()}
 
@@ -157,7 +157,8 @@ def test_half_written_slot_under_a_reader(shared) -> None:
 
 def test_files_of_dead_senders_are_removed_and_others_left(tmp_path: Path) -> None:
     script = (
-        "import os, signal, sys; from pathlib import Path; from tidemill.sync.shared_memory import SharedMemorySender\n"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from tidemill.weight_sync.shared_memory_transport import SharedMemorySender\n"
         "s = SharedMemorySender(Path(sys.argv[1]), anonymous=False); os.kill(os.getpid(), signal.SIGKILL)"
     )
     (tmp_path / "mine.slot").write_text("a user's file")

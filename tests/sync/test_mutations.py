@@ -36,12 +36,12 @@ from tidemill.models.weight_slices import Slice
 from tidemill.observability.console import ProgressDisplay
 from tidemill.recipe import RunConfig
 from tidemill.session import run
-from tidemill.sync import checkpoint, manifest, shared_memory
-from tidemill.sync.checkpoint import CheckpointSender
-from tidemill.sync.manifest import Manifest
-from tidemill.sync.shared_memory import SharedMemorySender
 from tidemill.trainer import native
 from tidemill.trainer.native import NativeTrainer
+from tidemill.weight_sync import checkpoint_transport, manifest, shared_memory_transport
+from tidemill.weight_sync.checkpoint_transport import CheckpointSender
+from tidemill.weight_sync.manifest import Manifest
+from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 
 SICK, STEPS = 2, 3
 CARRIERS = ("shared_memory", "checkpoint")
@@ -256,24 +256,24 @@ def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Run, car
 
 def put_nothing(tiny: Run) -> None:
     """Half of the blocks are never written: the slot keeps those of the version before the last."""
-    put, count = shared_memory._Slot.put, iter(range(10**6))
+    put, count = shared_memory_transport._Slot.put, iter(range(10**6))
 
     def half(slot: Any, start: int, tensor: torch.Tensor) -> None:
         if not (tiny.sick and next(count) >= 8):
             put(slot, start, tensor)
 
-    tiny.monkeypatch.setattr(shared_memory._Slot, "put", half)
+    tiny.monkeypatch.setattr(shared_memory_transport._Slot, "put", half)
 
 
 def write_old_files(tiny: Run) -> None:
-    save = checkpoint.save_file
+    save = checkpoint_transport.save_file
     old: dict[str, torch.Tensor] = {}
 
     def stale(tensors: dict[str, torch.Tensor], path: Path) -> None:
         old.update(old or {name: tensor.clone() for name, tensor in tensors.items()})
         save(old if tiny.sick else tensors, path)
 
-    tiny.monkeypatch.setattr(checkpoint, "save_file", stale)
+    tiny.monkeypatch.setattr(checkpoint_transport, "save_file", stale)
 
 
 @pytest.mark.parametrize(("carrier", "mutate"), [("shared_memory", put_nothing), ("checkpoint", write_old_files)])

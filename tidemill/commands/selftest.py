@@ -23,8 +23,8 @@ from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.runtime.workers import keeper
 from tidemill.scoring.pool import WorkerPool
-from tidemill.sync.settings import SyncSettings
 from tidemill.trainer.settings import TrainerSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
 
 REWARD = "tidemill.rewards.functions:exact"
 TOLERANCE = 1e-4  # nats, in fp32

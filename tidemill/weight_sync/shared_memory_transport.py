@@ -32,8 +32,8 @@ from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.shared_memory_file import anonymous_memory
 from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Slice
-from tidemill.sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, Outline, raw_bytes
-from tidemill.sync.pinning import Pinned
+from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, Outline, raw_bytes
+from tidemill.weight_sync.pinned_memory import Pinned
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
 _MAGIC = b"TIDEMILL"

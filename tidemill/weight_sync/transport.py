@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from tidemill.models.weight_slices import Receiver, Sender
-from tidemill.sync.checkpoint import CheckpointReceiver, CheckpointSender
-from tidemill.sync.settings import SyncSettings
-from tidemill.sync.shared_memory import SharedMemoryReceiver, SharedMemorySender
+from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
+from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
+from tidemill.weight_sync.sync_settings import SyncSettings
 
 
 def make_sender(settings: SyncSettings, folder: Path) -> Sender:

@@ -22,7 +22,7 @@ from tidemill.core.atomic_files import flush, remove_left
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Coverage, Slice
-from tidemill.sync.manifest import MAX_BYTES, Block, Manifest
+from tidemill.weight_sync.manifest import MAX_BYTES, Block, Manifest
 
 _MARKER = ".tidemill-weights"
 _UNFINISHED = ".sending-"
