@@ -27,7 +27,7 @@ from tidemill.envs.rows import row_splits
 from tidemill.envs.settings import RowsSettings
 from tidemill.envs.tasks import check_splits
 from tidemill.ledger import LedgerError, SqliteLedger
-from tidemill.ledger.rows import as_json
+from tidemill.ledger.row_formats import as_json
 from tidemill.ledger.segments import segment_path
 from tidemill.models.architecture import UnsupportedModel
 from tidemill.models.hf_weights import load_folder

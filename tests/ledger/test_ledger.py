@@ -18,7 +18,7 @@ from tidemill.core import serialization
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Ledger
 from tidemill.core.types import GREEDY, Finish, Score, Task, Trajectory, Version
-from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger, reads
+from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger, queries
 from tidemill.ledger.records import Undone
 from tidemill.ledger.schema import SCHEMAS
 
@@ -85,7 +85,7 @@ def test_a_long_history_is_read_by_pages(ledger: SqliteLedger, monkeypatch: pyte
     fetched: list[int] = []
     rows = ledger._rows
     monkeypatch.setattr(ledger, "_rows", lambda *given: fetched.append(len(found := rows(*given))) or found)
-    monkeypatch.setattr(reads, "_PAGE", 4)
+    monkeypatch.setattr(queries, "_PAGE", 4)
     assert list(ledger.history()) == whole and [group_id for group_id, *_ in whole] == list(range(11))
     assert fetched == [8, 8, 6]
     assert list(ledger.history(since=5)) == whole[5:]

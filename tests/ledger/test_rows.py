@@ -14,7 +14,7 @@ from ledger_cases import assert_same, task
 
 from tidemill.core.types import Finish, Group, InfraError, Score, Trajectory, Version
 from tidemill.ledger import SqliteLedger
-from tidemill.ledger.rows import trajectory_rows
+from tidemill.ledger.row_formats import trajectory_rows
 
 LENGTHS = st.tuples(st.integers(0, 5), st.integers(0, 4))  # of the prompt, and of what was sampled after it
 GROUPS = st.lists(st.lists(LENGTHS, min_size=1, max_size=5), min_size=1, max_size=3)

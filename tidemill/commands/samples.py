@@ -24,7 +24,7 @@ from tidemill.commands.state import state_of
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Trajectory
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.reads import Order
+from tidemill.ledger.queries import Order
 from tidemill.ledger.records import PayloadLost, SampleRow
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.safe_text import visible

@@ -30,13 +30,13 @@ from tidemill.core.types import Group, Metrics, Task, Trajectory, Version
 from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema
 from tidemill.ledger.integrity import check_pages, log_doubt, sums_doubt
 from tidemill.ledger.lock import FolderLock
-from tidemill.ledger.reads import LedgerReads
+from tidemill.ledger.pending_rows import Waiting
+from tidemill.ledger.queries import LedgerReads
 from tidemill.ledger.records import LedgerError, PayloadLost, Retained, Undone, explained
 from tidemill.ledger.repairs import point_again, recorded_since, undo
 from tidemill.ledger.retention import retain
-from tidemill.ledger.rows import as_json, figures_json
+from tidemill.ledger.row_formats import as_json, figures_json
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers
-from tidemill.ledger.waiting import Waiting
 
 SEGMENT_BYTES = 64 << 20
 KEEP_BYTES = 4 << 30

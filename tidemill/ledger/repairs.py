@@ -18,7 +18,7 @@ from pathlib import Path
 from tidemill.core import serialization
 from tidemill.core.types import Group, Trajectory
 from tidemill.ledger.records import LedgerError, Undone
-from tidemill.ledger.rows import trajectory_rows
+from tidemill.ledger.row_formats import trajectory_rows
 from tidemill.ledger.schema import upgrade
 from tidemill.ledger.segments import Location, segment_numbers, whole_groups
 

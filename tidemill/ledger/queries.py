@@ -27,7 +27,7 @@ from tidemill.ledger.records import (
     StepRecord,
     explained,
 )
-from tidemill.ledger.rows import task_row
+from tidemill.ledger.row_formats import task_row
 from tidemill.ledger.segments import Location, read_record
 
 Order = Literal["worst", "best", "recent"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tidemill.core.types import Group, Task
-from tidemill.ledger.rows import task_row, trajectory_rows
+from tidemill.ledger.row_formats import task_row, trajectory_rows
 from tidemill.ledger.segments import Location
 
 LONGEST_S = 1.0
