@@ -16,8 +16,8 @@ from serving_cases import byte_tokenizer
 
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import load_tokenizer
+from tidemill.openai_api.api_error import ApiError
 from tidemill.serving import reading
-from tidemill.serving.errors import ApiError
 from tidemill.serving.reading import SHORT, Reader
 
 CONTEXT = 1 << 16

@@ -13,8 +13,8 @@ import pytest
 from serving_cases import Running
 from test_serving_deadlines import head, opened
 
+from tidemill.openai_api.requests import MAX_BODY
 from tidemill.serving import connection, heads
-from tidemill.serving.bodies import MAX_BODY
 
 MODELS = b"GET /v1/models HTTP/1.1\r\nhost: localhost\r\n\r\n"
 

@@ -18,12 +18,12 @@ from pydantic import ValidationError
 from serving_cases import chat_model, make_engine
 
 from tidemill.model_folder import ModelFolder
-from tidemill.serving import bodies, decoding
+from tidemill.openai_api import body_decoding, requests
+from tidemill.openai_api.api_error import ApiError
+from tidemill.openai_api.body_decoding import HERE, MOST_PARTS, MOST_VALUES, check_parts, read
+from tidemill.openai_api.requests import MAX_BODY
 from tidemill.serving import service as service_module
 from tidemill.serving.app import make_app
-from tidemill.serving.bodies import MAX_BODY
-from tidemill.serving.decoding import HERE, MOST_PARTS, MOST_VALUES, check_parts, read
-from tidemill.serving.errors import ApiError
 from tidemill.serving.prompts import Prompts
 from tidemill.serving.service import Service
 
@@ -64,7 +64,7 @@ MANY = [b"1", b"[1]", b"[]", b"{}", b'""', b'"\\""', b'"\\\\"', b'{"a":"b"}', b"
 
 @pytest.mark.parametrize("piece", MANY)
 async def test_too_many_parts_are_refused_before_they_are_decoded(client: httpx.AsyncClient, piece: bytes, monkeypatch):
-    monkeypatch.setattr(decoding, "json", SimpleNamespace(loads=lambda *_, **__: pytest.fail("it is decoded")))
+    monkeypatch.setattr(body_decoding, "json", SimpleNamespace(loads=lambda *_, **__: pytest.fail("it is decoded")))
     raw = of(piece)
     assert MAX_BODY - 200 < len(raw) <= MAX_BODY
     for path in ("v1/completions", "v1/chat/completions", "tokenize", "detokenize"):
@@ -85,9 +85,9 @@ def test_what_stands_in_texts_is_not_counted(tree: Any):
 
     with pytest.MonkeyPatch.context() as patch:
         for raw in (json.dumps(tree).encode(), json.dumps(tree, ensure_ascii=False).encode()):
-            patch.setattr(decoding, "MOST_PARTS", parts(tree))
+            patch.setattr(body_decoding, "MOST_PARTS", parts(tree))
             check_parts(raw)
-            patch.setattr(decoding, "MOST_PARTS", parts(tree) - 1)
+            patch.setattr(body_decoding, "MOST_PARTS", parts(tree) - 1)
             with pytest.raises(ApiError, match="too many parts"):
                 check_parts(raw)
 
@@ -140,12 +140,12 @@ async def test_what_is_too_much_is_told_of_the_first_fault(client: httpx.AsyncCl
 def test_only_one_fault_is_described():
     """There may be a million of them, and to describe these takes seconds."""
     for kind, tree in (
-        (bodies.DetokenizeBody, {"tokens": [0.5] * 9}),
-        (bodies.ChatBody, {"model": "m", "messages": [1] * 9}),
-        (bodies.CompletionBody, {"model": "m", "prompt": "a"} | {f"k{i}": i for i in range(9)}),
+        (requests.DetokenizeBody, {"tokens": [0.5] * 9}),
+        (requests.ChatBody, {"model": "m", "messages": [1] * 9}),
+        (requests.CompletionBody, {"model": "m", "prompt": "a"} | {f"k{i}": i for i in range(9)}),
     ):
         with pytest.raises(ApiError) as told:
-            bodies.validated(kind, tree)
+            requests.validated(kind, tree)
         assert isinstance(told.value.__context__, ValidationError) and told.value.__context__.error_count() == 1
 
 
@@ -161,9 +161,9 @@ async def test_a_large_body_is_looked_at_beside_the_loop(client: httpx.AsyncClie
 
         return wrapped
 
-    for kind in (bodies.CompletionBody, bodies.ChatBody, bodies.TokenizeBody, bodies.DetokenizeBody):
+    for kind in (requests.CompletionBody, requests.ChatBody, requests.TokenizeBody, requests.DetokenizeBody):
         monkeypatch.setattr(kind, "model_validate", seen(kind.model_validate))
-    monkeypatch.setattr(decoding, "json", SimpleNamespace(loads=seen(json.loads)))
+    monkeypatch.setattr(body_decoding, "json", SimpleNamespace(loads=seen(json.loads)))
     given = {
         "detokenize": {"tokens": [5] * size},
         "v1/chat/completions": {"messages": [{"role": "user", "content": "a" * size}]},

@@ -23,8 +23,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.serving.bodies import MAX_BODY
-from tidemill.serving.errors import ApiError, error_body
+from tidemill.openai_api.api_error import ApiError, error_body
+from tidemill.openai_api.requests import MAX_BODY
 from tidemill.serving.metrics import CONTENT_TYPE, CountRequests
 from tidemill.serving.service import Prepared, Service
 

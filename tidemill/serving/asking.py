@@ -6,9 +6,9 @@ import numpy as np
 
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import SamplingParams
-from tidemill.serving.bodies import Body, ChatBody, CompletionBody
+from tidemill.openai_api.api_error import ApiError
+from tidemill.openai_api.requests import Body, ChatBody, CompletionBody
 from tidemill.serving.choices import Asked
-from tidemill.serving.errors import ApiError
 from tidemill.serving.prompts import Prompts
 
 MOST_TOP_K = 1 << 30  # more than any vocabulary has, and an integer of any machine

@@ -17,10 +17,10 @@ import numpy as np
 from tidemill.core.types import Completion, Finish, SamplingParams, Scored
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.requests import Token
+from tidemill.openai_api.detokenizer import Detokenizer, Marks, StopStrings
+from tidemill.openai_api.responses import Piece, TokenLogprob
+from tidemill.openai_api.vocabulary import Vocabulary
 from tidemill.serving.metrics import Clock
-from tidemill.serving.shapes import Piece, TokenLogprob
-from tidemill.serving.text import Detokenizer, Marks, StopStrings
-from tidemill.serving.vocabulary import Vocabulary
 
 POLICY = "policy"
 

@@ -19,9 +19,9 @@ from tidemill.core.types import Array
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.token_bounds import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
+from tidemill.openai_api.api_error import ApiError
 from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
 from tidemill.runtime.workers.guard_client import Guard
-from tidemill.serving.errors import ApiError
 from tidemill.serving.reader import Chat, Load, Loaded, Refused, Reply, Request, Text, too_long
 
 HERE = 1000  # characters of a text that is tokenized in this process

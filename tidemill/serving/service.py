@@ -18,17 +18,17 @@ import numpy as np
 
 from tidemill.engine.core import NativeEngine
 from tidemill.models.tokenizer import Tokenizer
+from tidemill.openai_api.api_error import ApiError
+from tidemill.openai_api.body_decoding import beside
+from tidemill.openai_api.requests import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
+from tidemill.openai_api.responses import ChatShape, CompletionShape, Piece, Usage
+from tidemill.openai_api.vocabulary import Vocabulary
 from tidemill.serving.asking import asked_of, check_body, limit_of
-from tidemill.serving.bodies import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
 from tidemill.serving.choices import POLICY, Asked, goes_on, of_prompt, sample, whole
-from tidemill.serving.decoding import beside
-from tidemill.serving.errors import ApiError
 from tidemill.serving.metrics import Clock, Metrics
 from tidemill.serving.prompts import Prompts
 from tidemill.serving.reading import Reader
-from tidemill.serving.shapes import ChatShape, CompletionShape, Piece, Usage
 from tidemill.serving.tokens import TokenRoutes
-from tidemill.serving.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)

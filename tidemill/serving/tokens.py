@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.serving.bodies import DetokenizeBody, TokenizeBody, TokenizeChatBody, validated
-from tidemill.serving.decoding import beside, read
-from tidemill.serving.errors import ApiError
+from tidemill.openai_api.api_error import ApiError
+from tidemill.openai_api.body_decoding import beside, read
+from tidemill.openai_api.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, validated
 from tidemill.serving.prompts import Prompts
 
 MOST_TEXT = 1 << 20  # characters of one request

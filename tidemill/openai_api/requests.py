@@ -12,8 +12,8 @@ from typing import Annotated, Any, Literal, TypeVar
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
 from tidemill.core.types import MIN_REPETITION, MIN_TEMPERATURE
-from tidemill.serving.decoding import read, short
-from tidemill.serving.errors import ApiError
+from tidemill.openai_api.api_error import ApiError
+from tidemill.openai_api.body_decoding import read, short
 
 MAX_BODY = 8 << 20  # bytes
 MAX_BIAS = 1024  # tokens of one request

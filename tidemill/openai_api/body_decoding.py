@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tidemill.core.executors import in_thread
-from tidemill.serving.errors import ApiError
+from tidemill.openai_api.api_error import ApiError
 
 T = TypeVar("T")
 HERE = 1 << 14  # bytes of a body that is decoded on the event loop: that takes microseconds

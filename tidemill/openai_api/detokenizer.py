@@ -12,7 +12,7 @@ import codecs
 import re
 from collections.abc import Sequence
 
-from tidemill.serving.vocabulary import Vocabulary
+from tidemill.openai_api.vocabulary import Vocabulary
 
 _FIRST_MARK, _MOST_MARKS = 0xD800, 0x800  # half surrogates: no text holds them
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + _MOST_MARKS - 1)}]")

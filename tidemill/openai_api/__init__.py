@@ -1,0 +1,1 @@
+"""OpenAI's HTTP shapes: request bodies, replies, errors, and tokens as text."""
