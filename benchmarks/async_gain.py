@@ -31,7 +31,7 @@ from tidemill.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.order import task_order
+from tidemill.envs.task_order import task_order
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 

@@ -28,12 +28,12 @@ import tidemill
 from tidemill.core.types import SamplingParams, Task, Version
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import ReasoningGymSettings
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_settings import ReasoningGymSettings
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.model_folder import ModelFolder
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.hf_weights import load_folder
-from tidemill.scoring.pool import WorkerPool
 
 sys.path.append(str(Path(__file__).with_name("systems")))
 from reward_task import ROWS, score

@@ -9,7 +9,7 @@ import pytest
 from tidemill.beside import absolute, same_file
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
-from tidemill.envs.settings import environments_of
+from tidemill.envs.environment_settings import environments_of
 from tidemill.recipe import check_same_run, load_recipe
 
 ENVS = {

@@ -27,6 +27,7 @@ from tidemill.core.types import SamplingParams, Version
 from tidemill.engine import cache_size
 from tidemill.engine.core import NativeEngine
 from tidemill.engine.settings import EngineSettings
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.model_folder import architecture_of, resolve_model
 from tidemill.models import trained_linear
 from tidemill.models.architecture import Architecture
@@ -41,7 +42,6 @@ from tidemill.models.new_model import SIZES, Size, fresh_model
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.value_model import ValueModel
 from tidemill.recipe import RunConfig
-from tidemill.scoring.pool import WorkerPool
 from tidemill.trainer.checkpoint import Snapshot
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer

@@ -9,10 +9,10 @@ import pytest
 from test_rollout import FakeEngine, FakeEnvironment, ask, roll
 
 from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
-from tidemill.envs import bounded as module
-from tidemill.envs.bounded import Overdue, bounded
+from tidemill.envs import bounded_await as module
+from tidemill.envs.bounded_await import Overdue, bounded
 from tidemill.envs.judge import RewardJudge
-from tidemill.scoring.pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 
 
 async def swallows(*_: object) -> Score:

@@ -24,14 +24,14 @@ from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import check_not_loading
 from tidemill.core.interfaces import Environment
+from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.environment import FunctionEnvironment
-from tidemill.envs.make import reward_environment
-from tidemill.envs.sources import TaskSource
+from tidemill.envs.python_tasks import TaskSource
+from tidemill.envs.rewards.signature import name_of
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.sinks import Callback
 from tidemill.recipe import RunConfig
 from tidemill.report import in_lines
-from tidemill.rewards.signature import name_of
 from tidemill.run_folder import RunFolder
 from tidemill.session import Ended, EnvironmentMaker, run
 

@@ -23,7 +23,7 @@ from tidemill.controller import Controller, Hooks, Schedule
 from tidemill.core.interfaces import Environment
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Task, Version
 from tidemill.envs.curriculum import Curriculum
-from tidemill.envs.several import Several
+from tidemill.envs.environment_mixture import Several
 from tidemill.evaluation import Evaluator
 from tidemill.exact import Recorded, take_up_exactly
 from tidemill.experience import Experience

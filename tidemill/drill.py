@@ -38,7 +38,10 @@ from tidemill.run_folder import read_json
 from tidemill.runtime.local import MODULE
 from tidemill.runtime.workers.guard import KEEPER
 
-WORKERS = {"tidemill.scoring.worker": "reward", "tidemill.envs.worker": "environment"}  # by module
+WORKERS = {
+    "tidemill.envs.reward_workers.reward_worker": "reward",
+    "tidemill.envs.episode_worker": "environment",
+}  # by module
 FORKSERVER, STARTING = "forkserver", "starting"  # STARTING: forked, and not yet named in status.json
 STARVED_S, FROZEN_S, DUTY_S, RUN_SHARE = 5.0, 3.0, 0.2, 0.1
 STOP_S = 120.0  # to end after its step when asked to

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from hashlib import blake2b
 from pathlib import Path
 
-from tidemill.envs.settings import EnvSettings, PythonSettings, RowsSettings, environments_of
+from tidemill.envs.environment_settings import EnvSettings, PythonSettings, RowsSettings, environments_of
 from tidemill.ledger.ledger import SqliteLedger
 
 META = "judging_code"

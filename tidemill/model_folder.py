@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.errors import ConfigError
-from tidemill.envs.settings import RowsSettings, environments_of
+from tidemill.envs.environment_settings import RowsSettings, environments_of
 from tidemill.models.architecture import Architecture
 from tidemill.models.new_model import SIZES, Size, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_config, load_tokenizer, stop_ids

@@ -22,10 +22,17 @@ from tidemill.core.hardware import usable_cores
 from tidemill.core.types import MIN_TEMPERATURE
 from tidemill.engine.settings import EngineSettings
 from tidemill.envs.curriculum import Order
-from tidemill.envs.settings import NO_REWARD, EnvironmentWorkers, EnvSettings, RowsSettings, environments_of, parse_env
+from tidemill.envs.environment_settings import (
+    NO_REWARD,
+    EnvironmentWorkers,
+    EnvSettings,
+    RowsSettings,
+    environments_of,
+    parse_env,
+)
+from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
 from tidemill.observability.observability_settings import LogSettings
 from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES
-from tidemill.scoring.settings import ScoringSettings
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 

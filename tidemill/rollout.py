@@ -29,7 +29,7 @@ from tidemill.core.types import (
     Trajectory,
     Unscorable,
 )
-from tidemill.envs.bounded import Overdue, bounded
+from tidemill.envs.bounded_await import Overdue, bounded
 from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.time_breakdown import EPISODE, REWARD

@@ -24,11 +24,12 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import allow_files, usable_cores
 from tidemill.core.hub import shown
 from tidemill.core.interfaces import Environment, PeerLost
-from tidemill.envs.bounded import bounded_call
-from tidemill.envs.make import make_environment
-from tidemill.envs.order import task_order
-from tidemill.envs.several import notes_of, parts_of
-from tidemill.envs.workers import in_workers
+from tidemill.envs.bounded_await import bounded_call
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_mixture import notes_of, parts_of
+from tidemill.envs.episode_workers import in_workers
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.task_order import task_order
 from tidemill.fetched import fetched
 from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
@@ -52,7 +53,6 @@ from tidemill.run_folder import RunFolder, RunFolderGone
 from tidemill.runtime.placement import Placement
 from tidemill.runtime.process_logs import warnings_to
 from tidemill.runtime.workers import keeper
-from tidemill.scoring.pool import WorkerPool
 from tidemill.supervision import Budget
 from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start
 from tidemill.warmup import check_answers

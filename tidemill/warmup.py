@@ -19,7 +19,7 @@ from tidemill.controller import RunFailed
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Sample, Task, Version
-from tidemill.envs.order import task_order
+from tidemill.envs.task_order import task_order
 from tidemill.evaluation import Evaluator
 from tidemill.models.conversations import as_messages, conversation, unknown_token
 from tidemill.models.tokenizer import Tokenizer

@@ -117,6 +117,6 @@ def test_a_container_limits_cores_and_memory(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_scoring_worker_is_needed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(selftest, "REWARD", "tidemill.rewards.functions:missing")
+    monkeypatch.setattr(selftest, "REWARD", "tidemill.envs.rewards.functions:missing")
     found = asyncio.run(selftest.score_once())
     assert found.status == "fail" and "missing" in found.found and found.advice

@@ -9,14 +9,14 @@ import pytest
 
 from tidemill.core.config import build
 from tidemill.core.types import Score, Task
+from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment import environment
+from tidemill.envs.environment_settings import GuessSettings
 from tidemill.envs.guess import guess_game
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import GuessSettings
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.recipe import RunConfig
 from tidemill.reward_check import HOPELESS, Own, check
-from tidemill.scoring.pool import WorkerPool
 
 REWARDS = """
 tasks = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "tens": str((i + 1) // 10)} for i in range(60)]

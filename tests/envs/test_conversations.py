@@ -12,12 +12,12 @@ import pytest
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Task
-from tidemill.envs.conversations import with_prompt
-from tidemill.envs.make import reward_environment
-from tidemill.envs.sources import splits_of
+from tidemill.envs.build_environment import reward_environment
+from tidemill.envs.python_tasks import splits_of
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.envs.tasks import task_of
+from tidemill.envs.trl_rows import with_prompt
 from tidemill.given import replies
-from tidemill.scoring.pool import WorkerPool
 
 
 def user(text: str, **more: Any) -> dict[str, Any]:

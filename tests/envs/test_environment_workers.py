@@ -22,14 +22,14 @@ from scripted_engine import ScriptedEngine, chat_tokenizer, says
 
 from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.core.types import Finish, InfraError, SamplingParams, Score, Task, Trajectory
+from tidemill.envs.build_environment import make_environment
 from tidemill.envs.chat import EnvironmentLost, rollout_seeds
 from tidemill.envs.environment import environment
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import EnvironmentWorkers, GuessSettings, PythonSettings
-from tidemill.envs.workers import WorkerEnvironment, in_workers
+from tidemill.envs.environment_settings import EnvironmentWorkers, GuessSettings, PythonSettings
+from tidemill.envs.episode_workers import WorkerEnvironment, in_workers
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.rollout import Episodes
 from tidemill.runtime.workers import stopped
-from tidemill.scoring.pool import WorkerPool
 
 FILE = str(Path(__file__).with_name("faulty_environments.py"))
 LIMIT_S = 1.0

@@ -7,12 +7,12 @@ import pytest
 from scripted_engine import ScriptedEngine, says
 
 from tidemill.core.types import Finish, SamplingParams, Score, Task, Unscorable
+from tidemill.envs.build_environment import make_environment
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
+from tidemill.envs.environment_settings import GuessSettings
 from tidemill.envs.guess import ALPHABET
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import GuessSettings
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.scoring.pool import WorkerPool
 
 TOKENIZER = character_tokenizer(ALPHABET)
 

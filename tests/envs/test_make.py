@@ -12,12 +12,12 @@ import pytest
 from tidemill.core.config import Config, build, dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
+from tidemill.envs.build_environment import make_environment, reward_environment
 from tidemill.envs.environment import environment
-from tidemill.envs.make import make_environment, reward_environment
-from tidemill.envs.order import task_order
-from tidemill.envs.settings import EnvSettings
-from tidemill.envs.sources import splits_of
-from tidemill.scoring.pool import WorkerPool
+from tidemill.envs.environment_settings import EnvSettings
+from tidemill.envs.python_tasks import splits_of
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.task_order import task_order
 
 
 class Recipe(Config):
@@ -339,8 +339,6 @@ def test_every_epoch_holds_each_task_once_in_another_order():
 def test_settings_load_nothing_heavy():
     import subprocess
 
-    code = (
-        "import sys, tidemill.envs.settings, tidemill.scoring.settings; print({'torch', 'transformers'} & set(sys.modules))"
-    )
+    code = "import sys, tidemill.envs.environment_settings, tidemill.envs.reward_workers.scoring_settings; print({'torch', 'transformers'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "set()", done.stderr

@@ -13,13 +13,13 @@ from tidemill.commands.reward import read_answers
 from tidemill.core.config import build, load
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Score, Task, Trajectory, Unscorable
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_settings import RowsSettings
 from tidemill.envs.json_lines import json_lines
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import RowsSettings
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.rewards.functions import exact, last_boxed, numeric, regex
+from tidemill.envs.rewards.math import score
 from tidemill.envs.tasks import task_of
-from tidemill.rewards.functions import exact, last_boxed, numeric, regex
-from tidemill.rewards.math import score
-from tidemill.scoring.pool import WorkerPool
 
 ROW = b'{"prompt": "a", "answer": "1"}'
 READ = {

@@ -10,11 +10,11 @@ from test_make import attempt
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Score
-from tidemill.envs.make import make_environment
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_settings import ReasoningGymSettings
 from tidemill.envs.reasoning_gym import GymJudge, _length
 from tidemill.envs.reasoning_gym_worker import Order, make
-from tidemill.envs.settings import ReasoningGymSettings
-from tidemill.scoring.pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,13 @@ import torch
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Score, Trajectory
-from tidemill.envs.make import make_environment
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_settings import RowsSettings
 from tidemill.envs.reward_model import score
-from tidemill.envs.settings import RowsSettings
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.value_model import ValueModel
-from tidemill.scoring.pool import WorkerPool
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789 :\n"
 

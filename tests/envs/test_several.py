@@ -12,12 +12,12 @@ from tidemill.core.config import build, dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Checkable, Environment
 from tidemill.core.types import Outcome, Score, Task, Unscorable
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import EnvironmentWorkers
-from tidemill.envs.several import Several, parts_of
-from tidemill.envs.workers import in_workers
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_mixture import Several, parts_of
+from tidemill.envs.environment_settings import EnvironmentWorkers
+from tidemill.envs.episode_workers import in_workers
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.recipe import RunConfig
-from tidemill.scoring.pool import WorkerPool
 
 
 class Part:

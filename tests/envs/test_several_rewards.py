@@ -12,13 +12,13 @@ from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Group, InfraError, Score, Task, Unscorable
+from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.judge import RewardJudge
-from tidemill.envs.make import reward_environment
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.evaluation import summary
 from tidemill.monitor import describe
 from tidemill.observability.metrics import StepMetrics
 from tidemill.recipe import RunConfig
-from tidemill.scoring.pool import WorkerPool
 
 FILES = {
     "a.py": "def right(completion, answer): return float(completion == answer)\n",

@@ -8,8 +8,8 @@ import pytest
 
 from tidemill.commands import training
 from tidemill.core.config import build
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import PythonSettings
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_settings import PythonSettings
 from tidemill.envs.spelling import COUNT, LENGTHS, score, tasks, words
 from tidemill.recipe import RunConfig
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Group, SamplingParams, Score, Task
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
-from tidemill.envs.worker import _message
+from tidemill.envs.episode_worker import _message
 from tidemill.given import check_given
 from tidemill.models.architecture import Architecture
 from tidemill.models.chat_template import end_of_turn

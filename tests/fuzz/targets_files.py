@@ -23,8 +23,8 @@ from tidemill.core.config import Config, build, load, tables_of
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Completion, Group, Sample, SamplingParams, Scored, Task, Telemetry, Trajectory, Version
-from tidemill.envs.rows import row_splits
-from tidemill.envs.settings import RowsSettings
+from tidemill.envs.environment_settings import RowsSettings
+from tidemill.envs.task_files import row_splits
 from tidemill.envs.tasks import check_splits
 from tidemill.ledger import LedgerError, SqliteLedger
 from tidemill.ledger.row_formats import as_json

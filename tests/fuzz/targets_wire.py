@@ -25,6 +25,8 @@ from serving.serving_cases import Running, chat_model, make_engine
 
 from tidemill.core import serialization
 from tidemill.core.types import Array, Group, InfraError, Score, Unscorable
+from tidemill.envs.reward_workers import reward_protocol as scoring
+from tidemill.envs.reward_workers.reward_process import WorkerFailed, WorkerProcess
 from tidemill.model_folder import ModelFolder
 from tidemill.runtime import local, wire_format
 from tidemill.runtime.placement import StartFailed
@@ -32,8 +34,6 @@ from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready
 from tidemill.runtime.rpc import Server, connect
 from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, PeerDied, Ping, RemoteError, failure
-from tidemill.scoring import frames as scoring
-from tidemill.scoring.process import WorkerFailed, WorkerProcess
 from tidemill.serving.app import make_app
 from tidemill.serving.service import Service
 

@@ -16,8 +16,8 @@ import pytest
 import sympy
 from rewards.answer_table import rows
 
-from tidemill.rewards.functions import last_boxed, numeric
-from tidemill.rewards.math import score
+from tidemill.envs.rewards.functions import last_boxed, numeric
+from tidemill.envs.rewards.math import score
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 FORMS: dict[Callable[..., float | None], tuple[str, ...]] = {

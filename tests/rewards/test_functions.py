@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object
-from tidemill.rewards import functions as f
-from tidemill.rewards.boxes import boxed, last_boxes
-from tidemill.rewards.named import NAMED, named_reward
+from tidemill.envs.rewards import functions as f
+from tidemill.envs.rewards.boxes import boxed, last_boxes
+from tidemill.envs.rewards.named import NAMED, named_reward
 
 
 def test_exact():
@@ -159,7 +159,7 @@ def test_what_a_word_means_is_not_guessed():
 
 
 def test_math():
-    from tidemill.rewards.math import score
+    from tidemill.envs.rewards.math import score
 
     assert score(r"so the answer is $\boxed{\frac{2}{4}}$", "1/2") == 1.0
     assert score(r"$x = 0.5$", r"\frac{1}{2}") == 1.0

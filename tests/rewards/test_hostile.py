@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tidemill.rewards.functions import last_boxed, numeric
-from tidemill.rewards.math import score
+from tidemill.envs.rewards.functions import last_boxed, numeric
+from tidemill.envs.rewards.math import score
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 N = 30_000

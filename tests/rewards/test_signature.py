@@ -9,7 +9,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object, reference_of
 from tidemill.core.outcomes import outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Score, Task, Unscorable
-from tidemill.rewards.signature import group_values, signature_of, single_values
+from tidemill.envs.rewards.signature import group_values, signature_of, single_values
 
 TASK = Task("t", "2+2=", {"answer": "4", "level": 3})
 CHAT = Task("t", [{"role": "user", "content": "2+2="}], {"answer": "4"})

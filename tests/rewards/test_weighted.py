@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tidemill.core.types import InfraError, Score, Unscorable
-from tidemill.rewards.weighted import alone_enough, told_apart, weighted
+from tidemill.envs.rewards.weighted import alone_enough, told_apart, weighted
 
 NONE = Unscorable("f returned None")
 LOST = InfraError("g raised")

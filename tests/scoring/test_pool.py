@@ -18,10 +18,10 @@ import pytest
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Score, Unscorable
+from tidemill.envs.reward_workers import reward_process
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
 from tidemill.runtime.workers import stopped
-from tidemill.scoring import process
-from tidemill.scoring.pool import WorkerPool
-from tidemill.scoring.settings import ScoringSettings
 
 FAULTY = str(Path(__file__).with_name("faulty_rewards.py"))
 LIMIT_S = 0.4
@@ -204,7 +204,7 @@ async def test_the_limit_starts_with_the_work_not_with_the_import(pool, tmp_path
 
 
 async def test_an_import_that_never_ends_ends(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(process, "STARTUP_LIMIT_S", 1.0)
+    monkeypatch.setattr(reward_process, "STARTUP_LIMIT_S", 1.0)
     (tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
     outcome = await pool.call(f"{tmp_path}/stuck.py:score", ["x"])
     assert isinstance(outcome, InfraError)
@@ -242,7 +242,7 @@ async def test_close_in_the_middle_of_a_call_ends_it():
 
 PARENT = f"""
 import asyncio, sys
-from tidemill.scoring.pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 async def main():
     pool = WorkerPool(workers=1, limit_s=60)
     await pool.start()

@@ -16,9 +16,9 @@ from test_pool import FAULTY, good, until_gone
 from tidemill import session
 from tidemill.commands import training
 from tidemill.core.types import InfraError, Score
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.runtime.workers.child import MARK
-from tidemill.scoring.pool import WorkerPool
 from tidemill.trainer.native import NativeTrainer
 
 LIMIT_S = 1.0

@@ -11,7 +11,7 @@ import pytest
 
 from tidemill import api
 from tidemill.core.types import Finish, Score, Trajectory
-from tidemill.scoring.pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.session import Ended
 
 DOCS = Path(__file__).parents[2] / "docs"

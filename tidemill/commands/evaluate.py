@@ -29,9 +29,10 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
 from tidemill.core.hub import fetch, is_name, shown
 from tidemill.core.types import Metrics
-from tidemill.envs.make import make_environment
-from tidemill.envs.settings import PythonSettings, environments_of
-from tidemill.envs.workers import in_workers
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_settings import PythonSettings, environments_of
+from tidemill.envs.episode_workers import in_workers
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.evaluation import Evaluator, interval
 from tidemill.fetched import fetched
 from tidemill.model_folder import ModelFolder
@@ -39,7 +40,6 @@ from tidemill.models.conversations import check_prompts
 from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.run_folder import RunFolder
-from tidemill.scoring.pool import WorkerPool
 
 Which = Literal["final", "initial"]
 MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # the settings that an evaluation reads

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from tidemill.envs.curriculum import EXPLORE, REST
-from tidemill.envs.settings import environments_of
+from tidemill.envs.environment_settings import environments_of
 from tidemill.recipe import RunConfig
 
 ORDERS = {

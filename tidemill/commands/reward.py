@@ -16,17 +16,17 @@ from tidemill.build import budget_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.commands.warned import warnings_logged
 from tidemill.core.errors import ConfigError
+from tidemill.envs.build_environment import make_environment
+from tidemill.envs.environment_settings import AnyEnv, environments_of
+from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.json_lines import json_lines
-from tidemill.envs.make import make_environment
-from tidemill.envs.order import task_order
-from tidemill.envs.settings import AnyEnv, environments_of
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.task_order import task_order
 from tidemill.envs.tasks import check_data
-from tidemill.envs.workers import in_workers
 from tidemill.fetched import fetched
 from tidemill.observability.safe_text import visible
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.reward_check import Check, Line, Own, check
-from tidemill.scoring.pool import WorkerPool
 
 TASKS = 32
 BUDGET_S = 300.0

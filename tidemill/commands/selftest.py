@@ -19,14 +19,14 @@ from tidemill.commands.finding import Finding
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Sample, SamplingParams, Score, Version
 from tidemill.engine.settings import EngineSettings
+from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.runtime.workers import keeper
-from tidemill.scoring.pool import WorkerPool
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
-REWARD = "tidemill.rewards.functions:exact"
+REWARD = "tidemill.envs.rewards.functions:exact"
 TOLERANCE = 1e-4  # nats, in fp32
 PROMPTS, REPLY = 4, 16  # sequences, and tokens sampled for each
 REPORT = "this is a fault of the program or of its libraries: please report it with this output"

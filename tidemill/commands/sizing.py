@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.core.import_object import load_object
-from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, environments_of
+from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, environments_of
 from tidemill.memory import step_rows, trainer_lanes
 from tidemill.recipe import RunConfig
 

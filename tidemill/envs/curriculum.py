@@ -32,7 +32,7 @@ import numpy as np
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import GREEDY, Array, Group, Metrics, Task
-from tidemill.envs.order import task_order, turns
+from tidemill.envs.task_order import task_order, turns
 
 Order = Literal["shuffled", "frontier", "easy_first", "mixed"]
 EXPLORE: dict[str, int] = {"shuffled": 1, "mixed": 2, "frontier": 4, "easy_first": 4}  # one turn of so many, by chance

@@ -22,9 +22,9 @@ from tidemill.core.outcomes import outcome_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.chat import ContextFull
 from tidemill.envs.judge import Judge
-from tidemill.envs.sources import TaskSource, splits_of
+from tidemill.envs.python_tasks import TaskSource, splits_of
+from tidemill.envs.rewards.gold import Teller, told_by
 from tidemill.envs.tasks import Splits, check_splits
-from tidemill.rewards.gold import Teller, told_by
 
 Episode = Callable[[Task, Chat], Awaitable[Any]]
 

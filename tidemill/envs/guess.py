@@ -18,7 +18,7 @@ from tidemill.core.interfaces import Chat
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Score, Task
 from tidemill.envs.environment import FunctionEnvironment
-from tidemill.envs.settings import GuessSettings
+from tidemill.envs.environment_settings import GuessSettings
 
 ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz -\n"
 

@@ -22,10 +22,10 @@ from tidemill.core.interfaces import Gold
 from tidemill.core.notebook_source.module_writer import Live, reference_for
 from tidemill.core.outcomes import clip, outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory
-from tidemill.envs.bounded import Overdue, bounded, bounded_call
-from tidemill.rewards.gold import Teller, gold_reply, teller_beside
-from tidemill.rewards.named import NAMED, named_reward
-from tidemill.rewards.signature import Signature, group_values, name_of, signature_of, single_values
+from tidemill.envs.bounded_await import Overdue, bounded, bounded_call
+from tidemill.envs.rewards.gold import Teller, gold_reply, teller_beside
+from tidemill.envs.rewards.named import NAMED, named_reward
+from tidemill.envs.rewards.signature import Signature, group_values, name_of, signature_of, single_values
 
 
 class Scorer(Protocol):

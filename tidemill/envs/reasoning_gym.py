@@ -19,8 +19,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Gold
 from tidemill.core.types import InfraError, Outcome, Score, Task, Trajectory, Unscorable
 from tidemill.envs.environment import SingleTurn
+from tidemill.envs.environment_settings import ReasoningGymSettings
 from tidemill.envs.judge import Scorer
-from tidemill.envs.settings import ReasoningGymSettings
 
 MAKING_LIMIT_S = 600.0
 _DRAWS = 3  # entries looked at for each task wanted, at most: small datasets repeat themselves

@@ -13,7 +13,7 @@ from tidemill.core import serialization
 from tidemill.core.errors import ConfigError
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Task
-from tidemill.envs.conversations import with_prompt
+from tidemill.envs.trl_rows import with_prompt
 from tidemill.models.messages import is_message
 
 Splits = Mapping[str, Sequence[Task]]

@@ -11,10 +11,10 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.environment import SingleTurn
+from tidemill.envs.environment_settings import NO_REWARD, PythonSettings, RowsSettings
 from tidemill.envs.json_lines import json_lines
 from tidemill.envs.judge import Scorer
-from tidemill.envs.settings import NO_REWARD, PythonSettings, RowsSettings
-from tidemill.envs.several_rewards import judge_of
+from tidemill.envs.reward_list import judge_of
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
 from tidemill.models.architecture import Architecture, UnsupportedModel
 

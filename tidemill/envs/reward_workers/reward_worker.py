@@ -1,4 +1,6 @@
-"""The process that runs reward functions, `python -m tidemill.scoring.worker MEMORY_MB`: one call at a time, for ever.
+"""The process that runs reward functions: one call at a time, for ever.
+
+    python -m tidemill.envs.reward_workers.reward_worker MEMORY_MB
 
 Processes that the code forks never return into this loop, and the pool kills the whole process group of a worker that is
 late. What else keeps the code apart is in `processes.inside`.
@@ -12,9 +14,9 @@ import sys
 from typing import BinaryIO
 
 from tidemill.core import fault_injection, serialization
+from tidemill.envs.reward_workers.invoke import failed, invoke, load
+from tidemill.envs.reward_workers.reward_protocol import MAX_REPLY, Done, Reply, Request, Started
 from tidemill.runtime.workers import worker_setup
-from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
-from tidemill.scoring.invoke import failed, invoke, load
 
 
 def main(memory_mb: int, parent: int) -> None:

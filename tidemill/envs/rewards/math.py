@@ -16,9 +16,9 @@ from types import FrameType
 
 from math_verify import parse, verify
 
-from tidemill.rewards.answers import LONGEST, given_of, gold_of, in_question, judged, plain_numbers
-from tidemill.rewards.boxes import boxed, last_boxes
-from tidemill.rewards.functions import missing, numeric
+from tidemill.envs.rewards.answers import LONGEST, given_of, gold_of, in_question, judged, plain_numbers
+from tidemill.envs.rewards.boxes import boxed, last_boxes
+from tidemill.envs.rewards.functions import missing, numeric
 
 SECONDS = 2.0  # of processor time, for what takes milliseconds
 _HEAVY = re.compile(

@@ -7,7 +7,7 @@ import importlib.util
 from dataclasses import dataclass
 
 from tidemill.core.errors import ConfigError
-from tidemill.rewards.signature import Signature
+from tidemill.envs.rewards.signature import Signature
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,11 +24,11 @@ BOXED = "\\boxed{{{answer}}}"
 
 # Stated here rather than read off the functions: inspecting `math` would import its package into the controller.
 NAMED = {
-    "exact": Named("tidemill.rewards.functions:exact", "{answer}", options=("normalise",)),
-    "regex": Named("tidemill.rewards.functions:regex", "", options=("pattern", "normalise"), needs=("pattern",)),
-    "numeric": Named("tidemill.rewards.functions:numeric", "{answer}", options=("tolerance",)),
-    "last_boxed": Named("tidemill.rewards.functions:last_boxed", BOXED),
-    "math": Named("tidemill.rewards.math:score", BOXED, package="math_verify"),
+    "exact": Named("tidemill.envs.rewards.functions:exact", "{answer}", options=("normalise",)),
+    "regex": Named("tidemill.envs.rewards.functions:regex", "", options=("pattern", "normalise"), needs=("pattern",)),
+    "numeric": Named("tidemill.envs.rewards.functions:numeric", "{answer}", options=("tolerance",)),
+    "last_boxed": Named("tidemill.envs.rewards.functions:last_boxed", BOXED),
+    "math": Named("tidemill.envs.rewards.math:score", BOXED, package="math_verify"),
     "model": Named(
         "tidemill.envs.reward_model:score", "", options=("folder",), needs=("folder",), asks=("completions", "prompts")
     ),

@@ -17,7 +17,7 @@ import psutil
 from tidemill.core import serialization
 from tidemill.core.interfaces import Chat
 from tidemill.envs.chat import EnvironmentLost, EpisodeOver, WorkerLost
-from tidemill.envs.frames import (
+from tidemill.envs.episode_protocol import (
     MAX_FRAME,
     Answer,
     Ask,

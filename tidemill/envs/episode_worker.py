@@ -1,4 +1,6 @@
-"""The process that plays episodes, `python -m tidemill.envs.worker MEMORY_MB PARENT`: many at a time, in one event loop.
+"""The process that plays episodes: many at a time, in one event loop.
+
+    python -m tidemill.envs.episode_worker MEMORY_MB PARENT
 
     Begin -> the environment's run(task, chat) -> Ask, as often as it asks -> Ended or Raised
 
@@ -26,7 +28,7 @@ from tidemill.core.interfaces import Environment
 from tidemill.core.outcomes import clip, outcome_of
 from tidemill.envs.chat import ContextFull, EpisodeOver, count_of
 from tidemill.envs.environment import FunctionEnvironment
-from tidemill.envs.frames import (
+from tidemill.envs.episode_protocol import (
     MAX_FRAME,
     Answer,
     Ask,

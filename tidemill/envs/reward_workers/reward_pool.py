@@ -17,11 +17,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tidemill.core.types import InfraError, Outcome, Score
+from tidemill.envs.reward_workers.invoke import failed, invoke
+from tidemill.envs.reward_workers.reward_process import WorkerFailed, WorkerProcess
+from tidemill.envs.reward_workers.reward_protocol import Done, Request
 from tidemill.runtime.workers.child import REAP_LIMIT_S
 from tidemill.runtime.workers.guard_client import Guard
-from tidemill.scoring.frames import Done, Request
-from tidemill.scoring.invoke import failed, invoke
-from tidemill.scoring.process import WorkerFailed, WorkerProcess
 
 _COUNTERS = ("calls", "scores", "unscorable", "errors", "timeouts", "deaths", "starts", "seconds")
 
@@ -135,7 +135,9 @@ class WorkerPool:
 
     async def _start_worker(self) -> WorkerProcess:
         await self._guard.start()
-        worker = await WorkerProcess.start("tidemill.scoring.worker", "the scoring worker", self.memory_mb)
+        worker = await WorkerProcess.start(
+            "tidemill.envs.reward_workers.reward_worker", "the scoring worker", self.memory_mb
+        )
         self._all[worker.pid] = worker
         self._guard.add(worker.pid)
         self._counters["starts"] += 1

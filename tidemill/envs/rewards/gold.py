@@ -14,9 +14,9 @@ from typing import Any
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Gold
 from tidemill.core.types import Task, Unscorable
-from tidemill.rewards.boxes import boxed
-from tidemill.rewards.named import BOXED
-from tidemill.rewards.signature import Signature
+from tidemill.envs.rewards.boxes import boxed
+from tidemill.envs.rewards.named import BOXED
+from tidemill.envs.rewards.signature import Signature
 
 Teller = Callable[..., Any]
 

@@ -6,7 +6,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object
 from tidemill.core.outcomes import clip, outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Outcome
-from tidemill.scoring.frames import Request
+from tidemill.envs.reward_workers.reward_protocol import Request
 
 
 def load(request: Request) -> str:

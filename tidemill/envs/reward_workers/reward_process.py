@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable
 
 from tidemill.core import serialization
+from tidemill.envs.reward_workers.reward_protocol import MAX_REPLY, Done, Reply, Request, Started
 from tidemill.observability.stall_report import waiting
 from tidemill.runtime.workers import stopped
 from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
-from tidemill.scoring.frames import MAX_REPLY, Done, Reply, Request, Started
 
 _LOOKS = 21  # in the time that a worker has
 TURN_S = 1.0  # for a worker that has all it needs to take up a call, on a busy machine

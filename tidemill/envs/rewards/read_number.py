@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import factorial
 
-from tidemill.rewards.arithmetic import (
+from tidemill.envs.rewards.arithmetic import (
     DIGITS,
     Token,
     Unreadable,
@@ -27,9 +27,9 @@ from tidemill.rewards.arithmetic import (
     times,
     tokens_of,
 )
-from tidemill.rewards.boxes import last_boxes
-from tidemill.rewards.plain import plain
-from tidemill.rewards.units import MINOR, PARTS, SCALES, unit_of
+from tidemill.envs.rewards.boxes import last_boxes
+from tidemill.envs.rewards.plain_math import plain
+from tidemill.envs.rewards.units import MINOR, PARTS, SCALES, unit_of
 
 _WINDOW = 2_000  # characters before the last digit that are looked at
 _SIGNS = set("+-*/^(){}[]|,:%°±!_<>≤≥≠∈∪∞⦃⦄&π")

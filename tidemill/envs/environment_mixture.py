@@ -9,7 +9,7 @@ from functools import cached_property
 from tidemill.core.interfaces import Chat, Checkable, Environment, Gold
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.environment import SingleTurn
-from tidemill.envs.order import turns
+from tidemill.envs.task_order import turns
 
 
 class Several:

@@ -12,9 +12,9 @@ import unicodedata
 from fractions import Fraction
 from math import inf
 
-from tidemill.rewards.answers import gold_of, judged
-from tidemill.rewards.boxes import last_boxes
-from tidemill.rewards.reading import Reading, compare, reading_of, spelled
+from tidemill.envs.rewards.answers import gold_of, judged
+from tidemill.envs.rewards.boxes import last_boxes
+from tidemill.envs.rewards.read_number import Reading, compare, reading_of, spelled
 
 
 def exact(completion: str, answer: object, *, normalise: bool = False) -> float | None:

@@ -11,9 +11,9 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Gold
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.judge import RewardJudge, Scorer
-from tidemill.rewards.named import NAMED
-from tidemill.rewards.signature import name_of
-from tidemill.rewards.weighted import alone_enough, told_apart, weighted
+from tidemill.envs.rewards.named import NAMED
+from tidemill.envs.rewards.signature import name_of
+from tidemill.envs.rewards.weighted import alone_enough, told_apart, weighted
 
 Reward = str | Callable[..., Any]
 

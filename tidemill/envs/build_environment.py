@@ -10,14 +10,14 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn
+from tidemill.envs.environment_mixture import Several
+from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
 from tidemill.envs.guess import guess_game
 from tidemill.envs.judge import Scorer
+from tidemill.envs.python_tasks import TaskSource, splits_of
 from tidemill.envs.reasoning_gym import reasoning_gym
-from tidemill.envs.rows import row_splits, rows
-from tidemill.envs.settings import AnyEnv, GuessSettings, PythonSettings, ReasoningGymSettings, RowsSettings
-from tidemill.envs.several import Several
-from tidemill.envs.several_rewards import Reward, judge_of
-from tidemill.envs.sources import TaskSource, splits_of
+from tidemill.envs.reward_list import Reward, judge_of
+from tidemill.envs.task_files import row_splits, rows
 from tidemill.envs.tasks import check_splits, columns_of
 
 

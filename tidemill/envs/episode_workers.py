@@ -20,10 +20,10 @@ from tidemill.core.notebook_source.module_writer import Live, reference_for
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.chat import EnvironmentLost, EpisodeFailed, EpisodeOver
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn
-from tidemill.envs.frames import Begin, Ended, Judge, Judged, Raised
-from tidemill.envs.player import Player
-from tidemill.envs.settings import AnyEnv, EnvironmentWorkers, PythonSettings
-from tidemill.envs.several import Several
+from tidemill.envs.environment_mixture import Several
+from tidemill.envs.environment_settings import AnyEnv, EnvironmentWorkers, PythonSettings
+from tidemill.envs.episode_player import Player
+from tidemill.envs.episode_protocol import Begin, Ended, Judge, Judged, Raised
 from tidemill.runtime.workers.child import REAP_LIMIT_S, Child
 from tidemill.runtime.workers.guard_client import Guard
 
@@ -127,7 +127,9 @@ class WorkerEnvironment:
     async def _employ(self, slot: _Slot) -> str:
         """One worker, from its start to its end. Returns why it ended; raises EnvironmentLost."""
         await self._guard.start()
-        child = await Child.start("tidemill.envs.worker", f"the worker of environment {self.name}", self._settings.memory_mb)
+        child = await Child.start(
+            "tidemill.envs.episode_worker", f"the worker of environment {self.name}", self._settings.memory_mb
+        )
         self._guard.add(child.pid)
         try:
             player = Player(child, self.name, self._settings.limit_s)

@@ -15,11 +15,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tidemill.rewards.arithmetic import Token, Unreadable, Value, equal, evaluate, tokens_of
-from tidemill.rewards.boxes import boxed
-from tidemill.rewards.plain import plain
-from tidemill.rewards.reading import Reading, compare, reading_of, spelled
-from tidemill.rewards.units import SCALES, unit_of
+from tidemill.envs.rewards.arithmetic import Token, Unreadable, Value, equal, evaluate, tokens_of
+from tidemill.envs.rewards.boxes import boxed
+from tidemill.envs.rewards.plain_math import plain
+from tidemill.envs.rewards.read_number import Reading, compare, reading_of, spelled
+from tidemill.envs.rewards.units import SCALES, unit_of
 
 LONGEST = 2_000  # characters of an answer
 _ITEMS = 100

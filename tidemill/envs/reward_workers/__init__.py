@@ -1,0 +1,1 @@
+"""Reward functions in worker processes that are killed at their limit."""
