@@ -29,8 +29,8 @@ from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.buffer import Buffer
 from tidemill.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.task_order import task_order
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model

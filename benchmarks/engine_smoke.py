@@ -20,8 +20,8 @@ import torch
 from workloads import SIZES, VOCAB, decoder
 
 from tidemill.core.types import SamplingParams, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 
 
 async def generate(engine: NativeEngine, prompts: list[np.ndarray], samples: int, tokens: int, seed: int) -> float:

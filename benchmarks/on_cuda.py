@@ -26,8 +26,8 @@ import torch
 from harness import save, table
 
 from tidemill.core.types import LossSpec, Sample, SamplingParams, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.trainer.native import NativeTrainer

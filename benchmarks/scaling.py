@@ -29,9 +29,9 @@ from workloads import VOCAB, decoder, write_model
 
 from tidemill.core.interfaces import Engine
 from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, Trajectory, Version
-from tidemill.engine import core
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native import native_engine
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger import SqliteLedger
 from tidemill.runtime.local import Local
 
@@ -101,7 +101,7 @@ def queue(quick: bool) -> Rows:
             return output
 
         prompts = [prompt(32, seed) for seed in range(128 + queued)]
-        core.run = run
+        native_engine.run = run
         calls = [asyncio.ensure_future(served.generate(p, ask(64, i), "policy", str(i))) for i, p in enumerate(prompts)]
         while served.progress() < 8:
             await asyncio.sleep(0)
@@ -115,11 +115,11 @@ def queue(quick: bool) -> Rows:
             call.cancel()
         await asyncio.gather(*calls, return_exceptions=True)
         await served.close()
-        core.run = computed
+        native_engine.run = computed
         row: dict[str, Any] = {"queued": queued, "ms a step": 1e3 * seconds / steps, "ms of bookkeeping": 1e3 * rest / steps}
         return row | {"of a step": rest / seconds, "at most": TARGET_QUEUE if queued == 10_000 else ""}
 
-    computed = core.run
+    computed = native_engine.run
     return [asyncio.run(measure(queued)) for queued in ([0, 1000] if quick else [0, 100, 1000, 10_000])]
 
 

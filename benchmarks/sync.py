@@ -30,8 +30,8 @@ from harness import save, table, wait_until_quiet
 from workloads import SIZES, decoder, kv_mb, prompts
 
 from tidemill.core.types import SamplingParams, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.hf_weights import empty_decoder, load_slices, serving_slices
 from tidemill.models.served_weights import Contents
 from tidemill.weight_sync.sync_settings import SyncSettings

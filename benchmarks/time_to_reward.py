@@ -26,8 +26,8 @@ from harness import System, save, table, wait_until_quiet
 
 import tidemill
 from tidemill.core.types import SamplingParams, Task, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import ReasoningGymSettings
 from tidemill.envs.reward_workers.reward_pool import WorkerPool

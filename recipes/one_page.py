@@ -20,8 +20,8 @@ from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import load_tokenizer

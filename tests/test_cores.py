@@ -18,8 +18,8 @@ import torch
 from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.core.config import build
 from tidemill.core.types import LossSpec, Sample, SamplingParams
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.parts import start_parts
 from tidemill.recipe import RunConfig

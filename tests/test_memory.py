@@ -24,9 +24,9 @@ from tidemill.build import EngineSpec, build_engine, start_engine
 from tidemill.core.config import load
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import SamplingParams, Version
-from tidemill.engine import cache_size
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native import cache_size
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.model_folder import architecture_of, resolve_model
 from tidemill.models import trained_linear

@@ -19,11 +19,11 @@ from orchestration.echo_worker import Echo
 from sources import dotted, sources
 
 from tidemill.core.errors import ConfigError
+from tidemill.engine.server.server import bind
 from tidemill.ledger import SqliteLedger
 from tidemill.recipe import load_recipe
 from tidemill.run_folder import RunFolder
 from tidemill.runtime import local, role_host
-from tidemill.serving.server import bind
 
 # --- the source: nothing in it turns bytes into code ---------------------------------------------------------------------
 

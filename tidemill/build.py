@@ -18,7 +18,7 @@ from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSett
 from tidemill.core.config import Config, build
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Version
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.observability.operator_profiler import attach
 from tidemill.preparation import Preparation, Preparer
 from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
@@ -97,7 +97,7 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
 def build_engine(spec: EngineSpec) -> Engine:
     import torch
 
-    from tidemill.engine.core import NativeEngine
+    from tidemill.engine.native.native_engine import NativeEngine
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config, stop_ids
     from tidemill.weight_sync.transport import make_receiver
@@ -160,7 +160,7 @@ def build_preparer(spec: PreparationSpec, offload: bool) -> Preparer:
 
 def _cores(seat: Seat | None, device: str) -> Cores:
     """On a device there is little to share: what is left for a core does not take turns."""
-    from tidemill.engine.cache_size import device_of
+    from tidemill.engine.native.cache_size import device_of
 
     if seat is None or device_of(device) != "cpu":
         return Cores()

@@ -23,9 +23,9 @@ from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import EngineStats
 from tidemill.core.types import Sample, SamplingParams, Version
-from tidemill.engine.cache_size import page_bytes
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.cache_size import page_bytes
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder

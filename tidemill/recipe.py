@@ -20,7 +20,7 @@ from tidemill.core.config import Config, load
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
 from tidemill.core.types import MIN_TEMPERATURE
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.curriculum import Order
 from tidemill.envs.environment_settings import (
     NO_REWARD,

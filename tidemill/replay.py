@@ -21,7 +21,7 @@ from tidemill.checkpoint_manifest import read_manifest
 from tidemill.core.config import build
 from tidemill.core.interfaces import CheckpointError
 from tidemill.core.types import GREEDY, Array, Finish, Sample, Trajectory, Version
-from tidemill.engine.core import NativeEngine
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost
 from tidemill.models.attention import packed_attention, packed_positions

@@ -13,8 +13,8 @@ import torch
 from serve import given, serve
 
 from tidemill.core.types import SamplingParams, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.kernels.library import why_not
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tidemill import cli, memory
-from tidemill.engine import cache_size
+from tidemill.engine.native import cache_size
 from tidemill.recipe import load_recipe
 
 TOO_LARGE = ("trainer.micro_batch_tokens=1000000000", "rollout.groups=100000")

@@ -13,7 +13,7 @@ from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands import doctor, selftest
 from tidemill.commands.finding import Finding
 from tidemill.core import hardware
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.trainer.settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings

@@ -14,8 +14,8 @@ from parity_cases import ENGINE_PATHS, model_folder
 from tidemill import parity as checks
 from tidemill.commands.parity import parity
 from tidemill.core.errors import ConfigError
-from tidemill.engine import attention
-from tidemill.engine.attention import PagedCache
+from tidemill.engine.native import paged_attention
+from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.models import decoder as decoders
 from tidemill.models.architecture import UnsupportedModel
 
@@ -81,7 +81,7 @@ def test_a_wrong_engine_is_caught(
         inner = attend(self, *given)
         return lambda layer, q, k, v: inner(layer, q, k * 1.01 if layer == 1 else k, v)
 
-    monkeypatch.setattr(attention.PagedCache, "attend", shifted)
+    monkeypatch.setattr(paged_attention.PagedCache, "attend", shifted)
     status, report = run(folder, capsys)
     assert status == 1
     assert failed(report) == {(path, f"engine - {who}") for path in ENGINE_PATHS for who in ("transformers", "trainer")}

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 
 from tidemill.core.types import Published, SamplingParams, Version
-from tidemill.engine import core
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native import native_engine
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
@@ -53,7 +53,7 @@ def engine(arch: Architecture = BASE, seed: int = 0, receiver: MemoryReceiver | 
 
 def with_pages(monkeypatch, pages: int) -> None:
     """Engines built from now on have `pages` KV pages, the null page not counted."""
-    monkeypatch.setattr(core, "_pages_of", lambda *_: pages + 1)
+    monkeypatch.setattr(native_engine, "_pages_of", lambda *_: pages + 1)
 
 
 @torch.no_grad()

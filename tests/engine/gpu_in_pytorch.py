@@ -10,16 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.engine import core
-from tidemill.engine.cuda import GpuCache
-from tidemill.engine.sampler import RowParams, Sampled, sample
+from tidemill.engine.native import native_engine
+from tidemill.engine.native.cuda_graphs import GpuCache
+from tidemill.engine.native.sampler import RowParams, Sampled, sample
 from tidemill.models.decoder import rotate
 from tidemill.models.kernels.rotation import Rotation
 
 
 def compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines that are built from now on take steps as on a device."""
-    monkeypatch.setattr(core, "paged_cache", lambda *shape: ComputedAgain(*shape, InPyTorch()))  # pyright: ignore
+    monkeypatch.setattr(native_engine, "paged_cache", lambda *shape: ComputedAgain(*shape, InPyTorch()))  # pyright: ignore
 
 
 class InPyTorch:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from tidemill.core.types import Span
-from tidemill.engine import activity
-from tidemill.engine.activity import GAP_S, Activity
+from tidemill.engine.native import activity
+from tidemill.engine.native.activity import GAP_S, Activity
 from tidemill.observability.timeline import IDLE
 from tidemill.observability.trace import length, merged
 

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tidemill.engine.blocks import NULL_PAGE, ROOT, BlockManager, PageKey
-from tidemill.engine.scheduler import Plan, Scheduler, Sequence
+from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager, PageKey
+from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
 
 PAGE = 4
 texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # two tokens only: prefixes repeat all the time

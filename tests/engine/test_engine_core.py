@@ -13,12 +13,12 @@ import torch
 from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts, reference_logprobs, with_pages
 from gpu_in_pytorch import compute_again
 
-import tidemill.engine.core as core
+import tidemill.engine.native.native_engine as core
 from tidemill.core.executors import background
 from tidemill.core.interfaces import Engine, EngineFailed, PolicyMismatch
 from tidemill.core.types import Finish, SamplingParams, Version
-from tidemill.engine import turns
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native import between_steps
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.observability.timeline import IDLE
 
 
@@ -140,7 +140,7 @@ def mixed_reference(completion, models):
 
 async def update_now(under_test, published, monkeypatch):
     """Begin an update that is staged in one turn: the commit finds what is in flight now."""
-    monkeypatch.setattr(turns, "TURN_S", math.inf)
+    monkeypatch.setattr(between_steps, "TURN_S", math.inf)
     return asyncio.ensure_future(under_test.update(published))
 
 

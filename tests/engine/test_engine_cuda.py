@@ -21,10 +21,19 @@ from test_engine_parity import PATHS, run, siblings
 
 from tidemill.core.interfaces import EngineFailed
 from tidemill.core.types import Finish, SamplingParams
-from tidemill.engine import cuda
-from tidemill.engine.blocks import NULL_PAGE, BlockManager
-from tidemill.engine.cuda import GpuCache, Inputs, Shape, numbers_of, recorded_shape, row_counts, shape_of, token_count
-from tidemill.engine.scheduler import Scheduler, Sequence
+from tidemill.engine.native import cuda_graphs
+from tidemill.engine.native.cuda_graphs import (
+    GpuCache,
+    Inputs,
+    Shape,
+    numbers_of,
+    recorded_shape,
+    row_counts,
+    shape_of,
+    token_count,
+)
+from tidemill.engine.native.kv_blocks import NULL_PAGE, BlockManager
+from tidemill.engine.native.scheduler import Scheduler, Sequence
 
 ENDS = [Finish.STOP, Finish.LENGTH]
 ON = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -58,7 +67,7 @@ async def test_logprobs_equal_a_full_forward(family: str, path: str, device: str
 async def test_steps_of_many_small_chunks_are_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = list[Shape | None]()
     monkeypatch.setattr(
-        cuda, "recorded_shape", lambda *given: shapes.append(None) if given[0].tiles else recorded_shape(*given)
+        cuda_graphs, "recorded_shape", lambda *given: shapes.append(None) if given[0].tiles else recorded_shape(*given)
     )
     arch = replace(FAMILIES["qwen3"], head_dim=16)
     under_test = engine(arch, device=device, prefill_chunk=5)

@@ -13,9 +13,9 @@ import torch
 from engine_cases import BASE, FAMILIES, decoder, engine, prompts, reference_logprobs
 
 from tidemill.core.types import SamplingParams, Version
-from tidemill.engine.attention import PagedCache, siblings_together
-from tidemill.engine.scheduler import Chunk, Plan
-from tidemill.engine.weights import serve
+from tidemill.engine.native.paged_attention import PagedCache, siblings_together
+from tidemill.engine.native.scheduler import Chunk, Plan
+from tidemill.engine.native.staged_weights import serve
 from tidemill.models.architecture import Architecture
 from tidemill.models.kernels.cpu import thread_thresholds
 from tidemill.models.kernels.cpu.bindings import NONE

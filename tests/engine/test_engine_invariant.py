@@ -15,12 +15,12 @@ import pytest
 import torch
 from engine_cases import BASE, FAMILIES, MemoryReceiver, decoder, engine, prompts, with_pages
 
-import tidemill.engine.core as core
+import tidemill.engine.native.native_engine as core
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Completion, SamplingParams, Scored, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.invariant import BLOCK
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.batch_invariant import BLOCK
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.logprobs import token_logprobs
 

@@ -23,7 +23,7 @@ from engine_cases import (
 )
 
 from tidemill.core.types import Finish, SamplingParams
-from tidemill.engine.attention import PagedCache, Piece, _group, siblings_together
+from tidemill.engine.native.paged_attention import PagedCache, Piece, _group, siblings_together
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.library import native
 

@@ -21,8 +21,8 @@ from engine_cases import MemoryReceiver, decoder, engine, prompts, reference_log
 from tidemill.core.executors import background
 from tidemill.core.interfaces import EngineFailed, PolicyMismatch
 from tidemill.core.types import Published, SamplingParams, Version
-from tidemill.engine import turns
-from tidemill.engine.weights import Staging, serve
+from tidemill.engine.native import between_steps
+from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import serving_slices
 from tidemill.models.piecewise import at_once
@@ -98,7 +98,7 @@ async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_
 @pytest.mark.parametrize("chunk", [1, 7])
 async def test_a_prompt_that_straddles_a_commit_is_computed_again(chunk, monkeypatch):
     """All its tokens are the new version's: were half of its KV the old one's, its logprobs would be nobody's."""
-    monkeypatch.setattr(turns, "TURN_S", math.inf)
+    monkeypatch.setattr(between_steps, "TURN_S", math.inf)
     receiver, new = MemoryReceiver(), decoder(seed=1)
     under_test = engine(receiver=receiver, prefill_chunk=chunk, page_size=4)
     scheduler, params = under_test._scheduler, SamplingParams(max_tokens=6, seed=3)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.core.types import SamplingParams
-from tidemill.engine.sampler import RowParams, draw, mixed, sample, truncate, uniforms
+from tidemill.engine.native.sampler import RowParams, draw, mixed, sample, truncate, uniforms
 
 CASES = {
     "plain": SamplingParams(),

@@ -16,10 +16,10 @@ from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts
 
 from tidemill.core.interfaces import EngineFailed, PolicyMismatch
 from tidemill.core.types import Completion, Published, SamplingParams, Version
-from tidemill.engine import turns
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.turns import SHARE, TURN_S, in_turns
-from tidemill.engine.weights import Staging, serve
+from tidemill.engine.native import between_steps
+from tidemill.engine.native.between_steps import SHARE, TURN_S, in_turns
+from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.models import fingerprint, piecewise, served_linear, served_weights
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import serving_slices
@@ -44,7 +44,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
-    monkeypatch.setattr(turns, "time", found)
+    monkeypatch.setattr(between_steps, "time", found)
     return found
 
 
@@ -232,8 +232,8 @@ class Watched:
 @pytest.fixture
 def a_piece_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps and pieces in turns, and many of both, however fast the machine is."""
-    monkeypatch.setattr(turns, "TURN_S", 0.0)
-    monkeypatch.setattr(turns, "SHARE", 0.0)
+    monkeypatch.setattr(between_steps, "TURN_S", 0.0)
+    monkeypatch.setattr(between_steps, "SHARE", 0.0)
     monkeypatch.setattr(piecewise, "PIECE_BYTES", 2048)
 
 
@@ -381,7 +381,7 @@ async def test_without_steps_turns_follow_one_another_and_callers_have_theirs(as
 
 async def test_what_is_staged_between_steps_is_told_in_the_engines_account(monkeypatch):
     """Its turns lie in what the loop calls its yields, and are no part of its steps."""
-    monkeypatch.setattr(turns, "TURN_S", 0.0)
+    monkeypatch.setattr(between_steps, "TURN_S", 0.0)
     memory, text = MemoryReceiver(), prompts(1)[0]
     under_test = engine(ARCH, receiver=memory)
     try:

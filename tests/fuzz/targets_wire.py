@@ -25,6 +25,8 @@ from serving.serving_cases import Running, chat_model, make_engine
 
 from tidemill.core import serialization
 from tidemill.core.types import Array, Group, InfraError, Score, Unscorable
+from tidemill.engine.server.app import make_app
+from tidemill.engine.server.service import Service
 from tidemill.envs.reward_workers import reward_protocol as scoring
 from tidemill.envs.reward_workers.reward_process import WorkerFailed, WorkerProcess
 from tidemill.model_folder import ModelFolder
@@ -34,8 +36,6 @@ from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready
 from tidemill.runtime.rpc import Server, connect
 from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, PeerDied, Ping, RemoteError, failure
-from tidemill.serving.app import make_app
-from tidemill.serving.service import Service
 
 TOKEN = "t" * 64
 TREES = trees(st.sampled_from(["type", "id", "method", "kinds", "message", "call", "done", "failed"]))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.kernels.cpu.bindings import Native
 
 SHAPES = [  # heads, kv_heads, size, page_size

@@ -15,16 +15,16 @@ import torch
 from openai import AsyncOpenAI, OpenAI
 
 from tidemill.core.types import Completion, SamplingParams, Scored, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.engine.server.app import make_app
+from tidemill.engine.server.server import Server, address_of, bind
+from tidemill.engine.server.service import Service
 from tidemill.model_folder import ModelFolder
 from tidemill.models.architecture import Architecture
 from tidemill.models.hf_weights import empty_decoder, load_folder, save_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import byte_tokenizer as bytewise
-from tidemill.serving.app import make_app
-from tidemill.serving.server import Server, address_of, bind
-from tidemill.serving.service import Service
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz \n"
 CONTEXT = 2048

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from serving_cases import byte_tokenizer
 
+from tidemill.engine.server import prompt_reader
+from tidemill.engine.server.prompt_reader import SHORT, Reader
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import load_tokenizer
 from tidemill.openai_api.api_error import ApiError
-from tidemill.serving import reading
-from tidemill.serving.reading import SHORT, Reader
 
 CONTEXT = 1 << 16
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -58,7 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=[None])
 async def reader(request: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Reader]:
     """Its parameter: a limit in seconds."""
-    monkeypatch.setattr(reading, "LIMIT_S", request.param or reading.LIMIT_S)
+    monkeypatch.setattr(prompt_reader, "LIMIT_S", request.param or prompt_reader.LIMIT_S)
     before = {process.pid for process in psutil.Process().children(recursive=True)}
     reader = Reader(load_tokenizer(folder, "TokenizersBackend"), CONTEXT)
     yield reader
@@ -116,7 +116,7 @@ async def test_lengths_are_bounded_before_anything_is_tokenized(reader: Reader, 
 @pytest.mark.parametrize("reader", [1.0], indirect=True)
 async def test_turns_and_ends(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     """Texts are the tokenizer's; a process that was killed is replaced; who waits too long is told so."""
-    for text in ("", "tide", "a" * reading.HERE, "tide\n" * reading.HERE):
+    for text in ("", "tide", "a" * prompt_reader.HERE, "tide\n" * prompt_reader.HERE):
         np.testing.assert_array_equal(await reader.text(text), reader._tokenizer.encode(text))
     first, child = await reader.chat(said("hello")), reader._short._child
     assert child is not None
@@ -124,13 +124,13 @@ async def test_turns_and_ends(reader: Reader, monkeypatch: pytest.MonkeyPatch) -
     np.testing.assert_array_equal(await reader.chat(said("hello")), first)
     assert reader._short._child is not child
 
-    monkeypatch.setattr(reading, "QUEUE_S", 0.05)
+    monkeypatch.setattr(prompt_reader, "QUEUE_S", 0.05)
     late = asyncio.ensure_future(refused(reader, said("loop:")))
     while not reader._short._turn.locked():
         await asyncio.sleep(0)
     assert (await refused(reader, said("hello"))).status == 503
     late.cancel()  # its client leaves; the turn comes back all the same
-    monkeypatch.setattr(reading, "QUEUE_S", 30.0)
+    monkeypatch.setattr(prompt_reader, "QUEUE_S", 30.0)
     np.testing.assert_array_equal(await reader.chat(said("hello")), first)
 
 

@@ -22,7 +22,7 @@ from tidemill.cli import app
 from tidemill.commands import serve as serving
 from tidemill.commands.serve import key_of, serve, served_name
 from tidemill.core.errors import ConfigError
-from tidemill.serving import server
+from tidemill.engine.server import server
 
 ASKED: dict[str, Any] = {
     "host": "127.0.0.1",

@@ -10,7 +10,7 @@ from contextlib import suppress
 import pytest
 from serving_cases import Running
 
-from tidemill.serving import app, connection
+from tidemill.engine.server import app, connection
 
 
 def opened(running: Running) -> socket.socket:

@@ -12,7 +12,7 @@ import pytest
 from serving_cases import CHATML, Running, byte_tokenizer, chat_model
 
 from tidemill.core.types import SamplingParams
-from tidemill.serving.rendering import chat_tokens
+from tidemill.engine.server.chat_rendering import chat_tokens
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -266,8 +266,8 @@ def test_refusals_name_their_place(picky: Running) -> None:
 
 
 def test_a_folder_says_how_long_replies_are(chats: Running, tmp_path: Path) -> None:
+    from tidemill.engine.server.sampling_requests import limit_of
     from tidemill.openai_api.requests import ChatBody
-    from tidemill.serving.asking import limit_of
 
     body = ChatBody(model="m", messages=HELLO)
     assert limit_of(body, 30_000, 32_768, None) == 4096 and limit_of(body, 900, 1024, None) == 512

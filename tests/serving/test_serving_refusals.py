@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from serving_cases import Running
 
 from tidemill.core.errors import ConfigError
-from tidemill.serving import app
-from tidemill.serving.server import address_of, bind
+from tidemill.engine.server import app
+from tidemill.engine.server.server import address_of, bind
 
 HELLO = [{"role": "user", "content": "hello"}]
 

@@ -17,15 +17,15 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from serving_cases import chat_model, make_engine
 
+from tidemill.engine.server import service as service_module
+from tidemill.engine.server.app import make_app
+from tidemill.engine.server.prompts import Prompts
+from tidemill.engine.server.service import Service
 from tidemill.model_folder import ModelFolder
 from tidemill.openai_api import body_decoding, requests
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import HERE, MOST_PARTS, MOST_VALUES, check_parts, read
 from tidemill.openai_api.requests import MAX_BODY
-from tidemill.serving import service as service_module
-from tidemill.serving.app import make_app
-from tidemill.serving.prompts import Prompts
-from tidemill.serving.service import Service
 
 CONTEXT = 256
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from serving_cases import byte_tokenizer
 
 from tidemill.core.types import Finish, SamplingParams
+from tidemill.engine.server.choices import Asked, Assembler
 from tidemill.openai_api.detokenizer import Detokenizer, StopStrings
 from tidemill.openai_api.vocabulary import BROKEN, Vocabulary
-from tidemill.serving.choices import Asked, Assembler
 
 tokenizer = cache(byte_tokenizer)
 vocabulary = cache(lambda: Vocabulary(tokenizer()))

@@ -11,9 +11,9 @@ import pytest
 from tokenizers_of import KINDS, LINES, SPECIAL, tokenizer_of
 
 from tidemill.core.types import Finish, SamplingParams
+from tidemill.engine.server.choices import Asked, Assembler, Piece, goes_on
 from tidemill.openai_api.detokenizer import Detokenizer
 from tidemill.openai_api.vocabulary import BROKEN, Vocabulary
-from tidemill.serving.choices import Asked, Assembler, Piece, goes_on
 
 TEXTS = ["The mill", " tide", "é€😀 naïve", "\n  x + 1\n", "日本語 café", "a<|tool|>b the", "grains, mill.", "  the", "x"]
 vocabulary_of = cache(lambda kind: Vocabulary(tokenizer_of(kind)))

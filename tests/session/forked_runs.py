@@ -56,13 +56,13 @@ def serve() -> None:
     from tidemill import cli
     from tidemill.commands import training
     from tidemill.core import fault_injection as faults
-    from tidemill.engine import core
+    from tidemill.engine.native import native_engine
     from tidemill.model_folder import ALPHABET, ModelFolder
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.new_model import SIZES, fresh_model
     from tidemill.trainer import native
 
-    assert training and core and native
+    assert training and native_engine and native
     with tempfile.TemporaryDirectory() as folder:  # what torch and transformers import at their first use
         fresh_model(Path(folder) / "m", alphabet=ALPHABET, **SIZES["0.1m"])
         ModelFolder.open(Path(folder) / "m")

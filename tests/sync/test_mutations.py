@@ -23,11 +23,11 @@ from tidemill.core import fault_injection
 from tidemill.core.config import build
 from tidemill.core.interfaces import Chat, PolicyMismatch
 from tidemill.core.types import Outcome, Published, Score, Task, Trajectory, Version
-from tidemill.engine import core
-from tidemill.engine import weights as staging
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.updates import Updates
-from tidemill.engine.weights import Staging, Weights
+from tidemill.engine.native import native_engine
+from tidemill.engine.native import staged_weights as staging
+from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.engine.native.staged_weights import Staging, Weights
+from tidemill.engine.native.weight_updates import Updates
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.hf_weights import hf_views
 from tidemill.models.new_model import SIZES, fresh_model
@@ -420,14 +420,14 @@ def assert_refused_before_the_next_step(tiny: Run) -> None:
 
 
 def test_an_engine_that_computes_with_old_weights(tiny: Run) -> None:
-    compute, old = core.run, list[Weights]()
+    compute, old = native_engine.run, list[Weights]()
 
     def mutated(weights: Weights, *given: Any) -> Any:
         if weights.version.step == 0 and not old:
             old.append(staging.serve(copy.deepcopy(weights.decoder), weights.version, pack=True))
         return compute(old[0] if weights.version.step >= SICK else weights, *given)
 
-    tiny.monkeypatch.setattr(core, "run", mutated)
+    tiny.monkeypatch.setattr(native_engine, "run", mutated)
     with pytest.raises(PolicyMismatch, match=r"policy@v2: .* hold the same weights and disagree .*stale weights"):
         tiny.until("shared_memory", max_lag=0)
     assert_refused_before_the_next_step(tiny)

@@ -8,8 +8,8 @@ import torch
 from trainer_cases import VOCAB, decoder, sample
 
 from tidemill.core.types import LossSpec, Sample, SamplingParams, Support, Version
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.trainer.native import NativeTrainer
 from tidemill.trainer.settings import TrainerSettings

@@ -19,7 +19,7 @@ from tidemill.commands import sizing
 from tidemill.commands.screen import INDENT, console, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
-from tidemill.engine.cache_size import device_of, free_memory, kv_pages
+from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.memory import Models, demands, in_words, processes, refusal, row_tokens
 from tidemill.model_folder import architecture_of, check_companions, expect_model
 from tidemill.models.architecture import parameters

@@ -18,7 +18,7 @@ from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands.finding import Finding
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Sample, SamplingParams, Score, Version
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model

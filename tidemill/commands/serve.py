@@ -13,7 +13,7 @@ from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.core.types import Version
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
 
 KEY_VARIABLE = "TIDEMILL_API_KEY"
 MOST_KEY = 4096  # bytes of a key's file that are read
@@ -30,7 +30,7 @@ def serve(
         )
     settings = build(EngineSettings, {"dtype": dtype, "context": context})
     folder = model_of(model)
-    from tidemill.serving.server import bind
+    from tidemill.engine.server.server import bind
 
     sock = bind(host, port, api_key=api_key)  # first: a port in use is found out before minutes of loading
     try:
@@ -47,13 +47,13 @@ async def _serve(
 ) -> None:
     import torch
 
-    from tidemill.engine.core import NativeEngine
+    from tidemill.engine.native.native_engine import NativeEngine
+    from tidemill.engine.server.app import make_app
+    from tidemill.engine.server.server import Server, address_of
+    from tidemill.engine.server.service import Service
     from tidemill.model_folder import ModelFolder
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config
-    from tidemill.serving.app import make_app
-    from tidemill.serving.server import Server, address_of
-    from tidemill.serving.service import Service
 
     if threads is not None:
         torch.set_num_threads(threads)

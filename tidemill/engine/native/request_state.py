@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.core.types import Completion, Finish, SamplingParams, Scored, Support, Version
-from tidemill.engine.adjustments import Adjustment
-from tidemill.engine.runner import Probed
-from tidemill.engine.sampler import RowParams, mixed, uniforms
-from tidemill.engine.scheduler import Sequence
+from tidemill.engine.native.logit_adjustments import Adjustment
+from tidemill.engine.native.runner import Probed
+from tidemill.engine.native.sampler import RowParams, mixed, uniforms
+from tidemill.engine.native.scheduler import Sequence
 
 Token = tuple[int, float, float, list[tuple[int, float]]]
 """(token, logprob, model logprob, [(alternative, its model logprob)])"""

@@ -25,11 +25,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.core.types import MOST_TOP_LOGPROBS
-from tidemill.engine.attention import PagedCache
-from tidemill.engine.runner import Output, Probe, Probed
-from tidemill.engine.sampler import RowParams, Sampled, alternatives, sample
-from tidemill.engine.scheduler import Plan
-from tidemill.engine.weights import Weights
+from tidemill.engine.native.paged_attention import PagedCache
+from tidemill.engine.native.runner import Output, Probe, Probed
+from tidemill.engine.native.sampler import RowParams, Sampled, alternatives, sample
+from tidemill.engine.native.scheduler import Plan
+from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.decoder import Attend
 
 BLOCK = 32  # rows: a multiple of the widest unrolled vector loop, whose remainder would be computed by another formula

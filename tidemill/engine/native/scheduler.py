@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.engine.blocks import NULL_PAGE, ROOT, BlockManager, Salt
+from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager, Salt
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""The process that tokenizes prompts and renders chats, `python -m tidemill.serving.reader MEMORY_MB PARENT`.
+"""The process that tokenizes prompts and renders chats, `python -m tidemill.engine.server.reader_process MEMORY_MB PARENT`.
 
     Load -> Loaded, then Text | Chat -> Tokens | Refused
 
@@ -22,10 +22,10 @@ import numpy as np
 import psutil
 
 from tidemill.core import serialization
+from tidemill.engine.server.chat_rendering import chat_tokens, rendered
 from tidemill.models.token_bounds import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
 from tidemill.runtime.workers import worker_setup
-from tidemill.serving.rendering import chat_tokens, rendered
 
 MEMORY_MB = 1024  # that one request may take
 GROWN_MB = 16  # a fork that ever took so much more is not used again

@@ -27,20 +27,20 @@ from tidemill.core import fault_injection
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities, EngineFailed, EngineStats
 from tidemill.core.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
-from tidemill.engine.activity import Activity
-from tidemill.engine.attention import PagedCache
-from tidemill.engine.blocks import BlockManager
-from tidemill.engine.cache_size import device_of, free_memory, kv_pages
-from tidemill.engine.cuda import paged_cache
-from tidemill.engine.episodes import Episodes
-from tidemill.engine.invariant import run_invariant
-from tidemill.engine.machine_check import check_machine
-from tidemill.engine.requests import Request, Slots, Stream, completion, scored
-from tidemill.engine.runner import Output, Probe, Probed, launch, run
-from tidemill.engine.scheduler import Chunk, Plan, Scheduler, Sequence
-from tidemill.engine.settings import EngineSettings
-from tidemill.engine.updates import Updates
-from tidemill.engine.weights import Staging, serve
+from tidemill.engine.native.activity import Activity
+from tidemill.engine.native.batch_invariant import run_invariant
+from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
+from tidemill.engine.native.cuda_graphs import paged_cache
+from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.native.invariance_check import check_machine
+from tidemill.engine.native.kept_conversations import Episodes
+from tidemill.engine.native.kv_blocks import BlockManager
+from tidemill.engine.native.paged_attention import PagedCache
+from tidemill.engine.native.request_state import Request, Slots, Stream, completion, scored
+from tidemill.engine.native.runner import Output, Probe, Probed, launch, run
+from tidemill.engine.native.scheduler import Chunk, Plan, Scheduler, Sequence
+from tidemill.engine.native.staged_weights import Staging, serve
+from tidemill.engine.native.weight_updates import Updates
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.weight_slices import Receiver

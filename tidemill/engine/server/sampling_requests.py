@@ -6,10 +6,10 @@ import numpy as np
 
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import SamplingParams
+from tidemill.engine.server.choices import Asked
+from tidemill.engine.server.prompts import Prompts
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.requests import Body, ChatBody, CompletionBody
-from tidemill.serving.choices import Asked
-from tidemill.serving.prompts import Prompts
 
 MOST_TOP_K = 1 << 30  # more than any vocabulary has, and an integer of any machine
 REPLY_TOKENS = 4096  # of a chat that does not say how many

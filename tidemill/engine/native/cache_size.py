@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from tidemill.core.hardware import memory_bytes
-from tidemill.engine.settings import EngineSettings
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.architecture import Architecture
 
 SHARE_OF_FREE_MEMORY = {"cpu": 0.25, "cuda": 0.6}  # that the KV cache may take when kv_memory_mb is not given

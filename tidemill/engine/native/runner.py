@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.engine.attention import PagedCache
-from tidemill.engine.sampler import RowParams, Sampled, alternatives, sample
-from tidemill.engine.scheduler import Plan
-from tidemill.engine.weights import Weights
+from tidemill.engine.native.paged_attention import PagedCache
+from tidemill.engine.native.sampler import RowParams, Sampled, alternatives, sample
+from tidemill.engine.native.scheduler import Plan
+from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.kernels.library import without_gradient
 
 LOGITS_BYTES = 64 << 20  # of scored positions that are looked at together

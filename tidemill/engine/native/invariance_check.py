@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tidemill.core.errors import ConfigError
-from tidemill.engine.attention import PagedCache
-from tidemill.engine.invariant import BLOCK, TILE, Rows, compute
-from tidemill.engine.weights import Weights
+from tidemill.engine.native.batch_invariant import BLOCK, TILE, Rows, compute
+from tidemill.engine.native.paged_attention import PagedCache
+from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.decoder import Decoder, RMSNorm
 
 PROMPT = -(-2 * TILE // BLOCK) * BLOCK  # tokens: more than one tile, whole blocks

@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from tidemill.core.executors import in_thread
+from tidemill.engine.server.prompt_reader import Reader
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.requests import Chat, messages_of, options_of
-from tidemill.serving.reading import Reader
 
 FEW = 1000  # messages that are looked at on the event loop
 

@@ -11,8 +11,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from tidemill.core.errors import ConfigError
-from tidemill.serving.connection import BoundedConnection
-from tidemill.serving.heads import HeadCheck
+from tidemill.engine.server.connection import BoundedConnection
+from tidemill.engine.server.request_heads import HeadCheck
 
 GRACE_S = 5  # for what is being answered when the server is told to stop
 CONNECTIONS = 1024  # at a time; each may hold a body (`bodies.MAX_BODY`)

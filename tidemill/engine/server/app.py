@@ -23,10 +23,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tidemill.engine.server.prometheus_metrics import CONTENT_TYPE, CountRequests
+from tidemill.engine.server.service import Prepared, Service
 from tidemill.openai_api.api_error import ApiError, error_body
 from tidemill.openai_api.requests import MAX_BODY
-from tidemill.serving.metrics import CONTENT_TYPE, CountRequests
-from tidemill.serving.service import Prepared, Service
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)

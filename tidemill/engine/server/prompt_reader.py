@@ -16,13 +16,13 @@ import numpy as np
 
 from tidemill.core import serialization
 from tidemill.core.types import Array
+from tidemill.engine.server.reader_process import Chat, Load, Loaded, Refused, Reply, Request, Text, too_long
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.token_bounds import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
 from tidemill.openai_api.api_error import ApiError
 from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
 from tidemill.runtime.workers.guard_client import Guard
-from tidemill.serving.reader import Chat, Load, Loaded, Refused, Reply, Request, Text, too_long
 
 HERE = 1000  # characters of a text that is tokenized in this process
 SHORT = 1 << 15  # characters of what the short lane takes
@@ -158,7 +158,7 @@ class _Lane:
         if self._closed:
             raise ApiError("the server is closing", status=503)
         await self._guard.start()
-        self._child = child = await Child.start("tidemill.serving.reader", "the process that reads prompts", 0)
+        self._child = child = await Child.start("tidemill.engine.server.reader_process", "the process that reads prompts", 0)
         self._guard.add(child.pid)
         try:
             async with asyncio.timeout(STARTUP_LIMIT_S):

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.engine.adjustments import Adjustment
+from tidemill.engine.native.logit_adjustments import Adjustment
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.cuda.launchers import Gpu
 

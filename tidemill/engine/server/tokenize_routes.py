@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tidemill.engine.server.prompts import Prompts
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import beside, read
 from tidemill.openai_api.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, validated
-from tidemill.serving.prompts import Prompts
 
 MOST_TEXT = 1 << 20  # characters of one request
 MOST_TOKENS = 1 << 16  # of one request, or as many as the context holds: what is shown is written while others wait

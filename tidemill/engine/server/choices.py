@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tidemill.core.types import Completion, Finish, SamplingParams, Scored
-from tidemill.engine.core import NativeEngine
-from tidemill.engine.requests import Token
+from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.engine.native.request_state import Token
+from tidemill.engine.server.prometheus_metrics import Clock
 from tidemill.openai_api.detokenizer import Detokenizer, Marks, StopStrings
 from tidemill.openai_api.responses import Piece, TokenLogprob
 from tidemill.openai_api.vocabulary import Vocabulary
-from tidemill.serving.metrics import Clock
 
 POLICY = "policy"
 

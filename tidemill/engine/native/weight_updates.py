@@ -19,10 +19,10 @@ from tidemill.core import fault_injection
 from tidemill.core.executors import background, in_thread
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import InFlight, Published, Version
-from tidemill.engine.activity import Activity
-from tidemill.engine.scheduler import Salt, Scheduler, Sequence
-from tidemill.engine.turns import in_turns
-from tidemill.engine.weights import Staging, Weights
+from tidemill.engine.native.activity import Activity
+from tidemill.engine.native.between_steps import in_turns
+from tidemill.engine.native.scheduler import Salt, Scheduler, Sequence
+from tidemill.engine.native.staged_weights import Staging, Weights
 from tidemill.models.piecewise import Work, at_once
 
 T = TypeVar("T")

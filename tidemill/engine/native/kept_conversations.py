@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidemill.engine.scheduler import Salt
+from tidemill.engine.native.scheduler import Salt
 
 REMEMBERED = 16384  # episodes; the oldest go first
 

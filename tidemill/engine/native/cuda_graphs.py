@@ -22,10 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.engine.attention import PagedCache
-from tidemill.engine.sampler import RowParams, Sampled, finite
-from tidemill.engine.scheduler import Plan
-from tidemill.engine.weights import Weights
+from tidemill.engine.native.paged_attention import PagedCache
+from tidemill.engine.native.sampler import RowParams, Sampled, finite
+from tidemill.engine.native.scheduler import Plan
+from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import AttendHeads, Decoder
 from tidemill.models.kernels.cuda.launchers import Gpu

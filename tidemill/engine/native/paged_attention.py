@@ -24,10 +24,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.engine.blocks import NULL_PAGE
-from tidemill.engine.sampler import RowParams, Sampled
-from tidemill.engine.scheduler import Chunk, Plan
-from tidemill.engine.weights import Weights
+from tidemill.engine.native.kv_blocks import NULL_PAGE
+from tidemill.engine.native.sampler import RowParams, Sampled
+from tidemill.engine.native.scheduler import Chunk, Plan
+from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Attend, Decoder
 from tidemill.models.kernels.cpu.bindings import Native

@@ -16,19 +16,19 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.engine.core import NativeEngine
+from tidemill.engine.native.native_engine import NativeEngine
+from tidemill.engine.server.choices import POLICY, Asked, goes_on, of_prompt, sample, whole
+from tidemill.engine.server.prometheus_metrics import Clock, Metrics
+from tidemill.engine.server.prompt_reader import Reader
+from tidemill.engine.server.prompts import Prompts
+from tidemill.engine.server.sampling_requests import asked_of, check_body, limit_of
+from tidemill.engine.server.tokenize_routes import TokenRoutes
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import beside
 from tidemill.openai_api.requests import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
 from tidemill.openai_api.responses import ChatShape, CompletionShape, Piece, Usage
 from tidemill.openai_api.vocabulary import Vocabulary
-from tidemill.serving.asking import asked_of, check_body, limit_of
-from tidemill.serving.choices import POLICY, Asked, goes_on, of_prompt, sample, whole
-from tidemill.serving.metrics import Clock, Metrics
-from tidemill.serving.prompts import Prompts
-from tidemill.serving.reading import Reader
-from tidemill.serving.tokens import TokenRoutes
 
 
 @dataclass(slots=True)

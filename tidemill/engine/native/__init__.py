@@ -1,0 +1,1 @@
+"""Inference engines, and the HTTP server in front of one."""
