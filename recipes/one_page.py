@@ -25,8 +25,8 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_receiver, make_sender
 

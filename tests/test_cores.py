@@ -26,9 +26,9 @@ from tidemill.recipe import RunConfig
 from tidemill.runtime import cpu_sharing
 from tidemill.runtime.cpu_sharing import Seat, SharedCores, seats
 from tidemill.runtime.placement import StartFailed
-from tidemill.trainer import lanes as lanes_of_trainer
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer import parallel_micro_batches as lanes_of_trainer
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs memory that processes share by name")

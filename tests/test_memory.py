@@ -42,11 +42,11 @@ from tidemill.models.new_model import SIZES, Size, fresh_model
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.value_model import ValueModel
 from tidemill.recipe import RunConfig
-from tidemill.trainer.checkpoint import Snapshot
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.reference import Reference
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.reference_policy import Reference
+from tidemill.trainer.trainer_checkpoint import Snapshot
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.warm_start import WarmStart
 
 SHAPE = {

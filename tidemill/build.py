@@ -27,13 +27,13 @@ from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local
 from tidemill.runtime.placement import Built, Handle, Liveness, Placement
 from tidemill.supervision import Budget
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 if TYPE_CHECKING:
     from tidemill.models.decoder import Decoder
     from tidemill.trainer.critic import Critic
-    from tidemill.trainer.reference import Reference
+    from tidemill.trainer.reference_policy import Reference
 
 T = TypeVar("T")
 
@@ -127,7 +127,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     import torch
 
     from tidemill.models.hf_weights import load_folder
-    from tidemill.trainer.native import NativeTrainer, inline
+    from tidemill.trainer.native_trainer import NativeTrainer, inline
     from tidemill.weight_sync.transport import make_sender
 
     torch.manual_seed(spec.seed)
@@ -153,7 +153,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
 
 
 def build_preparer(spec: PreparationSpec, offload: bool) -> Preparer:
-    from tidemill.trainer.native import inline
+    from tidemill.trainer.native_trainer import inline
 
     return Preparer(spec.recipe, one_thread() if offload else inline)
 
@@ -174,7 +174,7 @@ def _reference(spec: TrainerSpec) -> Reference | None:
     import torch
 
     from tidemill.models.hf_weights import load_folder
-    from tidemill.trainer.reference import Reference
+    from tidemill.trainer.reference_policy import Reference
 
     given, folder = spec.reference, folder_of(spec.reference, spec.model)
     if given is None or folder is None:

@@ -27,9 +27,9 @@ from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
 from tidemill.models.trained_linear import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
 from tidemill.recipe import RunConfig
-from tidemill.trainer.batch import filled
-from tidemill.trainer.lanes import lanes_for
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.micro_batches import filled
+from tidemill.trainer.parallel_micro_batches import lanes_for
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 MIB, GIB = 2**20, 2**30
 ONE_MACHINE = "This machine is the end: a run on several does not exist yet"

@@ -31,8 +31,8 @@ from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_views, load_folder, save_folder
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 TOLERANCE = 1e-4  # nats
 TEMPERATURES = (1.0, 0.7)  # rows take turns

@@ -33,7 +33,7 @@ from tidemill.envs.environment_settings import (
 from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
 from tidemill.observability.observability_settings import LogSettings
 from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 

@@ -32,7 +32,7 @@ from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hy
 from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
 from tidemill.recipe import RunConfig
 from tidemill.run_folder import RunFolder
-from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer.native_trainer import NativeTrainer
 
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # of those that differ: each is computed in every way that could explain it

@@ -30,7 +30,7 @@ from tidemill.recipe import RunConfig
 from tidemill.rollout import Episodes
 from tidemill.run_folder import RunFolder, read_json
 from tidemill.runtime.placement import Placement
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.warm_start_cache import RECORD, WarmStartCache, record
 from tidemill.warmup import WarmedUp, WarmUp
 

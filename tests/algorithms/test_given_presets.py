@@ -21,9 +21,9 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.models.value_model import ValueModel
 from tidemill.trainer.critic import Critic
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.reference import Reference
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.reference_policy import Reference
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 TOKENIZER = character_tokenizer("abcdefgh=\n")
 PRESETS_OF_GIVEN = [name for name, values in PRESETS.items() if "given" in values]

@@ -15,7 +15,7 @@ from tidemill.commands.finding import Finding
 from tidemill.core import hardware
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 NAMES = "Python SQLite cores memory|shared memory|disk extras PyTorch CUDA kernels weights parity scoring"

@@ -20,10 +20,10 @@ from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.core.config import load
 from tidemill.core.types import Sample
 from tidemill.recipe import RunConfig
-from tidemill.trainer import lanes
-from tidemill.trainer.batch import Row, rows_of, split
-from tidemill.trainer.lanes import Lanes
-from tidemill.trainer.step import Compute
+from tidemill.trainer import parallel_micro_batches
+from tidemill.trainer.micro_batches import Row, rows_of, split
+from tidemill.trainer.parallel_micro_batches import Lanes
+from tidemill.trainer.training_pass import Compute
 
 
 def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunConfig:
@@ -34,7 +34,7 @@ def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunC
 def test_no_step_has_more_micro_batches(monkeypatch: pytest.MonkeyPatch, seed: int):
     draw = np.random.default_rng(seed)
     threads = int(draw.integers(1, 5))
-    monkeypatch.setattr(lanes, "LEAST", 1)
+    monkeypatch.setattr(parallel_micro_batches, "LEAST", 1)
     groups, group_size, context = int(draw.integers(1, 6)), int(draw.integers(2, 6)), int(draw.integers(4, 60))
     budget = int(draw.integers(1, 150))
     given = (f"trainer.micro_batch_tokens={budget}", f"placement.trainer_threads={threads}", "trainer.device=cpu")

@@ -19,7 +19,7 @@ from tidemill.core.types import InfraError, Score
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.runtime.workers.child import MARK
-from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer.native_trainer import NativeTrainer
 
 LIMIT_S = 1.0
 SLACK_S = 20.0  # of a busy machine, for what has no limit of its own: the start and the end of a process

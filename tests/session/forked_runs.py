@@ -60,9 +60,9 @@ def serve() -> None:
     from tidemill.model_folder import ALPHABET, ModelFolder
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.new_model import SIZES, fresh_model
-    from tidemill.trainer import native
+    from tidemill.trainer import native_trainer
 
-    assert training and native_engine and native
+    assert training and native_engine and native_trainer
     with tempfile.TemporaryDirectory() as folder:  # what torch and transformers import at their first use
         fresh_model(Path(folder) / "m", alphabet=ALPHABET, **SIZES["0.1m"])
         ModelFolder.open(Path(folder) / "m")

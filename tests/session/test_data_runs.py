@@ -21,7 +21,7 @@ from tidemill.giving import remembered
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.runtime.wire_format import PeerDied
-from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer.native_trainer import NativeTrainer
 
 ALPHABET = "abcdefgh=:0123456789\n"
 

@@ -36,8 +36,8 @@ from tidemill.models.weight_slices import Slice
 from tidemill.observability.console import ProgressDisplay
 from tidemill.recipe import RunConfig
 from tidemill.session import run
-from tidemill.trainer import native
-from tidemill.trainer.native import NativeTrainer
+from tidemill.trainer import native_trainer
+from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.weight_sync import checkpoint_transport, manifest, shared_memory_transport
 from tidemill.weight_sync.checkpoint_transport import CheckpointSender
 from tidemill.weight_sync.manifest import Manifest
@@ -178,7 +178,7 @@ CHANGES: dict[str, Change] = {
 
 @pytest.mark.parametrize(("name", "carrier"), across(CHANGES))
 def test_a_trainer_that_streams_something_else(tiny: Run, name: str, carrier: str) -> None:
-    stream, kept = native.serving_slices, list[Slice]()
+    stream, kept = native_trainer.serving_slices, list[Slice]()
 
     def mutated(decoder: Any, dtype: torch.dtype) -> Iterator[Slice]:
         now = list(stream(decoder, dtype))
@@ -186,7 +186,7 @@ def test_a_trainer_that_streams_something_else(tiny: Run, name: str, carrier: st
             kept.extend(replace(s, tensor=s.tensor.clone()) for s in now)
         yield from CHANGES[name](now, kept) if tiny.sick else now
 
-    tiny.monkeypatch.setattr(native, "serving_slices", mutated)
+    tiny.monkeypatch.setattr(native_trainer, "serving_slices", mutated)
     told = {"swapped": f"({Q}|{Q1})", "transposed": OUT, "an old version": "", "one tensor twice": "a second time"}
     at_once = name in ("dropped", "another dtype", "one tensor twice")  # without a look at the numbers
     found_by = "about to be sent are not" if at_once else "received .* first tensor that differs is"

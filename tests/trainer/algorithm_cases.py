@@ -10,7 +10,7 @@ from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE
 from tidemill.algorithms.presets import ANCHORED, ATTEMPTS, LOSS_CONSTANTS, PRESETS
 from tidemill.algorithms.reductions import REDUCTIONS
 from tidemill.core.types import GREEDY, Finish, Group, InfraError, Sample, Score, Support, Task, Trajectory, Version
-from tidemill.trainer import step
+from tidemill.trainer import training_pass
 
 STEP, LONGEST = 6, 12
 RECOMPUTE = {"old_logprobs": "recompute"}
@@ -131,7 +131,7 @@ def _support(rng, sampled):
 
 def _beside(rng, model, row, far):
     """Logprobs of another policy than the model's, not very far from them."""
-    (own,) = step.forward(model, [row], step.Compute(CPU, 100))
+    (own,) = training_pass.forward(model, [row], training_pass.Compute(CPU, 100))
     return np.where(row.mask, np.minimum(own + far * rng.normal(size=len(own)), -1e-3), 0).astype(np.float32)
 
 

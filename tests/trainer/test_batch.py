@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from trainer_cases import sample
 
 from tidemill.models import trained_linear
-from tidemill.trainer.batch import Batch, pack, rows_of, split
-from tidemill.trainer.step import Compute
+from tidemill.trainer.micro_batches import Batch, pack, rows_of, split
+from tidemill.trainer.training_pass import Compute
 
 CPU = torch.device("cpu")
 FLOAT32, BFLOAT16 = Compute(CPU, 512), Compute(CPU, 512, torch.bfloat16)

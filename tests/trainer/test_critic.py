@@ -14,10 +14,10 @@ from tidemill.core.interfaces import CheckpointError, TrainingDiverged
 from tidemill.core.types import LossSpec
 from tidemill.models.attention import packed_attention
 from tidemill.models.value_model import ValueModel
-from tidemill.trainer import step
+from tidemill.trainer import training_pass
 from tidemill.trainer.critic import Critic
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 SETTINGS = TrainerSettings(lr=1e-2)
 VALUE = LossSpec("value", {"clip": 0.2}, weight=0.5)
@@ -156,7 +156,9 @@ def test_it_learns_what_it_is_shown():
             s = sample(rng, np.array([first, 3, 4]), 4)
             target = np.where(s.mask, np.float32(first % 2), 0)
             samples.append(replace(s, returns=target, values=s.logprobs, weights=s.mask.astype(np.float32)))
-        result = step.forward_backward(critic.decoder, samples, spec, step.Compute(CPU, 500), critic=critic)
+        result = training_pass.forward_backward(
+            critic.decoder, samples, spec, training_pass.Compute(CPU, 500), critic=critic
+        )
         errors.append(result.metrics["value_error"] / result.metrics["tokens"])
         trained.apply(1 / result.metrics["tokens"])
     assert errors[0] > 0.2 and np.mean(errors[-5:]) < 0.02, (errors[0], errors[-5:])

@@ -14,8 +14,8 @@ from trainer_cases import CPU, LOSSES, assert_same, batch, decoder, gradients
 from tidemill.models.kernels.cpu.bindings import NONE, PAIRED, TILED, WIDENED, Native
 from tidemill.models.kernels.library import native
 from tidemill.models.served_linear import Linear, gathering
-from tidemill.trainer import step
-from tidemill.trainer.lanes import Lanes
+from tidemill.trainer import training_pass
+from tidemill.trainer.parallel_micro_batches import Lanes
 
 NARROW = torch.bfloat16
 WIDE = {"hidden_size": 64, "head_dim": 32, "intermediate_size": 96}
@@ -93,12 +93,12 @@ def test_gradients_are_autograds(dtype: torch.dtype, monkeypatch: pytest.MonkeyP
     """In several micro-batches, added to what an earlier call left."""
     model = decoder(dtype, **WIDE)
     gathered, _ = gradients(batch(), model, budget=40)
-    step.forward_backward(model, batch(1), LOSSES, step.Compute(CPU, 40))
+    training_pass.forward_backward(model, batch(1), LOSSES, training_pass.Compute(CPU, 40))
     both = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-    monkeypatch.setattr(step, "gathering", lambda *models: gathering())
+    monkeypatch.setattr(training_pass, "gathering", lambda *models: gathering())
     expected, _ = gradients(batch(), model, budget=40)
     assert_same(gathered, expected, 1e-12 if dtype == torch.float64 else 1e-5)
-    step.forward_backward(model, batch(1), LOSSES, step.Compute(CPU, 40))
+    training_pass.forward_backward(model, batch(1), LOSSES, training_pass.Compute(CPU, 40))
     summed = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     assert_same(both, summed, 1e-12 if dtype == torch.float64 else 1e-5)
 
@@ -113,7 +113,7 @@ def test_pairs_are_prepared_once_and_multiplied_in_every_micro_batch(counted: di
         counted.update(dict.fromkeys(counted, 0))
         lanes = Lanes()
         rows = [s for s in batch() if s.weights.any() and s.advantages.any()]
-        step.forward_backward(model, rows, LOSSES, step.Compute(CPU, 20, NARROW, lanes=lanes))
+        training_pass.forward_backward(model, rows, LOSSES, training_pass.Compute(CPU, 20, NARROW, lanes=lanes))
         assert lanes.begun > 2 and counted["pack"] == 2 * matrices
         assert counted["linear"] == 2 * counted["add_outer"] == 2 * matrices * lanes.begun
 
@@ -127,14 +127,14 @@ def test_a_layer_by_itself_prepares_nothing(way: int, counted: dict[str, int]) -
 
 def test_weights_that_have_changed_are_read_anew(way: int) -> None:
     model, other = decoder(seed=1, **WIDE), decoder(seed=2, **WIDE)
-    how = step.Compute(CPU, 100, NARROW)
-    before = step.forward(model, batch(), how)
+    how = training_pass.Compute(CPU, 100, NARROW)
+    before = training_pass.forward(model, batch(), how)
     with torch.no_grad():
         for mine, theirs in zip(model.parameters(), other.parameters(), strict=True):
             mine.copy_(theirs)
-    expected = step.forward(other, batch(), how)
+    expected = training_pass.forward(other, batch(), how)
     assert any((a != b).any() for a, b in zip(before, expected, strict=True))
-    assert all(np.array_equal(a, b) for a, b in zip(step.forward(model, batch(), how), expected, strict=True))
+    assert all(np.array_equal(a, b) for a, b in zip(training_pass.forward(model, batch(), how), expected, strict=True))
 
 
 def test_a_frozen_matrix_has_no_gradient(way: int) -> None:
@@ -151,7 +151,7 @@ def test_nothing_is_left_behind_where_a_pass_fails(monkeypatch: pytest.MonkeyPat
     def fails(*given: object) -> None:
         raise RuntimeError("no memory")
 
-    monkeypatch.setattr(step, "_losses", fails)
+    monkeypatch.setattr(training_pass, "_losses", fails)
     with pytest.raises(RuntimeError, match="no memory"):
-        step.forward_backward(model, batch(), LOSSES, step.Compute(CPU, 40))
+        training_pass.forward_backward(model, batch(), LOSSES, training_pass.Compute(CPU, 40))
     assert all(each.gathered is None for each in model.modules() if isinstance(each, Linear))

@@ -7,7 +7,7 @@ from trainer_cases import CPU, LOSSES, TOLERANCE, VOCAB, assert_same, batch, dec
 
 from tidemill.core.types import LossSpec
 from tidemill.models.kernels.cuda.launchers import Gpu
-from tidemill.trainer import step
+from tidemill.trainer import training_pass
 
 
 def plain_attend(layer, q, k, v):
@@ -61,7 +61,7 @@ def test_micro_batches_do_not_matter(dtype, budget):
 def test_what_fills_a_micro_batch_up_moves_nothing(dtype, monkeypatch):
     model, samples = decoder(dtype), batch()
     expected, plain = gradients(samples, model)
-    monkeypatch.setattr("tidemill.trainer.batch._filling", lambda *_: [3, 2])
+    monkeypatch.setattr("tidemill.trainer.micro_batches._filling", lambda *_: [3, 2])
     actual, result = gradients(samples, model)
     assert_same(actual, expected, TOLERANCE[dtype])
     assert result.metrics == pytest.approx(plain.metrics, rel=1e-5)
@@ -73,7 +73,10 @@ def test_calls_add_up(dtype, count):
     model, samples = decoder(dtype), batch()
     expected, whole = gradients(samples, model)
     model.zero_grad()
-    results = [step.forward_backward(model, samples[i::count], LOSSES, step.Compute(CPU, 50)) for i in range(count)]
+    results = [
+        training_pass.forward_backward(model, samples[i::count], LOSSES, training_pass.Compute(CPU, 50))
+        for i in range(count)
+    ]
     assert_same({n: p.grad for n, p in model.named_parameters()}, expected, TOLERANCE[dtype])
     assert sum(r.metrics["loss"] for r in results) == pytest.approx(whole.metrics["loss"], rel=1e-5)
 
@@ -111,7 +114,10 @@ def test_sliding_windows_survive_sharing():
 
 def test_logprobs_come_back_in_the_order_given():
     model, samples = decoder(torch.float64), batch()
-    for seen in (gradients(samples, model, 40)[1].logprobs, step.forward(model, samples, step.Compute(CPU, 40))):
+    for seen in (
+        gradients(samples, model, 40)[1].logprobs,
+        training_pass.forward(model, samples, training_pass.Compute(CPU, 40)),
+    ):
         for logprobs, s in zip(seen, samples, strict=True):
             asked = s.mask | (s.weights != 0)
             expected = np.concatenate([[0], plain_logprobs(model, s).detach().numpy()])
@@ -231,15 +237,15 @@ def test_the_same_on_cuda_in_bfloat16(changes, checkpointing, monkeypatch):
     expected, reference = gradients(samples, decoder(**changes))
     device = torch.device("cuda")
     model = decoder(**changes).to(device)
-    compute = step.Compute(device, 40, autocast=torch.bfloat16, checkpointing=checkpointing)
-    result = step.forward_backward(model, samples, LOSSES, compute)
+    compute = training_pass.Compute(device, 40, autocast=torch.bfloat16, checkpointing=checkpointing)
+    result = training_pass.forward_backward(model, samples, LOSSES, compute)
     assert seen
     for name, parameter in model.named_parameters():
         wrong = float((parameter.grad.cpu() - expected[name]).norm() / expected[name].norm())
         assert wrong < 0.08, f"{name}: {wrong}"
     for a, b in zip(result.logprobs, reference.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=0.1)
-    again = step.forward(model, samples, compute)
+    again = training_pass.forward(model, samples, compute)
     for a, b in zip(again, result.logprobs, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
 
@@ -250,7 +256,7 @@ def test_the_same_on_cuda():
     expected, reference = gradients(samples, decoder())
     device = torch.device("cuda")
     model = decoder().to(device)
-    result = step.forward_backward(model, samples, LOSSES, step.Compute(device, 40))
+    result = training_pass.forward_backward(model, samples, LOSSES, training_pass.Compute(device, 40))
     assert_same({n: p.grad.cpu() for n, p in model.named_parameters()}, expected, 2e-3)
     assert result.metrics["tokens"] == reference.metrics["tokens"]
     for a, b in zip(result.logprobs, reference.logprobs, strict=True):

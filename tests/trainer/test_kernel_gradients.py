@@ -10,7 +10,7 @@ from trainer_cases import CPU, LOSSES, assert_same, batch, decoder, gradients
 from tidemill.core.types import LossSpec
 from tidemill.models import decoder as module
 from tidemill.models.kernels.library import native
-from tidemill.trainer import step
+from tidemill.trainer import training_pass
 
 SHAPES = {"hidden_size": 48, "head_dim": 32, "intermediate_size": 72}
 FAMILIES = [{}, {"model_type": "llama"}]  # with norms of queries and keys, and without
@@ -71,9 +71,9 @@ def test_recomputing_changes_no_bit(monkeypatch, autocast):
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
 def test_a_forward_pass_alone_gives_the_same_logprobs(autocast):
     model, samples = decoder(**SHAPES), [s for s in batch() if s.weights.any()]
-    compute = step.Compute(CPU, 10_000, autocast)
-    with_gradient = step.forward_backward(model, samples, LOSSES, compute).logprobs
-    alone = step.forward(model, samples, compute)
+    compute = training_pass.Compute(CPU, 10_000, autocast)
+    with_gradient = training_pass.forward_backward(model, samples, LOSSES, compute).logprobs
+    alone = training_pass.forward(model, samples, compute)
     for a, b in zip(with_gradient, alone, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-6)
 

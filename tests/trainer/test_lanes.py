@@ -18,8 +18,8 @@ from tidemill.models.kernels.library import native
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.trained_linear import Matrix
 from tidemill.runtime.cpu_sharing import Cores
-from tidemill.trainer import lanes, step
-from tidemill.trainer.lanes import Lanes, lanes_for
+from tidemill.trainer import parallel_micro_batches, training_pass
+from tidemill.trainer.parallel_micro_batches import Lanes, lanes_for
 
 WAIT_S = 20.0  # for what another thread is about to do
 
@@ -40,7 +40,7 @@ class Share(Cores):
 @pytest.fixture(autouse=True)
 def short_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Else these micro-batches would be too short to run side by side."""
-    monkeypatch.setattr(lanes, "LEAST", 1)
+    monkeypatch.setattr(parallel_micro_batches, "LEAST", 1)
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +60,7 @@ def nothing_is_left() -> Iterator[None]:
 def test_they_share_a_budget_and_each_holds_its_longest_row(
     monkeypatch: pytest.MonkeyPatch, threads: int, tokens: int, longest: int, expected: int
 ) -> None:
-    monkeypatch.setattr(lanes, "LEAST", 512)
+    monkeypatch.setattr(parallel_micro_batches, "LEAST", 512)
     assert lanes_for(threads, tokens, longest) == expected
 
 
@@ -169,7 +169,7 @@ def test_logprobs_without_a_gradient() -> None:
     model, samples = decoder(), [row for seed in range(3) for row in batch(seed)]
     modes = []
     model.register_forward_hook(lambda *_: modes.append((threading.get_ident(), torch.is_grad_enabled())))
-    one = step.forward(model, samples, step.Compute(CPU, 40))
+    one = training_pass.forward(model, samples, training_pass.Compute(CPU, 40))
     modes.clear()
     met = threading.Barrier(2, timeout=WAIT_S)
     first = threading.local()
@@ -180,7 +180,7 @@ def test_logprobs_without_a_gradient() -> None:
             met.wait()
 
     model.register_forward_pre_hook(once)
-    two = step.forward(model, samples, step.Compute(CPU, 80, lanes=Lanes(2)))
+    two = training_pass.forward(model, samples, training_pass.Compute(CPU, 80, lanes=Lanes(2)))
     assert len({thread for thread, _ in modes}) == 2 and not any(wants for _, wants in modes)
     assert all(p.grad is None for p in parameters(model).values())
     for own, other in zip(one, two, strict=True):

@@ -12,7 +12,7 @@ from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.mixture import Mixture
 from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory, Version
-from tidemill.trainer import step
+from tidemill.trainer import training_pass
 
 SETTINGS = {
     "a": AlgorithmSettings.preset("dapo"),
@@ -43,13 +43,13 @@ def _group(rng: np.random.Generator, number: int, env: str, prompt: np.ndarray) 
 
 def gradient(model, algorithm, those, budget: int) -> dict[str, torch.Tensor]:
     """Of one step: what `train_on` does, with the model's own logprobs where they are asked for."""
-    compute = step.Compute(CPU, budget)
+    compute = training_pass.Compute(CPU, budget)
     rows = algorithm.rows(those, AT)
-    known = {who: step.forward(model, rows, compute) for who in algorithm.asks}
+    known = {who: training_pass.forward(model, rows, compute) for who in algorithm.asks}
     prepared = algorithm.prepare(those, AT, rows, known)
     model.zero_grad()
     (update,) = prepared.updates
-    step.forward_backward(model, update.samples, prepared.losses, compute)
+    training_pass.forward_backward(model, update.samples, prepared.losses, compute)
     return {name: update.scale * p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 

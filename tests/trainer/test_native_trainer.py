@@ -18,9 +18,9 @@ from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.hf_weights import hf_views, load_folder, serving_slices
 from tidemill.observability.timeline import HANDOVER, IDLE
-from tidemill.trainer import checkpoint
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer import trainer_checkpoint
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 SETTINGS = TrainerSettings(lr=0.01, warmup_steps=2, schedule="cosine", weight_decay=0.1, micro_batch_tokens=60, device="cpu")
 
@@ -189,14 +189,14 @@ async def test_what_is_written_is_the_moment_of_the_snapshot_whatever_is_trained
     await straight.save(str(tmp_path / "at-once"))
     torch.rand(5)
     await one_step(other, 1)
-    half, go_on, real = threading.Event(), threading.Event(), checkpoint.save_file
+    half, go_on, real = threading.Event(), threading.Event(), trainer_checkpoint.save_file
 
     def slow(*args, **kwargs):
         half.set()
         assert go_on.wait(20)
         real(*args, **kwargs)
 
-    monkeypatch.setattr(checkpoint, "save_file", slow)
+    monkeypatch.setattr(trainer_checkpoint, "save_file", slow)
     writing = asyncio.create_task(other.save(str(tmp_path / "late")))
     assert await asyncio.to_thread(half.wait, 20), "the write had begun"
     await one_step(other, 2)
@@ -217,13 +217,13 @@ async def test_what_is_written_is_the_moment_of_the_snapshot_whatever_is_trained
 
 async def held_up(t, monkeypatch):
     """Take a snapshot of `t` whose copy begins when the event that this returns is set."""
-    go_on, real = threading.Event(), checkpoint.Snapshot.copy
+    go_on, real = threading.Event(), trainer_checkpoint.Snapshot.copy
 
     def slow(snapshot):
         assert go_on.wait(20)
         real(snapshot)
 
-    monkeypatch.setattr(checkpoint.Snapshot, "copy", slow)
+    monkeypatch.setattr(trainer_checkpoint.Snapshot, "copy", slow)
     await t.snapshot()
     return go_on
 
@@ -274,7 +274,7 @@ async def test_a_copy_that_fails_stops_the_next_update_and_is_never_written(tmp_
     def fails(snapshot):
         raise MemoryError("no room")
 
-    monkeypatch.setattr(checkpoint.Snapshot, "copy", fails)
+    monkeypatch.setattr(trainer_checkpoint.Snapshot, "copy", fails)
     await t.snapshot()
     await t.forward_backward(batch(1), LOSSES)
     with pytest.raises(MemoryError, match="no room"):

@@ -11,9 +11,9 @@ from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.core.interfaces import CheckpointError
 from tidemill.models.decoder import Decoder
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.reference import Reference
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.reference_policy import Reference
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 SETTINGS = TrainerSettings(lr=1e-2)
 

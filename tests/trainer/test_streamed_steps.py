@@ -13,8 +13,8 @@ from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.gradient import Begun, train_on
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 SETTINGS = {
     "grpo": {},
@@ -45,7 +45,7 @@ async def stepped(name: str, parts: list[slice]) -> tuple[dict[str, torch.Tensor
     settings = TrainerSettings(lr=1e-2, micro_batch_tokens=24, device="cpu")
     reference = None
     if "reference" in SETTINGS[name]:
-        from tidemill.trainer.reference import Reference
+        from tidemill.trainer.reference_policy import Reference
 
         reference = Reference(copy.deepcopy(model))
     trainer = NativeTrainer(model, settings, steps=1, reference=reference)

@@ -9,8 +9,8 @@ import torch
 from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.core.types import LossSpec, Published, Version
-from tidemill.trainer.native import NativeTrainer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 BASE = TrainerSettings(lr=0.01, device="cpu")
 

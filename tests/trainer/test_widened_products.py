@@ -15,8 +15,8 @@ from trainer_cases import CPU, batch, decoder, gradients
 from tidemill.models.kernels.cpu.bindings import NONE, PAIRED, TILED, WIDENED
 from tidemill.models.kernels.library import native
 from tidemill.models.served_linear import Linear
-from tidemill.trainer import step
-from tidemill.trainer.batch import filled, rows_of
+from tidemill.trainer import training_pass
+from tidemill.trainer.micro_batches import filled, rows_of
 
 FLOAT, NARROW = torch.float32, torch.bfloat16
 SHAPES = [(1, 16, 1), (5, 48, 33), (70, 17, 130), (300, 256, 64)]
@@ -186,5 +186,5 @@ def test_sizes_are_few_only_where_products_are_onednns(way) -> None:
     few = filled(tokens, 1000)
     for other, expected in ((WIDENED, tokens), (PAIRED, tokens), (TILED, few), (NONE, few)):
         way(other)
-        assert len(step.Compute(CPU, 1000, NARROW).pack(rows).tokens) == expected
-        assert len(step.Compute(CPU, 1000).pack(rows).tokens) == tokens
+        assert len(training_pass.Compute(CPU, 1000, NARROW).pack(rows).tokens) == expected
+        assert len(training_pass.Compute(CPU, 1000).pack(rows).tokens) == tokens

@@ -7,7 +7,7 @@ from tidemill.core.types import LossSpec, Sample
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.value_model import ValueModel
-from tidemill.trainer import step
+from tidemill.trainer import training_pass
 
 VOCAB = 23
 LOSSES = {"policy": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), "supervised": LossSpec("cross_entropy")}
@@ -97,7 +97,9 @@ def gradients(samples, model, budget=10_000, losses=LOSSES, critic=None, **compu
     """The sums that one call accumulates, by parameter, and what the call returned."""
     for p in parameters(model, critic).values():
         p.grad = None
-    result = step.forward_backward(model, samples, losses, step.Compute(CPU, budget, **compute), critic=critic)
+    result = training_pass.forward_backward(
+        model, samples, losses, training_pass.Compute(CPU, budget, **compute), critic=critic
+    )
     return {n: p.grad.clone() for n, p in parameters(model, critic).items() if p.grad is not None}, result
 
 

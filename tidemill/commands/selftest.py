@@ -23,7 +23,7 @@ from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.runtime.workers import keeper
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 REWARD = "tidemill.envs.rewards.functions:exact"

@@ -14,7 +14,7 @@ from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
 from tidemill.models.value_model import ValueModel
 from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 _PREFIX = "critic."  # of its tensors in a checkpoint
 

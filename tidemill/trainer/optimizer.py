@@ -14,7 +14,7 @@ from torch.optim.adamw import adamw
 
 from tidemill.core.interfaces import TrainingDiverged
 from tidemill.core.types import Metrics
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 

@@ -25,15 +25,15 @@ from tidemill.models.served_weights import Contents, checked, words_of
 from tidemill.models.trained_linear import MIXES
 from tidemill.models.weight_slices import Sender, Slice
 from tidemill.runtime.cpu_sharing import Cores
-from tidemill.trainer import step
-from tidemill.trainer.checkpoint import OPTIMIZER, Snapshot, load_checkpoint
+from tidemill.trainer import training_pass
 from tidemill.trainer.critic import Critic
-from tidemill.trainer.lanes import Lanes
 from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.reference import Reference
-from tidemill.trainer.settings import TrainerSettings
+from tidemill.trainer.parallel_micro_batches import Lanes
+from tidemill.trainer.reference_policy import Reference
 from tidemill.trainer.telemetry import Offload, Recorder
-from tidemill.trainer.unchanged import Announced, why_unchanged
+from tidemill.trainer.trainer_checkpoint import OPTIMIZER, Snapshot, load_checkpoint
+from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.trainer.unchanged_weights import Announced, why_unchanged
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -86,7 +86,7 @@ class NativeTrainer:
         self._critic = critic and critic.beside(self.decoder)
         self._exports = self._critic.model if self._critic is not None and scores else None
         self._kept = [each for each in (self._reference, self._critic) if each is not None]
-        self._compute = step.Compute(
+        self._compute = training_pass.Compute(
             device=self.device,
             budget=settings.micro_batch_tokens,
             autocast=torch.bfloat16 if settings.dtype == "bfloat16" else None,
@@ -120,7 +120,7 @@ class NativeTrainer:
 
         def run() -> list[Array]:
             with self._recorder.span("forward", samples=len(samples)):
-                return step.forward(model, samples, self._compute)
+                return training_pass.forward(model, samples, self._compute)
 
         return await self._recorder.asked(self._offload, run)
 
@@ -130,7 +130,9 @@ class NativeTrainer:
             fault_injection.reach(recorder.process, "train", self.updates)
             with recorder.span("train", samples=len(samples)):
                 critic = self._critic and self._critic.model
-                result = step.forward_backward(self.decoder, samples, losses, self._compute, recorder.memory.update, critic)
+                result = training_pass.forward_backward(
+                    self.decoder, samples, losses, self._compute, recorder.memory.update, critic
+                )
             recorder.count("trained_tokens", result.metrics["tokens"])
             recorder.count("trained_samples", len(samples))
             return result

@@ -25,8 +25,8 @@ from tidemill.models.logprobs import token_logprobs
 from tidemill.models.served_linear import gathering
 from tidemill.models.trained_linear import prepares_sizes
 from tidemill.models.value_model import ValueModel
-from tidemill.trainer.batch import Batch, Row, pack, rows_of, split
-from tidemill.trainer.lanes import Lanes, lanes_for
+from tidemill.trainer.micro_batches import Batch, Row, pack, rows_of, split
+from tidemill.trainer.parallel_micro_batches import Lanes, lanes_for
 from tidemill.trainer.telemetry import Offload
 
 T = TypeVar("T")
