@@ -26,8 +26,8 @@ from harness import save, table, wait_until_quiet
 
 import tidemill
 from tidemill.algorithms.prepare_step import Prepared, Update
-from tidemill.buffer import Buffer
-from tidemill.controller import Controller, Schedule
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine

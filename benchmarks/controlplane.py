@@ -22,8 +22,8 @@ import psutil
 from harness import save
 
 from tidemill.algorithms.prepare_step import Prepared, Update
-from tidemill.buffer import Buffer
-from tidemill.controller import Controller, Schedule
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, Metrics, Score, Task, TrainResult, Trajectory, Version
 from tidemill.ledger import SqliteLedger
 

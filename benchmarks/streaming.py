@@ -20,8 +20,8 @@ import numpy as np
 from harness import save, table
 
 from tidemill.algorithms.prepare_step import Prepared, Update
-from tidemill.buffer import Buffer
-from tidemill.controller import Controller, Schedule
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.controller import Controller, Schedule
 from tidemill.core.types import Finish, Group, Sample, Score, Task, TrainResult, Trajectory, Version
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))

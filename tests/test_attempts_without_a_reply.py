@@ -16,11 +16,11 @@ from test_streaming import CASES, STEP, Asked, groups_of
 
 from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.commands.pairs import _answers
+from tidemill.controller.evaluation import summary
+from tidemill.controller.run_monitor import count, describe
+from tidemill.controller.train_step import computed_tokens, train_on
 from tidemill.core import serialization
 from tidemill.core.types import Finish, Group, InfraError, Score, Task, Trajectory, Version
-from tidemill.evaluation import summary
-from tidemill.gradient import computed_tokens, train_on
-from tidemill.monitor import count, describe
 from tidemill.observability.diagnosis.mismatch import lag_zero
 from tidemill.observability.diagnosis.symptoms import _identical
 from tidemill.observability.metrics import StepMetrics

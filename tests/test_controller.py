@@ -12,8 +12,8 @@ import pytest
 from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
 
 from tidemill.algorithms.prepare_step import Prepared, Update
-from tidemill.buffer import Buffer
-from tidemill.controller import Controller, Hooks, RunFailed, Schedule
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.controller import Controller, Hooks, RunFailed, Schedule
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Finish, Group, InfraError, Score, Task, TrainResult, Trajectory, Version
 from tidemill.observability.stall_report import open_waits

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from ledger.ledger_cases import task, trajectory
 
+from tidemill.controller.dropped_groups import Drops
 from tidemill.core.types import GREEDY, Finish, Group, InfraError, Outcome, Score, Unscorable
-from tidemill.drops import Drops
 
 STOP, LENGTH = Finish.STOP, Finish.LENGTH
 Attempt = tuple[Outcome | float, Finish]

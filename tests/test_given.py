@@ -9,10 +9,10 @@ import pytest
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.controller.offline_groups import Given, HeldOut, check_given, replies
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Group, Score, Task
-from tidemill.given import Given, HeldOut, check_given, replies
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.recipe import RunConfig

@@ -8,11 +8,11 @@ import gc
 import numpy as np
 import pytest
 
+from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.rollout import Episodes, Rollout, _all
 from tidemill.core.interfaces import PeerLost
 from tidemill.core.types import GREEDY, Completion, Finish, InfraError, SamplingParams, Score, Task, Version
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.pool import EnginePool
-from tidemill.rollout import Episodes, Rollout, _all
 
 TASK = Task("t", "ab")
 

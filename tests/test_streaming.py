@@ -17,10 +17,10 @@ from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.mixture import Mixture
 from tidemill.algorithms.prepare_step import Algorithm, Prepared, Update
 from tidemill.algorithms.presets import PRESETS
-from tidemill.controller import RunFailed
+from tidemill.controller.controller import RunFailed
+from tidemill.controller.train_step import Begun, computed_tokens, train_on
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import GREEDY, Finish, Group, LossSpec, Sample, Score, Task, TrainResult, Trajectory, Version
-from tidemill.gradient import Begun, computed_tokens, train_on
 
 TOKENS = 8  # of a group of `World`
 STEP = 6

@@ -6,12 +6,12 @@ import asyncio
 
 import pytest
 
-from tidemill.controller import RunFailed
+from tidemill.controller.controller import RunFailed
+from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_supervisor import Budget, Supervisor
 from tidemill.core.interfaces import EngineFailed, PeerLost, PolicyMismatch
 from tidemill.core.types import Published, Version
-from tidemill.pool import EnginePool
 from tidemill.runtime.placement import StartFailed, Vitals
-from tidemill.supervision import Budget, Supervisor
 
 
 def published(step: int) -> Published:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tidemill import warmup
-from tidemill.controller import RunFailed
+from tidemill.controller.controller import RunFailed
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Task, Version

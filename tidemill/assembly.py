@@ -13,34 +13,34 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tidemill.agreement import Agreement
 from tidemill.algorithms.mixture import algorithm_of
-from tidemill.breaker import Breaker, Change, Gate
-from tidemill.buffer import Buffer
 from tidemill.checkpoint_manifest import Position
 from tidemill.checkpoints import Checkpoints
-from tidemill.controller import Controller, Hooks, Schedule
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.circuit_breaker import Breaker, Change, Gate
+from tidemill.controller.controller import Controller, Hooks, Schedule
+from tidemill.controller.engine_pool import PoolPublisher
+from tidemill.controller.evaluation import Evaluator
+from tidemill.controller.offline_groups import Given, HeldOut
+from tidemill.controller.policy_check import Agreement
+from tidemill.controller.rollout import Episodes, Rollout
+from tidemill.controller.run_monitor import Monitor
 from tidemill.core.interfaces import Environment
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Task, Version
 from tidemill.envs.curriculum import Curriculum
 from tidemill.envs.environment_mixture import Several
-from tidemill.evaluation import Evaluator
 from tidemill.exact import Recorded, take_up_exactly
 from tidemill.experience import Experience
-from tidemill.given import Given, HeldOut
 from tidemill.giving import giving, remembered
 from tidemill.health import reporting
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder
 from tidemill.models.architecture import Architecture
-from tidemill.monitor import Monitor
 from tidemill.observability.events import worded
 from tidemill.observability.time_breakdown import EVALUATE
 from tidemill.parts import Parts
-from tidemill.pool import PoolPublisher
 from tidemill.recipe import RunConfig
 from tidemill.resume import Standing, take_up
-from tidemill.rollout import Episodes, Rollout
 from tidemill.run_folder import RunFolder
 from tidemill.runtime.placement import Placement
 

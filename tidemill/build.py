@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.controller.engine_supervisor import Budget
 from tidemill.core.config import Config, build
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Version
@@ -26,7 +27,6 @@ from tidemill.runtime.cpu_sharing import Cores, Seat, SharedCores
 from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local
 from tidemill.runtime.placement import Built, Handle, Liveness, Placement
-from tidemill.supervision import Budget
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 

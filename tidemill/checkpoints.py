@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from tidemill.checkpoint_manifest import MANIFEST, Position, name_of, read_manifest, seal, step_of, strangers, verify
-from tidemill.controller import ROLE
+from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import flush, remove_left, remove_marked
 from tidemill.core.executors import in_thread

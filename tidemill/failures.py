@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tidemill.controller import RunFailed
+from tidemill.controller.controller import RunFailed
 from tidemill.core.interfaces import PolicyMismatch, TrainingDiverged
 from tidemill.envs.chat import EnvironmentLost
 from tidemill.ledger.records import LedgerError

@@ -15,11 +15,11 @@ import torch
 
 from tidemill.algorithms.algorithm_settings import begins_as
 from tidemill.algorithms.preferences import UNPAIRED
+from tidemill.controller.offline_groups import ROWS as HELD_OUT_ROWS
 from tidemill.core.errors import ConfigError
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.paged_attention import GATHER_BYTES, MOST_PAIRS
-from tidemill.given import ROWS as HELD_OUT_ROWS
 from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native

@@ -22,15 +22,15 @@ from tidemill.build import (
     folder_of,
     start_role,
 )
-from tidemill.controller import first_cause
+from tidemill.controller.controller import first_cause
+from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_supervisor import Supervisor
+from tidemill.controller.reference_pool import WithServedReference
 from tidemill.core.interfaces import Engine, PolicyMismatch, Trainer
-from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig
 from tidemill.runtime.cpu_sharing import seats
 from tidemill.runtime.placement import Handle, Placement
 from tidemill.runtime.wire_format import PeerDied
-from tidemill.served_reference import WithServedReference
-from tidemill.supervision import Supervisor
 
 T = TypeVar("T")
 GRACE_S = 1.0  # for the news of a process's end to arrive

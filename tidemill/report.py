@@ -6,13 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tidemill.controller.evaluation import errors_apart, interval
+from tidemill.controller.offline_groups import FIGURES
+from tidemill.controller.run_monitor import Totals
 from tidemill.core.hardware import usable_cores
-from tidemill.evaluation import errors_apart, interval
-from tidemill.given import FIGURES
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
-from tidemill.monitor import Totals
 from tidemill.observability.bottleneck_advisor import Setup, advise
 from tidemill.observability.time_breakdown import CONTROLLER, GENERATE, REFERENCE, REWARD, TRAIN, TRAINER, Account
 from tidemill.observability.trace import Trace, busy_seconds, overlap

@@ -22,6 +22,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
+from tidemill.controller.rollout import Episodes
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Checkable, Engine, Environment, Gold
 from tidemill.core.outcomes import SOLVED, clip
@@ -40,7 +41,6 @@ from tidemill.core.types import (
     Version,
 )
 from tidemill.models.tokenizer import EOS, Tokenizer, byte_tokenizer
-from tidemill.rollout import Episodes
 
 WRONG = 0.05  # of the gold replies may fall short: a few wrong labels are in every set of tasks
 HOPELESS = 3  # replies in a row, from the first on, that could not be judged: the others would not be either

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from tidemill.beside import absolute
-from tidemill.controller import ROLE
+from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import flush, put_in_place, write_json
 from tidemill.core.config import build, dump

@@ -18,7 +18,10 @@ from typing import Any, TypeVar
 
 from tidemill.assembly import Session, context_cut, train
 from tidemill.build import TrainerSpec, budget_of, placed, preparing
-from tidemill.controller import first_cause
+from tidemill.controller.controller import first_cause
+from tidemill.controller.engine_supervisor import Budget
+from tidemill.controller.offline_groups import check_given
+from tidemill.controller.run_monitor import Monitor
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import allow_files, usable_cores
@@ -31,7 +34,6 @@ from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.envs.task_order import task_order
 from tidemill.fetched import fetched
-from tidemill.given import check_given
 from tidemill.health import forget_end, record_failure
 from tidemill.judging_code import tell_changes
 from tidemill.ledger.database import has_ledger
@@ -39,7 +41,6 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.model_folder import ModelFolder, expect_model, named_folder
 from tidemill.models.conversations import check_prompts
 from tidemill.models.tokenizer import import_tokenizers
-from tidemill.monitor import Monitor
 from tidemill.observability.console import Display
 from tidemill.observability.operator_profiler import LAST, merge
 from tidemill.observability.sinks import Callback, open_sinks
@@ -53,7 +54,6 @@ from tidemill.run_folder import RunFolder, RunFolderGone
 from tidemill.runtime.placement import Placement
 from tidemill.runtime.process_logs import warnings_to
 from tidemill.runtime.workers import keeper
-from tidemill.supervision import Budget
 from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start
 from tidemill.warmup import check_answers
 

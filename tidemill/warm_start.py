@@ -17,17 +17,17 @@ from typing import Any
 from tidemill.build import TrainerSpec
 from tidemill.checkpoint_manifest import Position
 from tidemill.checkpoints import Checkpoints
+from tidemill.controller.engine_pool import PoolPublisher
+from tidemill.controller.evaluation import Evaluator
+from tidemill.controller.rollout import Episodes
 from tidemill.core.config import dump
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import CheckpointError
 from tidemill.core.types import Task
-from tidemill.evaluation import Evaluator
 from tidemill.ledger.records import Event
 from tidemill.model_folder import NEW, ModelFolder
 from tidemill.parts import Parts, start_parts
-from tidemill.pool import PoolPublisher
 from tidemill.recipe import RunConfig
-from tidemill.rollout import Episodes
 from tidemill.run_folder import RunFolder, read_json
 from tidemill.runtime.placement import Placement
 from tidemill.trainer.trainer_settings import TrainerSettings

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from tidemill.checkpoint_manifest import Position, seal, verify
-from tidemill.controller import ROLE
+from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import put_in_place, write_json
 from tidemill.core.errors import ConfigError

@@ -15,15 +15,15 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.controller import RunFailed
+from tidemill.controller.controller import RunFailed
+from tidemill.controller.engine_pool import PoolPublisher
+from tidemill.controller.evaluation import Evaluator
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Sample, Task, Version
 from tidemill.envs.task_order import task_order
-from tidemill.evaluation import Evaluator
 from tidemill.models.conversations import as_messages, conversation, unknown_token
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.pool import PoolPublisher
 from tidemill.recipe import WarmupSettings
 
 LOOK_EVERY = 10  # steps between two looks at the accuracy, which goes from a tenth to two thirds within fifty

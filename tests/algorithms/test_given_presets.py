@@ -13,9 +13,9 @@ from torch.nn.functional import logsigmoid
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import Algorithm
 from tidemill.algorithms.presets import PRESETS
+from tidemill.controller.offline_groups import Given
+from tidemill.controller.train_step import train_on
 from tidemill.core.types import Group, Task
-from tidemill.given import Given
-from tidemill.gradient import train_on
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.tokenizer import character_tokenizer

@@ -14,9 +14,9 @@ import torch
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.presets import PRESETS
 from tidemill.algorithms.reductions import REDUCTIONS, reduction
-from tidemill.buffer import Buffer
 from tidemill.commands import sizing
 from tidemill.commands.in_force import differing, p_hat, parts_of
+from tidemill.controller.admission_buffer import Buffer
 from tidemill.core.config import load
 from tidemill.core.types import Sample
 from tidemill.recipe import RunConfig

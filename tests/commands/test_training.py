@@ -14,8 +14,8 @@ import tidemill as package
 from tidemill import cli
 from tidemill.commands import training
 from tidemill.commands.ending import tell
+from tidemill.controller.evaluation import errors_apart
 from tidemill.core.interfaces import TrainingDiverged
-from tidemill.evaluation import errors_apart
 from tidemill.ledger.records import EvalRecord
 from tidemill.recipe import load_recipe
 from tidemill.report import unlearned

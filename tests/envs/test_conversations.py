@@ -10,6 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
+from tidemill.controller.offline_groups import replies
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Task
 from tidemill.envs.build_environment import reward_environment
@@ -17,7 +18,6 @@ from tidemill.envs.python_tasks import splits_of
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.envs.tasks import task_of
 from tidemill.envs.trl_rows import with_prompt
-from tidemill.given import replies
 
 
 def user(text: str, **more: Any) -> dict[str, Any]:

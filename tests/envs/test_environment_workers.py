@@ -20,6 +20,7 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine, chat_tokenizer, says
 
+from tidemill.controller.rollout import Episodes
 from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.core.types import Finish, InfraError, SamplingParams, Score, Task, Trajectory
 from tidemill.envs.build_environment import make_environment
@@ -28,7 +29,6 @@ from tidemill.envs.environment import environment
 from tidemill.envs.environment_settings import EnvironmentWorkers, GuessSettings, PythonSettings
 from tidemill.envs.episode_workers import WorkerEnvironment, in_workers
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.rollout import Episodes
 from tidemill.runtime.workers import stopped
 
 FILE = str(Path(__file__).with_name("faulty_environments.py"))

@@ -9,14 +9,14 @@ from test_make import ROWS, attempt, make, write
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.controller.evaluation import summary
+from tidemill.controller.run_monitor import describe
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Group, InfraError, Score, Task, Unscorable
 from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.judge import RewardJudge
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.evaluation import summary
-from tidemill.monitor import describe
 from tidemill.observability.metrics import StepMetrics
 from tidemill.recipe import RunConfig
 

@@ -11,18 +11,18 @@ from scripted_engine import CHATML, ScriptedEngine, chat_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
+from tidemill.controller.offline_groups import check_given
+from tidemill.controller.run_monitor import count
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Group, SamplingParams, Score, Task
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.envs.episode_worker import _message
-from tidemill.given import check_given
 from tidemill.models.architecture import Architecture
 from tidemill.models.chat_template import end_of_turn
 from tidemill.models.conversations import check_prompts, completion_of, conversation, prompt_tokens, renderer
 from tidemill.models.messages import as_messages
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.tokenizer import character_tokenizer, stop_ids
-from tidemill.monitor import count
 from tidemill.observability.metrics import StepMetrics
 from tidemill.warmup import check_answers
 

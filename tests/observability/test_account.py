@@ -11,8 +11,8 @@ import pytest
 from virtual_time import run_virtually
 
 from tidemill.algorithms.prepare_step import Prepared, Update
-from tidemill.buffer import Buffer
-from tidemill.controller import Controller, Hooks, Schedule
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.controller import Controller, Hooks, Schedule
 from tidemill.core.types import Finish, Group, Score, Span, Task, TrainResult, Trajectory, Version
 from tidemill.observability.bottleneck_advisor import Advice, Setup, advise
 from tidemill.observability.time_breakdown import EPISODE, EVALUATE, REWARD, WAIT, Account, account

@@ -11,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill import monitor, report
+from tidemill import report
+from tidemill.controller import run_monitor
+from tidemill.controller.run_monitor import Monitor, Totals
 from tidemill.core.config import load
 from tidemill.core.interfaces import PeerLost
 from tidemill.core.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
 from tidemill.model_folder import architecture_of
-from tidemill.monitor import Monitor, Totals
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
@@ -38,7 +39,7 @@ class Engine:
 
 
 async def test_an_engine_that_is_lost_or_silent_holds_nobody_up_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "ENGINE_S", 0.01)
+    monkeypatch.setattr(run_monitor, "ENGINE_S", 0.01)
     well = Telemetry("engine-0", 1, [], {})
     answers = [well, PeerLost("gone"), TimeoutError("silent"), None]
     assert [await Monitor._of(Engine(answer)) for answer in answers] == [well, None, None, None]
@@ -115,7 +116,7 @@ def test_a_greedy_baseline_is_no_part_of_what_the_policy_does() -> None:
         return Trajectory(np.arange(2, dtype=np.int32), mask, zero, versions, Finish.STOP, Score(reward), sample=sample)
 
     metrics = StepMetrics()
-    monitor.describe(metrics, [Group(0, Task("t", "p"), [attempt(0.0, 0), attempt(0.5, 1), attempt(1.0, GREEDY)])])
+    run_monitor.describe(metrics, [Group(0, Task("t", "p"), [attempt(0.0, 0), attempt(0.5, 1), attempt(1.0, GREEDY)])])
     assert metrics.take()["reward/mean"] == 0.25
 
 
@@ -161,7 +162,7 @@ def test_rewards_are_told_for_each_environment_that_tasks_name() -> None:
         return Group(0, Task("t", "p", env=env), [attempt])
 
     metrics = StepMetrics()
-    monitor.describe(metrics, [group("a", 0.0), group("a", 1.0), group("b", 1.0), group("", 0.0)])
+    run_monitor.describe(metrics, [group("a", 0.0), group("a", 1.0), group("b", 1.0), group("", 0.0)])
     found = metrics.take()
     assert {key: value for key, value in found.items() if key.startswith("reward/")} == {
         "reward/mean": 0.5,

@@ -13,8 +13,8 @@ import pytest
 from test_controller import PublisherOf, Silent, World
 from virtual_time import run_virtually
 
-from tidemill.buffer import Buffer
-from tidemill.controller import Controller, RunFailed, Schedule
+from tidemill.controller.admission_buffer import Buffer
+from tidemill.controller.controller import Controller, RunFailed, Schedule
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.envs.curriculum import Curriculum
 from tidemill.giving import giving, remembered

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from tidemill.controller.engine_supervisor import Budget
 from tidemill.runtime.wire_format import PeerDied
 from tidemill.session import _despite_losses
-from tidemill.supervision import Budget
 
 
 def session(told: list[str]):

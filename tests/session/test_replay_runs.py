@@ -10,7 +10,7 @@ import pytest
 from letter_pairs import letter_model, train
 
 import tidemill
-from tidemill.controller import Controller
+from tidemill.controller.controller import Controller
 from tidemill.core.config import load
 from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger

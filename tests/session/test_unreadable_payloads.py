@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 import tidemill
 from tidemill.cli import app
-from tidemill.controller import Controller
+from tidemill.controller.controller import Controller
 from tidemill.ledger import LedgerError, SqliteLedger
 
 SAVED, CUT, LAST = 4, 7, 9  # steps: of the checkpoint, of the end by force, and of the end

@@ -12,7 +12,7 @@ import pytest
 from tidemill import warm_start_cache, warmup
 from tidemill.checkpoint_manifest import MANIFEST
 from tidemill.commands.why import standing
-from tidemill.controller import RunFailed
+from tidemill.controller.controller import RunFailed
 from tidemill.core import fault_injection
 from tidemill.core.config import build
 from tidemill.core.fault_injection import Fault, FaultError, Faults

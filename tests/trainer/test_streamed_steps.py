@@ -11,8 +11,8 @@ from trainer_cases import VOCAB, decoder
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.controller.train_step import Begun, train_on
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
-from tidemill.gradient import Begun, train_on
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 

@@ -25,6 +25,8 @@ from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.commands.state import state_of
 from tidemill.commands.warned import warnings_logged
+from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.evaluation import Evaluator, interval
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
 from tidemill.core.hub import fetch, is_name, shown
@@ -33,11 +35,9 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import PythonSettings, environments_of
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.evaluation import Evaluator, interval
 from tidemill.fetched import fetched
 from tidemill.model_folder import ModelFolder
 from tidemill.models.conversations import check_prompts
-from tidemill.pool import EnginePool
 from tidemill.recipe import RunConfig, load_recipe
 from tidemill.run_folder import RunFolder
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
+from tidemill.controller.engine_pool import EnginePool
 from tidemill.core.interfaces import Engine, Environment
 from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
 from tidemill.core.types import (
@@ -34,7 +35,6 @@ from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, Epis
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.time_breakdown import EPISODE, REWARD
 from tidemill.observability.timeline import Beside
-from tidemill.pool import EnginePool
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -14,9 +14,9 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.controller import RunFailed
+from tidemill.controller.controller import RunFailed
+from tidemill.controller.engine_pool import LOST, EnginePool
 from tidemill.core.interfaces import Engine
-from tidemill.pool import LOST, EnginePool
 from tidemill.runtime.placement import Handle, StartFailed
 
 LONGEST_PAUSE_S = 60.0

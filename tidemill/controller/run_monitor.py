@@ -16,7 +16,9 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from tidemill.breaker import Change
+from tidemill.controller.circuit_breaker import Change
+from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.evaluation import parts_of
 from tidemill.core.interfaces import Engine, PeerLost, Trainer
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import (
@@ -34,7 +36,6 @@ from tidemill.core.types import (
     Unscorable,
     Version,
 )
-from tidemill.evaluation import parts_of
 from tidemill.observability.console import Display
 from tidemill.observability.console_table import HELD_OUT
 from tidemill.observability.diagnosis.cuts import Limit, limit_of, limits
@@ -46,7 +47,6 @@ from tidemill.observability.sinks import Fanout
 from tidemill.observability.time_breakdown import CONTROLLER, EPISODE, Account, account
 from tidemill.observability.timeline import IDLE, Beside, Timeline
 from tidemill.observability.trace import Trace
-from tidemill.pool import EnginePool
 
 RATE_S = 10.0
 ENGINE_S = 5.0  # that an engine has to tell what it did

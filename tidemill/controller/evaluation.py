@@ -9,12 +9,12 @@ from math import sqrt
 
 import numpy as np
 
+from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.rollout import Episodes, greedy
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import TRUNCATED, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
-from tidemill.pool import EnginePool
-from tidemill.rollout import Episodes, greedy
 
 Z95 = 1.959964  # of the normal distribution, two-sided
 MOST_PARTS = 32  # of a reward, in figures

@@ -12,9 +12,9 @@ import asyncio
 
 import numpy as np
 
+from tidemill.controller.engine_pool import EnginePool
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
-from tidemill.pool import EnginePool
 
 REFERENCE, SERVED = "reference", "policy"  # what the trainer calls it, and what its engines call all that they serve
 
