@@ -69,10 +69,10 @@ class Account:
 
 
 def account_for(account: Account) -> None:
-    from tidemill import health
     from tidemill.ledger.ledger import SqliteLedger
     from tidemill.models import fingerprint, served_weights
     from tidemill.observability.trace import Trace
+    from tidemill.run import status_file
 
     for name in LEDGER:
         account.wrap(SqliteLedger, name, "ledger")
@@ -82,12 +82,12 @@ def account_for(account: Account) -> None:
     account.wrap(Trace, "collect", "tracing")
     account.wrap(Trace, "add", "tracing")
     account.wrap(Trace, "write", "tracing")
-    account.wrap(health, "write_json", "status")
+    account.wrap(status_file, "write_json", "status")
 
 
 def serve() -> None:
-    """As `tidemill.remote_worker`, accounted for."""
-    from tidemill.build import build_role, import_roles, use_threads
+    """As `tidemill.run.role_main`, accounted for."""
+    from tidemill.run.roles import build_role, import_roles, use_threads
     from tidemill.runtime.role_host import host
 
     def build(spec: dict[str, Any]) -> Any:
@@ -138,14 +138,14 @@ def checkpointing(spans: list[dict[str, Any]]) -> tuple[list[float], float]:
 def main(steps: int, out: Path | None) -> int:
     import torch
 
-    from tidemill import build
     from tidemill.commands.training import DEMO
     from tidemill.observability.console import ProgressDisplay
-    from tidemill.recipe import load_recipe
+    from tidemill.run import roles
+    from tidemill.run.recipe import load_recipe
+    from tidemill.run.session import run
     from tidemill.runtime.local import Local
-    from tidemill.session import run
 
-    build.Local = partial(Local, command=[sys.executable, __file__, "--serve"])  # pyright: ignore
+    roles.Local = partial(Local, command=[sys.executable, __file__, "--serve"])  # pyright: ignore
     account, totals = Account(), dict[int, float]()
     account_for(account)
 

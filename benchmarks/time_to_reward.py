@@ -31,9 +31,9 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import ReasoningGymSettings
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.model_folder import ModelFolder
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.hf_weights import load_folder
+from tidemill.run.storage.model_folder import ModelFolder
 
 sys.path.append(str(Path(__file__).with_name("systems")))
 from reward_task import ROWS, score

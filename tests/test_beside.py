@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.beside import absolute, same_file
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
 from tidemill.envs.environment_settings import environments_of
-from tidemill.recipe import check_same_run, load_recipe
+from tidemill.run.recipe import check_same_run, load_recipe
+from tidemill.run.recipe_files import absolute, same_file
 
 ENVS = {
     "mytask.py:f": lambda env: env.path,

@@ -13,7 +13,7 @@ from tidemill.runtime.fork_client import server_environment
 SCRIPT = """
 import asyncio, json, sys, threading
 from pathlib import Path
-from tidemill.build import build_role, import_roles, one_thread, use_threads
+from tidemill.run.roles import build_role, import_roles, one_thread, use_threads
 from tidemill.runtime.fork_server import thread_count
 import_roles()
 before, threads = set(sys.modules), thread_count()

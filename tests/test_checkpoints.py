@@ -19,12 +19,12 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from tidemill import checkpoint_manifest, checkpoints
-from tidemill.checkpoint_manifest import MANIFEST, MAX_BYTES, Manifest, Position, read_manifest, verify
-from tidemill.checkpoints import MARKER, Checkpoints
 from tidemill.core import atomic_files, fault_injection
 from tidemill.core.interfaces import CheckpointError
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.run.storage import checkpoint_manifest, checkpoints
+from tidemill.run.storage.checkpoint_manifest import MANIFEST, MAX_BYTES, Manifest, Position, read_manifest, verify
+from tidemill.run.storage.checkpoints import MARKER, Checkpoints
 
 
 class Bytes:

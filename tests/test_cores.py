@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 import torch
 
-from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.core.config import build
 from tidemill.core.types import LossSpec, Sample, SamplingParams
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.parts import start_parts
-from tidemill.recipe import RunConfig
+from tidemill.run.cluster import start_parts
+from tidemill.run.recipe import RunConfig
+from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.runtime import cpu_sharing
 from tidemill.runtime.cpu_sharing import Seat, SharedCores, seats
 from tidemill.runtime.placement import StartFailed

@@ -15,7 +15,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Group, Score, Task
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import character_tokenizer
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789|: \n"
 PLAIN = character_tokenizer(ALPHABET)

@@ -12,7 +12,7 @@ import pytest
 import structure
 
 from tidemill.core.config import Config
-from tidemill.recipe import RunConfig, load_recipe
+from tidemill.run.recipe import RunConfig, load_recipe
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tidemill"
@@ -56,7 +56,9 @@ def test_a_package_imports_from_lower_floors_only():
     assert not bad, "\n".join(bad)
 
 
-LIGHT = dict.fromkeys(["tidemill.cli", "tidemill.controller.controller", "tidemill.recipe", "tidemill", "tidemill.api"], ())
+LIGHT = dict.fromkeys(
+    ["tidemill.cli", "tidemill.controller.controller", "tidemill.run.recipe", "tidemill", "tidemill.run.api"], ()
+)
 LIGHT["tidemill.envs.reward_workers.reward_worker"] = ("pydantic",)  # there are many of them
 
 

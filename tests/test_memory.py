@@ -18,9 +18,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tidemill import memory, session
-from tidemill import recipe as recipe_module
-from tidemill.build import EngineSpec, build_engine, start_engine
 from tidemill.core.config import load
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import SamplingParams, Version
@@ -28,7 +25,6 @@ from tidemill.engine.native import cache_size
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.model_folder import architecture_of, resolve_model
 from tidemill.models import trained_linear
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
@@ -41,13 +37,18 @@ from tidemill.models.logprobs import chunk_rows, token_logprobs
 from tidemill.models.new_model import SIZES, Size, fresh_model
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.value_model import ValueModel
-from tidemill.recipe import RunConfig
+from tidemill.run import recipe as recipe_module
+from tidemill.run import session
+from tidemill.run.planner import memory_model
+from tidemill.run.recipe import RunConfig
+from tidemill.run.roles import EngineSpec, build_engine, start_engine
+from tidemill.run.storage.model_folder import architecture_of, resolve_model
+from tidemill.run.warm_start import WarmStart
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference_policy import Reference
 from tidemill.trainer.trainer_checkpoint import Snapshot
 from tidemill.trainer.trainer_settings import TrainerSettings
-from tidemill.warm_start import WarmStart
 
 SHAPE = {
     **{"vocab_size": 48, "hidden_size": 32, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 4},
@@ -65,7 +66,7 @@ def recipe(*overrides: str, model: str = "new:0.1m", env: str = "guess") -> RunC
     return load(RunConfig, [], overrides, {"run_dir": "runs/x", "model": model, "env": env, "algorithm": "grpo"})
 
 
-def of(held: Iterable[memory.Held]) -> dict[str, int]:
+def of(held: Iterable[memory_model.Held]) -> dict[str, int]:
     return {each.what.partition(",")[0]: each.bytes for each in held}
 
 
@@ -77,15 +78,15 @@ def size(tensors: Iterable[Tensor | None]) -> int:
 def test_parameters_are_counted(family: str):
     arch = Architecture.from_dict(SHAPE | FAMILIES[family])
     decoder = empty_decoder(arch)
-    assert memory.parameters(arch) == sum(p.numel() for p in decoder.parameters())
-    assert sorted(memory.matrices(arch)) == sorted(tuple(weight.shape) for _, weight, _ in decoder.packed())
+    assert memory_model.parameters(arch) == sum(p.numel() for p in decoder.parameters())
+    assert sorted(memory_model.matrices(arch)) == sorted(tuple(weight.shape) for _, weight, _ in decoder.packed())
 
 
 def test_a_new_models_shape_is_known_before_it_is_made(tmp_path: Path):
     known = architecture_of("new:0.1m")
     assert list(tmp_path.iterdir()) == [] and known is not None
     made = Architecture.from_folder(resolve_model("new:0.1m", tmp_path, seed=0))
-    assert memory.parameters(known) == memory.parameters(made) and known.context == made.context
+    assert memory_model.parameters(known) == memory_model.parameters(made) and known.context == made.context
     assert architecture_of(str(tmp_path / "nowhere")) is None
 
 
@@ -98,10 +99,10 @@ async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int
     settings = EngineSettings.model_validate({"dtype": dtype, "device": "cpu", "kv_memory_mb": kv, "max_sequences": 7})
     engine = build_engine(EngineSpec(model=tmp_path / "model", engine=settings))
     assert isinstance(engine, NativeEngine) and engine._cache is not None
-    said, decoder = of(memory.engine_memory(settings, arch)), engine._updates.weights.decoder
+    said, decoder = of(memory_model.engine_memory(settings, arch)), engine._updates.weights.decoder
     assert said["weights"] == said["spare for the next version"] == size(decoder.parameters())
     assert said["KV cache"] == size([engine._cache.kv])
-    assert memory.row_tokens(settings, arch) == (await engine.capabilities()).context == context
+    assert memory_model.row_tokens(settings, arch) == (await engine.capabilities()).context == context
     compiled = native()
     if compiled is not None and compiled.packs(decoder.head_weight):
         assert said["packed copies of both"] == 2 * size(packed.numbers for _, _, packed in decoder.packed())
@@ -111,12 +112,12 @@ async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int
 def test_what_an_engine_does_not_pack(monkeypatch):
     arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
     invariant = EngineSettings(batch_invariant=True, device="cpu")
-    assert not any("packed" in what for what in of(memory.engine_memory(invariant, arch)))
+    assert not any("packed" in what for what in of(memory_model.engine_memory(invariant, arch)))
     narrow = EngineSettings(device="cuda", dtype="bfloat16")
-    on_gpu = of(memory.engine_memory(narrow, arch))
+    on_gpu = of(memory_model.engine_memory(narrow, arch))
     assert on_gpu.keys() == {"weights", "spare for the next version", "a step of at most 2", "KV cache"}
-    monkeypatch.setattr(memory, "MIXES", False)  # a PyTorch that multiplies no narrow matrices into a wide one
-    assert of(memory.engine_memory(narrow, arch))["head in float32"] == 4 * 48 * 32
+    monkeypatch.setattr(memory_model, "MIXES", False)  # a PyTorch that multiplies no narrow matrices into a wide one
+    assert of(memory_model.engine_memory(narrow, arch))["head in float32"] == 4 * 48 * 32
 
 
 class Alive(TorchDispatchMode):
@@ -172,16 +173,16 @@ async def test_a_step_of_an_engine_is_bounded(
     texts = [np.full(100, i, np.int32) for i in range(32)]
     await asyncio.gather(*(engine.generate(text, params, "policy", str(i)) for i, text in enumerate(texts)))
     await engine.close()
-    monkeypatch.setattr(memory, "GATHER_BYTES", {"cpu": 1 << 20})  # so short rows and few have no more, nor such masks
-    monkeypatch.setattr(memory, "MOST_PAIRS", 32 * 100 * 112)
-    assert most <= memory.step_memory(settings, arch) <= (2 if compiled else 4) * most
+    monkeypatch.setattr(memory_model, "GATHER_BYTES", {"cpu": 1 << 20})  # so short rows and few have no more, nor such masks
+    monkeypatch.setattr(memory_model, "MOST_PAIRS", 32 * 100 * 112)
+    assert most <= memory_model.step_memory(settings, arch) <= (2 if compiled else 4) * most
 
 
 def test_the_cache_takes_a_share_of_what_is_free():
     arch, settings = Architecture.from_dict(SHAPE | FAMILIES["qwen2"]), EngineSettings(device="cpu")
     full, short = cache_size.kv_pages(settings, arch, None), cache_size.kv_pages(settings, arch, free=4 << 20)
     assert full == (128 * 8 + 1, False) and short[1] and short[0] < full[0]
-    assert of(memory.engine_memory(settings, arch, free=4 << 20))["KV cache"] <= 1 << 20
+    assert of(memory_model.engine_memory(settings, arch, free=4 << 20))["KV cache"] <= 1 << 20
 
 
 @pytest.mark.parametrize("follows", [False, True])
@@ -189,7 +190,7 @@ def test_a_trainer_holds_what_was_said(follows: bool):
     arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"])
     every = f"algorithm.reference.every={int(follows)}"
     config = recipe("algorithm.reference.kl=0.1", every, "trainer.serving_dtype=bfloat16")
-    said = of(memory.trainer_memory(config, arch, arch))
+    said = of(memory_model.trainer_memory(config, arch, arch))
     decoder, reference = empty_decoder(arch), empty_decoder(arch)
     decoder.initialise(torch.Generator())
     optimizer = Optimizer(decoder, config.trainer, updates=1)
@@ -200,7 +201,7 @@ def test_a_trainer_holds_what_was_said(follows: bool):
     copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
     assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied])
     assert said["two versions on their way to engines"] == said["weights"]  # two of half the size
-    assert "reference" not in of(memory.trainer_memory(recipe("placement.sync.carrier=checkpoint"), arch, None))
+    assert "reference" not in of(memory_model.trainer_memory(recipe("placement.sync.carrier=checkpoint"), arch, None))
 
 
 @pytest.mark.parametrize("model", ["initial", "policy"])
@@ -208,7 +209,7 @@ def test_a_trainer_holds_what_was_said(follows: bool):
 def test_a_critic_holds_what_was_said(model: str, tied: bool):
     arch = Architecture.from_dict(SHAPE | FAMILIES["qwen2"] | {"tie_word_embeddings": tied})
     config = recipe("algorithm=ppo", f"algorithm.critic.model={model}")
-    said = of(memory.trainer_memory(config, arch, None, arch if model == "initial" else None))
+    said = of(memory_model.trainer_memory(config, arch, None, arch if model == "initial" else None))
     decoder = empty_decoder(arch)
     if model == "policy":
         assert not [what for what in said if what.startswith("critic")]  # a head is one row
@@ -269,7 +270,7 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: bool, l
     alive = sum(kept(6, settings))
     if checkpointing:  # one layer at a time is run again in the backward pass
         alive += kept(2, plain)[0] - kept(1, plain)[0]
-    said = memory.activations(arch, settings, sum(lengths))
+    said = memory_model.activations(arch, settings, sum(lengths))
     assert alive <= said <= 1.6 * alive
 
 
@@ -289,8 +290,8 @@ def test_micro_batches_side_by_side_have_logits_of_their_own(monkeypatch: pytest
     arch = replace(Architecture.from_dict(SHAPE | FAMILIES["qwen3"]), vocab=100_000)
     config = recipe("trainer.device=cpu", "rollout.groups=1000", *more)
     budget = config.trainer.micro_batch_tokens
-    (said,) = [h.bytes for h in memory.trainer_memory(config, arch, None) if h.what.startswith("activations")]
-    one = memory.activations(arch, config.trainer, budget)
+    (said,) = [h.bytes for h in memory_model.trainer_memory(config, arch, None) if h.what.startswith("activations")]
+    one = memory_model.activations(arch, config.trainer, budget)
     chunk = chunk_rows(arch.vocab, "cpu")
     assert said - one == 3 * 4 * arch.vocab * (min(budget, lanes * chunk) - chunk)
 
@@ -303,21 +304,21 @@ def test_what_cannot_fit_is_refused_with_what_to_change(monkeypatch: pytest.Monk
     arch = architecture_of("new:2m")
     assert arch is not None
     config = recipe("trainer.micro_batch_tokens=100000", "placement.engines=2", model="new:2m")
-    needs = memory.processes(config, memory.Models.of(config, arch))
+    needs = memory_model.processes(config, memory_model.Models.of(config, arch))
     needed = sum(p.count * sum(h.bytes for h in p.held if not h.lazy) for p in needs)
     with_free(monkeypatch, needed)
-    memory.check_memory(config, arch)
+    memory_model.check_memory(config, arch)
     with_free(monkeypatch, needed - 1)
     with pytest.raises(
         ConfigError,
         match=r"the most is .* of the trainer: activ.*takes the most first: a lower trainer.micro_batch_tokens",
     ) as e:
-        memory.check_memory(config, arch)
+        memory_model.check_memory(config, arch)
     assert "trainer.checkpointing = true" in str(e.value) and "KV" not in str(e.value)
     with_free(monkeypatch, 16 << 30)
     with pytest.raises(ConfigError, match=r"32,000,000 attempts under way.*first: fewer rollout.groups \(now 2,000,000\)"):
-        memory.check_memory(recipe("rollout.groups=2000000", "rollout.group_size=8", "max_lag=1"), arch)
-    memory.check_memory(recipe("trainer.micro_batch_tokens=4096", "placement.engines=2", model="new:2m"), arch)
+        memory_model.check_memory(recipe("rollout.groups=2000000", "rollout.group_size=8", "max_lag=1"), arch)
+    memory_model.check_memory(recipe("trainer.micro_batch_tokens=4096", "placement.engines=2", model="new:2m"), arch)
 
 
 def test_a_device_that_is_not_here_is_refused():
@@ -327,16 +328,16 @@ def test_a_device_that_is_not_here_is_refused():
         pytest.skip("it is here")
     for key in ("trainer", "engine"):
         with pytest.raises(ConfigError, match=f"^{key} on 'cuda': no such device is visible here; set trainer.device"):
-            memory.check_memory(recipe(f"{key}.device=cuda"), arch)
+            memory_model.check_memory(recipe(f"{key}.device=cuda"), arch)
 
 
 def test_a_cache_counts_where_its_size_is_asked_for(monkeypatch: pytest.MonkeyPatch):
     arch = architecture_of("new:0.1m")
     assert arch is not None
     with_free(monkeypatch, 1 << 30)
-    memory.check_memory(recipe(), arch)
+    memory_model.check_memory(recipe(), arch)
     with pytest.raises(ConfigError, match=r"first: a lower engine.kv_memory_mb \(now 2,000\)"):
-        memory.check_memory(recipe("engine.kv_memory_mb=2000"), arch)
+        memory_model.check_memory(recipe("engine.kv_memory_mb=2000"), arch)
 
 
 @pytest.mark.parametrize(
@@ -361,7 +362,7 @@ def test_no_more_tokens_count_than_a_call_can_have(overrides: list[str], rows: i
     assert arch is not None
     for budget, tokens in ((10**9, 10 * rows), (70, 70)):
         config = recipe("engine.context=10", f"trainer.micro_batch_tokens={budget}", *overrides)
-        held = [each.what for each in memory.trainer_memory(config, arch, None)]
+        held = [each.what for each in memory_model.trainer_memory(config, arch, None)]
         assert [what for what in held if "tokens" in what] == [f"activations of at most {tokens:,} tokens"]
 
 
@@ -372,14 +373,16 @@ def test_what_fills_a_micro_batch_up_counts(monkeypatch: pytest.MonkeyPatch, bud
     assert arch is not None
     narrow = ["trainer.dtype=bfloat16", "trainer.device=cpu", f"trainer.micro_batch_tokens={budget}"]
     config = recipe("rollout.groups=50", "rollout.group_size=6", "engine.context=10", *narrow)
-    assert f"activations of at most {tokens:,} tokens" in {each.what for each in memory.trainer_memory(config, arch, None)}
+    assert f"activations of at most {tokens:,} tokens" in {
+        each.what for each in memory_model.trainer_memory(config, arch, None)
+    }
 
 
 def test_a_row_beyond_the_budget_counts_whole():
     arch = architecture_of("new:0.1m")
     assert arch is not None
     config = recipe("trainer.micro_batch_tokens=100")
-    usual, long = (of(memory.trainer_memory(config, arch, None, longest=n)) for n in (50, 400))
+    usual, long = (of(memory_model.trainer_memory(config, arch, None, longest=n)) for n in (50, 400))
     assert long["activations of at most 400 tokens"] > 3 * usual["activations of at most 100 tokens"]
 
 
@@ -394,17 +397,19 @@ def test_a_row_beyond_the_budget_counts_whole():
 def test_what_takes_less_than_a_row_beyond_the_budget_is_no_smaller_budget(overrides: list[str], lever: str):
     arch = architecture_of("new:0.1m")
     assert arch is not None
-    config, sizes = recipe("trainer.micro_batch_tokens=100", *overrides), dict[int, memory.Held]()
+    config, sizes = recipe("trainer.micro_batch_tokens=100", *overrides), dict[int, memory_model.Held]()
     for longest in (100, 400):
-        sizes[longest] = memory.trainer_memory(config, arch, None, longest=longest)[-1]
+        sizes[longest] = memory_model.trainer_memory(config, arch, None, longest=longest)[-1]
     assert sizes[400].lever == lever and sizes[100].lever.startswith("a lower trainer.micro_batch_tokens (now 100)")
 
 
 def test_what_a_trainer_on_a_device_keeps_outside_of_it():
     """Snapshots, and versions on their way, are in the machine's own memory."""
     arch = Architecture.from_dict(SHAPE | FAMILIES["qwen3"])
-    there, host, engine, *_ = memory.processes(recipe("trainer.device=cuda", "engine.device=cpu"), memory.Models(arch))
-    here, also, *_ = memory.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory.Models(arch))
+    there, host, engine, *_ = memory_model.processes(
+        recipe("trainer.device=cuda", "engine.device=cpu"), memory_model.Models(arch)
+    )
+    here, also, *_ = memory_model.processes(recipe("trainer.device=cpu", "engine.device=cpu"), memory_model.Models(arch))
     assert (there.device, host.device, engine.device) == ("cuda", "cpu", "cpu") and also == engine
     kept = {"copy while a checkpoint is written", "two versions on their way to engines"}
     assert {h.what for h in host.held} == kept | {"Python itself"}
@@ -417,15 +422,20 @@ def test_each_process_counts_for_itself(monkeypatch: pytest.MonkeyPatch):
     arch = architecture_of("new:0.1m")
     assert arch is not None
     with_free(monkeypatch, 16 << 30)
-    memory.check_memory(recipe("placement.engines=50"), arch)
+    memory_model.check_memory(recipe("placement.engines=50"), arch)
     with pytest.raises(ConfigError, match=r"of 5,000 engines: Python itself.*first: fewer placement.engines \(now 5,000\)"):
-        memory.check_memory(recipe("placement.engines=5000"), arch)
+        memory_model.check_memory(recipe("placement.engines=5000"), arch)
     with pytest.raises(ConfigError, match=r"first: fewer placement.environment.workers \(now 5,000\)"):
-        memory.check_memory(recipe("placement.environment.workers=5000"), arch)
+        memory_model.check_memory(recipe("placement.environment.workers=5000"), arch)
     given = [f"{name}.device=cuda" for name in ("trainer", "engine")] + ["placement.engines=3", "scoring.workers=5"]
     for kind, counts in (("local", [1, 3, 1, 5]), ("inline", [1, 5])):  # inline, only the controller and its workers are
-        found = memory.processes(recipe(f"placement.kind={kind}", *given), memory.Models(arch))
-        own = [(p.count, p.device) for p in found for h in p.held if h.what == "Python itself" and h.bytes == memory.PYTHON]
+        found = memory_model.processes(recipe(f"placement.kind={kind}", *given), memory_model.Models(arch))
+        own = [
+            (p.count, p.device)
+            for p in found
+            for h in p.held
+            if h.what == "Python itself" and h.bytes == memory_model.PYTHON
+        ]
         assert own == [(count, "cpu") for count in counts]
 
 
@@ -434,7 +444,7 @@ async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
     """What it shares with no other, without its model: an engine that has begun to work, and one that judges."""
     arch = fresh_model(tmp_path / "model", alphabet="abcdef", **SIZES["0.1m"])
     config = recipe("engine.device=cpu", "engine.kv_memory_mb=1")
-    model = sum(size for what, size in of(memory.engine_memory(config.engine, arch)).items() if "a step" not in what)
+    model = sum(size for what, size in of(memory_model.engine_memory(config.engine, arch)).items() if "a step" not in what)
     async with start_engine(config, tmp_path / "model", tmp_path / "logs", 1) as engine:
         prompts = np.arange(48, dtype=np.int32).reshape(16, 3) % arch.vocab
         replies = (engine.generate(prompt, SamplingParams(max_tokens=8), "policy", str(prompt)) for prompt in prompts)
@@ -445,7 +455,7 @@ async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
         taken = {psutil.Process((await engine.telemetry()).pid): model, scorer: 0}
         own = [process.memory_full_info().uss - held for process, held in taken.items()]
         await pool.close()
-    assert all(0.5 * memory.PYTHON < each < 2 * memory.PYTHON for each in own), own
+    assert all(0.5 * memory_model.PYTHON < each < 2 * memory_model.PYTHON for each in own), own
 
 
 @pytest.mark.parametrize(("steps", "every", "beside"), [(9, 3, True), (9, 9, False), (9, 50, False), (9, 0, False)])

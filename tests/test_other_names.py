@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.errors import ConfigError
-from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES, OPENRLHF, PRIME_RL, TRL, VERL
-from tidemill.recipe import RunConfig, load_recipe
+from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES, OPENRLHF, PRIME_RL, TRL, VERL
+from tidemill.run.recipe import RunConfig, load_recipe
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
 DOCS = Path(__file__).parents[1] / "docs"

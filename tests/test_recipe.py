@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tidemill import recipe
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
-from tidemill.recipe import MAY_CHANGE, RunConfig, check_same_run, load_recipe
+from tidemill.run import recipe
+from tidemill.run.recipe import MAY_CHANGE, RunConfig, check_same_run, load_recipe
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
 

@@ -21,8 +21,8 @@ from sources import dotted, sources
 from tidemill.core.errors import ConfigError
 from tidemill.engine.server.server import bind
 from tidemill.ledger import SqliteLedger
-from tidemill.recipe import load_recipe
-from tidemill.run_folder import RunFolder
+from tidemill.run.recipe import load_recipe
+from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime import local, role_host
 
 # --- the source: nothing in it turns bytes into code ---------------------------------------------------------------------

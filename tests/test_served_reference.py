@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 
 import tidemill
-from tidemill.build import TrainerSpec, placed
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Support
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.parts import Parts, start_parts
-from tidemill.recipe import RunConfig, check_same_run
+from tidemill.run.cluster import Parts, start_parts
+from tidemill.run.recipe import RunConfig, check_same_run
+from tidemill.run.roles import TrainerSpec, placed
 
 LETTERS = "abcd"
 TOLERANCE = 1e-5  # nats, in float32: engine and trainer sum in another order

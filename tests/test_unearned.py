@@ -13,8 +13,8 @@ from ledger.ledger_cases import task, trajectory
 from tidemill.core.config import build
 from tidemill.core.types import GREEDY, Finish, Group, InfraError, Outcome, Score, Unscorable
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.recipe import RunConfig
-from tidemill.unearned import unearned
+from tidemill.run.recipe import RunConfig
+from tidemill.run.zero_reward import unearned
 
 Attempt = tuple[Outcome | float, Finish]
 STOP, LENGTH, CONTEXT = Finish.STOP, Finish.LENGTH, Finish.CONTEXT

@@ -18,7 +18,7 @@ from math import isfinite
 import pytest
 from sources import dotted, sources
 
-from tidemill import build
+from tidemill.run import roles
 from tidemill.runtime import rpc
 
 MARK = re.compile(r"#.*\bbounded: \S.{6,}")
@@ -249,10 +249,10 @@ def test_marks_are_the_exception() -> None:
 
 
 def test_every_call_between_processes_has_a_deadline() -> None:
-    seconds = [rpc.DEADLINE_S, build.START_S, *build.ENGINE_DEADLINES.values(), *build.TRAINER_DEADLINES.values()]
+    seconds = [rpc.DEADLINE_S, roles.START_S, *roles.ENGINE_DEADLINES.values(), *roles.TRAINER_DEADLINES.values()]
     assert all(isfinite(each) and 0 < each <= 3600 for each in seconds)
     with pytest.raises(ValueError, match="more than 0 seconds"):
-        rpc.check_deadlines(build.Engine, {"generate": float("inf")})
+        rpc.check_deadlines(roles.Engine, {"generate": float("inf")})
 
 
 def test_each_deadline_of_the_package_counts() -> None:

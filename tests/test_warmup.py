@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill import warmup
 from tidemill.controller.controller import RunFailed
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Task, Version
-from tidemill.recipe import RunConfig, WarmupSettings
-from tidemill.warmup import WarmUp, supervised
+from tidemill.run import sft_warmup
+from tidemill.run.recipe import RunConfig, WarmupSettings
+from tidemill.run.sft_warmup import WarmUp, supervised
 
 TASKS = [Task(f"t{i}", f"p{i}", {"answer": str(i)}) for i in range(50)]
 
@@ -55,7 +55,7 @@ class Learner:
         return {"accuracy": self.steps / 100}
 
 
-def warm(learner: Learner, settings: dict[str, Any], told: list[str] | None = None, **more: Any) -> warmup.WarmedUp:
+def warm(learner: Learner, settings: dict[str, Any], told: list[str] | None = None, **more: Any) -> sft_warmup.WarmedUp:
     told, parts = [] if told is None else told, (learner,) * 3
     how = WarmupSettings.model_validate({"batch": 4, **settings})
     made: Any = WarmUp(how, TASKS, None, *parts, 7, told.append, **more)  # type: ignore[arg-type]
@@ -65,14 +65,14 @@ def warm(learner: Learner, settings: dict[str, Any], told: list[str] | None = No
 @pytest.fixture(autouse=True)
 def rows_without_a_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
     row = lambda task, _: (np.array([0, int(task.data["answer"])]), np.array([False, True]))  # noqa: E731
-    monkeypatch.setattr(warmup, "_row", row)
+    monkeypatch.setattr(sft_warmup, "_row", row)
 
 
 @pytest.mark.parametrize("seconds_a_look_at_the_clock", [0.0, 1e-3, 7.0, 5000.0])
 def test_a_slow_machine_changes_nothing_of_what_comes_out(monkeypatch, seconds_a_look_at_the_clock: float):
     clock = iter(range(10**6))
     slow = SimpleNamespace(monotonic=lambda: next(clock) * seconds_a_look_at_the_clock)
-    monkeypatch.setattr(warmup, "time", slow)
+    monkeypatch.setattr(sft_warmup, "time", slow)
     learner, told = Learner(), []
     done = warm(learner, {"accuracy": 0.25, "steps": 90}, told)
     assert (done.steps, done.accuracy, learner.looks) == (30, 0.3, [0, 10, 20, 30])
@@ -106,8 +106,8 @@ def test_a_model_that_is_there_already_is_left_as_it_is():
 
 
 def test_one_that_goes_on_trains_what_is_left_and_no_row_twice(monkeypatch):
-    monkeypatch.setattr(warmup, "SAVE_S", 0.0)
-    monkeypatch.setattr(warmup, "SAVE_SHARE", 0)
+    monkeypatch.setattr(sft_warmup, "SAVE_S", 0.0)
+    monkeypatch.setattr(sft_warmup, "SAVE_SHARE", 0)
     saved = list[int]()
 
     async def save(step: int) -> Coroutine[Any, Any, None]:
@@ -117,7 +117,7 @@ def test_one_that_goes_on_trains_what_is_left_and_no_row_twice(monkeypatch):
     whole = Learner()
     warm(whole, {"accuracy": 0.4}, save=save)
     assert saved[0] == 1 and len(saved) > 5 and sorted(saved) == saved
-    monkeypatch.setattr(warmup, "TELL_S", 0.0)
+    monkeypatch.setattr(sft_warmup, "TELL_S", 0.0)
     rest, told = Learner(steps=saved[3]), list[str]()
     warm(rest, {"accuracy": 0.4}, told, step=saved[3])
     assert f"step {saved[3] + 1} of at most 5,000, accuracy not looked at yet" in told[0], "what is not known is not said"
@@ -125,7 +125,7 @@ def test_one_that_goes_on_trains_what_is_left_and_no_row_twice(monkeypatch):
 
 
 def test_a_state_that_cannot_be_written_ends_the_warm_up(monkeypatch):
-    monkeypatch.setattr(warmup, "SAVE_S", 0.0)
+    monkeypatch.setattr(sft_warmup, "SAVE_S", 0.0)
 
     async def full() -> None:
         raise OSError("no space left")

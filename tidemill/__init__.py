@@ -6,18 +6,18 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tidemill.api import Run, train
     from tidemill.core.interfaces import Chat
     from tidemill.core.types import InfraError, Score, Task, Unscorable
     from tidemill.envs.environment import environment
+    from tidemill.run.api import Run, train
 
 __version__ = "0.2.0"  # the one place: the package's metadata is made from it
 
 __all__ = ["Chat", "InfraError", "Run", "Score", "Task", "Unscorable", "environment", "train"]
 
 _HOMES = {
-    "Run": "api",
-    "train": "api",
+    "Run": "run.api",
+    "train": "run.api",
     "environment": "envs.environment",
     "Chat": "core.interfaces",
     "InfraError": "core.types",

@@ -30,11 +30,11 @@ import psutil
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
-from tidemill.health import STATUS
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.recipe import RunConfig
-from tidemill.run_folder import read_json
+from tidemill.run.recipe import RunConfig
+from tidemill.run.status_file import STATUS
+from tidemill.run.storage.run_folder import read_json
 from tidemill.runtime.local import MODULE
 from tidemill.runtime.workers.guard import KEEPER
 

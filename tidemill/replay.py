@@ -17,7 +17,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.checkpoint_manifest import read_manifest
 from tidemill.core.config import build
 from tidemill.core.interfaces import CheckpointError
 from tidemill.core.types import GREEDY, Array, Finish, Sample, Trajectory, Version
@@ -30,8 +29,9 @@ from tidemill.models.hf_weights import load_folder
 from tidemill.models.served_weights import Contents
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
 from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
-from tidemill.recipe import RunConfig
-from tidemill.run_folder import RunFolder
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.checkpoint_manifest import read_manifest
+from tidemill.run.storage.run_folder import RunFolder
 from tidemill.trainer.native_trainer import NativeTrainer
 
 ROWS = 64  # trajectories of each version

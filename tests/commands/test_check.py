@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from tidemill import cli, memory
+from tidemill import cli
 from tidemill.engine.native import cache_size
-from tidemill.recipe import load_recipe
+from tidemill.run.planner import memory_model
+from tidemill.run.recipe import load_recipe
 
 TOO_LARGE = ("trainer.micro_batch_tokens=1000000000", "rollout.groups=100000")
 
@@ -60,7 +61,7 @@ def test_what_cannot_fit_is_refused_as_train_refuses_it(tidemill, recipe: Path, 
     async def begun(session: object) -> None:
         raise AssertionError("it would have trained, and taken all the memory there is")
 
-    monkeypatch.setattr("tidemill.session._run", begun)
+    monkeypatch.setattr("tidemill.run.session._run", begun)
     with_free(monkeypatch, 1 << 30)
     folder = f"run_dir={recipe.parent / 'run'}"
     here, ended = (
@@ -101,9 +102,9 @@ def test_what_cannot_fit_is_a_table_and_one_line(recipe: Path, monkeypatch, caps
 
 def test_the_last_byte_decides(tidemill, recipe: Path, monkeypatch):
     config = load_recipe([recipe])
-    arch = memory.architecture_of(config.model)
+    arch = memory_model.architecture_of(config.model)
     assert arch is not None
-    needed = memory.demands(memory.processes(config, memory.Models.of(config, arch)))["cpu"].needed
+    needed = memory_model.demands(memory_model.processes(config, memory_model.Models.of(config, arch)))["cpu"].needed
     for free, code in ((needed, 0), (needed - 1, 2)):
         with_free(monkeypatch, free)
         assert tidemill("check", recipe).code == code

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands import doctor, selftest
 from tidemill.commands.finding import Finding
 from tidemill.core import hardware
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 

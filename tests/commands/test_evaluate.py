@@ -15,7 +15,7 @@ from tidemill.cli import app
 from tidemill.commands import warned
 from tidemill.commands.evaluate import interval
 from tidemill.ledger import SqliteLedger
-from tidemill.run_folder import read_json
+from tidemill.run.storage.run_folder import read_json
 
 
 def test_a_run_gives_the_figures_of_its_report(tidemill, trained: Path):

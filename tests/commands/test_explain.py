@@ -19,7 +19,7 @@ from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.core.config import load
 from tidemill.core.types import Sample
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 from tidemill.trainer import parallel_micro_batches
 from tidemill.trainer.micro_batches import Row, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes

@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from tidemill.cli import app
-from tidemill.run_folder import read_json
+from tidemill.run.storage.run_folder import read_json
 
 ROWS = [{"prompt": f"{a}{b}", "chosen": a, "rejected": b} for a in "abcd" for b in "efgh"]
 RECIPE = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tidemill.core.types import Task
 from tidemill.ledger import SqliteLedger
-from tidemill.run_folder import read_json
+from tidemill.run.storage.run_folder import read_json
 
 KEYS = ["admitted", "trained", "dropped", "pending", "lost", "trained_twice"]
 

@@ -12,7 +12,7 @@ import pytest
 
 from tidemill.commands.new import check_name
 from tidemill.core.errors import ConfigError
-from tidemill.recipe import load_recipe
+from tidemill.run.recipe import load_recipe
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tidemill.run_folder import read_json
+from tidemill.run.storage.run_folder import read_json
 
 TASK = """
 def score(completion, answer):

@@ -27,9 +27,9 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
 from tidemill.models.hf_weights import load_folder
 from tidemill.observability.diagnosis.mismatch import ROUNDING
-from tidemill.recipe import RunConfig
 from tidemill.replay import fit_temperature
-from tidemill.run_folder import RunFolder
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.run_folder import RunFolder
 
 Change = Callable[[Trajectory], Trajectory]
 

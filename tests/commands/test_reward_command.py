@@ -15,8 +15,8 @@ from tidemill.envs.environment_settings import GuessSettings
 from tidemill.envs.guess import guess_game
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.recipe import RunConfig
-from tidemill.reward_check import HOPELESS, Own, check
+from tidemill.run.preflight.reward_audit import HOPELESS, Own, check
+from tidemill.run.recipe import RunConfig
 
 REWARDS = """
 tasks = [{"prompt": f"{i} + 1 =", "answer": str(i + 1), "tens": str((i + 1) // 10)} for i in range(60)]

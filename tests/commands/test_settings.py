@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tidemill.commands.settings import known
 from tidemill.core.config import dump
-from tidemill.recipe import load_recipe
+from tidemill.run.recipe import load_recipe
 
 OPTIONS = (Path(__file__).parents[1] / "options.txt").read_text().split()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.commands import state
-from tidemill.health import STATUS, record_failure
+from tidemill.run.status_file import STATUS, record_failure
 
 AGAIN = "give the command that began it once more"
 STATES = {

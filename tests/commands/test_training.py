@@ -17,11 +17,11 @@ from tidemill.commands.ending import tell
 from tidemill.controller.evaluation import errors_apart
 from tidemill.core.interfaces import TrainingDiverged
 from tidemill.ledger.records import EvalRecord
-from tidemill.recipe import load_recipe
-from tidemill.report import unlearned
-from tidemill.run_folder import read_json
+from tidemill.run.recipe import load_recipe
+from tidemill.run.report import unlearned
+from tidemill.run.session import Ended
+from tidemill.run.storage.run_folder import read_json
 from tidemill.runtime.wire_format import PeerDied
-from tidemill.session import Ended
 
 FORGETFUL = """
 from tidemill.envs.environment import environment

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from tidemill.commands import state as command
-from tidemill.health import FAILURE, STATUS, record_failure
 from tidemill.ledger import SqliteLedger
-from tidemill.run_folder import read_json
+from tidemill.run.status_file import FAILURE, STATUS, record_failure
+from tidemill.run.storage.run_folder import read_json
 
 
 @pytest.fixture

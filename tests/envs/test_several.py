@@ -17,7 +17,7 @@ from tidemill.envs.environment_mixture import Several, parts_of
 from tidemill.envs.environment_settings import EnvironmentWorkers
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 
 class Part:

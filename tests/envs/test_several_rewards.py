@@ -18,7 +18,7 @@ from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.judge import RewardJudge
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.observability.metrics import StepMetrics
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 FILES = {
     "a.py": "def right(completion, answer): return float(completion == answer)\n",

@@ -11,7 +11,7 @@ from tidemill.core.config import build
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import PythonSettings
 from tidemill.envs.spelling import COUNT, LENGTHS, score, tasks, words
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 
 def test_words_are_different_ones_and_always_the_same():

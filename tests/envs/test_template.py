@@ -24,7 +24,7 @@ from tidemill.models.messages import as_messages
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.tokenizer import character_tokenizer, stop_ids
 from tidemill.observability.metrics import StepMetrics
-from tidemill.warmup import check_answers
+from tidemill.run.sft_warmup import check_answers
 
 USER = [{"role": "user", "content": "what is the answer?"}]
 NEXT = [{"role": "user", "content": "two, what?"}]

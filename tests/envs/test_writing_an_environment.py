@@ -14,7 +14,7 @@ from tidemill.core.types import Score, Task, Unscorable
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.judge import RewardJudge
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.recipe import RunConfig, load_recipe
+from tidemill.run.recipe import RunConfig, load_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing_an_environment.md"
 BLOCK = re.compile(r"(?:`(?P<file>[\w.]+)`:\n\n)?```(?P<language>\w*)\n(?P<code>.*?)```", re.DOTALL)

@@ -33,8 +33,8 @@ from tidemill.models.architecture import UnsupportedModel
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.weight_slices import Slice
-from tidemill.recipe import RunConfig
-from tidemill.run_folder import read_json
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.run_folder import read_json
 from tidemill.weight_sync.manifest import Block, Manifest
 
 MINIMAL = {"run_dir": "runs/x", "model": "new:0.1m", "env": {"kind": "guess"}}

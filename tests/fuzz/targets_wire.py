@@ -29,7 +29,7 @@ from tidemill.engine.server.app import make_app
 from tidemill.engine.server.service import Service
 from tidemill.envs.reward_workers import reward_protocol as scoring
 from tidemill.envs.reward_workers.reward_process import WorkerFailed, WorkerProcess
-from tidemill.model_folder import ModelFolder
+from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.runtime import local, wire_format
 from tidemill.runtime.placement import StartFailed
 from tidemill.runtime.process_logs import Log

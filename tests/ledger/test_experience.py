@@ -7,9 +7,9 @@ from pathlib import Path
 from ledger_cases import group, task
 
 from tidemill.core.types import Score
-from tidemill.experience import Experience
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.recipe import ReplaySettings
+from tidemill.run.recipe import ReplaySettings
+from tidemill.run.replay_buffer import Experience
 
 
 def test_the_widest_spread_is_trained_again_and_not_too_often(tmp_path: Path):

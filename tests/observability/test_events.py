@@ -6,8 +6,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tidemill.assembly import Session
 from tidemill.observability.events import worded
+from tidemill.run.build_controller import Session
 
 
 @pytest.mark.parametrize(

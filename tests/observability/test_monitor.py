@@ -11,19 +11,19 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill import report
 from tidemill.controller import run_monitor
 from tidemill.controller.run_monitor import Monitor, Totals
 from tidemill.core.config import load
 from tidemill.core.interfaces import PeerLost
 from tidemill.core.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
-from tidemill.model_folder import architecture_of
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
 from tidemill.observability.time_breakdown import TRAINER, Account
 from tidemill.observability.trace import Trace
-from tidemill.recipe import RunConfig
+from tidemill.run import report
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.model_folder import architecture_of
 
 
 class Engine:

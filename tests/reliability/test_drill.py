@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from tidemill import drill as module
 from tidemill.cli import app
 from tidemill.drill import Drill, Life, Look, Size, unnamed
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 from tidemill.runtime.local import MODULE
 
 KNOWN = {"controller", "forkserver", "engine", "trainer", "environment", "starting"}

@@ -17,7 +17,7 @@ from runs import Run
 
 from tidemill.commands.why import standing
 from tidemill.ledger.database import has_ledger
-from tidemill.run_folder import RunFolder
+from tidemill.run.storage.run_folder import RunFolder
 
 GOES_ON = "goes on"  # status 0
 DIES = "dies"  # with the controller; else a pattern of the last line
@@ -167,7 +167,7 @@ def test_the_fork_servers_death_is_survived_time_and_again(tmp_path):
                     f"at step {steps_ended(run)} after {number - 1} deaths: {standing(RunFolder(run.folder))}"
                 )
                 time.sleep(0.05)
-            (server,) = [p for p in psutil.Process(process.pid).children() if "tidemill.remote_worker" in p.cmdline()]
+            (server,) = [p for p in psutil.Process(process.pid).children() if "tidemill.run.role_main" in p.cmdline()]
             server.kill()
         reading.join(2 * DEADLINE_S)
     finally:

@@ -13,11 +13,11 @@ import psutil
 import pytest
 from test_pool import FAULTY, good, until_gone
 
-from tidemill import session
 from tidemill.commands import training
 from tidemill.core.types import InfraError, Score
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.run import session
 from tidemill.runtime.workers.child import MARK
 from tidemill.trainer.native_trainer import NativeTrainer
 

@@ -20,11 +20,11 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.server.app import make_app
 from tidemill.engine.server.server import Server, address_of, bind
 from tidemill.engine.server.service import Service
-from tidemill.model_folder import ModelFolder
 from tidemill.models.architecture import Architecture
 from tidemill.models.hf_weights import empty_decoder, load_folder, save_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.tokenizer import byte_tokenizer as bytewise
+from tidemill.run.storage.model_folder import ModelFolder
 
 ALPHABET = "abcdefghijklmnopqrstuvwxyz \n"
 CONTEXT = 2048

@@ -57,9 +57,9 @@ def serve() -> None:
     from tidemill.commands import training
     from tidemill.core import fault_injection as faults
     from tidemill.engine.native import native_engine
-    from tidemill.model_folder import ALPHABET, ModelFolder
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.new_model import SIZES, fresh_model
+    from tidemill.run.storage.model_folder import ALPHABET, ModelFolder
     from tidemill.trainer import native_trainer
 
     assert training and native_engine and native_trainer

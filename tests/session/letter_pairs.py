@@ -20,7 +20,7 @@ def letter_model(folder: Path) -> Path:
     return folder
 
 
-def train(model: Path, folder: Path, steps: int, settings: dict[str, Any]) -> tidemill.api.Run:
+def train(model: Path, folder: Path, steps: int, settings: dict[str, Any]) -> tidemill.run.api.Run:
     usual: dict[str, Any] = {
         "trainer": {"lr": 1e-2},
         "placement": {"kind": "inline", "environment": {"workers": 0}},

@@ -160,7 +160,7 @@ def test_a_run_is_printed_in_a_few_lines():
 
 async def test_in_a_running_loop_an_interruption_stops_the_run(tmp_path, model, monkeypatch):
     """As a notebook's: the loop is there, and Ctrl-C comes to the thread that waits."""
-    from tidemill import api
+    from tidemill.run import api
 
     stopped = []
 

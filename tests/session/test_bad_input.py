@@ -147,7 +147,7 @@ def test_a_teacher_or_critic_of_another_language(
         (teacher / "model.safetensors").unlink()
     elif command == "explain":
         pytest.skip("a recipe may be explained where its models are not")
-    monkeypatch.setattr("tidemill.session._run", None)
+    monkeypatch.setattr("tidemill.run.session._run", None)
     recipe = {"model": f'"{model}"', "algorithm": f'{{ name = "{preset}", {key} = "{teacher}" }}'}
     error = refused(monkeypatch, capsys, tmp_path, command, **recipe)
     known = {"fewer": count - 1, "count": count, "count_but_three": count - 3, "policy": str(model), "first": ALPHABET[0]}
@@ -156,7 +156,7 @@ def test_a_teacher_or_critic_of_another_language(
 
 def test_an_unsupported_architecture_is_refused_by_name(monkeypatch, capsys, tmp_path, model):
     folder = copied(model, tmp_path / "m", "config.json", model_type="gpt2")
-    monkeypatch.setattr("tidemill.session.preparing", None)  # at once: that needs no torch
+    monkeypatch.setattr("tidemill.run.session.preparing", None)  # at once: that needs no torch
     assert "model_type 'gpt2' is not one of" in train(monkeypatch, capsys, tmp_path, model=f'"{folder}"')
 
 

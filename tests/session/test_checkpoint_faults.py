@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from forked_runs import Ended, Runs
 
-from tidemill.checkpoint_manifest import verify
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run.storage.checkpoint_manifest import verify
 
 RECIPE = """
 model = "{model}"

@@ -17,9 +17,9 @@ from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, RunFailed, Schedule
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.envs.curriculum import Curriculum
-from tidemill.giving import giving, remembered
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.run.task_source import giving, remembered
 
 TASKS = [Task(f"t{i}", "?", env="ab"[i % 2]) for i in range(24)]
 TASKS.sort(key=lambda task: task.env)

@@ -14,12 +14,12 @@ import numpy as np
 import pytest
 
 import tidemill
-from tidemill import assembly
 from tidemill.core.errors import ConfigError
 from tidemill.envs.curriculum import Curriculum
-from tidemill.giving import remembered
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run import build_controller
+from tidemill.run.task_source import remembered
 from tidemill.runtime.wire_format import PeerDied
 from tidemill.trainer.native_trainer import NativeTrainer
 
@@ -41,7 +41,7 @@ def model(tmp_path_factory) -> Path:
     return folder
 
 
-def run(model: Path, folder: Path, steps: int, count: int = 8, **more: Any) -> tidemill.api.Run:
+def run(model: Path, folder: Path, steps: int, count: int = 8, **more: Any) -> tidemill.run.api.Run:
     settings: dict[str, Any] = {
         "rollout": {"groups": 4, "group_size": 4, "max_tokens": 1},
         "eval": {"every": 0, "tasks": 4, "final_tasks": 4},
@@ -81,7 +81,7 @@ def test_after_a_loss_of_its_trainer_a_run_knows_its_tasks_and_has_not_read_its_
             raise PeerDied("trainer", "killed by SIGKILL")
         return await apply(self, scale)
 
-    monkeypatch.setattr(assembly, "remembered", lambda *given: known.append(remembered(*given)) or known[-1])
+    monkeypatch.setattr(build_controller, "remembered", lambda *given: known.append(remembered(*given)) or known[-1])
     monkeypatch.setattr(NativeTrainer, "apply", lost_once)
     data = {"order": "frontier", "retire": 1.0}
     ended = run(model, tmp_path / "run", 6, data=data, seed=3, supervise={"resume": True})

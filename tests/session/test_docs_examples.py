@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tidemill import api
 from tidemill.core.types import Finish, Score, Trajectory
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.session import Ended
+from tidemill.run import api
+from tidemill.run.session import Ended
 
 DOCS = Path(__file__).parents[2] / "docs"
 

@@ -32,7 +32,7 @@ async def flaky(task: tidemill.Task, chat: tidemill.Chat) -> Any:
     return len(await chat.reply(task.prompt)) / 8
 
 
-def run(folder: Path, steps: int) -> tidemill.api.Run:
+def run(folder: Path, steps: int) -> tidemill.run.api.Run:
     settings: dict[str, Any] = {
         "rollout": {"groups": 2, "group_size": 4, "max_tokens": 6},
         "algorithm": {"name": "grpo", "zero_variance": "keep"},

@@ -21,9 +21,9 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name, shown
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.fetched import fetched
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.recipe import load_recipe
+from tidemill.run.hub_names import fetched
+from tidemill.run.recipe import load_recipe
 
 ROWS = [{"prompt": f"{c}{sign}", "answer": c} for c in "abcdefghij" for sign in "=:"]
 FEW = {

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from tidemill.core.config import build
-from tidemill.judging_code import judging_code, tell_changes
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.recipe import RunConfig
+from tidemill.run.preflight.reward_code import judging_code, tell_changes
+from tidemill.run.recipe import RunConfig
 
 
 @pytest.mark.parametrize("kind", ["rows", "python", "several"])

@@ -14,7 +14,7 @@ from tidemill.controller.controller import Controller
 from tidemill.core.config import load
 from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def model(tmp_path_factory) -> Path:
     return letter_model(tmp_path_factory.mktemp("model") / "m")
 
 
-def run(model: Path, folder: Path, steps: int, **more: Any) -> tidemill.api.Run:
+def run(model: Path, folder: Path, steps: int, **more: Any) -> tidemill.run.api.Run:
     settings: dict[str, Any] = {
         "data": {"replay": {"share": 0.5, "within": 4}},
         "rollout": {"groups": 4, "group_size": 4, "max_tokens": 3},

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from tidemill import run_folder, warm_start
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import put_in_place, write_json
 from tidemill.core.config import build, dump
@@ -19,10 +18,12 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.fault_injection import Fault, FaultError, Faults
 from tidemill.ledger import lock
 from tidemill.ledger.records import RunFolderError
-from tidemill.recipe import RunConfig
-from tidemill.run_folder import RunFolder
-from tidemill.warm_start_cache import WarmStartCache, record
-from tidemill.warmup import WarmedUp
+from tidemill.run import warm_start
+from tidemill.run.recipe import RunConfig
+from tidemill.run.sft_warmup import WarmedUp
+from tidemill.run.storage import run_folder
+from tidemill.run.storage.run_folder import RunFolder
+from tidemill.run.warmup_cache import WarmStartCache, record
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def model(tmp_path_factory) -> Path:
     return letter_model(tmp_path_factory.mktemp("model") / "m")
 
 
-def run(model: Path, folder: Path, **more: Any) -> tidemill.api.Run:
+def run(model: Path, folder: Path, **more: Any) -> tidemill.run.api.Run:
     settings: dict[str, Any] = {
         "rollout": {"groups": 2, "group_size": 2, "max_tokens": 3},
         "algorithm": {"name": "grpo", "zero_variance": "keep"},

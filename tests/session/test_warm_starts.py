@@ -9,19 +9,19 @@ from typing import Any
 
 import pytest
 
-from tidemill import warm_start_cache, warmup
-from tidemill.checkpoint_manifest import MANIFEST
 from tidemill.commands.why import standing
 from tidemill.controller.controller import RunFailed
 from tidemill.core import fault_injection
 from tidemill.core.config import build
 from tidemill.core.fault_injection import Fault, FaultError, Faults
 from tidemill.core.interfaces import CheckpointError
-from tidemill.recipe import RunConfig
-from tidemill.run_folder import RunFolder, read_json
-from tidemill.session import Ended, run
-from tidemill.warm_start_cache import RECORD, WarmStartCache, read_kept, record
-from tidemill.warmup import WarmedUp
+from tidemill.run import sft_warmup, warmup_cache
+from tidemill.run.recipe import RunConfig
+from tidemill.run.session import Ended, run
+from tidemill.run.sft_warmup import WarmedUp
+from tidemill.run.storage.checkpoint_manifest import MANIFEST
+from tidemill.run.storage.run_folder import RunFolder, read_json
+from tidemill.run.warmup_cache import RECORD, WarmStartCache, read_kept, record
 
 TASK = """
 def score(completion, answer):
@@ -56,9 +56,9 @@ class Told:
 
 @pytest.fixture(autouse=True)
 def saved_often(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warmup, "SAVE_S", 0.0)
-    monkeypatch.setattr(warmup, "SAVE_SHARE", 0)
-    monkeypatch.setattr(warmup, "LOOK_EVERY", 5)
+    monkeypatch.setattr(sft_warmup, "SAVE_S", 0.0)
+    monkeypatch.setattr(sft_warmup, "SAVE_SHARE", 0)
+    monkeypatch.setattr(sft_warmup, "LOOK_EVERY", 5)
 
 
 def train(folder: Path, name: str = "run", **more: Any) -> tuple[Ended, list[str]]:
@@ -198,7 +198,7 @@ def test_one_that_is_not_as_it_was_written_is_not_used(tmp_path: Path, damage: s
 def test_a_cache_of_another_user_or_open_to_others_is_not_used(tmp_path: Path, monkeypatch):
     cache, _, told = entry_of(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(warm_start_cache.os, "geteuid", lambda: os.getuid() + 1)
+        patch.setattr(warmup_cache.os, "geteuid", lambda: os.getuid() + 1)
         assert not cache.prepare() and "belongs to another user" in told[-1]
         assert cache.find("a") is None and "belongs to another user" in told[-1]
     cache, _, told = entry_of(tmp_path)

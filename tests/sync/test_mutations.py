@@ -34,8 +34,8 @@ from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.piecewise import Work, at_once
 from tidemill.models.weight_slices import Slice
 from tidemill.observability.console import ProgressDisplay
-from tidemill.recipe import RunConfig
-from tidemill.session import run
+from tidemill.run.recipe import RunConfig
+from tidemill.run.session import run
 from tidemill.trainer import native_trainer
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.weight_sync import checkpoint_transport, manifest, shared_memory_transport

@@ -15,10 +15,10 @@ from rich.text import Text
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import figures, sections, show
 from tidemill.core.errors import ConfigError
-from tidemill.fetched import fetched
-from tidemill.memory import ONE_MACHINE, in_words
-from tidemill.model_folder import expect_readable
-from tidemill.recipe import RunConfig, load_recipe
+from tidemill.run.hub_names import fetched
+from tidemill.run.planner.memory_model import ONE_MACHINE, in_words
+from tidemill.run.recipe import RunConfig, load_recipe
+from tidemill.run.storage.model_folder import expect_readable
 
 
 def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:

@@ -7,8 +7,8 @@ from typing import Any
 
 from tidemill.commands.screen import console, own_name, print_labelled, print_wrapped
 from tidemill.observability.time_summary import lines
-from tidemill.recipe import RunConfig
-from tidemill.session import Ended
+from tidemill.run.recipe import RunConfig
+from tidemill.run.session import Ended
 
 Row = tuple[str, str]
 

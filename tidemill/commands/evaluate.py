@@ -18,9 +18,6 @@ from typing import Any, Literal
 
 from rich.text import Text
 
-from tidemill.assembly import make_episodes
-from tidemill.beside import found
-from tidemill.build import budget_of, start_engine
 from tidemill.commands.located import is_run
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.commands.state import state_of
@@ -35,11 +32,14 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import PythonSettings, environments_of
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
-from tidemill.fetched import fetched
-from tidemill.model_folder import ModelFolder
 from tidemill.models.conversations import check_prompts
-from tidemill.recipe import RunConfig, load_recipe
-from tidemill.run_folder import RunFolder
+from tidemill.run.build_controller import make_episodes
+from tidemill.run.hub_names import fetched
+from tidemill.run.recipe import RunConfig, load_recipe
+from tidemill.run.recipe_files import found
+from tidemill.run.roles import budget_of, start_engine
+from tidemill.run.storage.model_folder import ModelFolder
+from tidemill.run.storage.run_folder import RunFolder
 
 Which = Literal["final", "initial"]
 MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # the settings that an evaluation reads

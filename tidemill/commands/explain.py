@@ -19,8 +19,8 @@ from tidemill.commands.in_force import differing, p_hat, parts_of
 from tidemill.commands.screen import print_json
 from tidemill.commands.sections import Row, figures, sections, show
 from tidemill.core.errors import ConfigError
-from tidemill.fetched import fetched
-from tidemill.recipe import RunConfig, load_recipe
+from tidemill.run.hub_names import fetched
+from tidemill.run.recipe import RunConfig, load_recipe
 
 
 def explain(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:

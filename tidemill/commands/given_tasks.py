@@ -9,7 +9,7 @@ from rich.text import Text
 
 from tidemill.envs.curriculum import EXPLORE, REST
 from tidemill.envs.environment_settings import environments_of
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 ORDERS = {
     "shuffled": "every task once a round, each round in another order",

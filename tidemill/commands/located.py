@@ -7,7 +7,7 @@ from pathlib import Path
 from tidemill.commands.state import state_of
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name
-from tidemill.run_folder import RunFolder
+from tidemill.run.storage.run_folder import RunFolder
 
 
 def model_of(path: Path) -> Path:

@@ -26,7 +26,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost, SampleRow
 from tidemill.models.conversations import completion_of, prompt_tokens
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.run_folder import RunFolder
+from tidemill.run.storage.run_folder import RunFolder
 
 WHOLE = frozenset({Finish.STOP, Finish.ENV_DONE})  # attempts that came to their end
 

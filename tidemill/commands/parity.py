@@ -14,7 +14,7 @@ from tidemill.commands.located import is_run, model_of
 from tidemill.observability.diagnosis.mismatch import LogprobGap
 from tidemill.parity import TOLERANCE, Comparison, Report, check
 from tidemill.replay import Replay, VersionReplay, replay
-from tidemill.run_folder import RunFolder
+from tidemill.run.storage.run_folder import RunFolder
 
 PAIRS = ("engine - transformers", "engine - trainer", "trainer - transformers")
 

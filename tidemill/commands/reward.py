@@ -12,7 +12,6 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.build import budget_of
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.commands.warned import warnings_logged
 from tidemill.core.errors import ConfigError
@@ -23,10 +22,11 @@ from tidemill.envs.json_lines import json_lines
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.envs.task_order import task_order
 from tidemill.envs.tasks import check_data
-from tidemill.fetched import fetched
 from tidemill.observability.safe_text import visible
-from tidemill.recipe import RunConfig, load_recipe
-from tidemill.reward_check import Check, Line, Own, check
+from tidemill.run.hub_names import fetched
+from tidemill.run.preflight.reward_audit import Check, Line, Own, check
+from tidemill.run.recipe import RunConfig, load_recipe
+from tidemill.run.roles import budget_of
 
 TASKS = 32
 BUDGET_S = 300.0

@@ -28,7 +28,7 @@ from tidemill.ledger.queries import Order
 from tidemill.ledger.records import PayloadLost, SampleRow
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.safe_text import visible
-from tidemill.run_folder import RunFolder
+from tidemill.run.storage.run_folder import RunFolder
 
 LIMIT = 10  # trajectories, unless a number is given
 LIKELY, UNLIKELY = (

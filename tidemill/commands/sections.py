@@ -14,16 +14,16 @@ from rich.text import Text
 
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
-from tidemill.assembly import context_cut
 from tidemill.commands import sizing
 from tidemill.commands.screen import INDENT, console, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
-from tidemill.memory import Models, demands, in_words, processes, refusal, row_tokens
-from tidemill.model_folder import architecture_of, check_companions, expect_model
 from tidemill.models.architecture import parameters
-from tidemill.recipe import RunConfig
+from tidemill.run.build_controller import context_cut
+from tidemill.run.planner.memory_model import Models, demands, in_words, processes, refusal, row_tokens
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.model_folder import architecture_of, check_companions, expect_model
 
 PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
 MEMORY = "memory, an estimate"

@@ -14,7 +14,6 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.build import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.commands.finding import Finding
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Sample, SamplingParams, Score, Version
@@ -22,6 +21,7 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.runtime.workers import keeper
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings

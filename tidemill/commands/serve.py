@@ -51,9 +51,9 @@ async def _serve(
     from tidemill.engine.server.app import make_app
     from tidemill.engine.server.server import Server, address_of
     from tidemill.engine.server.service import Service
-    from tidemill.model_folder import ModelFolder
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config
+    from tidemill.run.storage.model_folder import ModelFolder
 
     if threads is not None:
         torch.set_num_threads(threads)

@@ -19,7 +19,7 @@ from rich.text import Text
 from tidemill.commands.screen import console, print_json, print_rows
 from tidemill.core.config import Config, tables_of
 from tidemill.core.errors import ConfigError
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "text", Path: "a path", NoneType: "none"}
 

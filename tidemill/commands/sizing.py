@@ -8,8 +8,8 @@ from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.core.import_object import load_object
 from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, environments_of
-from tidemill.memory import step_rows, trainer_lanes
-from tidemill.recipe import RunConfig
+from tidemill.run.planner.memory_model import step_rows, trainer_lanes
+from tidemill.run.recipe import RunConfig
 
 
 @dataclass(frozen=True, slots=True)

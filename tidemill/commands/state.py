@@ -9,10 +9,10 @@ from typing import Any
 import psutil
 
 from tidemill.core.errors import ConfigError
-from tidemill.health import EVERY_S, FAILURE, STATUS
 from tidemill.ledger.lock import holder
-from tidemill.run_files import Failure, Recipe, Status, expect
-from tidemill.run_folder import RunFolder, read_json
+from tidemill.run.status_file import EVERY_S, FAILURE, STATUS
+from tidemill.run.storage.run_files import Failure, Recipe, Status, expect
+from tidemill.run.storage.run_folder import RunFolder, read_json
 
 LATE_S = 5 * EVERY_S  # a status older than this is of a controller that does not turn
 

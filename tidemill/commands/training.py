@@ -11,8 +11,8 @@ from tidemill.commands.ending import tell
 from tidemill.commands.screen import print_json
 from tidemill.core.interfaces import PeerLost
 from tidemill.observability.console import ProgressDisplay
-from tidemill.recipe import RunConfig, load_recipe
-from tidemill.session import Ended, run
+from tidemill.run.recipe import RunConfig, load_recipe
+from tidemill.run.session import Ended, run
 
 RECIPES = next(p for p in (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes") if p.is_dir())
 """In an installed package, or in a clone."""

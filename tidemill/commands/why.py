@@ -13,7 +13,7 @@ from tidemill.commands.state import state_of
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.events import worded
 from tidemill.observability.safe_text import visible
-from tidemill.run_folder import RunFolder
+from tidemill.run.storage.run_folder import RunFolder
 
 ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing
 

@@ -39,7 +39,7 @@ from tidemill.runtime.workers import stopped
 from tidemill.runtime.workers.stopped import stopped_instead
 
 T = TypeVar("T")
-MODULE = "tidemill.remote_worker"
+MODULE = "tidemill.run.role_main"
 START_S = 120.0  # a cold import of torch from a network disk takes its time
 _PIPE_S = 1.0  # to read what a process wrote before it ended
 _STACKS_S = 0.5  # to write the stacks of all threads
@@ -172,7 +172,7 @@ class Local:
         start_deadline: float = START_S,
         liveness: Liveness | None = None,
     ) -> None:
-        """command: runs a module that calls `hosting.host`; None: `python -m tidemill.remote_worker`.
+        """command: runs a module that calls `hosting.host`; None: `python -m tidemill.run.role_main`.
 
         deadline: of a call, start_deadline: of a start, with that of the fork server where there is none; seconds.
         """

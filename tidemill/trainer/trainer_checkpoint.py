@@ -5,7 +5,7 @@
     trainer.json                            format, updates done
 
 `Snapshot` is a copy in host memory: training goes on while it is made, up to the next update, and what is written does not
-change any more. Its folder is one part of a checkpoint, whose manifest and rename make it whole (`tidemill/checkpoints.py`).
+change any more. Its folder is one part of a checkpoint, whose manifest and rename make it whole (`run/storage/`).
 Loading checks everything before it touches the trainer; what follows is then, on CPU, bit for bit what would have followed.
 """
 

@@ -12,7 +12,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
-from tidemill.build import (
+from tidemill.controller.controller import first_cause
+from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_supervisor import Supervisor
+from tidemill.controller.reference_pool import WithServedReference
+from tidemill.core.interfaces import Engine, PolicyMismatch, Trainer
+from tidemill.run.recipe import RunConfig
+from tidemill.run.roles import (
     ENGINE_DEADLINES,
     REFERENCE_DEADLINES,
     TRAINER_DEADLINES,
@@ -22,12 +28,6 @@ from tidemill.build import (
     folder_of,
     start_role,
 )
-from tidemill.controller.controller import first_cause
-from tidemill.controller.engine_pool import EnginePool
-from tidemill.controller.engine_supervisor import Supervisor
-from tidemill.controller.reference_pool import WithServedReference
-from tidemill.core.interfaces import Engine, PolicyMismatch, Trainer
-from tidemill.recipe import RunConfig
 from tidemill.runtime.cpu_sharing import seats
 from tidemill.runtime.placement import Handle, Placement
 from tidemill.runtime.wire_format import PeerDied

@@ -21,8 +21,8 @@ from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.observability.operator_profiler import attach
-from tidemill.preparation import Preparation, Preparer
-from tidemill.recipe import PlacementSettings, RunConfig, SuperviseSettings
+from tidemill.run.preflight.probe_process import Preparation, Preparer
+from tidemill.run.recipe import PlacementSettings, RunConfig, SuperviseSettings
 from tidemill.runtime.cpu_sharing import Cores, Seat, SharedCores
 from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local

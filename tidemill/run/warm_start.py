@@ -14,9 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tidemill.build import TrainerSpec
-from tidemill.checkpoint_manifest import Position
-from tidemill.checkpoints import Checkpoints
 from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
 from tidemill.controller.rollout import Episodes
@@ -25,14 +22,17 @@ from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import CheckpointError
 from tidemill.core.types import Task
 from tidemill.ledger.records import Event
-from tidemill.model_folder import NEW, ModelFolder
-from tidemill.parts import Parts, start_parts
-from tidemill.recipe import RunConfig
-from tidemill.run_folder import RunFolder, read_json
+from tidemill.run.cluster import Parts, start_parts
+from tidemill.run.recipe import RunConfig
+from tidemill.run.roles import TrainerSpec
+from tidemill.run.sft_warmup import WarmedUp, WarmUp
+from tidemill.run.storage.checkpoint_manifest import Position
+from tidemill.run.storage.checkpoints import Checkpoints
+from tidemill.run.storage.model_folder import NEW, ModelFolder
+from tidemill.run.storage.run_folder import RunFolder, read_json
+from tidemill.run.warmup_cache import RECORD, WarmStartCache, record
 from tidemill.runtime.placement import Placement
 from tidemill.trainer.trainer_settings import TrainerSettings
-from tidemill.warm_start_cache import RECORD, WarmStartCache, record
-from tidemill.warmup import WarmedUp, WarmUp
 
 RAMP_UPDATES = 20  # over which the warm-up's learning rate rises
 RESULT = "result"  # of a warm-up, beside its checkpoints

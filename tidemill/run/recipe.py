@@ -15,7 +15,6 @@ from pydantic import Field, model_validator
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
-from tidemill.beside import found, same_file
 from tidemill.core.config import Config, load
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
@@ -32,7 +31,8 @@ from tidemill.envs.environment_settings import (
 )
 from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
 from tidemill.observability.observability_settings import LogSettings
-from tidemill.other_names import ELSEWHERE, NOT_YET, NOT_YET_VALUES
+from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES
+from tidemill.run.recipe_files import found, same_file
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 

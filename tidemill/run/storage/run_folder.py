@@ -17,19 +17,19 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
-from tidemill.beside import absolute
 from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import flush, put_in_place, write_json
 from tidemill.core.config import build, dump
 from tidemill.core.errors import ConfigError
 from tidemill.core.serialization import CodecError, parse_json
-from tidemill.health import FAILURE, STATUS
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.records import LedgerError, RunFolderError
-from tidemill.model_folder import MADE
-from tidemill.recipe import RunConfig, check_same_run
-from tidemill.run_files import Report, expect
+from tidemill.run.recipe import RunConfig, check_same_run
+from tidemill.run.recipe_files import absolute
+from tidemill.run.status_file import FAILURE, STATUS
+from tidemill.run.storage.model_folder import MADE
+from tidemill.run.storage.run_files import Report, expect
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """What a start that was killed may leave before there is a config.json."""

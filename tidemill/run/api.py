@@ -30,10 +30,10 @@ from tidemill.envs.python_tasks import TaskSource
 from tidemill.envs.rewards.signature import name_of
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.sinks import Callback
-from tidemill.recipe import RunConfig
-from tidemill.report import in_lines
-from tidemill.run_folder import RunFolder
-from tidemill.session import Ended, EnvironmentMaker, run
+from tidemill.run.recipe import RunConfig
+from tidemill.run.report import in_lines
+from tidemill.run.session import Ended, EnvironmentMaker, run
+from tidemill.run.storage.run_folder import RunFolder
 
 Reward = str | Callable[..., Any]
 LOOK_S = 0.2  # between two looks for a signal, while a run goes on in another thread

@@ -16,8 +16,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-from tidemill.assembly import Session, context_cut, train
-from tidemill.build import TrainerSpec, budget_of, placed, preparing
 from tidemill.controller.controller import first_cause
 from tidemill.controller.engine_supervisor import Budget
 from tidemill.controller.offline_groups import check_given
@@ -33,29 +31,31 @@ from tidemill.envs.environment_mixture import notes_of, parts_of
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.envs.task_order import task_order
-from tidemill.fetched import fetched
-from tidemill.health import forget_end, record_failure
-from tidemill.judging_code import tell_changes
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.model_folder import ModelFolder, expect_model, named_folder
 from tidemill.models.conversations import check_prompts
 from tidemill.models.tokenizer import import_tokenizers
 from tidemill.observability.console import Display
 from tidemill.observability.operator_profiler import LAST, merge
 from tidemill.observability.sinks import Callback, open_sinks
 from tidemill.observability.trace import Trace
-from tidemill.parts import start_parts
-from tidemill.preparation import Preparation
-from tidemill.recipe import RunConfig
-from tidemill.report import make_report
-from tidemill.reward_check import QUICK_TASKS, vouch
-from tidemill.run_folder import RunFolder, RunFolderGone
+from tidemill.run.build_controller import Session, context_cut, train
+from tidemill.run.cluster import start_parts
+from tidemill.run.hub_names import fetched
+from tidemill.run.preflight.probe_process import Preparation
+from tidemill.run.preflight.reward_audit import QUICK_TASKS, vouch
+from tidemill.run.preflight.reward_code import tell_changes
+from tidemill.run.recipe import RunConfig
+from tidemill.run.report import make_report
+from tidemill.run.roles import TrainerSpec, budget_of, placed, preparing
+from tidemill.run.sft_warmup import check_answers
+from tidemill.run.status_file import forget_end, record_failure
+from tidemill.run.storage.model_folder import ModelFolder, expect_model, named_folder
+from tidemill.run.storage.run_folder import RunFolder, RunFolderGone
+from tidemill.run.warm_start import Warming, WarmStart, kept_start, warm_start
 from tidemill.runtime.placement import Placement
 from tidemill.runtime.process_logs import warnings_to
 from tidemill.runtime.workers import keeper
-from tidemill.warm_start import Warming, WarmStart, kept_start, warm_start
-from tidemill.warmup import check_answers
 
 T = TypeVar("T")
 FETCH_S = 7 * 86_400.0  # for what the hub has: a connection that stands still ends long before

@@ -16,12 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from tidemill.checkpoints import Checkpoints
 from tidemill.core.interfaces import Roller, Trainer
 from tidemill.core.types import Group, Metrics, Task, Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import LedgerError, PayloadLost
-from tidemill.resume import Standing, expect_known
+from tidemill.run.resume import Standing, expect_known
+from tidemill.run.storage.checkpoints import Checkpoints
 
 
 async def take_up_exactly(

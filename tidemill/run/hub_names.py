@@ -9,8 +9,8 @@ from typing import Any
 from tidemill.core.atomic_files import write_json
 from tidemill.core.hub import Kind, commit_of, fetch, is_name
 from tidemill.envs.environment_settings import AnyEnv, PythonSettings, RowsSettings
-from tidemill.recipe import RunConfig
-from tidemill.run_folder import read_json
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.run_folder import read_json
 
 RECORD = "hub.json"  # in a run's folder: KIND NAME -> commit
 

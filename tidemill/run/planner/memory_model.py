@@ -20,13 +20,13 @@ from tidemill.core.errors import ConfigError
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.paged_attention import GATHER_BYTES, MOST_PAIRS
-from tidemill.model_folder import architecture_of
 from tidemill.models.architecture import Architecture, matrices, parameters
 from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
 from tidemill.models.trained_linear import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.model_folder import architecture_of
 from tidemill.trainer.micro_batches import filled
 from tidemill.trainer.parallel_micro_batches import lanes_for
 from tidemill.trainer.trainer_settings import TrainerSettings

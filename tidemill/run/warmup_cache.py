@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tidemill.checkpoint_manifest import Position, seal, verify
 from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import put_in_place, write_json
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import CheckpointError
-from tidemill.run_folder import read_json
-from tidemill.warmup import WarmedUp
+from tidemill.run.sft_warmup import WarmedUp
+from tidemill.run.storage.checkpoint_manifest import Position, seal, verify
+from tidemill.run.storage.run_folder import read_json
 
 RECORD = "warm_start.json"
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH

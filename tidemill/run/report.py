@@ -16,9 +16,9 @@ from tidemill.models.architecture import Architecture, parameters
 from tidemill.observability.bottleneck_advisor import Setup, advise
 from tidemill.observability.time_breakdown import CONTROLLER, GENERATE, REFERENCE, REWARD, TRAIN, TRAINER, Account
 from tidemill.observability.trace import Trace, busy_seconds, overlap
-from tidemill.recipe import RunConfig
-from tidemill.unearned import unearned
-from tidemill.warm_start import WarmStart
+from tidemill.run.recipe import RunConfig
+from tidemill.run.warm_start import WarmStart
+from tidemill.run.zero_reward import unearned
 
 MOST_CUTS = 10  # limits that cut replies off
 CLEARLY = 2.0  # standard errors, from which on a fall of held-out accuracy is no chance

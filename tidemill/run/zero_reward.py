@@ -14,7 +14,7 @@ from typing import Any
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Earned
 from tidemill.observability.diagnosis.cuts import REMEDIES, Limit, by
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 MOST = 0.5  # of the replies, cut off: the first thing to mend
 TEST = "`tidemill reward test RECIPE`"

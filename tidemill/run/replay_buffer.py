@@ -15,7 +15,7 @@ import numpy as np
 from tidemill.core.types import Group
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost
-from tidemill.recipe import ReplaySettings
+from tidemill.run.recipe import ReplaySettings
 
 
 class Experience:

@@ -14,8 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tidemill.algorithms.mixture import algorithm_of
-from tidemill.checkpoint_manifest import Position
-from tidemill.checkpoints import Checkpoints
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.circuit_breaker import Breaker, Change, Gate
 from tidemill.controller.controller import Controller, Hooks, Schedule
@@ -29,19 +27,21 @@ from tidemill.core.interfaces import Environment
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Task, Version
 from tidemill.envs.curriculum import Curriculum
 from tidemill.envs.environment_mixture import Several
-from tidemill.exact import Recorded, take_up_exactly
-from tidemill.experience import Experience
-from tidemill.giving import giving, remembered
-from tidemill.health import reporting
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.model_folder import ModelFolder
 from tidemill.models.architecture import Architecture
 from tidemill.observability.events import worded
 from tidemill.observability.time_breakdown import EVALUATE
-from tidemill.parts import Parts
-from tidemill.recipe import RunConfig
-from tidemill.resume import Standing, take_up
-from tidemill.run_folder import RunFolder
+from tidemill.run.cluster import Parts
+from tidemill.run.deterministic_resume import Recorded, take_up_exactly
+from tidemill.run.recipe import RunConfig
+from tidemill.run.replay_buffer import Experience
+from tidemill.run.resume import Standing, take_up
+from tidemill.run.status_file import reporting
+from tidemill.run.storage.checkpoint_manifest import Position
+from tidemill.run.storage.checkpoints import Checkpoints
+from tidemill.run.storage.model_folder import ModelFolder
+from tidemill.run.storage.run_folder import RunFolder
+from tidemill.run.task_source import giving, remembered
 from tidemill.runtime.placement import Placement
 
 Evaluation = Callable[[Version], Awaitable[Metrics]]

@@ -12,7 +12,7 @@ from tidemill.envs.environment_settings import RowsSettings, environments_of
 from tidemill.models.architecture import Architecture
 from tidemill.models.new_model import SIZES, Size, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_config, load_tokenizer, stop_ids
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
 
 ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
 NEW, MADE = "new:", "new-"  # of a model that is to be made; of its folder

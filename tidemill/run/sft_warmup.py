@@ -24,7 +24,7 @@ from tidemill.core.types import Array, LossSpec, Sample, Task, Version
 from tidemill.envs.task_order import task_order
 from tidemill.models.conversations import as_messages, conversation, unknown_token
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.recipe import WarmupSettings
+from tidemill.run.recipe import WarmupSettings
 
 LOOK_EVERY = 10  # steps between two looks at the accuracy, which goes from a tenth to two thirds within fifty
 LOOK_TASKS = 256

@@ -1,4 +1,4 @@
-"""The main module of the processes that roles play in: `python -m tidemill.remote_worker`, started by `orchestration.local`.
+"""The main module of the processes that roles play in: `python -m tidemill.run.role_main`, started by `orchestration.local`.
 
 It is the fork server; what is forked from it becomes an engine, a trainer, or what prepares a run.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from tidemill.build import build_role, import_roles, use_threads
+from tidemill.run.roles import build_role, import_roles, use_threads
 from tidemill.runtime.role_host import host
 
 if __name__ == "__main__":

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from tidemill.model_folder import ModelFolder, check_companions, expect_readable, resolve_model
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import class_name
-from tidemill.recipe import RunConfig
+from tidemill.run.recipe import RunConfig
+from tidemill.run.storage.model_folder import ModelFolder, check_companions, expect_readable, resolve_model
 
 if TYPE_CHECKING:
     from tidemill.trainer.telemetry import Offload
@@ -55,6 +55,6 @@ class Preparer:
         return class_name(ModelFolder.open(folder).tokenizer)
 
     def _check_memory(self, model: Path, longest: int) -> None:
-        from tidemill.memory import check_memory
+        from tidemill.run.planner.memory_model import check_memory
 
         check_memory(self._config, Architecture.from_folder(model), longest)

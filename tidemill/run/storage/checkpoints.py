@@ -18,13 +18,22 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from tidemill.checkpoint_manifest import MANIFEST, Position, name_of, read_manifest, seal, step_of, strangers, verify
 from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import flush, remove_left, remove_marked
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import CheckpointError, Trainer
 from tidemill.ledger.records import Event
+from tidemill.run.storage.checkpoint_manifest import (
+    MANIFEST,
+    Position,
+    name_of,
+    read_manifest,
+    seal,
+    step_of,
+    strangers,
+    verify,
+)
 
 T = TypeVar("T")
 MARKER = "tidemill.checkpoint"

@@ -1,0 +1,1 @@
+"""Estimates of what a run needs before it starts."""

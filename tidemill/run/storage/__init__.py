@@ -1,0 +1,1 @@
+"""What lies on disk: run folders, model folders, checkpoints and their manifests."""
