@@ -34,7 +34,7 @@ from harness import HERE, RESULTS, save, table
 
 import tidemill
 from tidemill.algorithms.presets import PRESETS
-from tidemill.commands.pairs import pairs
+from tidemill.cli.commands.pairs import pairs
 from tidemill.models.new_model import SIZES, fresh_model
 
 sys.path.append(str(HERE / "systems"))

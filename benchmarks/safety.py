@@ -138,7 +138,7 @@ def checkpointing(spans: list[dict[str, Any]]) -> tuple[list[float], float]:
 def main(steps: int, out: Path | None) -> int:
     import torch
 
-    from tidemill.commands.training import DEMO
+    from tidemill.cli.commands.training import DEMO
     from tidemill.observability.console import ProgressDisplay
     from tidemill.run import roles
     from tidemill.run.recipe import load_recipe

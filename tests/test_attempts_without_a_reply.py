@@ -15,7 +15,7 @@ from test_rollout import FakeEnvironment, roll
 from test_streaming import CASES, STEP, Asked, groups_of
 
 from tidemill.algorithms.prepare_step import Algorithm
-from tidemill.commands.pairs import _answers
+from tidemill.cli.commands.pairs import _answers
 from tidemill.controller.evaluation import summary
 from tidemill.controller.run_monitor import count, describe
 from tidemill.controller.train_step import computed_tokens, train_on

@@ -57,7 +57,7 @@ def test_a_package_imports_from_lower_floors_only():
 
 
 LIGHT = dict.fromkeys(
-    ["tidemill.cli", "tidemill.controller.controller", "tidemill.run.recipe", "tidemill", "tidemill.run.api"], ()
+    ["tidemill.cli.main", "tidemill.controller.controller", "tidemill.run.recipe", "tidemill", "tidemill.run.api"], ()
 )
 LIGHT["tidemill.envs.reward_workers.reward_worker"] = ("pydantic",)  # there are many of them
 

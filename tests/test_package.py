@@ -62,7 +62,7 @@ class Told:
             print("heavy")
 
 sys.meta_path.insert(0, Told())
-from tidemill.cli import main
+from tidemill.cli.main import main
 sys.argv = ["tidemill", *sys.argv[1:]]
 main()
 """

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.commands.why import standing
+from tidemill.cli.commands.why import standing
 from tidemill.core import hardware
 from tidemill.core.errors import ConfigError
 from tidemill.ledger.ledger import SqliteLedger

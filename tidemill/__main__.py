@@ -1,5 +1,5 @@
 """`python -m tidemill`: the command line."""
 
-from tidemill.cli import main
+from tidemill.cli.main import main
 
 main()

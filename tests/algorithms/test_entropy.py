@@ -10,7 +10,7 @@ from test_prepare import LONGEST, group, trajectory
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.prepare_step import Algorithm
-from tidemill.commands.in_force import parts_of
+from tidemill.cli.commands.algorithm_in_force import parts_of
 
 
 def algorithm(**entropy):

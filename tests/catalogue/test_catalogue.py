@@ -22,8 +22,8 @@ from tidemill.algorithms.corrections import Ratios, correction_by_name
 from tidemill.algorithms.losses import LossInput, loss_by_name
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PER_SEQUENCE, PRESETS
 from tidemill.algorithms.reductions import REDUCTIONS
-from tidemill.catalogue import prose
-from tidemill.catalogue.entries import PARTS, Entry, constants_as, entries, entry, page, parsed, table
+from tidemill.cli.algorithm_reference import prose
+from tidemill.cli.algorithm_reference.entries import PARTS, Entry, constants_as, entries, entry, page, parsed, table
 from tidemill.core.config import Config, build
 from tidemill.core.types import LossSpec
 
@@ -36,7 +36,7 @@ GOOD = "A formula.\n\nSource: a paper,\n    2402.03300.\nWhen: often. Or\nnot.\n
 
 
 def test_the_page_is_the_catalogue():
-    command = "python -m tidemill.catalogue > docs/algorithms.md"
+    command = "python -m tidemill.cli.algorithm_reference > docs/algorithms.md"
     assert DOCS.read_text() == page(), f"docs/algorithms.md is not what the docstrings say: run {command}"
 
 
@@ -156,6 +156,6 @@ def test_the_examples_of_functions_do_what_they_say(tmp_path: Path):
 
 
 def test_the_catalogue_loads_no_torch():
-    code = "import sys, tidemill.catalogue.entries; print('torch' in sys.modules)"
+    code = "import sys, tidemill.cli.algorithm_reference.entries; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.cli import app
+from tidemill.cli.main import app
 from tidemill.core.errors import ConfigError
 
 ENVIRONMENT = '''

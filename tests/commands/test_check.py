@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill import cli
+from tidemill.cli import main
 from tidemill.engine.native import cache_size
 from tidemill.run.planner import memory_model
 from tidemill.run.recipe import load_recipe
@@ -75,7 +75,7 @@ def test_what_cannot_fit_is_refused_as_train_refuses_it(tidemill, recipe: Path, 
     said = re.sub("and .{,12} is free", "and 1.0 GiB is free", elsewhere.out)
     assert said.startswith(f"{refused.out}. ") and "a lower trainer.micro_batch_tokens (now 1,000,000,000)" in said
     printed = []
-    monkeypatch.setattr("tidemill.commands.check.print_json", printed.append)
+    monkeypatch.setattr("tidemill.cli.commands.check.print_json", printed.append)
     assert tidemill("check", recipe, *TOO_LARGE, "--json").code == 2
     assert printed[0]["fits"] is False and printed[0]["memory"]["too_large"] == refused.out
     assert printed[0]["memory"]["refused"] == said
@@ -86,7 +86,7 @@ def test_what_cannot_fit_is_a_table_and_one_line(recipe: Path, monkeypatch, caps
     with_free(monkeypatch, 1 << 30)
     monkeypatch.setattr("sys.argv", ["tidemill", "check", str(recipe), *TOO_LARGE])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     said = capsys.readouterr()
     assert ended.value.code == 2 and said.err.count("\n") == 1 and len(said.err) < 200
     assert re.fullmatch(

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.commands import doctor, selftest
-from tidemill.commands.finding import Finding
+from tidemill.cli.commands import doctor, selftest
+from tidemill.cli.commands.doctor_finding import Finding
 from tidemill.core import hardware
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model

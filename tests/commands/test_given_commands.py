@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tidemill.cli import app
+from tidemill.cli.main import app
 from tidemill.run.storage.run_folder import read_json
 
 ROWS = [{"prompt": f"{a}{b}", "chosen": a, "rejected": b} for a in "abcd" for b in "efgh"]

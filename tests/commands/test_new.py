@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.commands.new import check_name
+from tidemill.cli.commands.new import check_name
 from tidemill.core.errors import ConfigError
 from tidemill.run.recipe import load_recipe
 

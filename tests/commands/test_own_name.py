@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.commands.screen import own_name
+from tidemill.cli.commands.screen import own_name
 
 
 @pytest.fixture

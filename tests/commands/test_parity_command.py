@@ -11,8 +11,8 @@ import pytest
 import torch
 from parity_cases import ENGINE_PATHS, model_folder
 
-from tidemill import parity as checks
-from tidemill.commands.parity import parity
+from tidemill.cli import backend_parity as checks
+from tidemill.cli.commands.parity import parity
 from tidemill.core.errors import ConfigError
 from tidemill.engine.native import paged_attention
 from tidemill.engine.native.paged_attention import PagedCache

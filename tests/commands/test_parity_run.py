@@ -17,9 +17,10 @@ from commands.conftest import ENVIRONMENT, RECIPE
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
-from tidemill import replay as replays
-from tidemill.cli import app
-from tidemill.commands import parity as command
+from tidemill.cli import logprob_audit as replays
+from tidemill.cli.commands import parity as command
+from tidemill.cli.logprob_audit import fit_temperature
+from tidemill.cli.main import app
 from tidemill.core import serialization
 from tidemill.core.config import build
 from tidemill.core.types import Trajectory, Version
@@ -27,7 +28,6 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.segments import SegmentWriter, segment_numbers
 from tidemill.models.hf_weights import load_folder
 from tidemill.observability.diagnosis.mismatch import ROUNDING
-from tidemill.replay import fit_temperature
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.run_folder import RunFolder
 

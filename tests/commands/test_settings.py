@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tidemill.commands.settings import known
+from tidemill.cli.commands.settings import known
 from tidemill.core.config import dump
 from tidemill.run.recipe import load_recipe
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.commands import state
+from tidemill.cli.commands import run_state
 from tidemill.run.status_file import STATUS, record_failure
 
 AGAIN = "give the command that began it once more"
@@ -29,8 +29,8 @@ def test_what_is_missing_is_told_with_the_state_of_the_run(tidemill, run: Path, 
     (run / "report.json").unlink()
     shutil.rmtree(run / "final")
     if name in ("running", "stuck"):
-        monkeypatch.setattr(state, "holder", lambda _: 4242)
-        monkeypatch.setattr(state, "_stopped", lambda _: name == "stuck")
+        monkeypatch.setattr(run_state, "holder", lambda _: 4242)
+        monkeypatch.setattr(run_state, "_stopped", lambda _: name == "stuck")
         old = time.time() - (60 if name == "stuck" else 0)
         status = {"pid": 4242, "started": old, "at": old, "step": 1, "steps": 3, "waits": [], "processes": []}
         (run / STATUS).write_text(json.dumps(status))

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from tidemill import cli
-from tidemill.commands import screen, streams
-from tidemill.commands.streams import Lenient
+from tidemill.cli import main
+from tidemill.cli.commands import safe_output, screen
+from tidemill.cli.commands.safe_output import Lenient
 from tidemill.observability.safe_text import DEGRADE, paragraphs, visible
 
 
@@ -48,7 +48,7 @@ def test_a_pipe_that_does_not_block_is_waited_for():
     assert reader.communicate(timeout=30)[0] == b"1000001\n" and not lost
 
 
-COMMAND = f"exec {sys.executable} -m tidemill.cli {{}}"
+COMMAND = f"exec {sys.executable} -m tidemill.cli.main {{}}"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ COMMAND = f"exec {sys.executable} -m tidemill.cli {{}}"
     ],
 )
 def test_commands_and_their_streams(shell, status, out, err, tmp_path: Path):
-    """`python -m tidemill.cli` is the command line, too."""
+    """`python -m tidemill.cli.main` is the command line, too."""
     if "/dev/full" in shell and not Path("/dev/full").exists():
         pytest.skip("no /dev/full here")
     line = COMMAND.format(shell).replace("exec ", "") if "|" in shell else COMMAND.format(shell)
@@ -77,7 +77,7 @@ def test_commands_and_their_streams(shell, status, out, err, tmp_path: Path):
 def test_a_stream_that_is_closed_keeps_other_files_out_of_its_number(tmp_path: Path):
     """Else what is printed would land in the next file that is opened: the ledger, say."""
     code = (
-        "from tidemill.commands.streams import guard; guard()\n"
+        "from tidemill.cli.commands.safe_output import guard; guard()\n"
         f"f = open({str(tmp_path / 'ledger')!r}, 'w'); import os; print('stray'); os.write(1, b'stray'); f.close()"
     )
     subprocess.run(["bash", "-c", f'exec {sys.executable} -c "$0" >&- 2>&-', code], check=True, timeout=60)
@@ -101,8 +101,8 @@ def test_a_standard_stream_of_few_characters_takes_any_text(monkeypatch):
     monkeypatch.setattr(
         "sys.stderr", io.TextIOWrapper(io.FileIO(theirs, "w", closefd=False), encoding="ascii", errors="strict")
     )
-    streams._lenient("stderr", theirs, lambda _: None)
-    cli._tell(ValueError("run naïve → is gone"))
+    safe_output._lenient("stderr", theirs, lambda _: None)
+    main._tell(ValueError("run naïve → is gone"))
     sys.stderr.flush()
     assert os.read(ours, 1000) == b"error: run na?ve -> is gone\n"
     held = io.TextIOWrapper(io.BytesIO(), encoding="ascii", errors="strict")
@@ -127,11 +127,11 @@ def test_a_standard_stream_of_few_characters_takes_any_text(monkeypatch):
 )
 def test_a_run_on_disk_is_done_whatever_became_of_what_was_printed(monkeypatch, command, ended, failure, status):
     lost = None if failure is None else OSError(failure, os.strerror(failure))
-    monkeypatch.setattr(streams, "guard", lambda: lambda: lost)
-    monkeypatch.setattr(cli, "_status", lambda: ended)
+    monkeypatch.setattr(safe_output, "guard", lambda: lambda: lost)
+    monkeypatch.setattr(main, "_status", lambda: ended)
     monkeypatch.setattr("sys.argv", ["tidemill", command, "x"])
     with pytest.raises(SystemExit) as said:
-        cli.main()
+        main.main()
     assert said.value.code == status
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 import tidemill as package
-from tidemill import cli
-from tidemill.commands import training
-from tidemill.commands.ending import tell
+from tidemill.cli import main
+from tidemill.cli.commands import training
+from tidemill.cli.commands.run_ending import tell
 from tidemill.controller.evaluation import errors_apart
 from tidemill.core.interfaces import TrainingDiverged
 from tidemill.ledger.records import EvalRecord
@@ -96,7 +96,7 @@ def said_at_the_end(monkeypatch: pytest.MonkeyPatch, capsys, recipe: Path, error
     monkeypatch.setattr(training, "run", ends)
     monkeypatch.setattr(sys, "argv", ["tidemill", "train", str(recipe), "env=guess"])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     return ended.value.code, capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.commands import state as command
+from tidemill.cli.commands import run_state as command
 from tidemill.ledger import SqliteLedger
 from tidemill.run.status_file import FAILURE, STATUS, record_failure
 from tidemill.run.storage.run_folder import read_json

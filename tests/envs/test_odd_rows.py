@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tidemill.commands.reward import read_answers
+from tidemill.cli.commands.reward import read_answers
 from tidemill.core.config import build, load
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Score, Task, Trajectory, Unscorable

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.commands import training
+from tidemill.cli.commands import training
 from tidemill.core.config import build
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import PythonSettings

@@ -12,7 +12,7 @@ import pytest
 from ledger_cases import group, task
 from typer.testing import CliRunner
 
-from tidemill.cli import app
+from tidemill.cli.main import app
 from tidemill.ledger import LedgerError, RunFolderError, SqliteLedger, has_ledger, integrity
 from tidemill.ledger.schema import SCHEMA, statements
 

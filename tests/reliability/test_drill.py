@@ -14,9 +14,9 @@ import pytest
 from runs import Run
 from typer.testing import CliRunner
 
-from tidemill import drill as module
-from tidemill.cli import app
-from tidemill.drill import Drill, Life, Look, Size, unnamed
+from tidemill.cli import chaos_test as module
+from tidemill.cli.chaos_test import Drill, Life, Look, Size, unnamed
+from tidemill.cli.main import app
 from tidemill.run.recipe import RunConfig
 from tidemill.runtime.local import MODULE
 

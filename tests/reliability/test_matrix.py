@@ -15,7 +15,7 @@ import psutil
 import pytest
 from runs import Run
 
-from tidemill.commands.why import standing
+from tidemill.cli.commands.why import standing
 from tidemill.ledger.database import has_ledger
 from tidemill.run.storage.run_folder import RunFolder
 

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from test_pool import FAULTY, good, until_gone
 
-from tidemill.commands import training
+from tidemill.cli.commands import training
 from tidemill.core.types import InfraError, Score
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.ledger.ledger import SqliteLedger

@@ -18,9 +18,9 @@ from openai import OpenAI
 from serving_cases import Running
 from typer.testing import CliRunner
 
-from tidemill.cli import app
-from tidemill.commands import serve as serving
-from tidemill.commands.serve import key_of, serve, served_name
+from tidemill.cli.commands import serve as serving
+from tidemill.cli.commands.serve import key_of, serve, served_name
+from tidemill.cli.main import app
 from tidemill.core.errors import ConfigError
 from tidemill.engine.server import server
 

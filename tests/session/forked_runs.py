@@ -53,8 +53,8 @@ class Runs:
 
 
 def serve() -> None:
-    from tidemill import cli
-    from tidemill.commands import training
+    from tidemill.cli import main as cli
+    from tidemill.cli.commands import training
     from tidemill.core import fault_injection as faults
     from tidemill.engine.native import native_engine
     from tidemill.models.hf_weights import load_folder

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tidemill import cli
+from tidemill.cli import main
 from tidemill.envs.guess import ALPHABET
 from tidemill.models.new_model import SIZES, fresh_model
 
@@ -49,7 +49,7 @@ def fails(monkeypatch, capsys, *arguments: str) -> str:
     """Run the command line; it must fail with status 2 and one line on stderr, which is returned."""
     monkeypatch.setattr(sys, "argv", ["tidemill", *arguments])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == 2
     error = capsys.readouterr().err.strip()
     assert error.startswith("error: ") and "Traceback" not in error
@@ -219,7 +219,7 @@ def test_a_reward_that_cannot_judge_stops_the_run(reward, sentence, monkeypatch,
     if (tmp_path / "run" / "ledger.sqlite").exists():  # nothing is lost, and nothing was trained on a failure
         monkeypatch.setattr(sys, "argv", ["tidemill", "ledger", str(tmp_path / "run"), "--json"])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         counts = json.loads(capsys.readouterr().out)
         assert ended.value.code == 0 and counts["trained"] == 0 and counts["lost"] == 0
 
@@ -245,7 +245,7 @@ def test_paths_that_are_longer_than_the_system_takes_are_one_sentence(name, monk
     ):
         monkeypatch.setattr(sys, "argv", ["tidemill", *given])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         said = capsys.readouterr().err
         assert ended.value.code in (1, 2) and said.startswith("error: ") and said.count("\n") == 1, (given[0], said[:300])
     assert not (tmp_path / "run").exists()
@@ -265,7 +265,7 @@ def test_a_start_that_failed_binds_nothing_and_fewer_steps_than_begun_are_refuse
     recipe.write_text(recipe.read_text().replace('{ device = "cuda:7" }', '{ device = "cpu" }'))
     monkeypatch.setattr(sys, "argv", ["tidemill", "train", str(recipe)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        main.main()
     assert ended.value.code == 0, capsys.readouterr().err
     (tmp_path / "run" / "report.json").unlink()  # as if it had been interrupted
     assert "has begun step 3 already" in fails(monkeypatch, capsys, "train", str(recipe), "steps=2")
@@ -284,7 +284,7 @@ def test_a_run_does_not_go_on_with_other_tasks(change, monkeypatch, capsys, tmp_
     def command(*more: str) -> None:
         monkeypatch.setattr(sys, "argv", ["tidemill", "train", str(recipe), *more])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            main.main()
         assert ended.value.code == 0, capsys.readouterr().err
 
     command()

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 import tidemill
-from tidemill.cli import app
+from tidemill.cli.main import app
 from tidemill.controller.controller import RunFailed
 from tidemill.envs.environment import environment
 from tidemill.models.new_model import SIZES, fresh_model

@@ -13,10 +13,10 @@ import huggingface_hub.constants as constants
 import pytest
 
 import tidemill
-from tidemill.commands.evaluate import find_subject
-from tidemill.commands.located import model_of
-from tidemill.commands.sections import figures
-from tidemill.commands.serve import served_name
+from tidemill.cli.commands.evaluate import find_subject
+from tidemill.cli.commands.model_argument import model_of
+from tidemill.cli.commands.plan_sections import figures
+from tidemill.cli.commands.serve import served_name
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name, shown
 from tidemill.envs.build_environment import make_environment

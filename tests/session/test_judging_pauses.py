@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tidemill.commands import training
+from tidemill.cli.commands import training
 from tidemill.ledger.ledger import SqliteLedger
 
 REWARD = """

@@ -13,7 +13,7 @@ from letter_pairs import letter_model, train
 from typer.testing import CliRunner
 
 import tidemill
-from tidemill.cli import app
+from tidemill.cli.main import app
 from tidemill.controller.controller import Controller
 from tidemill.ledger import LedgerError, SqliteLedger
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tidemill.commands.why import standing
+from tidemill.cli.commands.why import standing
 from tidemill.controller.controller import RunFailed
 from tidemill.core import fault_injection
 from tidemill.core.config import build

@@ -18,8 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.commands.samples import tokenizer_of
-from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.cli.commands.samples import tokenizer_of
+from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import GREEDY, Array, Finish, Trajectory
 from tidemill.ledger.ledger import SqliteLedger

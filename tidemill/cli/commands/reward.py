@@ -12,8 +12,8 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.commands.warned import warnings_logged
+from tidemill.cli.commands.logged_warnings import warnings_logged
+from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import AnyEnv, environments_of

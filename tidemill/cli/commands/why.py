@@ -8,8 +8,8 @@ from typing import Any
 
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.commands.state import state_of
+from tidemill.cli.commands.run_state import state_of
+from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.events import worded
 from tidemill.observability.safe_text import visible

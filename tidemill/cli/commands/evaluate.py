@@ -18,10 +18,10 @@ from typing import Any, Literal
 
 from rich.text import Text
 
-from tidemill.commands.located import is_run
-from tidemill.commands.screen import console, print_json, print_rows
-from tidemill.commands.state import state_of
-from tidemill.commands.warned import warnings_logged
+from tidemill.cli.commands.logged_warnings import warnings_logged
+from tidemill.cli.commands.model_argument import is_run
+from tidemill.cli.commands.run_state import state_of
+from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.evaluation import Evaluator, interval
 from tidemill.core.errors import ConfigError

@@ -1,4 +1,4 @@
-"""The parts of `docs/algorithms.md` that are written by hand; `catalogue.page` puts the tables between them."""
+"""The parts of `docs/algorithms.md` that are written by hand; `algorithm_reference.page` puts the tables between them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ algorithm = { name = "dpo", beta = 0.2 }
 What does not apply to what was chosen is refused, because it would be ignored. `tidemill explain RECIPE` prints the parts
 in force, their formulas, and what they come to in a step.
 
-The tables are made from the functions' docstrings (`tidemill/algorithms/`) by `python -m tidemill.catalogue`.
+The tables are made from the functions' docstrings (`tidemill/algorithms/`) by `python -m tidemill.cli.algorithm_reference`.
 """
 
 NOTATION = """

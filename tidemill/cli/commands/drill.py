@@ -11,9 +11,9 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.cli.chaos_test import FAULTS, GROWN_S, JUDGED_S, Drill, Life, Outcome
+from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.errors import ConfigError
-from tidemill.drill import FAULTS, GROWN_S, JUDGED_S, Drill, Life, Outcome
 from tidemill.run.recipe import load_recipe
 
 ENDLESS = 1_000_000  # steps: a drill of so many minutes is stopped, it does not come to its end

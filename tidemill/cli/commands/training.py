@@ -7,14 +7,14 @@ import importlib.util
 from collections.abc import Sequence
 from pathlib import Path
 
-from tidemill.commands.ending import tell
-from tidemill.commands.screen import print_json
+from tidemill.cli.commands.run_ending import tell
+from tidemill.cli.commands.screen import print_json
 from tidemill.core.interfaces import PeerLost
 from tidemill.observability.console import ProgressDisplay
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.session import Ended, run
 
-RECIPES = next(p for p in (Path(__file__).parents[1] / "recipes", Path(__file__).parents[2] / "recipes") if p.is_dir())
+RECIPES = next(p for p in (Path(__file__).parents[2] / "recipes", Path(__file__).parents[3] / "recipes") if p.is_dir())
 """In an installed package, or in a clone."""
 DEMO = RECIPES / "demo.toml"
 MADE_WORDS = 'env={ kind = "python", path = "tidemill.envs.spelling:score" }'

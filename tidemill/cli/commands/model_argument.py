@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tidemill.commands.state import state_of
+from tidemill.cli.commands.run_state import state_of
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name
 from tidemill.run.storage.run_folder import RunFolder

@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.config import Config, tables_of
 from tidemill.core.errors import ConfigError
 from tidemill.run.recipe import RunConfig

@@ -19,8 +19,8 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tidemill.commands.finding import Finding, Status
-from tidemill.commands.screen import console, own_name, print_json, print_rows
+from tidemill.cli.commands.doctor_finding import Finding, Status
+from tidemill.cli.commands.screen import console, own_name, print_json, print_rows
 from tidemill.core.hardware import memory_bytes, usable_cores
 
 GIB = 2**30
@@ -39,7 +39,7 @@ def doctor(as_json: bool) -> int:
     torch = torch_build()
     findings.append(torch)
     if torch.status != "fail":
-        from tidemill.commands.selftest import cuda_devices, kernels, self_test
+        from tidemill.cli.commands.selftest import cuda_devices, kernels, self_test
 
         findings += [cuda_devices(), kernels()]
         with tempfile.TemporaryDirectory(prefix="tidemill-doctor-") as folder:

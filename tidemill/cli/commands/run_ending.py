@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from tidemill.commands.screen import console, own_name, print_labelled, print_wrapped
+from tidemill.cli.commands.screen import console, own_name, print_labelled, print_wrapped
 from tidemill.observability.time_summary import lines
 from tidemill.run.recipe import RunConfig
 from tidemill.run.session import Ended

@@ -17,10 +17,10 @@ from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.commands.conversation import answer_row, facts_of, plain, rows_of
-from tidemill.commands.screen import INDENT, console, print_json, print_rows
-from tidemill.commands.segments import COLOURS, Row, Segment, segments
-from tidemill.commands.state import state_of
+from tidemill.cli.commands.conversation import answer_row, facts_of, plain, rows_of
+from tidemill.cli.commands.run_state import state_of
+from tidemill.cli.commands.screen import INDENT, console, print_json, print_rows
+from tidemill.cli.commands.token_segments import COLOURS, Row, Segment, segments
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Trajectory
 from tidemill.ledger.ledger import SqliteLedger

@@ -13,11 +13,11 @@ from rich.text import Text
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.losses import loss_by_name
 from tidemill.algorithms.presets import NOTES
-from tidemill.catalogue.entries import number
-from tidemill.commands.given_tasks import task_rows, tasks_of
-from tidemill.commands.in_force import differing, p_hat, parts_of
-from tidemill.commands.screen import print_json
-from tidemill.commands.sections import Row, figures, sections, show
+from tidemill.cli.algorithm_reference.entries import number
+from tidemill.cli.commands.algorithm_in_force import differing, p_hat, parts_of
+from tidemill.cli.commands.offline_tasks import task_rows, tasks_of
+from tidemill.cli.commands.plan_sections import Row, figures, sections, show
+from tidemill.cli.commands.screen import print_json
 from tidemill.core.errors import ConfigError
 from tidemill.run.hub_names import fetched
 from tidemill.run.recipe import RunConfig, load_recipe

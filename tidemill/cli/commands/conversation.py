@@ -12,7 +12,7 @@ from typing import Any
 
 from rich.text import Text
 
-from tidemill.commands.segments import COLOURS, Row, Segment, segments
+from tidemill.cli.commands.token_segments import COLOURS, Row, Segment, segments
 from tidemill.core.types import Said, Score, Trajectory
 from tidemill.ledger.records import SampleRow
 from tidemill.models.tokenizer import Tokenizer

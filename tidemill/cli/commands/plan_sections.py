@@ -14,8 +14,8 @@ from rich.text import Text
 
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.algorithms.preferences import PREFERENCES
-from tidemill.commands import sizing
-from tidemill.commands.screen import INDENT, console, print_rows
+from tidemill.cli.commands import sizing
+from tidemill.cli.commands.screen import INDENT, console, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages

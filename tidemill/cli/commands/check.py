@@ -12,8 +12,8 @@ from typing import Any
 
 from rich.text import Text
 
-from tidemill.commands.screen import print_json
-from tidemill.commands.sections import figures, sections, show
+from tidemill.cli.commands.plan_sections import figures, sections, show
+from tidemill.cli.commands.screen import print_json
 from tidemill.core.errors import ConfigError
 from tidemill.run.hub_names import fetched
 from tidemill.run.planner.memory_model import ONE_MACHINE, in_words

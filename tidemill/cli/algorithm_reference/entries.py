@@ -5,7 +5,7 @@
 A docstring is the formula and what it needs to be read, then lines that begin with `Source:`, `When:` and `Cost:`. One that
 lacks a part is an error. `docs/algorithms.md` is `page()`:
 
-    python -m tidemill.catalogue > docs/algorithms.md
+    python -m tidemill.cli.algorithm_reference > docs/algorithms.md
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
 from tidemill.algorithms.reductions import REDUCTIONS
-from tidemill.catalogue import prose
+from tidemill.cli.algorithm_reference import prose
 from tidemill.core.import_object import constants_of, load_object
 
 PARTS = ("Source", "When", "Cost")

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.commands.finding import Finding
+from tidemill.cli.commands.doctor_finding import Finding
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Sample, SamplingParams, Score, Version
 from tidemill.engine.native.engine_settings import EngineSettings

@@ -10,7 +10,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.text import Text
 
-from tidemill.commands.screen import console, print_json, print_rows
+from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.types import Version
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import Counts, EvalRecord, Event, StepRecord

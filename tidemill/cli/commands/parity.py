@@ -10,10 +10,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.commands.located import is_run, model_of
+from tidemill.cli.backend_parity import TOLERANCE, Comparison, Report, check
+from tidemill.cli.commands.model_argument import is_run, model_of
+from tidemill.cli.logprob_audit import Replay, VersionReplay, replay
 from tidemill.observability.diagnosis.mismatch import LogprobGap
-from tidemill.parity import TOLERANCE, Comparison, Report, check
-from tidemill.replay import Replay, VersionReplay, replay
 from tidemill.run.storage.run_folder import RunFolder
 
 PAIRS = ("engine - transformers", "engine - trainer", "trainer - transformers")

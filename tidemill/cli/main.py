@@ -49,7 +49,7 @@ def _options(
 def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Teach a small model, made here, to spell words backward: the whole system in minutes."""
     _starting("the demo: a small model, made here, learns to spell words backward", as_json)
-    from tidemill.commands import training
+    from tidemill.cli.commands import training
 
     raise typer.Exit(training.demo(overrides or [], as_json))
 
@@ -60,7 +60,7 @@ def train(
 ) -> None:
     """Train by a recipe. On a run that was interrupted, the same command goes on."""
     _starting(" ".join(["to train by", str(recipe), *(overrides or [])]), as_json)
-    from tidemill.commands import training
+    from tidemill.cli.commands import training
 
     raise typer.Exit(training.train(recipe, overrides or [], as_json))
 
@@ -71,7 +71,7 @@ def settings(
     as_json: AsJson = False,
 ) -> None:
     """Every key that a recipe may have: its default, what it takes and what it does."""
-    from tidemill.commands import settings as command
+    from tidemill.cli.commands import settings as command
 
     raise typer.Exit(command.settings(table, as_json))
 
@@ -81,7 +81,7 @@ def explain(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
     """What a recipe would do: its formulas and where they come from, the numbers of a step, memory by process."""
-    from tidemill.commands import explain as command
+    from tidemill.cli.commands import explain as command
 
     raise typer.Exit(command.explain(recipe, overrides or [], as_json))
 
@@ -91,7 +91,7 @@ def check(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
     """Does a recipe fit here? The numbers of a step, memory by process; status 2 when `train` would refuse it."""
-    from tidemill.commands import check as command
+    from tidemill.cli.commands import check as command
 
     raise typer.Exit(command.check(recipe, overrides or [], as_json))
 
@@ -99,7 +99,7 @@ def check(
 @app.command()
 def new(name: Annotated[str, typer.Argument(help="of the folder, and of the environment's file")]) -> None:
     """Begin a task of your own: an environment, a recipe that trains it at once, a test of its reward."""
-    from tidemill.commands import new as starter
+    from tidemill.cli.commands import new as starter
 
     raise typer.Exit(starter.new(name))
 
@@ -116,7 +116,7 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Greedy accuracy on held-out tasks, with its uncertainty."""
-    from tidemill.commands import evaluate as command
+    from tidemill.cli.commands import evaluate as command
 
     raise typer.Exit(command.evaluate(target, recipe, tasks, which, overrides or [], as_json))
 
@@ -131,7 +131,7 @@ def samples(
     as_json: AsJson = False,
 ) -> None:
     """What the policy wrote, in a run that has ended or goes on."""
-    from tidemill.commands import samples as command
+    from tidemill.cli.commands import samples as command
 
     raise typer.Exit(command.samples(run, step, worst, best, tokens, as_json))
 
@@ -143,7 +143,7 @@ def pairs(
     as_json: AsJson = False,
 ) -> None:
     """The best and the worst attempt at each task of a run, where their rewards differ: rows to learn preferences from."""
-    from tidemill.commands import pairs as command
+    from tidemill.cli.commands import pairs as command
 
     raise typer.Exit(command.pairs(run, out, as_json))
 
@@ -155,7 +155,7 @@ def ledger(
     as_json: AsJson = False,
 ) -> None:
     """Was anything lost? Every group of a run, by its fate."""
-    from tidemill.commands import ledger as command
+    from tidemill.cli.commands import ledger as command
 
     raise typer.Exit(command.ledger(run, every, as_json))
 
@@ -163,7 +163,7 @@ def ledger(
 @app.command()
 def why(run: RunDir, as_json: AsJson = False) -> None:
     """Who waits for whom, since when; and of a run that has ended, the first cause."""
-    from tidemill.commands import why as command
+    from tidemill.cli.commands import why as command
 
     raise typer.Exit(command.why(run, as_json))
 
@@ -181,7 +181,7 @@ def drill(
     """Run a recipe while its parts are killed, frozen and starved, and say what was lost; status 1 when anything was."""
     if not as_json:
         _starting(f"a drill of {recipe}: about {minutes:g} min, and a start and an end of up to 2 min each", False)
-    from tidemill.commands import drill as command
+    from tidemill.cli.commands import drill as command
 
     raise typer.Exit(command.drill(recipe, minutes, every, seed, spare or [], overrides or [], as_json))
 
@@ -189,7 +189,7 @@ def drill(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """What this machine has, and whether the parts work on it."""
-    from tidemill.commands import doctor as command
+    from tidemill.cli.commands import doctor as command
 
     raise typer.Exit(command.doctor(as_json))
 
@@ -201,7 +201,7 @@ def parity(
     as_json: AsJson = False,
 ) -> None:
     """Compare the logprobs of engine, trainer and transformers on a model; of a run, also those it recorded."""
-    from tidemill.commands import parity
+    from tidemill.cli.commands import parity
 
     raise typer.Exit(parity.parity(model, length, as_json))
 
@@ -221,7 +221,7 @@ def reward_test(
     as_json: AsJson = False,
 ) -> None:
     """Score right, empty and nonsensical replies; status 1 when right ones fail or nonsense passes."""
-    from tidemill.commands import reward as command
+    from tidemill.cli.commands import reward as command
 
     raise typer.Exit(command.test(recipe, answers, overrides or [], as_json))
 
@@ -242,7 +242,7 @@ def serve(
     threads: Annotated[int | None, typer.Option(min=1, help="of torch")] = None,
 ) -> None:
     """Answer OpenAI's API for a model: completions, chat, logprobs, streaming. Ctrl-C stops."""
-    from tidemill.commands import serve
+    from tidemill.cli.commands import serve
 
     key = serve.key_of(api_key, api_key_file)
     raise typer.Exit(serve.serve(model, host, port, key, context, dtype, threads))
@@ -266,14 +266,14 @@ def _tell(error: BaseException) -> None:
 
 def _known() -> tuple[type[BaseException], ...]:
     """What ends a command in one sentence. Imported when something has: it takes a while."""
-    from tidemill.failures import KNOWN
+    from tidemill.cli.user_errors import KNOWN
 
     return KNOWN
 
 
 def main() -> None:
     """Errors that are the user's affair, or the world's, are one sentence and a non-zero status; bugs are tracebacks."""
-    from tidemill.commands.streams import guard
+    from tidemill.cli.commands.safe_output import guard
 
     lost = guard()
     status = _status()
