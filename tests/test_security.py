@@ -15,7 +15,7 @@ from typing import Any
 
 import psutil
 import pytest
-from orchestration.echo_worker import Echo
+from runtime.echo_worker import Echo
 from sources import dotted, sources
 
 from tidemill.core.errors import ConfigError

@@ -18,10 +18,10 @@ import httpx
 import numpy as np
 import zmq
 import zmq.asyncio
+from engine.server.serving_cases import Running, chat_model, make_engine
 from fuzz.hunting import NUMBERS, Attack, Target, edited, mutated, trees
 from hypothesis import strategies as st
 from ledger.ledger_cases import group
-from serving.serving_cases import Running, chat_model, make_engine
 
 from tidemill.core import serialization
 from tidemill.core.types import Array, Group, InfraError, Score, Unscorable

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import sympy
-from rewards.answer_table import rows
+from envs.rewards.answer_table import rows
 
 from tidemill.envs.rewards.functions import last_boxed, numeric
 from tidemill.envs.rewards.math import score

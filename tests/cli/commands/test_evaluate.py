@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from commands.conftest import ENVIRONMENT, RECIPE
+from cli.commands.conftest import ENVIRONMENT, RECIPE
 from typer.testing import CliRunner
 
 from tidemill.cli.commands import logged_warnings

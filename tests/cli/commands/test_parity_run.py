@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from commands.conftest import ENVIRONMENT, RECIPE
+from cli.commands.conftest import ENVIRONMENT, RECIPE
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 

@@ -12,7 +12,7 @@ from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES, OPENRL
 from tidemill.run.recipe import RunConfig, load_recipe
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def load(*overrides: str) -> RunConfig:

@@ -27,7 +27,7 @@ from tidemill.cli.algorithm_reference.entries import PARTS, Entry, constants_as,
 from tidemill.core.config import Config, build
 from tidemill.core.types import LossSpec
 
-DOCS = Path(__file__).parents[2] / "docs" / "algorithms.md"
+DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 TOOLS = {  # public functions that are no part of an algorithm
     *("advantage_by_name", "correction_by_name", "loss_by_name", "evaluate", "ratio", "correct", "pairs_of"),
     "kto_baseline",

@@ -9,7 +9,7 @@ from tidemill.cli.commands.settings import known
 from tidemill.core.config import dump
 from tidemill.run.recipe import load_recipe
 
-OPTIONS = (Path(__file__).parents[1] / "options.txt").read_text().split()
+OPTIONS = (Path(__file__).parents[2] / "options.txt").read_text().split()
 
 
 def test_every_option_is_there():
