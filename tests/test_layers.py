@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,8 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tidemill"
 
 FLOOR = {package: number for number, packages in enumerate(structure.FLOORS) for package in packages}
+LOOP = ["controller", "train_step", "admission_buffer"]  # they decide what is trained on, and know interfaces only
+CONTROLLER_NEVER = {"torch", "transformers", "ray", "zmq", "sqlite3"}
 
 
 def imported(path: Path) -> Iterator[tuple[str, int]]:
@@ -38,6 +41,10 @@ def modules() -> list[tuple[str, Path]]:
     return [(package, path) for package, path in found if package not in ("__init__", "__main__")]
 
 
+def test_every_module_lies_in_a_package_with_a_floor():
+    assert {package for package, _ in modules()} == set(FLOOR)
+
+
 def test_the_list_of_modules_is_current():
     assert structure.PAGE.read_text() == structure.page(), "run: python tests/structure.py"
 
@@ -46,14 +53,24 @@ def test_a_package_imports_from_lower_floors_only():
     bad = [
         f"{path.relative_to(ROOT)}:{line} imports {name}"
         for package, path in modules()
-        if package in FLOOR
         for name, line in imported(path)
-        if name.startswith("tidemill.")
-        and (other := name.split(".")[1]) != package
-        and other in FLOOR
-        and FLOOR[other] >= FLOOR[package]
+        if name.startswith("tidemill.") and (other := name.split(".")[1]) != package and FLOOR[other] >= FLOOR[package]
     ]
     assert not bad, "\n".join(bad)
+
+
+def test_module_names_are_told_apart():
+    """Two modules share a name only where their packages make the difference plain."""
+    names = Counter(path.stem for _, path in modules() if not path.stem.startswith("__"))
+    assert {name for name, count in names.items() if count > 1} <= {"ledger"}  # the ledger, and the command
+
+
+@pytest.mark.parametrize("module", LOOP)
+def test_the_loop_knows_interfaces_only(module):
+    names = {name for name, _ in imported(PACKAGE / "controller" / f"{module}.py")}
+    assert not {name.split(".")[0] for name in names} & CONTROLLER_NEVER
+    ours = {name.split(".")[1] for name in names if name.startswith("tidemill.")}
+    assert ours <= {"core", "observability", "controller"}
 
 
 LIGHT = dict.fromkeys(
