@@ -1,4 +1,4 @@
-"""Chat templates of public formats, tokenizers trained here, and random conversations, for the tests of `envs.template`.
+"""Public chat templates, tokenizers trained here, and random conversations, for the tests of `models.conversations`.
 
 The templates are written from the formats that model cards publish, as small as they can be while they render the same.
 """

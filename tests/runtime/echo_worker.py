@@ -24,9 +24,9 @@ WORKER = [sys.executable, __file__]
 _POLLING = """
 import sys; sys.path.insert(0, sys.argv[1])
 import echo_worker
-from tidemill.runtime import forkserver, hosting
-forkserver.die_with_parent = lambda: False
-hosting.host(echo_worker.build)
+from tidemill.runtime import fork_server, role_host
+fork_server.die_with_parent = lambda: False
+role_host.host(echo_worker.build)
 """
 WITHOUT_THE_KERNEL = [sys.executable, "-c", _POLLING, str(Path(__file__).parent)]  # whose word ends orphans at once
 Start = Callable[..., Awaitable[Any]]  # the fixture `start`

@@ -167,10 +167,10 @@ async def test_an_id_in_use_is_refused() -> None:
 async def test_only_the_same_user_may_connect(user: int) -> None:
     """To a name that everybody can see, and with the right token."""
     program = (
-        "import os, sys, zmq\nfrom tidemill import codec\nfrom tidemill.runtime.wire_format import Call\n"
+        "import os, sys, zmq\nfrom tidemill.core import serialization\nfrom tidemill.runtime.wire_format import Call\n"
         "address, user = sys.argv[1:]\nsocket = zmq.Context().socket(zmq.DEALER)\nsocket.linger = 0\nos.setuid(int(user))\n"
         "socket.connect(address)\n"
-        f"socket.send_multipart([{TOKEN.encode()!r}, codec.encode(Call(1, 'pid')), codec.encode(())])\n"
+        f"socket.send_multipart([{TOKEN.encode()!r}, serialization.encode(Call(1, 'pid')), serialization.encode(())])\n"
         "print(socket.poll(10_000 if user == '0' else 500))"
     )
     async with hosted(address=f"ipc://@tidemill-{secrets.token_hex(16)}") as (server, _, address):

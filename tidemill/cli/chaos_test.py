@@ -6,7 +6,7 @@ kill      SIGKILL to an engine, the trainer, a reward or environment worker, the
           then started again
 freeze    SIGSTOP until the run has noticed by itself and killed it; the controller is let go on after some seconds
 starve    stopped nine tenths of the time for some seconds: slow, which must not be taken for dead
-disk      the controller is killed, and the first checkpoint after that finds the disk full (by a fault, see `faults`)
+disk      the controller is killed, and the first checkpoint after that finds the disk full (`core.fault_injection`)
 
 Nothing here reaches into the run: it gets signals and the environment of a process, as from any system that fails.
 """

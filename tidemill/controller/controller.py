@@ -338,7 +338,7 @@ class Controller:
                 raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
 
     def _watch_outcomes(self, group: Group) -> None:
-        """A broken verifier must not look like a policy that earns nothing: see `breaker`."""
+        """A broken verifier must not look like a policy that earns nothing: see `circuit_breaker`."""
         why = self.gate.judged(group.id, group.task.env, [t.outcome for t in group.trajectories])
         if why is not None:
             raise RunFailed(why)

@@ -51,7 +51,7 @@ from tidemill.observability.trace import Trace
 RATE_S = 10.0
 ENGINE_S = 5.0  # that an engine has to tell what it did
 MOST_REASONS = 100
-TAILS = frozenset({"encoded_alone", "text_differs"})  # of appended turns, see `envs.turns`
+TAILS = frozenset({"encoded_alone", "text_differs"})  # of appended turns, see `models.turn_renderers`
 PROBED_ROWS = 4  # of a batch, at each probe
 
 

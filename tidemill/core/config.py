@@ -1,6 +1,6 @@
 """Typed configuration: frozen models <- TOML files (later wins) <- `a.b.c=value` overrides.
 
-Each component keeps its own `Config` beside it (`*/settings.py`); the recipe (L4) puts them together. Unions are told
+Each component keeps its own `Config` beside it (`*_settings.py`); `run.recipe` puts them together. Unions are told
 apart by `kind`. An unknown key, a wrong type or a value out of range is a `ConfigError`: one sentence that says what was
 given, what was expected and what to do.
 """

@@ -1,7 +1,7 @@
 """The verbs: what the controller and the rollouts know of the rest. Placement decides what stands behind them.
 
 Every argument and result is one of our nouns or plain data, so that any of these can live in another process:
-a proxy encodes the arguments with `codec`, and the annotations here are what the other side decodes them by.
+a proxy encodes the arguments with `serialization`, and the annotations here are what the other side decodes them by.
 """
 
 from __future__ import annotations

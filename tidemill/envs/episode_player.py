@@ -99,7 +99,7 @@ class Call:
 
 class Player:
     def __init__(self, child: Child, name: str, limit_s: float) -> None:
-        """child: a process of `envs.worker`. limit_s: for the loop to turn, and for an episode to be cancelled."""
+        """child: a process of `envs.episode_worker`. limit_s: for the loop to turn, and for an episode to be cancelled."""
         self._child, self._name, self._limit_s = child, name, limit_s
         self._calls: dict[int, Call] = {}
         self._leaving: dict[int, int] = {}  # episodes that were cancelled and have not let go: looks since

@@ -1,4 +1,4 @@
-"""What the controller and an environment worker say to each other: msgpack in the frames of `processes`.
+"""What the controller and an environment worker say to each other: msgpack in the frames of `runtime.workers`.
 
     controller -> worker   Load, then any number of Begin or Judge; Answer or Refusal to an Ask; Cancel; Ping
     worker -> controller   Loaded, then for each Begin any number of Ask, then Ended; for each Judge Judged; Pong

@@ -4,7 +4,7 @@
 
     Begin -> the environment's run(task, chat) -> Ask, as often as it asks -> Ended or Raised
 
-The code it runs is not trusted to behave (see `processes.inside`). What it says is checked before it is sent, so that a
+The code it runs is not trusted to behave (see `workers.worker_setup`). What it says is checked before it is sent, so that a
 wrong value is the affair of its episode alone. That the loop turns is proved by its answers to pings.
 """
 

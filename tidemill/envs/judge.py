@@ -29,7 +29,7 @@ from tidemill.envs.rewards.signature import Signature, group_values, name_of, si
 
 
 class Scorer(Protocol):
-    """The scoring stage: `scoring.pool.WorkerPool`."""
+    """The scoring stage: `reward_workers.reward_pool.WorkerPool`."""
 
     limit_s: float
 

@@ -5,7 +5,7 @@
 
 Every call survives the death of this process at any instant once it has returned. Only the admission of a group that has not
 finished may be lost, and nothing with it: an id that nobody heard of is admitted again. The rows of admitted and of finished
-groups wait for a call about something else, or for any that finds them too old (`waiting`), and are written with it: a group
+groups wait for a call about something else or any that finds them too old (`pending_rows`), and are written with it: a group
 has finished as soon as its payloads lie in a segment, and `open` writes the rows that waited when the last writer died.
 
 With durability "power" (the default) a call survives a power cut as well, from the next call on that is not about a single

@@ -2,7 +2,7 @@
 
     lengths, shared -> Families -> packed_attention -> attend(layer, q, k, v)
 
-Compiled where that is to be had: `kernels.sequences` reads keys and values where they are packed. Else PyTorch's: what
+Compiled where that is to be had: `cpu.packed_sequences` reads keys and values where they are packed. Else PyTorch's: what
 sequences share is spread to each of them, and those of similar length share a bucket that is padded to its own longest: 128
 sequences of 30 to 90 tokens take two thirds of the time of one padded batch. Rows are padded on the right, so causality
 alone keeps padding out of every real position. The rest of the decoder works on the packed row, so padding exists here only.

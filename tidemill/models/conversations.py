@@ -4,11 +4,11 @@ Two rules, by whether a policy sampled anything:
 
 * **Nothing was sampled** (rows that are learnt, compared or scored, and every prompt of a first turn): the tokens are those
   of `tokenizer.apply_chat_template(messages, tokenize=True)` on the whole conversation. No part is encoded apart. Which of
-  them are learnt is read off the text: see `alignment`. A row ends with the last token that is learnt: what the template
+  them are learnt is read off the text: see `reply_spans`. A row ends with the last token that is learnt: what the template
   puts after the last end of turn, mostly a line break, is no part of it. A template that ends turns with no token of its own
   would teach nobody to stop: then the tokenizer's end token stands after the last reply, and is learnt.
 * **Something was sampled**: those ids stay, whatever their text would be encoded as, and what comes after them is appended:
-  see `turns`. The text of the whole is still what the template renders.
+  see `turn_renderers`. The text of the whole is still what the template renders.
 
 Without a template a message is its text and a line break, a reply follows, and the tokenizer's end token ends it.
 """

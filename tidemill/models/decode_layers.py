@@ -1,4 +1,4 @@
-"""A decoder's layers for the compiled pass over rows of one token each: see `kernels.native.Native.decode`."""
+"""A decoder's layers for the compiled pass over rows of one token each: see `kernels.cpu.bindings.Native.decode`."""
 
 from __future__ import annotations
 

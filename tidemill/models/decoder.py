@@ -5,7 +5,7 @@ It computes on a flat row of tokens, with no batch dimension and no padding, and
 engine to its paged cache. Everything else is the same code on both sides, which is what makes their logprobs agree.
 On CPUs a step in which every row decodes may be taken by `kernels/cpu/decoding.c`, on one thread, to the same bits.
 
-Projections that read the same input are one matrix (q|k|v and gate|up); `models.weights` maps them to Hugging Face names.
+Projections that read the same input are one matrix (q|k|v and gate|up); `models.hf_weights` maps them to Hugging Face names.
 Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V vocabulary.
 """
 
@@ -125,7 +125,7 @@ class Decoder(nn.Module):
         return self
 
     def packing(self) -> Work[None]:
-        """Keep every matrix a second time, for products without a gradient until the weights change: see `models.linear`."""
+        """Keep every matrix a second time, for products without a gradient until the weights change (`served_linear`)."""
         for _, weight, packed in self.packed():
             yield from packed.packing(weight)
 

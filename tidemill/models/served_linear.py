@@ -1,7 +1,7 @@
 """A linear layer that can keep its weights once more, in the order in which a compiled product reads them.
 
 The copy is for weights that are served, not for ones that are trained: it is used where no gradient is wanted, and is right
-only until the weights change. It holds the weights' own words, in another order: see `models.served`. A product that is
+only until the weights change. It holds the weights' own words, in another order: see `served_weights`. A product that is
 trained does not keep the norm or the gate it reads: its way back makes that again. In bfloat16 it is widened on a CPU that
 is quicker so.
 """

@@ -1,7 +1,7 @@
 """Products with a matrix W [N, K] that is trained: x W^T + b; on the way back d W and the matrix's gradient d^T x.
 
 An input is x [n, K]; d [n, N] is what a loss changes by with the output. While passes are computed between which no weight
-changes (`models.linear.gathering`) a matrix is prepared once for all of them: where the engine's compiled products of
+changes (`models.served_linear.gathering`) a matrix is prepared once for all of them: where the engine's compiled products of
 bfloat16 add up pairs, they are the trainer's, too. And gradients are added up where they lie, unrounded: autograd would have
 rounded each micro-batch's as its output is, in a tensor of its own, and widened it, and added it.
 """

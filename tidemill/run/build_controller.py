@@ -1,6 +1,6 @@
 """A session's parts, and the controller made of them.
 
-standing (see `resume`, `exact`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller -> steps done
+standing (see `resume`, `deterministic_resume`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller -> steps done
 """
 
 from __future__ import annotations

@@ -43,7 +43,9 @@ class PlacementSettings(Config):
     kind: Literal["local", "inline"] = "local"  # processes on this machine, or everything in one process
     engines: int = Field(default=1, ge=1)
     engine_threads: int = Field(default=1, ge=1)  # of each; all together may have more than there are cores, and share them
-    trainer_threads: int = Field(default=1, ge=1)  # the same: whoever computes alone has all of his, see `cores`
+    trainer_threads: int = Field(
+        default=1, ge=1
+    )  # the same: whoever computes alone has all of his, see `runtime.cpu_sharing`
     # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: where there is a
     # core for each thread of trainer and engines, or these name different devices
     stream: bool | Literal["auto"] = "auto"
@@ -67,7 +69,7 @@ class RolloutSettings(Config):
 
 
 class ReplaySettings(Config):
-    """Groups that are trained once more, beside a step's own: see `experience`. Off while `share` is 0."""
+    """Groups that are trained once more, beside a step's own: see `replay_buffer`. Off while `share` is 0."""
 
     share: float = Field(default=0.0, ge=0, le=4)  # of the step's groups, how many come on top
     within: int = Field(default=16, ge=1)  # steps back; max_lag does not bound these
@@ -151,7 +153,7 @@ class RunConfig(Config):
     steps: int = Field(default=100, ge=1)  # of the whole run, each of `rollout.groups` groups
     max_lag: int = Field(default=1, ge=0)  # versions that a sample may be old when it is trained on; 0: synchronous
     seed: int = Field(default=0, ge=0)
-    profile: bool = False  # which operators engines and trainer ran in two steps: profile.json.gz, see `profiling`
+    profile: bool = False  # which operators engines and trainer ran in two steps: profile.json.gz, see `operator_profiler`
     deterministic: bool = False  # the same weights to the last bit, whatever interrupts the run: float32 on the CPU
     placement: PlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()

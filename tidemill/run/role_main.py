@@ -1,4 +1,4 @@
-"""The main module of the processes that roles play in: `python -m tidemill.run.role_main`, started by `orchestration.local`.
+"""The main module of the processes that roles play in: `python -m tidemill.run.role_main`, started by `runtime.local`.
 
 It is the fork server; what is forked from it becomes an engine, a trainer, or what prepares a run.
 """

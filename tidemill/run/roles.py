@@ -1,7 +1,7 @@
 """Where concrete classes are known: settings in, running parts out.
 
 A role is described by a spec, plain data, so that the same function builds it in this process (`inline`) or in a process of
-its own (`local`, by way of `remote_worker`). Heavy imports happen here, when a role is built, and nowhere on the way; the
+its own (`local`, by way of `role_main`). Heavy imports happen here, when a role is built, and nowhere on the way; the
 process that roles are forked from does them before (`import_roles`).
 """
 
@@ -55,7 +55,7 @@ class EngineSpec(Config):
     carrier: str | None = None  # None: an engine that is never updated
     cached_versions: int = 2  # see `NativeEngine`
     seat: Seat | None = None  # None: its cores are its own
-    profile: Path | None = None  # where `profiling` puts what it recorded
+    profile: Path | None = None  # where `operator_profiler` puts what it recorded
 
 
 class TrainerSpec(Config):

@@ -1,6 +1,6 @@
 """Roles as processes of this machine: started, watched, and always reaped.
 
-    start -> the fork server (`forkserver.py`) forks a child -> it builds, reports on a pipe -> connect -> proxy
+    start -> the fork server (`fork_server.py`) forks a child -> it builds, reports on a pipe -> connect -> proxy
     watcher: the process ended -> every pending call fails with PeerDied, naming the signal and the end of the log
     heartbeats: silent, stopped, or without progress in a call -> killed, so that dead is all that a process can be
     stop:    close() -> SIGTERM -> SIGKILL
@@ -154,7 +154,7 @@ class LocalProcess(Generic[T]):
             elif now - since > liveness.stuck_s:
                 method = self._beat.busy[0][0]
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGUSR1)  # `hosting` has it write all its stacks to the log
+                    os.kill(self.pid, signal.SIGUSR1)  # `role_host` has it write all its stacks to the log
                 await asyncio.sleep(_STACKS_S)  # bounded: once, then it is killed
                 self.kill(f"made no progress for {liveness.stuck_s:g} s in {method}() and was killed")
                 return

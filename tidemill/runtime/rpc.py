@@ -310,7 +310,7 @@ def connect(
     """A connection to the object served at `address`; `.proxy` has its methods.
 
     `deadline` is a call's, in seconds; `deadlines` overrides it by method. Calls raise what the remote method raised
-    (see `wire`), PeerTimeout or PeerDied. Needs a running event loop, and belongs to it.
+    (see `wire_format`), PeerTimeout or PeerDied. Needs a running event loop, and belongs to it.
     """
     return Connection(protocol, address, token, name, deadline, deadlines, max_frame)
 

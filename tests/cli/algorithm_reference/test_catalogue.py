@@ -138,8 +138,8 @@ def test_the_examples_of_recipes_are_accepted():
 
 
 def test_the_examples_of_functions_do_what_they_say(tmp_path: Path):
-    (tmp_path / "run/cluster.py").write_text(blocks("python")[0])
-    parts = f"{tmp_path / 'run/cluster.py'}:"
+    (tmp_path / "parts.py").write_text(blocks("python")[0])
+    parts = f"{tmp_path / 'parts.py'}:"
     logprobs = torch.tensor([-1.0, -2.0, -0.5], requires_grad=True)
     a, of = torch.tensor([1.0, 1.0, -2.0]), torch.tensor([0, 0, 1])
     loss = loss_by_name(LossSpec(f"{parts}soft_clip", {"width": 0.3}))

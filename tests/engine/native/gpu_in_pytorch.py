@@ -23,7 +23,7 @@ def compute_again(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class InPyTorch:
-    """What `kernels.gpu.Gpu` promises of what an engine asks of it."""
+    """What `kernels.cuda.launchers.Gpu` promises of what an engine asks of it."""
 
     def rotate_into(self, heads: Tensor, how: Rotation, pages: Tensor, writes: Tensor) -> Tensor:
         qk, v = heads[:, : -how.keys], heads[:, -how.keys :]

@@ -70,8 +70,8 @@ OWN = """
 ## A part of your own
 
 `loss`, `advantage` and the names in `corrections` may be `FILE.py:function`. The function's keyword-only parameters are its
-constants, given beside the other keys: `algorithm = { name = "grpo", loss = "run/cluster.py:soft_clip", width = 0.3 }`.
-`run/cluster.py`:
+constants, given beside the other keys: `algorithm = { name = "grpo", loss = "parts.py:soft_clip", width = 0.3 }`.
+`parts.py`:
 
 ```python
 import numpy as np

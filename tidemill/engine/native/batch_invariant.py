@@ -2,7 +2,7 @@
 
 A kernel chooses its order of summation by the shape it is given. So here every shape is fixed: a step is cut into blocks of
 BLOCK tokens (the last one is filled up), and decoder, head and sampler only ever see whole blocks. What is left to vary is a
-row's place in its block and its company there. The kernels do not mind either; `machine_check` looks whether that is so.
+row's place in its block and its company there. The kernels do not mind either; `invariance_check` looks whether that is so.
 (The bits are those of one machine, one number of threads and one page size.)
 
 Attention has one path: each token, decoding or of a prompt, is a row with one query that walks over its keys in tiles of

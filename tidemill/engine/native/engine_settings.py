@@ -19,7 +19,9 @@ class EngineSettings(Config):
     context: int | None = Field(default=None, ge=2)  # None: the model's
     in_flight: Literal["keep", "finish", "recompute"] = "keep"  # see `types.InFlight`
     prefix_cache: bool = True
-    batch_invariant: bool = False  # a row's bits depend on nothing but its own tokens: float32 on the CPU, see `invariant`
+    batch_invariant: bool = (
+        False  # a row's bits depend on nothing but its own tokens: float32 on the CPU, see `batch_invariant`
+    )
 
     def context_of(self, model: int) -> int:
         """Tokens that a sequence may hold, were there pages for them. model: positions that it has."""

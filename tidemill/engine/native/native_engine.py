@@ -3,7 +3,7 @@
     generate/score/stream -> Request -> scheduler.plan -> run -> record -> Completion
 
 Everything happens in one event loop: `_step` runs while there is work, and between two steps callers get their turn, as do
-`updates`. Whatever a method does outside of an `await` happens between two steps. Every sampled token is stamped with the
+`weight_updates`. Whatever a method does outside of an `await` happens between two steps. Each sampled token is stamped with
 version whose step sampled it (I1).
 
 On a device the next step is launched before what this one sampled is read (`_settle`). Rows that reach their limit are not

@@ -3,7 +3,7 @@
     receive -> copy into the spare decoder -> fingerprint what would be served -> compare     (the commit is the engine's)
     after the commit: look at what is served now, once more
 
-All of it is done in pieces, between which steps are taken: see `turns`.
+All of it is done in pieces, between which steps are taken: see `between_steps`.
 The fingerprint is taken of the staged decoder, not of what the carrier delivered: it covers the copy as well. Two decoders
 take turns, so staging allocates nothing and generation goes on meanwhile. A commit that changed the label only, or the
 decoder without its head or without what decoding steps read, is found before its version is confirmed: the sums of the bytes

@@ -1,6 +1,6 @@
 """Prompts and chats to tokens, beside the event loop and within bounds of length, time and memory.
 
-    short text -> here (microseconds)     chat, long text -> the process of a lane (`reader`) -> tokens, or an ApiError
+    short text -> here (microseconds)     chat, long text -> a lane's process (`reader_process`) -> tokens, or an ApiError
 
 There is a lane for what is short and one for what is long, so that nobody waits for another's megabytes.
 """

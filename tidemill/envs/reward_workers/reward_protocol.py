@@ -1,4 +1,4 @@
-"""What the pool and its workers say to each other: msgpack in the frames of `processes`.
+"""What the pool and its workers say to each other: msgpack in the frames of `runtime.workers`.
 
     pool -> worker   Request
     worker -> pool   Started (its code is loaded: the limit begins now), then Done

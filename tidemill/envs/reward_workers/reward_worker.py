@@ -3,7 +3,7 @@
     python -m tidemill.envs.reward_workers.reward_worker MEMORY_MB
 
 Processes that the code forks never return into this loop, and the pool kills the whole process group of a worker that is
-late. What else keeps the code apart is in `processes.inside`.
+late. What else keeps the code apart is in `runtime.workers.worker_setup`.
 """
 
 from __future__ import annotations

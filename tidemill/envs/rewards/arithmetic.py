@@ -1,4 +1,4 @@
-"""Arithmetic written as plain text (see `plain`), exactly: fractions stay fractions, roots and π have sixty digits.
+"""Arithmetic written as plain text (see `plain_math`), exactly: fractions stay fractions, roots and π have sixty digits.
 
     expression := term (("+" | "-") term)*          term := factor (("*" | "/" | nothing) factor)*
     factor := "-"* base ("^" exponent)? "%"? "°"?   base := number | "\\frac" | "\\sqrt" | "π" | letter | "(" expression ")"

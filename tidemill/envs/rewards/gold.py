@@ -1,4 +1,4 @@
-"""The reply that a reward must give the full score: what its verdicts are checked against (`reward_check`).
+"""The reply that a reward must give the full score: what its verdicts are checked against (`run.preflight.reward_audit`).
 
 For a named reward, the task's answer in the form that it reads. For a user's, what the function `gold` beside it says, its
 parameters filled by name as the reward's are; without one, the answer itself, where the reward is given the answer.

@@ -27,7 +27,7 @@ class _Process(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """`status.json`, see `health`."""
+    """`status.json`, see `status_file`."""
 
     pid: int
     at: float
@@ -36,7 +36,7 @@ class Status(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """`failure.json`, see `health`."""
+    """`failure.json`, see `status_file`."""
 
     at: float
     kind: str

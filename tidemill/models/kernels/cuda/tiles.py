@@ -1,4 +1,4 @@
-"""Packed sequences cut into tiles, as the attention kernels of `gpu_trained` go through them."""
+"""Packed sequences cut into tiles, as the attention kernels of `triton_backward` go through them."""
 
 from __future__ import annotations
 

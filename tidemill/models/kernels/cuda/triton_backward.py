@@ -1,5 +1,5 @@
-"""The kernels for CUDA devices that a trainer needs besides those of `gpu_source`, in Triton: ways back of norms, rotations
-and gates, and attention inside packed sequences with its way back. `gpu` wraps them; nothing else imports this file.
+"""Kernels for CUDA devices that a trainer needs besides those of `triton_kernels`, in Triton: ways back of norms, rotations
+and gates, and attention inside packed sequences with its way back. `launchers` wraps them; nothing else imports this file.
 
 Sums are float32, whatever dtype numbers are kept in. Sums over rows, the gradients of weights, are made by programs that
 each take one row in so many, and added up in the order of the programs. Sizes that end in WIDTH are powers of two, at least

@@ -1,4 +1,4 @@
-"""The kernels for CUDA devices, in Triton. `gpu` wraps them; nothing else imports this file, for Triton may not be there.
+"""Kernels for CUDA devices, in Triton. `launchers` wraps them; nothing else imports this file, for Triton may not be there.
 
 Whatever dtype numbers are kept in, sums are float32; where PyTorch's own operations would round to the narrow dtype between
 two steps, so do these. Sizes that end in WIDTH are powers of two, at least as large as what they hold.
