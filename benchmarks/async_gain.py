@@ -25,10 +25,20 @@ import torch
 from harness import save, table, wait_until_quiet
 
 import tidemill
-from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, Schedule
-from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, TrainResult, Trajectory, Version
+from tidemill.core.types import (
+    Finish,
+    Group,
+    PreparedStep,
+    SamplingParams,
+    Score,
+    Task,
+    TrainResult,
+    Trajectory,
+    Update,
+    Version,
+)
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.task_order import task_order
@@ -143,7 +153,7 @@ class World:
         return []
 
     def prepare(self, *_: Any) -> Any:
-        return Prepared([], {}, [Update([], 1.0)], {})
+        return PreparedStep([], {}, [Update([], 1.0)], {})
 
     async def trained(self, *_: Any) -> None:
         self.ends.append(asyncio.get_running_loop().time())

@@ -21,10 +21,9 @@ import numpy as np
 import psutil
 from harness import save
 
-from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, Schedule
-from tidemill.core.types import Finish, Group, Metrics, Score, Task, TrainResult, Trajectory, Version
+from tidemill.core.types import Finish, Group, Metrics, PreparedStep, Score, Task, TrainResult, Trajectory, Update, Version
 from tidemill.ledger import SqliteLedger
 
 GROUP, BATCH = 8, 125  # trajectories of a group, groups of a step
@@ -80,7 +79,7 @@ class World:
         return []
 
     def prepare(self, *_: Any) -> Any:
-        return Prepared([], {}, [Update([], 1.0)], {})
+        return PreparedStep([], {}, [Update([], 1.0)], {})
 
     def admitted(self, group_id: int) -> None: ...
     def rolled_out(self, group: Group, dropped: str | None) -> None: ...

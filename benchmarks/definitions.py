@@ -18,7 +18,7 @@ from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import Ratios, correct, correction_by_name
 from tidemill.algorithms.losses import LossFunction, LossInput, evaluate, loss_by_name
 from tidemill.algorithms.preferences import PREFERENCES, WITH_REFERENCE, Pairs, bradley_terry, kto, kto_baseline
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.reductions import reduction
 from tidemill.algorithms.token_rows import POLICY, REFERENCE
 from tidemill.core.types import Array, Finish, Group, LossSpec, Sample, Score, Task, Trajectory, Unscorable
@@ -119,8 +119,8 @@ def whole_attempts(g: Given, loss: Named, advantage: Named) -> Found:
 
 
 def whole_step(g: Given, settings: dict[str, Any], size: int, longest: int, *, scaled: float = 1.0) -> Found:
-    """A step as a run makes it, float32 where it stores that: groups, `Algorithm.prepare`, the losses on its samples."""
-    algorithm = Algorithm(AlgorithmSettings.preset(**settings), longest)
+    """A step as a run makes it, float32 where it stores that: groups, `prepare`, the losses on its samples."""
+    algorithm = ConfiguredAlgorithm(AlgorithmSettings.preset(**settings), longest)
     groups = [each for each in _groups(g, size) if algorithm.drop_reason(each) is None]
     rows = algorithm.rows(groups, 0)
     places = [int(np.flatnonzero(g.groups == row.group)[row.sample]) for row in rows]

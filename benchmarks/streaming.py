@@ -19,10 +19,9 @@ from typing import Any
 import numpy as np
 from harness import save, table
 
-from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, Schedule
-from tidemill.core.types import Finish, Group, Sample, Score, Task, TrainResult, Trajectory, Version
+from tidemill.core.types import Finish, Group, PreparedStep, Sample, Score, Task, TrainResult, Trajectory, Update, Version
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from virtual_time import run_virtually
@@ -52,8 +51,8 @@ class World:
         every = [(group.id, group.trajectories[0]) for group in groups]
         return [Sample(t.tokens, t.mask, t.logprobs, t.versions, t.logprobs, t.logprobs, group=i) for i, t in every]
 
-    def prepare(self, groups: Any, step: int, rows: list[Sample], logprobs: Any) -> Prepared:
-        return Prepared(rows, {}, [Update(rows, 1.0)], {})
+    def prepare(self, groups: Any, step: int, rows: list[Sample], logprobs: Any) -> PreparedStep:
+        return PreparedStep(rows, {}, [Update(rows, 1.0)], {})
 
     async def forward_backward(self, samples: list[Sample], losses: Any) -> TrainResult:
         await asyncio.sleep(self.train_s * len(samples))

@@ -9,9 +9,9 @@ import torch
 
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import save_folder
-from tidemill.models.new_model import Size, architecture, head_dim
+from tidemill.models.new_model import ModelSize, architecture, head_dim
 
-SIZES: dict[str, Size] = {
+SIZES: dict[str, ModelSize] = {
     "S": {"layers": 4, "hidden": 256, "heads": 8, "kv_heads": 4, "intermediate": 768},
     "M": {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},
     "L": {"layers": 16, "hidden": 1024, "heads": 16, "kv_heads": 8, "intermediate": 2816},

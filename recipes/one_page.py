@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
 from tidemill.engine.native.engine_settings import EngineSettings
@@ -89,7 +89,7 @@ async def main(folder: Path) -> list[float]:
         name="engine",
         eos_ids=(tokenizer.eos_token_id,),
     )
-    algorithm = Algorithm(AlgorithmSettings.preset("grpo"), max_tokens=3)
+    algorithm = ConfiguredAlgorithm(AlgorithmSettings.preset("grpo"), max_tokens=3)
 
     rewards = []
     for step in range(STEPS):

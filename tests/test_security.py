@@ -168,7 +168,7 @@ async def test_the_token_is_where_nobody_else_can_read_it(monkeypatch: pytest.Mo
         return made[-1]
 
     monkeypatch.setattr(secrets, "token_hex", noted)
-    worker = Path(__file__).parent / "orchestration" / "echo_worker.py"
+    worker = Path(__file__).parent / "runtime" / "echo_worker.py"
     placement = local.Local(tmp_path, [sys.executable, str(worker)])
     child = await placement.start(Echo, "echo", "echo", {})
     try:

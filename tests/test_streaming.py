@@ -15,12 +15,25 @@ from tidemill.algorithms.advantages import ADVANTAGES, NEEDS
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.mixture import Mixture
-from tidemill.algorithms.prepare_step import Algorithm, Prepared, Update
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.presets import PRESETS
 from tidemill.controller.controller import RunFailed
 from tidemill.controller.train_step import Begun, computed_tokens, train_on
 from tidemill.core.interfaces import PolicyMismatch
-from tidemill.core.types import GREEDY, Finish, Group, LossSpec, Sample, Score, Task, TrainResult, Trajectory, Version
+from tidemill.core.types import (
+    GREEDY,
+    Finish,
+    Group,
+    LossSpec,
+    PreparedStep,
+    Sample,
+    Score,
+    Task,
+    TrainResult,
+    Trajectory,
+    Update,
+    Version,
+)
 
 TOKENS = 8  # of a group of `World`
 STEP = 6
@@ -68,7 +81,7 @@ class Streaming(World):
         self.lags += [self.weights - (g.oldest or 0) for g in groups]
         whole = len(groups) == self.batch
         samples = [replace(row, weights=row.weights * (2 if whole and row.group == self.wrong else 1)) for row in rows]
-        return Prepared(samples, {}, [Update(samples, 1.0 / len(groups))], {})
+        return PreparedStep(samples, {}, [Update(samples, 1.0 / len(groups))], {})
 
 
 def sample_of(trajectory: Trajectory, group: int) -> Sample:
@@ -279,8 +292,8 @@ async def test_who_is_by_group_makes_the_same_of_parts(name):
     settings, rng = CASES[name], np.random.default_rng(3)
     groups = groups_of(settings, rng)
     whole, parts = Asked(), Asked()
-    expected, result, _ = await train_on(whole, Algorithm(settings, 9), groups[:6], groups[6:], STEP)
-    algorithm, begun = Algorithm(settings, 9), Begun()
+    expected, result, _ = await train_on(whole, ConfiguredAlgorithm(settings, 9), groups[:6], groups[6:], STEP)
+    algorithm, begun = ConfiguredAlgorithm(settings, 9), Begun()
     differ = False
     try:
         for first, last in ((0, 1), (1, 3), (3, 5)):
@@ -306,9 +319,12 @@ def test_functions_of_a_users_own_and_mixtures_are_not_by_group(tmp_path):
     )
     own = [{"advantage": f"{tmp_path}/own.py:advantage"}, {"corrections": [f"{tmp_path}/own.py:factor"]}]
     for changes in own:
-        assert not Algorithm(AlgorithmSettings.preset("grpo", **changes), 9).by_group
+        assert not ConfiguredAlgorithm(AlgorithmSettings.preset("grpo", **changes), 9).by_group
     grpo = AlgorithmSettings.preset("grpo")
-    assert Algorithm(grpo, 9).by_group and not Mixture({"": grpo, "other": AlgorithmSettings.preset("rloo")}, 9).by_group
+    assert (
+        ConfiguredAlgorithm(grpo, 9).by_group
+        and not Mixture({"": grpo, "other": AlgorithmSettings.preset("rloo")}, 9).by_group
+    )
 
 
 def test_tokens_that_siblings_share_are_counted_once():

@@ -6,7 +6,7 @@ import pytest
 from tidemill.algorithms import losses
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings, begins_as
 from tidemill.algorithms.losses import LOSSES, loss_by_name
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.presets import ANCHORED, LOSS_CONSTANTS, PER_SEQUENCE, PRESETS
 from tidemill.algorithms.validation import OF_REFERENCE
 from tidemill.core.config import Config, build, dump
@@ -29,7 +29,7 @@ def test_every_preset_resolves_to_functions_that_exist_and_survives_the_round_tr
     given = {"name": name, **REFERENCE.get(name, {})}
     settings = parse(given)
     loss_by_name(settings.loss_spec())
-    Algorithm(settings, 64)
+    ConfiguredAlgorithm(settings, 64)
     assert settings == AlgorithmSettings.preset(**given) == parse(dump(settings))
     settings.check(4, 8)
 
@@ -76,7 +76,7 @@ def test_a_users_functions_get_what_was_given():
 def test_a_loss_and_an_advantage_of_one_name_take_their_own_constants():
     settings = parse({"name": "reinforce_pp", "advantage": "reinforce", "loss": "reinforce", "baseline": 0.5})
     assert settings.constants_for("advantage") == {"baseline": 0.5} and settings.loss_spec().params == {}
-    Algorithm(settings, max_tokens=9)
+    ConfiguredAlgorithm(settings, max_tokens=9)
 
 
 def test_the_loss_gets_what_is_added_to_it():

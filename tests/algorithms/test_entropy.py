@@ -9,12 +9,12 @@ from test_prepare import LONGEST, group, trajectory
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.entropy import adaptive_entropy
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.cli.commands.algorithm_in_force import parts_of
 
 
 def algorithm(**entropy):
-    return Algorithm(AlgorithmSettings.preset("grpo", entropy=entropy), LONGEST)
+    return ConfiguredAlgorithm(AlgorithmSettings.preset("grpo", entropy=entropy), LONGEST)
 
 
 def step(of, number, nats):

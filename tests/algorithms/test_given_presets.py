@@ -11,7 +11,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.presets import PRESETS
 from tidemill.controller.offline_groups import Given
 from tidemill.controller.train_step import train_on
@@ -121,7 +121,7 @@ CONSTANTS: dict[str, dict[str, float]] = {
 @pytest.mark.parametrize("name", PRESETS_OF_GIVEN)
 async def test_value_and_gradient_are_the_papers(name: str, budget: int) -> None:
     settings = AlgorithmSettings.preset(name, **CONSTANTS[name])
-    algorithm, pi, ref = Algorithm(settings, 8), decoder(0), decoder(1)
+    algorithm, pi, ref = ConfiguredAlgorithm(settings, 8), decoder(0), decoder(1)
     reference = Reference(ref) if settings.reference is not None else None
     own, scored = TrainerSettings(micro_batch_tokens=budget), ValueModel(pi, shared=True)
     torch.nn.init.normal_(scored.head.weight, generator=torch.Generator().manual_seed(2))
@@ -152,7 +152,7 @@ async def test_value_and_gradient_are_the_papers(name: str, budget: int) -> None
 
 async def test_the_baseline_of_kto_is_of_mismatched_rows_and_is_never_below_zero() -> None:
     settings = AlgorithmSettings.preset("kto")
-    algorithm, made = Algorithm(settings, 8), await groups("kto", settings)
+    algorithm, made = ConfiguredAlgorithm(settings, 8), await groups("kto", settings)
     rows = algorithm.rows(made, 0)
     assert len(rows) == 2 * len(LABELLED)
     said = [TOKENIZER.decode(row.tokens.tolist()) for row in rows[len(LABELLED) :]]
@@ -178,7 +178,7 @@ async def test_sft_is_the_cross_entropy_of_transformers(tmp_path) -> None:
     other = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
     settings = AlgorithmSettings.preset("sft")
     made = await groups("sft", settings)
-    rows = Algorithm(settings, 8).rows(made, 0)
+    rows = ConfiguredAlgorithm(settings, 8).rows(made, 0)
     width = max(len(row.tokens) for row in rows)
     padded = torch.tensor([[*row.tokens.tolist(), *[0] * (width - len(row.tokens))] for row in rows])
     labels = torch.full_like(padded, -100)
@@ -188,13 +188,13 @@ async def test_sft_is_the_cross_entropy_of_transformers(tmp_path) -> None:
     there = torch.tensor([[j < len(row.tokens) for j in range(width)] for row in rows])
     theirs = other(input_ids=padded, attention_mask=there.long(), labels=labels).loss
     trainer = NativeTrainer(pi, TrainerSettings(), steps=1)
-    _, result, _ = await train_on(trainer, Algorithm(settings, 8), made, [], 0)
+    _, result, _ = await train_on(trainer, ConfiguredAlgorithm(settings, 8), made, [], 0)
     assert result.metrics["loss"] / result.metrics["tokens"] == pytest.approx(theirs.item(), rel=1e-5)
 
 
 async def test_what_is_told_of_given_replies_is_what_can_be_said_of_them() -> None:
     settings = AlgorithmSettings.preset("simpo")
-    algorithm, made = Algorithm(settings, 8), await groups("simpo", settings)
+    algorithm, made = ConfiguredAlgorithm(settings, 8), await groups("simpo", settings)
     rows = algorithm.rows(made, 0)
     zero = [np.zeros(len(row.tokens)) for row in rows]
     better = [v - (i % 2) * (row.weights != 0) for i, (v, row) in enumerate(zip(zero, rows, strict=True))]

@@ -8,7 +8,7 @@ from test_prepare import LONGEST, STEP, group, trajectory
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.mixture import COMMON, Mixture, algorithm_of
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.core.types import Finish, Group, Sample
 
 GRPO, DAPO, DR = (AlgorithmSettings.preset(name) for name in ("grpo", "dapo", "dr_grpo"))
@@ -49,7 +49,7 @@ def test_each_share_is_its_groups_of_what_it_would_be_alone(names):
     assert len(whole.updates) == 1 and whole.updates[0].samples is whole.samples and len(whole.samples) == 12
     for env, own_settings in zip("ab", settings.values(), strict=True):
         own = [g for g in groups if g.task.env == env]
-        alone = step(Algorithm(own_settings, LONGEST), own)
+        alone = step(ConfiguredAlgorithm(own_settings, LONGEST), own)
         ids = {g.id for g in own}
         mine = [s for s in whole.samples if s.group in ids]
         assert len(mine) == len(alone.samples) and len({s.loss for s in mine}) == 1
@@ -64,7 +64,7 @@ def test_each_share_is_its_groups_of_what_it_would_be_alone(names):
 
 def test_an_environment_that_a_step_lacks_changes_nothing():
     groups = [g for g in mixed() if g.task.env == "b"]
-    whole, alone = step(Mixture({"a": DAPO, "b": DR}, LONGEST), groups), step(Algorithm(DR, LONGEST), groups)
+    whole, alone = step(Mixture({"a": DAPO, "b": DR}, LONGEST), groups), step(ConfiguredAlgorithm(DR, LONGEST), groups)
     assert whole.updates[0].scale == alone.updates[0].scale and set(whole.losses) == {"policy/b"}
     assert whole.losses["policy/b"].weight == 1.0
 
@@ -110,5 +110,5 @@ def test_figures_are_of_the_step_and_of_each():
 
 
 def test_one_algorithm_is_no_mixture():
-    assert isinstance(algorithm_of({COMMON: DAPO}, LONGEST), Algorithm)
+    assert isinstance(algorithm_of({COMMON: DAPO}, LONGEST), ConfiguredAlgorithm)
     assert isinstance(algorithm_of({"a": DAPO, "b": DAPO}, LONGEST), Mixture)

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.core.types import GREEDY, Finish, Group, InfraError, Score, Task, Trajectory, Unscorable
 
 GRPO = AlgorithmSettings.preset("grpo")
@@ -11,7 +11,7 @@ STEP = 6  # of the step that is prepared: what `trajectory` makes is two version
 
 
 def prepare(groups, settings, logprobs=None, step=STEP):
-    algorithm = Algorithm(settings, LONGEST)
+    algorithm = ConfiguredAlgorithm(settings, LONGEST)
     rows = algorithm.rows(groups, step)
     known = {who: [row.logprobs + delta * row.mask for row in rows] for who, delta in (logprobs or {}).items()}
     assert set(known) == set(algorithm.asks)
@@ -19,7 +19,7 @@ def prepare(groups, settings, logprobs=None, step=STEP):
 
 
 def has_signal(group, settings):
-    return Algorithm(settings, LONGEST).drop_reason(group)
+    return ConfiguredAlgorithm(settings, LONGEST).drop_reason(group)
 
 
 def trajectory(outcome, sampled=3, prompt=2, finish=Finish.STOP, **more):
@@ -319,7 +319,7 @@ def test_a_critic_gives_values_to_gae_and_gets_returns():
     """Two attempts, one of them with a tool's tokens in its middle: GAE written out over the sampled tokens."""
     gamma, lam, of_critic = 0.9, 0.7, 0.5
     whole = {"name": "ppo", "gamma": gamma, "lam": lam, "whiten": 0, "critic": {"lam": of_critic, "clip": 0.2}}
-    algorithm = Algorithm(AlgorithmSettings.model_validate(whole), LONGEST)
+    algorithm = ConfiguredAlgorithm(AlgorithmSettings.model_validate(whole), LONGEST)
     first, second = trajectory(1.0, 4), trajectory(0.25, 2)
     first.mask[3:5] = False
     groups = [group(first, second)]
@@ -345,7 +345,7 @@ def test_a_critic_gives_values_to_gae_and_gets_returns():
 
 def test_a_critic_may_learn_for_a_while_before_the_policy_does():
     settings = AlgorithmSettings.model_validate({"name": "ppo", "critic": {"warmup": STEP + 1}})
-    algorithm = Algorithm(settings, LONGEST)
+    algorithm = ConfiguredAlgorithm(settings, LONGEST)
     groups = [group(1.0, 0.0)]
     rows = algorithm.rows(groups, STEP)
     for step, moves in ((STEP, False), (STEP + 1, True)):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from test_rollout import FakeEnvironment, roll
 from test_streaming import CASES, STEP, Asked, groups_of
 
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.cli.commands.pairs import _answers
 from tidemill.controller.evaluation import summary
 from tidemill.controller.run_monitor import count, describe
@@ -88,17 +88,17 @@ async def test_no_algorithm_trains_otherwise_beside_them(name: str):
             failed.sample = 7 + position
             group.trajectories.insert(int(rng.integers(len(group.trajectories) + 1)) if position else 0, failed)
     one, other = Asked(), Asked()
-    expected, _, _ = await train_on(one, Algorithm(algorithm, 9), groups, (), STEP)
-    found, _, _ = await train_on(other, Algorithm(algorithm, 9), beside, (), STEP)
+    expected, _, _ = await train_on(one, ConfiguredAlgorithm(algorithm, 9), groups, (), STEP)
+    found, _, _ = await train_on(other, ConfiguredAlgorithm(algorithm, 9), beside, (), STEP)
     assert other.scales == one.scales and len(other.trained) == len(one.trained) > 0
     for a, b in zip(one.trained, other.trained, strict=True):
         for of in ("tokens", "advantages", "weights"):
             np.testing.assert_array_equal(getattr(a, of), getattr(b, of))
     assert found.metrics.get("unscored", 21.0) == 21.0 + expected.metrics.get("unscored", 0.0)
     for mine, theirs in zip(groups, beside, strict=True):
-        assert Algorithm(algorithm, 9).drop_reason(theirs) == Algorithm(algorithm, 9).drop_reason(mine)
+        assert ConfiguredAlgorithm(algorithm, 9).drop_reason(theirs) == ConfiguredAlgorithm(algorithm, 9).drop_reason(mine)
     nothing = Group(9, Task("t", "?"), [attempt(0, 0), attempt(2, 0)])
-    assert Algorithm(algorithm, 9).drop_reason(nothing) == "unscored"
+    assert ConfiguredAlgorithm(algorithm, 9).drop_reason(nothing) == "unscored"
 
 
 async def raises(task, chat):

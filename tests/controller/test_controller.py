@@ -11,11 +11,21 @@ import numpy as np
 import pytest
 from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
 
-from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, Hooks, RunFailed, Schedule
 from tidemill.core.interfaces import PolicyMismatch
-from tidemill.core.types import Finish, Group, InfraError, Score, Task, TrainResult, Trajectory, Version
+from tidemill.core.types import (
+    Finish,
+    Group,
+    InfraError,
+    PreparedStep,
+    Score,
+    Task,
+    TrainResult,
+    Trajectory,
+    Update,
+    Version,
+)
 from tidemill.observability.stall_report import open_waits
 
 
@@ -125,7 +135,7 @@ class World:
 
     def prepare(self, groups, step, rows, logprobs):
         self.lags += [self.weights - (g.oldest or 0) for g in groups]
-        return Prepared([], {}, [Update([], 1.0)], {})
+        return PreparedStep([], {}, [Update([], 1.0)], {})
 
 
 class PublisherOf:

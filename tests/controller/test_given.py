@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.offline_groups import Given, HeldOut, check_given, replies
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
@@ -142,7 +142,7 @@ async def test_held_out_figures_come_from_forward_passes_alone() -> None:
     found = {}
     for name in ("sft", "dpo"):
         settings, trainer = AlgorithmSettings.preset(name), Forward()
-        held_out = HeldOut(trainer, Algorithm(settings, 8), Given(settings.given, PLAIN))  # type: ignore[arg-type]
+        held_out = HeldOut(trainer, ConfiguredAlgorithm(settings, 8), Given(settings.given, PLAIN))  # type: ignore[arg-type]
         found[name] = await held_out(tasks)
         assert trainer.asked == (["policy"] * 2 if name == "sft" else ["policy"] * 3 + ["reference"] * 3)
     assert found["sft"] == {"n": 300, "loss": 1.0}

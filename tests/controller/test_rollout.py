@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from tidemill.controller.engine_pool import EnginePool
-from tidemill.controller.rollout import Episodes, Rollout, _all
+from tidemill.controller.rollout import EpisodeSetup, Rollout, _all
 from tidemill.core.interfaces import PeerLost
 from tidemill.core.types import GREEDY, Completion, Finish, InfraError, SamplingParams, Score, Task, Version
 from tidemill.models.tokenizer import character_tokenizer
@@ -48,7 +48,7 @@ async def ask(task, chat):
 
 
 async def roll(environment, engine=None):
-    episodes = Episodes(environment, character_tokenizer("ab\n"), SamplingParams(max_tokens=1), context=16, limit_s=0.05)
+    episodes = EpisodeSetup(environment, character_tokenizer("ab\n"), SamplingParams(max_tokens=1), context=16, limit_s=0.05)
     pool = EnginePool([engine or FakeEngine()])
     return [t.outcome for t in (await Rollout(pool, episodes, 2, 0).rollout(0, TASK)).trajectories]
 
@@ -72,7 +72,7 @@ async def test_a_baseline_is_one_greedy_attempt_more():
         return [Score(float(i)) for i in range(len(attempts))]
 
     params = SamplingParams(max_tokens=1, temperature=0.7)
-    episodes = Episodes(FakeEnvironment(ask, judge), character_tokenizer("ab\n"), params, context=16, limit_s=1.0)
+    episodes = EpisodeSetup(FakeEnvironment(ask, judge), character_tokenizer("ab\n"), params, context=16, limit_s=1.0)
     group = await Rollout(EnginePool([Listening()]), episodes, 2, 0, baseline=True).rollout(4, TASK)
     assert asked == [("g4/0", 0.7), ("g4/1", 0.7), ("g4/-1", 0.0)]
     assert [(t.sample, t.temperature, t.reward) for t in group.trajectories] == [(0, 0.7, 0), (1, 0.7, 1), (GREEDY, 0, 2)]
@@ -149,7 +149,7 @@ async def test_a_cancellation_that_comes_while_an_engine_is_lost_is_heeded():
             for _ in range(20):  # it takes its time to end
                 await asyncio.sleep(0)
 
-    episodes = Episodes(
+    episodes = EpisodeSetup(
         FakeEnvironment(run), character_tokenizer("ab\n"), SamplingParams(max_tokens=1), context=16, limit_s=60
     )
     pool, lost = EnginePool([FakeEngine(PeerLost("engine-0 died"))]), []

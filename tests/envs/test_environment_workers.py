@@ -20,7 +20,7 @@ import psutil
 import pytest
 from scripted_engine import ScriptedEngine, chat_tokenizer, says
 
-from tidemill.controller.rollout import Episodes
+from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.core.types import Finish, InfraError, SamplingParams, Score, Task, Trajectory
 from tidemill.envs.build_environment import make_environment
@@ -97,7 +97,7 @@ def task(do: str, marks: Path | None = None) -> Task:
 
 async def play(env, what: Task, engine: Engine | None = None, limit_s: float = 60.0, context: int = 1000) -> Trajectory:
     params = SamplingParams(max_tokens=20, stop_ids=(TOKENIZER.eos_token_id,))
-    episodes = Episodes(env, TOKENIZER, params, context, limit_s)
+    episodes = EpisodeSetup(env, TOKENIZER, params, context, limit_s)
     return await episodes.play(what, engine or Engine(context), f"key-{what.id}", rollout_seeds(1, 2, 3))
 
 
@@ -391,7 +391,7 @@ async def test_an_environment_of_its_own_class_judges_in_its_worker():
         outcomes = await env.judge(Task("t", "t"), attempts)
         assert [o.value for o in outcomes] == [o.value for o in expected]
         assert {o.parts["pid"] for o in outcomes} != {os.getpid()}
-        episodes = Episodes(env, TOKENIZER, SamplingParams(), 1000, 60.0)
+        episodes = EpisodeSetup(env, TOKENIZER, SamplingParams(), 1000, 60.0)
         await episodes.judge(Task("t", "raise"), attempts)
         assert attempts[0].outcome == InfraError("LookupError: no rule")
         attempts[0].outcome = attempts[1].outcome = None

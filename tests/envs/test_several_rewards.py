@@ -8,7 +8,7 @@ import pytest
 from test_make import ROWS, attempt, make, write
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.evaluation import summary
 from tidemill.controller.run_monitor import describe
 from tidemill.core.config import build
@@ -134,7 +134,7 @@ def test_gdpo_gives_an_attempt_that_a_reward_does_not_apply_to_nothing_for_it():
     found = groups()
     found[0].trajectories.pop()
     settings = AlgorithmSettings.preset("gdpo")
-    algorithm = Algorithm(settings, max_tokens=8)
+    algorithm = ConfiguredAlgorithm(settings, max_tokens=8)
     samples = algorithm.prepare(found, 0, algorithm.rows(found, 0), {}).samples
     got = [sample.advantages[sample.mask][0] for sample in samples]
     eps = 1e-4

@@ -35,7 +35,7 @@ from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.weight_slices import Slice
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.run_folder import read_json
-from tidemill.weight_sync.manifest import Block, Manifest
+from tidemill.weight_sync.manifest import Block, WeightManifest
 
 MINIMAL = {"run_dir": "runs/x", "model": "new:0.1m", "env": {"kind": "guess"}}
 RECIPES = [path.read_text() for path in sorted((ROOT / "recipes").glob("*.toml"))]
@@ -134,12 +134,12 @@ def row_lines() -> st.SearchStrategy[bytes]:
 
 def valid_manifest() -> bytes:
     blocks = [Block.of(Slice.whole(name, torch.arange(6.0).view(2, 3))) for name in ("a", "b")]
-    return Manifest(Version(3, 0, "policy", "f" * 64), blocks).encode()
+    return WeightManifest(Version(3, 0, "policy", "f" * 64), blocks).encode()
 
 
 @contextmanager
 def manifests(_: Path) -> Iterator[Attack]:
-    yield lambda raw: Manifest.decode(raw).encode()
+    yield lambda raw: WeightManifest.decode(raw).encode()
 
 
 def manifest_trees() -> st.SearchStrategy[bytes]:

@@ -28,13 +28,13 @@ from tidemill.core.types import Array, Group, InfraError, Score, Unscorable
 from tidemill.engine.server.app import make_app
 from tidemill.engine.server.service import Service
 from tidemill.envs.reward_workers import reward_protocol as scoring
-from tidemill.envs.reward_workers.reward_process import WorkerFailed, WorkerProcess
+from tidemill.envs.reward_workers.reward_process import RewardWorker, WorkerFailed
 from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.runtime import local, wire_format
 from tidemill.runtime.placement import StartFailed
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready
-from tidemill.runtime.rpc import Server, connect
+from tidemill.runtime.rpc import RpcServer, connect
 from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, PeerDied, Ping, RemoteError, failure
 
 TOKEN = "t" * 64
@@ -69,8 +69,8 @@ def calls(folder: Path) -> Iterator[Attack]:
     """Messages to a server; after each list of them it must still answer a call of its own run."""
     with looping() as run, tempfile.TemporaryDirectory(prefix="tm") as place:
 
-        async def start() -> tuple[Server, asyncio.Task[None], Any]:
-            server = Server(Serving(), Small, TOKEN, max_frame=1 << 20)
+        async def start() -> tuple[RpcServer, asyncio.Task[None], Any]:
+            server = RpcServer(Serving(), Small, TOKEN, max_frame=1 << 20)
             address = server.bind(f"ipc://{place}/rpc")
             return server, asyncio.create_task(server.run()), connect(Small, address, TOKEN, "server", deadline=10)
 
@@ -204,7 +204,7 @@ def report_bytes() -> st.SearchStrategy[bytes]:
     return st.builds(framed, body, st.sampled_from([None, None, None, 0, 1, 2**31, 2**32 - 1])) | st.binary(max_size=40)
 
 
-class Speaking(WorkerProcess):
+class Speaking(RewardWorker):
     """A worker whose every word is given."""
 
     def __init__(self, words: bytes) -> None:
@@ -221,7 +221,7 @@ class Speaking(WorkerProcess):
 
 @contextmanager
 def worker_frames(_: Path) -> Iterator[Attack]:
-    request = scoring.Request(3, "reward.py:score", "score", [], {})
+    request = scoring.RewardRequest(3, "reward.py:score", "score", [], {})
 
     async def attack(words: bytes) -> None:
         done = await Speaking(words).exchange(request, 5.0)
@@ -233,7 +233,7 @@ def worker_frames(_: Path) -> Iterator[Attack]:
 
 def worker_words() -> st.SearchStrategy[bytes]:
     outcome = st.builds(Score, st.floats(allow_nan=False, allow_infinity=False)) | st.builds(InfraError, st.text(max_size=5))
-    done = st.builds(scoring.Done, st.sampled_from([3, 3, 3, 4]), st.lists(outcome, max_size=2))
+    done = st.builds(scoring.RewardReply, st.sampled_from([3, 3, 3, 4]), st.lists(outcome, max_size=2))
     body = (done | st.builds(scoring.Started, st.sampled_from([3, 3, 3, 0]))).map(serialization.encode)
     nan = serialization.encode({"type": "Done", "id": 3, "outcomes": [{"type": "Score", "value": float("nan")}]})
     wild = body | body | mutated(body) | _msgpack() | st.just(nan) | st.binary(max_size=30)

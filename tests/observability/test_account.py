@@ -10,10 +10,9 @@ import numpy as np
 import pytest
 from virtual_time import run_virtually
 
-from tidemill.algorithms.prepare_step import Prepared, Update
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, Hooks, Schedule
-from tidemill.core.types import Finish, Group, Score, Span, Task, TrainResult, Trajectory, Version
+from tidemill.core.types import Finish, Group, PreparedStep, Score, Span, Task, TrainResult, Trajectory, Update, Version
 from tidemill.observability.bottleneck_advisor import Advice, Setup, advise
 from tidemill.observability.time_breakdown import EPISODE, EVALUATE, REWARD, WAIT, Account, account
 from tidemill.observability.timeline import IDLE, REST, Beside, Idle, Timeline
@@ -242,7 +241,7 @@ class World(Told):
         return []
 
     def prepare(self, *_: Any) -> Any:
-        return Prepared([], {}, [Update([], 1.0)], {})
+        return PreparedStep([], {}, [Update([], 1.0)], {})
 
     async def trained(self, *_: Any) -> None:
         await asyncio.sleep(self.record_s)

@@ -15,7 +15,7 @@ from runs import Run
 from typer.testing import CliRunner
 
 from tidemill.cli import chaos_test as module
-from tidemill.cli.chaos_test import Drill, Life, Look, Size, unnamed
+from tidemill.cli.chaos_test import Drill, Life, Look, RunSize, unnamed
 from tidemill.cli.main import app
 from tidemill.run.recipe import RunConfig
 from tidemill.runtime.local import MODULE
@@ -70,10 +70,10 @@ def test_the_first_line_says_how_long_it_takes(tmp_path):
 def test_growth_is_between_the_medians_of_two_windows():
     def looks(minutes: float) -> list[Look]:
         ages = [2.0 * i for i in range(int(30 * minutes) + 1)]
-        sizes = [Size(100 + age / 60 + 50 * (i % 3 == 0), 10 + (age > 200)) for i, age in enumerate(ages)]
+        sizes = [RunSize(100 + age / 60 + 50 * (i % 3 == 0), 10 + (age > 200)) for i, age in enumerate(ages)]
         return [Look("trainer", age, size) for age, size in zip(ages, sizes, strict=True)]
 
-    grown = Life.of([*looks(10), Look("trainer", 601.0, Size(3.0, 0))])  # it was ending when it was seen last
+    grown = Life.of([*looks(10), Look("trainer", 601.0, RunSize(3.0, 0))])  # it was ending when it was seen last
     assert grown.early is not None and grown.early.resident_mb == pytest.approx(102.25, abs=0.2) and grown.early.files == 10
     assert grown.late.resident_mb == pytest.approx(109.75, abs=0.2) and grown.late.files == 11
     assert grown.growth == (pytest.approx(100 * 7.5 / 102.25, abs=0.3), 1)
@@ -83,11 +83,11 @@ def test_growth_is_between_the_medians_of_two_windows():
     young = Life.of(looks(2.4))
     assert young.early is None and young.growth is None
     assert young.late.resident_mb == pytest.approx(102.15, abs=0.2)
-    assert Life.of([Look("engine-0", 0.0, Size(5.0, 3))]).late == Size(5.0, 3)
+    assert Life.of([Look("engine-0", 0.0, RunSize(5.0, 3))]).late == RunSize(5.0, 3)
 
 
 def test_a_process_has_the_name_that_it_told_last():
-    sizes = [Size(5.0, 3)] * 4
+    sizes = [RunSize(5.0, 3)] * 4
     names = ["starting-7", "engine-0", "engine-0", "starting-7"]  # the last: its controller has begun anew
     looks = [Look(name, 2.0 * i, size) for i, (name, size) in enumerate(zip(names, sizes, strict=True))]
     assert Life.of(looks).name == "engine-0"

@@ -12,7 +12,7 @@ import pytest
 from tidemill.core.types import Finish, Score, Trajectory
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.run import api
-from tidemill.run.session import Ended
+from tidemill.run.session import RunEnded
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -36,7 +36,7 @@ def test_the_script_of_a_trl_user(monkeypatch, tmp_path, capsys):
         task = env.tasks("train")[0]
         seen.append([config.steps, len(env.tasks("train")), len(env.tasks("eval")), env.notes])
         seen.append(await env.judge(task, [replied(task.data["answer"]), replied("no")]))
-        return Ended(3, True, {"steps": 3, "accuracy_before": 0.0, "accuracy_after": 1.0, "held_out": 10})
+        return RunEnded(3, True, {"steps": 3, "accuracy_before": 0.0, "accuracy_after": 1.0, "held_out": 10})
 
     monkeypatch.setattr(api, "run", instead)
     (program,) = programs("from_trl.md")

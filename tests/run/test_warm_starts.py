@@ -17,7 +17,7 @@ from tidemill.core.fault_injection import Fault, FaultError, Faults
 from tidemill.core.interfaces import CheckpointError
 from tidemill.run import sft_warmup, warmup_cache
 from tidemill.run.recipe import RunConfig
-from tidemill.run.session import Ended, run
+from tidemill.run.session import RunEnded, run
 from tidemill.run.sft_warmup import WarmedUp
 from tidemill.run.storage.checkpoint_manifest import MANIFEST
 from tidemill.run.storage.run_folder import RunFolder, read_json
@@ -61,7 +61,7 @@ def saved_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sft_warmup, "LOOK_EVERY", 5)
 
 
-def train(folder: Path, name: str = "run", **more: Any) -> tuple[Ended, list[str]]:
+def train(folder: Path, name: str = "run", **more: Any) -> tuple[RunEnded, list[str]]:
     folder.mkdir(exist_ok=True)
     (folder / "task.py").write_text(TASK)
     given = SMALL | {"env": f"{folder / 'task.py'}:score", "run_dir": str(folder / name)} | more

@@ -26,11 +26,11 @@ from tidemill.runtime.fork_client import server_environment
 from tidemill.runtime.fork_server import (
     LENGTH,
     MOST,
-    Ended,
-    Fork,
     Forked,
+    ForkRequest,
     Launch,
     Notice,
+    ProcessEnded,
     Reap,
     Request,
     Serving,
@@ -333,16 +333,16 @@ def launch(start: str = "") -> Launch:
 def test_a_process_is_reaped_when_the_controller_knows_of_its_end_and_not_before(talk: Talk, tmp_path: Path) -> None:
     pids: dict[str, int] = {}
     for key, start in enumerate(("killed", "value")):
-        talk.say(Fork(key, launch(start), None, []), descriptors(tmp_path))
+        talk.say(ForkRequest(key, launch(start), None, []), descriptors(tmp_path))
         forked = talk.hear()
         assert isinstance(forked, Forked) and forked.id == key
         pids[start] = forked.pid
-        assert talk.hear() == Ended(forked.pid, -signal.SIGKILL if start == "killed" else 1)
+        assert talk.hear() == ProcessEnded(forked.pid, -signal.SIGKILL if start == "killed" else 1)
     assert all(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE for pid in pids.values())
     talk.say(Reap(pids["value"]), [])
     talk.say(Reap(pids["value"]), [])  # said twice, and of nobody: it goes on
     talk.say(Reap(12345678), [])
-    talk.say(Fork(2, launch("value"), None, []), descriptors(tmp_path))
+    talk.say(ForkRequest(2, launch("value"), None, []), descriptors(tmp_path))
     assert isinstance(talk.hear(), Forked)
     assert not psutil.pid_exists(pids["value"]) and psutil.Process(pids["killed"]).status() == psutil.STATUS_ZOMBIE
 
@@ -357,7 +357,7 @@ def _framed(body: bytes) -> bytes:
         ((MOST + 1).to_bytes(LENGTH, "big"), "at most"),
         (_framed(b"\xff{"), "not readable"),
         (_framed(b'{"type":"reap","pid":0}'), "not readable"),
-        (frame(Fork(0, launch(), None, [])), "0 descriptors with a Fork, expected 3"),
+        (frame(ForkRequest(0, launch(), None, [])), "0 descriptors with a Fork, expected 3"),
     ],
     ids=["long", "nonsense", "pid", "descriptors"],
 )
@@ -368,7 +368,7 @@ def test_what_it_cannot_read_ends_it(talk: Talk, raw: bytes, expected: str) -> N
 
 
 def test_the_end_of_its_channel_ends_it_and_its_children(talk: Talk, tmp_path: Path) -> None:
-    talk.say(Fork(0, launch("hangs"), None, []), descriptors(tmp_path))
+    talk.say(ForkRequest(0, launch("hangs"), None, []), descriptors(tmp_path))
     forked = talk.hear()
     assert isinstance(forked, Forked)
     child = psutil.Process(forked.pid)

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 
 from tidemill.core import serialization
 from tidemill.core.types import SamplingParams
-from tidemill.runtime.rpc import Connection, Server, connect
+from tidemill.runtime.rpc import Connection, RpcServer, connect
 from tidemill.runtime.wire_format import (
     Call,
     Cancel,
@@ -40,9 +40,9 @@ TOKEN = "t" * 64
 
 
 @asynccontextmanager
-async def hosted(address: str = "", **options) -> AsyncIterator[tuple[Server, Connection[Echo], str]]:
+async def hosted(address: str = "", **options) -> AsyncIterator[tuple[RpcServer, Connection[Echo], str]]:
     with tempfile.TemporaryDirectory(prefix="tm") as folder:
-        server = Server(Echoing({"role": "", "name": ""}), Echo, TOKEN, **options)
+        server = RpcServer(Echoing({"role": "", "name": ""}), Echo, TOKEN, **options)
         address = server.bind(address or f"ipc://{folder}/rpc")
         serving = asyncio.create_task(server.run())
         connection = connect(Echo, address, TOKEN, "echo", deadline=10, **options)
@@ -224,7 +224,7 @@ async def test_a_peer_that_talks_nonsense_counts_as_dead() -> None:
 async def test_a_reply_above_the_limit_breaks_the_connection_within_the_deadline() -> None:
     """A server of ours never sends one; a caller of ours survives it."""
     with tempfile.TemporaryDirectory(prefix="tm") as folder:
-        server = Server(Echoing({"role": "", "name": ""}), Echo, TOKEN)
+        server = RpcServer(Echoing({"role": "", "name": ""}), Echo, TOKEN)
         address = server.bind(f"ipc://{folder}/rpc")
         serving = asyncio.create_task(server.run())
         connection = connect(Echo, address, TOKEN, "echo", deadline=0.5, max_frame=1000)

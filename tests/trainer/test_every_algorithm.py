@@ -8,7 +8,7 @@ from trainer_cases import TOLERANCE, assert_same, decoder, gradients, parameters
 
 from tidemill.algorithms.advantages import ACROSS_SEATS
 from tidemill.algorithms.corrections import CORRECTIONS, Ratios
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.core.types import Group
 
 WHOLE, ONE_ROW = 10_000, 1  # tokens of a micro-batch
@@ -42,7 +42,7 @@ def check(chosen, dtype, splits, **changes):
     model, critic = decoder(torch.float64, **changes), critic_for(chosen, dtype)
     groups = played(model, seats=2 if chosen.advantage in ACROSS_SEATS else 1)
     groups = as_given(groups, chosen.given) if chosen.given else groups
-    ready = prepared(Algorithm(chosen, LONGEST), groups, logprobs_of(groups, model))
+    ready = prepared(ConfiguredAlgorithm(chosen, LONGEST), groups, logprobs_of(groups, model))
     model = model.to(dtype)
     assert len({id(u.samples[0]) for u in ready.updates}) == chosen.updates.minibatches
     for update in ready.updates[: chosen.updates.minibatches]:
@@ -75,7 +75,7 @@ def test_neither_groups_nor_siblings_have_an_order(name):
     """What is trained does not follow from who arrived first: advantages, pairs, what a correction leaves out."""
     model = decoder(torch.float64)
     chosen = presets()[name]
-    groups, algorithm = played(model), Algorithm(chosen, LONGEST)
+    groups, algorithm = played(model), ConfiguredAlgorithm(chosen, LONGEST)
     groups = as_given(groups, chosen.given) if chosen.given else groups
     critic = critic_for(chosen, torch.float64)
     known = logprobs_of(groups, model)
@@ -93,7 +93,9 @@ def test_m2po_selects_over_the_whole_step():
     groups = played(model)
     known = logprobs_of(groups, model)
     two = settings("m2po", updates={"minibatches": 2})
-    ready, plain = (prepared(Algorithm(each, LONGEST), groups, known).samples for each in (two, replace_corrections(two)))
+    ready, plain = (
+        prepared(ConfiguredAlgorithm(each, LONGEST), groups, known).samples for each in (two, replace_corrections(two))
+    )
     kept = [s.advantages[s.mask] != 0 for s in ready]
     own = [s.advantages[s.mask].astype(np.float64) for s in plain]
 

@@ -10,7 +10,7 @@ from trainer_cases import VOCAB, decoder
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.mixture import Mixture
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory, Version
 from tidemill.trainer import training_pass
 
@@ -60,7 +60,7 @@ def test_the_gradient_is_the_sum_of_the_shares_whatever_the_micro_batches(dtype,
     expected: dict[str, torch.Tensor] = {}
     for env, settings in SETTINGS.items():
         own = [each for each in every if each.task.env == env]
-        for name, part in gradient(model, Algorithm(settings, LONGEST), own, 10_000).items():
+        for name, part in gradient(model, ConfiguredAlgorithm(settings, LONGEST), own, 10_000).items():
             expected[name] = expected.get(name, 0) + len(own) / len(every) * part
     assert_same(gradient(model, Mixture(SETTINGS, LONGEST), every, budget), expected, TOLERANCE[dtype])
 
@@ -75,13 +75,13 @@ def test_the_same_algorithm_twice_is_no_single_one_unless_its_mean_is_over_group
     """What is compared over a step is compared within an environment; a mean over prompts is the same either way."""
     model, every = decoder(torch.float64), groups()
     twice = {env: AlgorithmSettings.preset("dapo", reduction="prompt") for env in "abc"}
-    alone = gradient(model, Algorithm(twice["a"], LONGEST), every, 10_000)
+    alone = gradient(model, ConfiguredAlgorithm(twice["a"], LONGEST), every, 10_000)
     assert_same(gradient(model, Mixture(twice, LONGEST), every, 10_000), alone, 1e-6)
     token = {env: replace_reduction(each) for env, each in twice.items()}
     with pytest.raises(AssertionError):
         assert_same(
             gradient(model, Mixture(token, LONGEST), every, 10_000),
-            gradient(model, Algorithm(token["a"], LONGEST), every, 10_000),
+            gradient(model, ConfiguredAlgorithm(token["a"], LONGEST), every, 10_000),
             1e-6,
         )
 

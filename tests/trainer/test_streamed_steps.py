@@ -10,7 +10,7 @@ import torch
 from trainer_cases import VOCAB, decoder
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.prepare_step import Algorithm
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.train_step import Begun, train_on
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.trainer.native_trainer import NativeTrainer
@@ -49,7 +49,7 @@ async def stepped(name: str, parts: list[slice]) -> tuple[dict[str, torch.Tensor
 
         reference = Reference(copy.deepcopy(model))
     trainer = NativeTrainer(model, settings, steps=1, reference=reference)
-    algorithm, every, begun = Algorithm(AlgorithmSettings.preset(name, **SETTINGS[name]), 8), groups(), Begun()
+    algorithm, every, begun = ConfiguredAlgorithm(AlgorithmSettings.preset(name, **SETTINGS[name]), 8), groups(), Begun()
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     for part in parts:
         await begun.add(trainer, algorithm, every[part], 1)

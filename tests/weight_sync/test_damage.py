@@ -22,7 +22,7 @@ from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint, word_sum
 from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
-from tidemill.weight_sync.manifest import Block, Manifest
+from tidemill.weight_sync.manifest import Block, WeightManifest
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(12.0, 24.0).view(3, 4), "n": torch.arange(5.0).half()}
@@ -54,7 +54,7 @@ def detected(published: Published) -> bool:
 def blocks_of(published: Published) -> dict[str, Block]:
     raw = Path(published.location).read_bytes()
     start, length = np.frombuffer(raw[24:40], "<u8").tolist()
-    return {b.name: b for b in Manifest.decode(raw[start : start + length]).blocks}
+    return {b.name: b for b in WeightManifest.decode(raw[start : start + length]).blocks}
 
 
 def patch(published: Published, at: int, data: bytes) -> None:
@@ -282,13 +282,13 @@ def test_one_folder_one_policy(tmp_path: Path) -> None:
 
 # --- manifests from elsewhere --------------------------------------------------------------------------------------------
 
-GOOD = Manifest(Version(0, fingerprint="f"), [Block.of(s) for s in slices()])
+GOOD = WeightManifest(Version(0, fingerprint="f"), [Block.of(s) for s in slices()])
 
 
 @given(st.binary(max_size=200))
 def test_random_bytes_are_no_manifest(raw: bytes) -> None:
     with pytest.raises(PolicyMismatch):
-        Manifest.decode(raw)
+        WeightManifest.decode(raw)
 
 
 @given(st.data())
@@ -297,7 +297,7 @@ def test_changed_manifests_are_refused_or_sound(data: st.DataObject) -> None:
     for _ in range(data.draw(st.integers(1, 4))):
         raw[data.draw(st.integers(0, len(raw) - 1))] = data.draw(st.integers(0, 255))
     try:
-        manifest = Manifest.decode(bytes(raw))
+        manifest = WeightManifest.decode(bytes(raw))
     except PolicyMismatch:
         return
     manifest.check()
@@ -318,33 +318,33 @@ def test_changed_manifests_are_refused_or_sound(data: st.DataObject) -> None:
 def test_unsound_manifests_are_refused(change: dict) -> None:
     blocks = [msgspec.structs.replace(GOOD.blocks[0], **change), *GOOD.blocks[1:]]
     with pytest.raises(PolicyMismatch):
-        Manifest.decode(msgspec.structs.replace(GOOD, blocks=blocks).encode())
+        WeightManifest.decode(msgspec.structs.replace(GOOD, blocks=blocks).encode())
 
 
 @pytest.mark.parametrize("change", [{"format": "tidemill-weights-0"}, {"blocks": []}, {"blocks": [GOOD.blocks[0]] * 2000}])
 def test_unsound_lists_are_refused(change: dict) -> None:
     with pytest.raises(PolicyMismatch):
-        Manifest.decode(msgspec.structs.replace(GOOD, **change).encode())
+        WeightManifest.decode(msgspec.structs.replace(GOOD, **change).encode())
 
 
 def test_blocks_that_follow_one_another_hide_no_overlap() -> None:
     rows = [Block("w", (8, 3), (at, 0), (2, 3), "float32", None) for at in (0, 2, 4, 6)]
     for order in ((0, 1, 2, 3), (0, 2, 1, 3), (3, 2, 1, 0)):
-        Manifest(Version(0, fingerprint="f"), [rows[i] for i in order]).check()
+        WeightManifest(Version(0, fingerprint="f"), [rows[i] for i in order]).check()
     with pytest.raises(ValueError, match="given twice"):
-        Manifest(Version(0, fingerprint="f"), [rows[0], rows[2], rows[2], rows[3]]).check()
+        WeightManifest(Version(0, fingerprint="f"), [rows[0], rows[2], rows[2], rows[3]]).check()
     for offset, size in (((1, 0), (1, 3)), ((3, 2), (2, 1)), ((7, 0), (1, 1))):
         with pytest.raises(ValueError, match="given twice"):
-            Manifest(Version(0, fingerprint="f"), [*rows, Block("w", (8, 3), offset, size, "float32", None)]).check()
+            WeightManifest(Version(0, fingerprint="f"), [*rows, Block("w", (8, 3), offset, size, "float32", None)]).check()
     columns = [Block("w", (8, 3), (at, column), (4, 1), "float32", None) for column in range(3) for at in (4, 0)]
-    Manifest(Version(0, fingerprint="f"), columns).check()
+    WeightManifest(Version(0, fingerprint="f"), columns).check()
     with pytest.raises(ValueError, match="20 of its 24"):
-        Manifest(Version(0, fingerprint="f"), columns[1:]).check()
+        WeightManifest(Version(0, fingerprint="f"), columns[1:]).check()
 
 
 def test_a_version_without_a_fingerprint_is_no_version() -> None:
     with pytest.raises(PolicyMismatch, match="none"):
-        Manifest(Version(0), GOOD.blocks).expect(Published(Version(0), "checkpoint", "x"))
+        WeightManifest(Version(0), GOOD.blocks).expect(Published(Version(0), "checkpoint", "x"))
 
 
 @given(st.binary(max_size=40))

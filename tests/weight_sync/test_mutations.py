@@ -40,7 +40,7 @@ from tidemill.trainer import native_trainer
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.weight_sync import checkpoint_transport, manifest, shared_memory_transport
 from tidemill.weight_sync.checkpoint_transport import CheckpointSender
-from tidemill.weight_sync.manifest import Manifest
+from tidemill.weight_sync.manifest import WeightManifest
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 
 SICK, STEPS = 2, 3
@@ -284,7 +284,7 @@ def test_bytes_that_are_not_those_of_the_manifest(tiny: Run, carrier: str, mutat
     assert_nothing_after(tiny)
 
 
-MANIFESTS: dict[str, Callable[[Manifest], Manifest]] = {
+MANIFESTS: dict[str, Callable[[WeightManifest], WeightManifest]] = {
     "of another version": lambda m: msgspec.structs.replace(m, version=replace(m.version, step=SICK - 1)),
     "with another fingerprint": lambda m: msgspec.structs.replace(m, version=replace(m.version, fingerprint="0" * 32)),
     "without a tensor": lambda m: msgspec.structs.replace(m, blocks=m.blocks[:-1]),
@@ -294,15 +294,15 @@ MANIFESTS: dict[str, Callable[[Manifest], Manifest]] = {
 }
 
 
-def with_block(m: Manifest, **fields: Any) -> Manifest:
+def with_block(m: WeightManifest, **fields: Any) -> WeightManifest:
     return msgspec.structs.replace(m, blocks=[msgspec.structs.replace(m.blocks[0], **fields), *m.blocks[1:]])
 
 
 @pytest.mark.parametrize(("name", "carrier"), across(MANIFESTS))
 def test_a_wrong_manifest(tiny: Run, name: str, carrier: str) -> None:
-    encode = manifest.Manifest.encode
+    encode = manifest.WeightManifest.encode
     mutated = lambda self: encode(MANIFESTS[name](self) if tiny.sick else self)  # noqa: E731
-    tiny.monkeypatch.setattr(manifest.Manifest, "encode", mutated)
+    tiny.monkeypatch.setattr(manifest.WeightManifest, "encode", mutated)
     with pytest.raises(PolicyMismatch):
         tiny.until(carrier)
     assert_nothing_after(tiny)

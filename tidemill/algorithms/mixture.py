@@ -20,9 +20,9 @@ from typing import Any
 import numpy as np
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.prepare_step import Algorithm, Prepared, Update
+from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs
-from tidemill.core.types import Group, Metrics, Sample
+from tidemill.core.types import Group, Metrics, PreparedStep, Sample, Update
 
 COMMON = ""  # the name of the recipe's own algorithm: of all groups whose environment has none
 ADDED = frozenset({"groups", "samples", "unscored", "zero_variance_groups", "pairs"})  # metrics; others are means
@@ -33,7 +33,7 @@ class Mixture:
 
     def __init__(self, algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> None:
         """algorithms: by environment, see `check_mixture`. Raises ValueError for functions that do not load."""
-        self._parts = {name: Algorithm(settings, max_tokens) for name, settings in algorithms.items()}
+        self._parts = {name: ConfiguredAlgorithm(settings, max_tokens) for name, settings in algorithms.items()}
 
     @property
     def asks(self) -> tuple[str, ...]:
@@ -54,8 +54,8 @@ class Mixture:
     def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
         return [row for name, own in self._split(groups).items() for row in self._parts[name].rows(own, step)]
 
-    def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> Prepared:
-        found: dict[str, Prepared] = {}
+    def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> PreparedStep:
+        found: dict[str, PreparedStep] = {}
         factors: dict[str, float] = {}
         for name, own in self._split(groups).items():
             part, ids = self._parts[name], {group.id for group in own}
@@ -70,7 +70,7 @@ class Mixture:
             spec, key = prepared.losses[POLICY], f"{POLICY}/{name}" if name else POLICY
             losses[key] = replace(spec, weight=spec.weight * factors[name] / scale if scale else 0.0)
             samples += [replace(sample, loss=key) for sample in prepared.samples]
-        return Prepared(samples, losses, [Update(samples, scale)], _merged({n: p.metrics for n, p in found.items()}))
+        return PreparedStep(samples, losses, [Update(samples, scale)], _merged({n: p.metrics for n, p in found.items()}))
 
     def _of(self, group: Group) -> str:
         return group.task.env if group.task.env in self._parts else COMMON
@@ -80,10 +80,10 @@ class Mixture:
         return {name: own for name, own in split.items() if own}
 
 
-def algorithm_of(algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> Algorithm | Mixture:
+def algorithm_of(algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> ConfiguredAlgorithm | Mixture:
     """The algorithm of a run, from those of its environments. Raises ValueError for functions that do not load."""
     if set(algorithms) == {COMMON}:
-        return Algorithm(algorithms[COMMON], max_tokens)
+        return ConfiguredAlgorithm(algorithms[COMMON], max_tokens)
     return Mixture(algorithms, max_tokens)
 
 

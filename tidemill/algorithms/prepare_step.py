@@ -31,28 +31,26 @@ from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reductions import reduction
 from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, Measured, by_row, ended, filled, flat, row_of
-from tidemill.core.types import GREEDY, TRUNCATED, Array, Finish, Group, LossSpec, Metrics, Sample, Score, Trajectory
+from tidemill.core.types import (
+    GREEDY,
+    TRUNCATED,
+    Array,
+    Finish,
+    Group,
+    Metrics,
+    PreparedStep,
+    Sample,
+    Score,
+    Trajectory,
+    Update,
+)
 
 ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
 OF_SAMPLING = ("unscored", "zero_variance_groups", "reward", "reward_std", "truncated")  # metrics that given replies lack
 Attempts = Sequence[tuple[Group, Trajectory]]
 
 
-@dataclass(frozen=True, slots=True)
-class Update:
-    samples: list[Sample]
-    scale: float  # for `Trainer.apply`
-
-
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    samples: list[Sample]
-    losses: dict[str, LossSpec]
-    updates: list[Update]  # of a step: one, unless it is cut into minibatches or gone over several times
-    metrics: Metrics
-
-
-class Algorithm:
+class ConfiguredAlgorithm:
     """The settings, as what the controller asks of an algorithm. Raises ValueError for functions that do not load."""
 
     def __init__(self, settings: AlgorithmSettings, max_tokens: int) -> None:
@@ -104,7 +102,7 @@ class Algorithm:
             return [ended(row) for row in found]
         return [*found, *mismatched(found)] if self._preference in UNPAIRED else found
 
-    def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> Prepared:
+    def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> PreparedStep:
         """The samples of one step. `rows` are those of `groups`. Raises ValueError for what cannot be trained on."""
         s, attempts = self.settings, list(self._attempts(groups))
         (rows, logprobs), beside = apart(rows, logprobs, len(attempts))
@@ -136,7 +134,7 @@ class Algorithm:
             metrics = {name: value for name, value in metrics.items() if name not in OF_SAMPLING}
         metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
         weight, measured = self._entropy(step, known.behaviour)
-        return Prepared(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
+        return PreparedStep(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
 
     def _with_known(self, scores: Scores, known: _Known) -> Scores:
         """Rewards less the KL that is in them, and the critic's values. The KL stands at its tokens for an advantage that

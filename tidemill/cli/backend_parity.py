@@ -44,7 +44,7 @@ TEXT = (
 
 
 @dataclass(slots=True)
-class Row:
+class ParityRow:
     """Tokens of which those from `start` on are compared; `engine` holds the logprobs the engine gave them."""
 
     tokens: np.ndarray  # [T] int32
@@ -70,7 +70,7 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Report:
+class ParityReport:
     model: str
     family: str
     length: int
@@ -83,7 +83,7 @@ class Report:
         return all(c.ok for c in self.comparisons) and all(self.evidence.values())
 
 
-async def check(folder: Path, length: int = 64, seed: int = 0) -> Report:
+async def check(folder: Path, length: int = 64, seed: int = 0) -> ParityReport:
     """The whole comparison. length: tokens of a row. Raises ValueError when the folder holds no supported model."""
     arch = Architecture.from_folder(folder)
     length = min(length, arch.context)
@@ -107,7 +107,7 @@ async def check(folder: Path, length: int = 64, seed: int = 0) -> Report:
         ]
     comparisons += _round_trip(decoder, reference, rows["score"])
     comparisons.append(_compare("bfloat16", "engine - trainer", [r.engine for r in low], trainer["bfloat16"], None))
-    return Report(str(folder), arch.family, length, bool(texts), evidence, comparisons)
+    return ParityReport(str(folder), arch.family, length, bool(texts), evidence, comparisons)
 
 
 # -- engine ------------------------------------------------------------------------------------------------------------
@@ -115,13 +115,13 @@ async def check(folder: Path, length: int = 64, seed: int = 0) -> Report:
 
 async def _through_engine(
     decoder: Decoder, texts: list[np.ndarray], length: int, seed: int
-) -> tuple[dict[str, list[Row]], dict[str, int]]:
+) -> tuple[dict[str, list[ParityRow]], dict[str, int]]:
     """Rows by path, and the evidence that the paths were taken."""
     prompts = _prompts(decoder.arch, texts, length, seed)
     paged = build(
         EngineSettings, {"max_sequences": 16, "page_size": 4, "context": length, "device": "cpu", "prefix_cache": False}
     )
-    rows: dict[str, list[Row]] = {}
+    rows: dict[str, list[ParityRow]] = {}
     rows["paged"], _ = await _generate(decoder, paged, prompts, length)
     chunked = paged.model_copy(update={"prefill_chunk": 5})
     rows["chunked"], _ = await _generate(decoder, chunked, prompts, length)
@@ -140,7 +140,7 @@ async def _through_engine(
 
 async def _generate(
     decoder: Decoder, settings: EngineSettings, prompts: Sequence[np.ndarray], length: int
-) -> tuple[list[Row], EngineStats]:
+) -> tuple[list[ParityRow], EngineStats]:
     """Each prompt continued to `length` tokens, all at the same time; and the engine's figures."""
     engine = _engine(decoder, settings)
     temperatures = [TEMPERATURES[i % len(TEMPERATURES)] for i in range(len(prompts))]
@@ -155,22 +155,22 @@ async def _generate(
     finally:
         await engine.close()
     rows = [
-        Row(np.concatenate([prompt, reply.tokens]), len(prompt), temperature, reply.logprobs)
+        ParityRow(np.concatenate([prompt, reply.tokens]), len(prompt), temperature, reply.logprobs)
         for prompt, reply, temperature in zip(prompts, replies, temperatures, strict=True)
     ]
     return rows, stats
 
 
-async def _score(decoder: Decoder, settings: EngineSettings, tokens: Sequence[np.ndarray]) -> list[Row]:
+async def _score(decoder: Decoder, settings: EngineSettings, tokens: Sequence[np.ndarray]) -> list[ParityRow]:
     engine = _engine(decoder, settings)
     try:
         scored = await asyncio.gather(*(engine.score(row, "policy", 1.0, 0) for row in tokens))
     finally:
         await engine.close()
-    return [Row(row, 1, 1.0, result.logprobs[1:]) for row, result in zip(tokens, scored, strict=True)]
+    return [ParityRow(row, 1, 1.0, result.logprobs[1:]) for row, result in zip(tokens, scored, strict=True)]
 
 
-async def _low_precision(folder: Path, prompts: Sequence[np.ndarray], length: int) -> list[Row]:
+async def _low_precision(folder: Path, prompts: Sequence[np.ndarray], length: int) -> list[ParityRow]:
     settings = build(EngineSettings, {"dtype": "bfloat16", "device": "cpu", "max_sequences": 16, "context": length})
     rows, _ = await _generate(load_folder(folder, torch.bfloat16), settings, prompts, length)
     return rows
@@ -201,7 +201,7 @@ def _crowd(arch: Architecture, prompts: list[np.ndarray], length: int) -> tuple[
 # -- trainer and transformers ------------------------------------------------------------------------------------------
 
 
-async def _trained(decoder: Decoder, rows: Sequence[tuple[str, list[Row]]]) -> dict[str, list[np.ndarray]]:
+async def _trained(decoder: Decoder, rows: Sequence[tuple[str, list[ParityRow]]]) -> dict[str, list[np.ndarray]]:
     """The trainer's logprobs of the same tokens, by path."""
     trainer = NativeTrainer(decoder, TrainerSettings(device="cpu"), steps=1)
     found = {}
@@ -212,7 +212,7 @@ async def _trained(decoder: Decoder, rows: Sequence[tuple[str, list[Row]]]) -> d
     return found
 
 
-def _sample(row: Row) -> Sample:
+def _sample(row: ParityRow) -> Sample:
     size = len(row.tokens)
     mask = np.arange(size) >= row.start
     behaviour = np.zeros(size, np.float32)
@@ -253,7 +253,7 @@ def _reference_logits(model: Any, tokens: np.ndarray) -> torch.Tensor:
     return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
 
 
-def _reference_logprobs(model: Any, row: Row) -> np.ndarray:
+def _reference_logprobs(model: Any, row: ParityRow) -> np.ndarray:
     logits = _reference_logits(model, row.tokens)[row.start - 1 : -1].double() / row.temperature
     targets = torch.from_numpy(row.tokens[row.start :].astype(np.int64))
     return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1).numpy()
@@ -262,7 +262,7 @@ def _reference_logprobs(model: Any, row: Row) -> np.ndarray:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def _round_trip(decoder: Decoder, reference: Any, rows: list[Row]) -> list[Comparison]:
+def _round_trip(decoder: Decoder, reference: Any, rows: list[ParityRow]) -> list[Comparison]:
     """Saved by one and read by the other, a model must be the same to the last bit."""
     with tempfile.TemporaryDirectory() as place:
         ours, theirs = Path(place) / "ours", Path(place) / "theirs"

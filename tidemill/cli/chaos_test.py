@@ -71,7 +71,7 @@ FAULTS: Schedule = (  # what, whom, how often beside the others
 
 
 @dataclass(frozen=True, slots=True)
-class Fault:
+class PlannedFault:
     at: float  # seconds since the drill began
     what: str
     whom: str  # the process
@@ -79,7 +79,7 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class RunSize:
     resident_mb: float
     files: int  # open descriptors
 
@@ -88,7 +88,7 @@ class Size:
 class Look:
     name: str  # what it was called at that time: a role is forked before it has told its name
     age: float
-    size: Size
+    size: RunSize
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +97,8 @@ class Life:
 
     name: str
     seconds: float
-    early: Size | None  # from the age of GROWN_S on; None: it did not live to that of JUDGED_S
-    late: Size  # at its end
+    early: RunSize | None  # from the age of GROWN_S on; None: it did not live to that of JUDGED_S
+    late: RunSize  # at its end
 
     @property
     def growth(self) -> tuple[float, int] | None:
@@ -120,15 +120,15 @@ class Life:
         return cls(name, seconds, _median(early) if judged else None, _median(late or [looks[-1].size]))
 
 
-def _median(sizes: list[Size]) -> Size:
-    return Size(statistics.median(s.resident_mb for s in sizes), int(statistics.median_high([s.files for s in sizes])))
+def _median(sizes: list[RunSize]) -> RunSize:
+    return RunSize(statistics.median(s.resident_mb for s in sizes), int(statistics.median_high([s.files for s in sizes])))
 
 
 @dataclass(slots=True)
 class Outcome:
     seconds: float = 0.0
     calm_s: float = 0.0
-    faults: list[Fault] = field(default_factory=list)
+    faults: list[PlannedFault] = field(default_factory=list)
     starts: int = 0  # of the controller
     statuses: list[int] = field(default_factory=list)  # exit statuses of the controller, in order
     calm_rate: float = 0.0  # trained groups a second in calm whiles
@@ -282,7 +282,7 @@ class Drill:
     def _complete(self) -> bool:
         return (self._folder / "report.json").is_file()
 
-    def _fault(self, begin: float) -> Fault | None:
+    def _fault(self, begin: float) -> PlannedFault | None:
         """Does one thing to one process. None while there is nobody to do it to."""
         parts = self._parts()
         kinds = {name.partition("-")[0] for name in parts}
@@ -296,7 +296,7 @@ class Drill:
             self._armed = f"trainer:save:*:disk-full:{len(self.outcome.faults)}"  # the number makes it another fault
         with suppress(psutil.NoSuchProcess):
             self._do("kill" if what == "disk" else what, parts[name], role)
-        return Fault(at, what, name)
+        return PlannedFault(at, what, name)
 
     def _do(self, what: str, process: psutil.Process, role: str) -> None:
         if what == "kill":
@@ -335,7 +335,7 @@ class Drill:
         self._looked = time.monotonic()
         for name, process in self._parts().items():
             with suppress(psutil.NoSuchProcess):
-                began, size = process.create_time(), Size(process.memory_info().rss / 1e6, process.num_fds())
+                began, size = process.create_time(), RunSize(process.memory_info().rss / 1e6, process.num_fds())
                 self._looks.setdefault((process.pid, began), []).append(Look(name, time.time() - began, size))
 
     def _stop(self) -> None:

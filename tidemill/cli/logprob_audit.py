@@ -49,7 +49,7 @@ class Stored:
 
 
 @dataclass(slots=True)
-class Row:
+class AuditRow:
     group: int
     place: int
     trajectory: Trajectory
@@ -191,7 +191,7 @@ class _Replayer:
         if any(t.support is not None for t in trajectories):
             whole = await self._trained(self._decoder, [replace(t, support=None) for t in trajectories])
         served = await self._served(trajectories)
-        rows = [Row(*which, *each) for which, *each in zip(picked, said, whole, served, strict=True)]
+        rows = [AuditRow(*which, *each) for which, *each in zip(picked, said, whole, served, strict=True)]
         result = VersionReplay(version, str(self._where.folder), len(rows), LogprobGap(), LogprobGap())
         for row in rows:
             result.trainer.merge(gap_of(row.trajectory.logprobs, row.said, row.trajectory.mask))
@@ -204,7 +204,7 @@ class _Replayer:
             result.first = f"group {off[0].group}, trajectory {off[0].place}"
         return result
 
-    def _off(self, rows: Sequence[Row], result: VersionReplay) -> list[Row]:
+    def _off(self, rows: Sequence[AuditRow], result: VersionReplay) -> list[AuditRow]:
         """Those that differ. A short row may differ by chance in low precision, unless all of them together do."""
         together = self._limit.exceeded(result.trainer) or self._limit.exceeded(result.engine)
         slack = 1.0 if together or self._config.coarsest == "float32" else 4.0
@@ -234,7 +234,7 @@ class _Replayer:
         finally:
             await engine.close()
 
-    async def _explain(self, row: Row, version: Version) -> Finding:
+    async def _explain(self, row: AuditRow, version: Version) -> Finding:
         evidence = _evidence(row)
         if finding := diagnose(evidence, self._limit):
             if finding.cause is not Cause.UNKNOWN:
@@ -247,7 +247,7 @@ class _Replayer:
         assert finding is not None
         return finding
 
-    def _by_distribution(self, row: Row) -> Iterator[Hypothesis]:
+    def _by_distribution(self, row: AuditRow) -> Iterator[Hypothesis]:
         trajectory = row.trajectory
         sampled = np.flatnonzero(trajectory.mask)
         where = sampled[sampled > 0][:FITTED]
@@ -262,7 +262,7 @@ class _Replayer:
         detail = f"sampled at {fitted:.3g}, recorded as {trajectory.temperature:.3g}"
         yield Hypothesis(Cause.TEMPERATURE, detail, _placed(values, where, trajectory))
 
-    async def _by_weights(self, row: Row, version: Version) -> list[Hypothesis]:
+    async def _by_weights(self, row: AuditRow, version: Version) -> list[Hypothesis]:
         found = []
         for other in self._stored:
             if version not in other.versions:
@@ -319,7 +319,7 @@ def _placed(values: Array, where: Array, trajectory: Trajectory) -> Array:
     return row
 
 
-def _evidence(row: Row) -> Evidence:
+def _evidence(row: AuditRow) -> Evidence:
     return Evidence(row.trajectory.logprobs, row.trajectory.mask, row.said)
 
 

@@ -24,10 +24,10 @@ from typing import Any, Protocol
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.circuit_breaker import Gate
 from tidemill.controller.dropped_groups import Drops
-from tidemill.controller.train_step import Algorithm, Begun, Update, computed_tokens, train_on
+from tidemill.controller.train_step import Begun, computed_tokens, train_on
 from tidemill.core import fault_injection
-from tidemill.core.interfaces import Ledger, PolicyMismatch, Publisher, Roller, Trainer
-from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Version
+from tidemill.core.interfaces import Algorithm, Ledger, PolicyMismatch, Publisher, Roller, Trainer
+from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Update, Version
 from tidemill.observability.stall_report import waiting
 from tidemill.observability.timeline import Timeline
 

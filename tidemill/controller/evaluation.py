@@ -10,7 +10,7 @@ from math import sqrt
 import numpy as np
 
 from tidemill.controller.engine_pool import EnginePool
-from tidemill.controller.rollout import Episodes, greedy
+from tidemill.controller.rollout import EpisodeSetup, greedy
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.seeding import derive_seed
@@ -22,7 +22,7 @@ CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a qu
 
 
 class Evaluator:
-    def __init__(self, pool: EnginePool, episodes: Episodes, seed: int) -> None:
+    def __init__(self, pool: EnginePool, episodes: EpisodeSetup, seed: int) -> None:
         self._pool, self._episodes, self._seed = pool, greedy(episodes), seed
         self._runs = itertools.count()
 

@@ -19,9 +19,8 @@ from typing import Any
 import numpy as np
 
 from tidemill.algorithms.token_rows import POLICY
-from tidemill.controller.train_step import Algorithm
 from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import Trainer
+from tidemill.core.interfaces import Algorithm, Trainer
 from tidemill.core.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
 from tidemill.models.chat_template import Message, Messages
 from tidemill.models.conversations import conversation, too_long, unknown_token

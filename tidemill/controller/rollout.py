@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class EpisodeSetup:
     """How an episode is run: what does not change from one to the next."""
 
     environment: Environment
@@ -130,7 +130,7 @@ class Rollout:
     def __init__(
         self,
         pool: EnginePool,
-        episodes: Episodes,
+        episodes: EpisodeSetup,
         group_size: int,
         run_seed: int,
         beside: Beside | None = None,
@@ -189,6 +189,6 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     return [task.result() for task in tasks]
 
 
-def greedy(episodes: Episodes) -> Episodes:
+def greedy(episodes: EpisodeSetup) -> EpisodeSetup:
     """The same, decoded without noise: what evaluation uses."""
     return replace(episodes, params=replace(episodes.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))

@@ -11,60 +11,13 @@ numbers than these ends the run before any weight has changed.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import numpy as np
 
-from tidemill.core.interfaces import Trainer
-from tidemill.core.types import Array, Group, LossSpec, Metrics, Sample, TrainResult
-
-
-class Update(Protocol):
-    """One update of the optimizer: its samples, and the one scale of their gradient (I6)."""
-
-    @property
-    def samples(self) -> list[Sample]: ...
-    @property
-    def scale(self) -> float: ...
-
-
-class Prepared(Protocol):
-    """A step's samples, and the updates that are made with them."""
-
-    @property
-    def samples(self) -> list[Sample]: ...
-    @property
-    def losses(self) -> dict[str, LossSpec]: ...
-    @property
-    def updates(self) -> Sequence[Update]: ...
-    @property
-    def metrics(self) -> Metrics: ...
-
-
-class Algorithm(Protocol):
-    def drop_reason(self, group: Group) -> str | None:
-        """Why this group carries no gradient, or None."""
-        ...
-
-    def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
-        """What is trained at this step, without advantages and weights yet."""
-        ...
-
-    @property
-    def asks(self) -> Sequence[str]:
-        """Whose logprobs of the rows `prepare` needs: the "policy"'s at the start of the step, the "reference"'s."""
-        ...
-
-    @property
-    def by_group(self) -> bool:
-        """Whether rows and samples of a group are the same alone and among the step's others, and the step is one update."""
-        ...
-
-    def prepare(
-        self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Mapping[str, Sequence[Array]]
-    ) -> Prepared: ...
+from tidemill.core.interfaces import Algorithm, Trainer
+from tidemill.core.types import Array, Group, LossSpec, Metrics, PreparedStep, Sample, TrainResult, Update
 
 
 @dataclass(slots=True)
@@ -103,7 +56,7 @@ class Begun:
         self.logprobs += result.logprobs
         self.sums.update(result.metrics)
 
-    def check(self, prepared: Prepared) -> None:
+    def check(self, prepared: PreparedStep) -> None:
         """That what was begun is the beginning of what the whole step came to."""
         if self.losses is not None:
             (update,) = prepared.updates
@@ -134,7 +87,7 @@ async def train_on(
     step: int,
     before_update: Callable[[Update, TrainResult], Awaitable[None]] | None = None,
     begun: Begun | None = None,
-) -> tuple[Prepared, TrainResult, Metrics]:
+) -> tuple[PreparedStep, TrainResult, Metrics]:
     """All of a step but its record: its samples, what their forward passes gave, and what the optimizer said last.
 
     again: groups that an earlier step was made of, which differ from fresh ones in nothing but their age.

@@ -17,6 +17,7 @@ from tidemill.core.types import (
     LossSpec,
     Metrics,
     Outcome,
+    PreparedStep,
     Published,
     Sample,
     SamplingParams,
@@ -203,6 +204,32 @@ class Checkable(Protocol):
     def grouped(self) -> bool:
         """Whether the verdict on an attempt may depend on its siblings."""
         ...
+
+
+class Algorithm(Protocol):
+    """A step's groups to the samples, losses and updates that train on them."""
+
+    def drop_reason(self, group: Group) -> str | None:
+        """Why this group carries no gradient, or None."""
+        ...
+
+    def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
+        """What is trained at this step, without advantages and weights yet."""
+        ...
+
+    @property
+    def asks(self) -> Sequence[str]:
+        """Whose logprobs of the rows `prepare` needs: the "policy"'s at the start of the step, the "reference"'s."""
+        ...
+
+    @property
+    def by_group(self) -> bool:
+        """Whether rows and samples of a group are the same alone and among the step's others, and the step is one update."""
+        ...
+
+    def prepare(
+        self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Mapping[str, Sequence[Array]]
+    ) -> PreparedStep: ...
 
 
 class Roller(Protocol):

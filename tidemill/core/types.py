@@ -368,3 +368,21 @@ class Telemetry:
     spans: list[Span]
     counters: dict[str, float]  # monotonically growing totals
     memory_bytes: int = 0  # peak so far: proportional set size where the system tells it, else resident
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    """One update of the optimizer: its samples, and the one scale of their gradient (I6)."""
+
+    samples: list[Sample]
+    scale: float  # for `Trainer.apply`
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedStep:
+    """A step's samples, their losses, and the updates that are made with them."""
+
+    samples: list[Sample]
+    losses: dict[str, LossSpec]
+    updates: list[Update]  # one, unless the step is cut into minibatches or gone over several times
+    metrics: Metrics

@@ -19,29 +19,29 @@ from tidemill.core.interfaces import Chat
 from tidemill.envs.chat import EnvironmentLost, EpisodeOver, WorkerLost
 from tidemill.envs.episode_protocol import (
     MAX_FRAME,
-    Answer,
     Ask,
     Begin,
-    Cancel,
-    Ended,
+    CancelEpisode,
+    EnvironmentLoaded,
+    EpisodeAnswer,
+    EpisodeEnded,
     FromWorker,
-    Judge,
     Judged,
-    Load,
-    Loaded,
-    Ping,
+    JudgeRequest,
+    LoadEnvironment,
     Pong,
     Raised,
-    Refusal,
+    ReplyRefused,
     ToWorker,
     Withdraw,
+    WorkerPing,
 )
 from tidemill.observability.stall_report import waiting
-from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
+from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
 from tidemill.runtime.workers.stopped import stopped_instead
 
 _TICKS = 20  # looks at the worker within its limit
-Ending = Ended | Judged | Raised
+Ending = EpisodeEnded | Judged | Raised
 
 
 class OutOfTurn(Exception):
@@ -51,7 +51,7 @@ class OutOfTurn(Exception):
 _BREAKS = (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError, OutOfTurn)
 
 
-class Call:
+class EpisodeCall:
     """One episode, or one judging, under way in a worker. `chat` is None where nothing can be asked."""
 
     def __init__(self, player: Player, number: int, chat: Chat | None) -> None:
@@ -89,19 +89,19 @@ class Call:
             await asyncio.wait({before})  # bounded: it was withdrawn, so cancelled
         try:
             text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
-            self._player.post(Answer(self._number, ask.turn, text))
+            self._player.post(EpisodeAnswer(self._number, ask.turn, text))
         except (EpisodeOver, ValueError) as error:  # an environment may catch these
             finish = error.finish if isinstance(error, EpisodeOver) else None
-            self._player.post(Refusal(self._number, ask.turn, type(error).__name__, str(error), finish))
+            self._player.post(ReplyRefused(self._number, ask.turn, type(error).__name__, str(error), finish))
         except Exception as error:  # the engine's: no answer will come, so the episode ends here
             self.fail(error)
 
 
 class Player:
-    def __init__(self, child: Child, name: str, limit_s: float) -> None:
+    def __init__(self, child: WorkerProcess, name: str, limit_s: float) -> None:
         """child: a process of `envs.episode_worker`. limit_s: for the loop to turn, and for an episode to be cancelled."""
         self._child, self._name, self._limit_s = child, name, limit_s
-        self._calls: dict[int, Call] = {}
+        self._calls: dict[int, EpisodeCall] = {}
         self._leaving: dict[int, int] = {}  # episodes that were cancelled and have not let go: looks since
         self._pinged = self._ponged = 0
         self._over = False
@@ -116,11 +116,11 @@ class Player:
 
         Raises EnvironmentLost when the environment does not load: it would not in another worker either.
         """
-        self.post(Load(reference, self._name))
+        self.post(LoadEnvironment(reference, self._name))
         try:
             async with asyncio.timeout(STARTUP_LIMIT_S):
                 loaded = await self._receive()
-            if not isinstance(loaded, Loaded):
+            if not isinstance(loaded, EnvironmentLoaded):
                 raise OutOfTurn(f"{type(loaded).__name__} before Loaded")
         except TimeoutError:
             return f"{self._child.title} did not load it within {STARTUP_LIMIT_S:g} s"
@@ -130,10 +130,10 @@ class Player:
             raise EnvironmentLost(f"environment {self._name} does not load in its worker: {loaded.error}")
         return ""
 
-    async def call(self, order: Begin | Judge, chat: Chat | None = None) -> Ending:
+    async def call(self, order: Begin | JudgeRequest, chat: Chat | None = None) -> Ending:
         """Have it done. Raises WorkerLost when the worker ends before; what the engine raises in a reply."""
         self.post(order)
-        call = self._calls[order.id] = Call(self, order.id, chat)
+        call = self._calls[order.id] = EpisodeCall(self, order.id, chat)
         try:
             with waiting(f"an environment worker ({self._child.pid})", f"{type(order).__name__.lower()} of {self._name}"):
                 return await call.ending  # bounded: by the caller's deadline, and by the watch over the worker
@@ -142,7 +142,7 @@ class Player:
             del self._calls[order.id]
             if not call.ending.done() or call.ending.cancelled() or call.ending.exception() is not None:
                 self._leaving[order.id] = 0
-                self.post(Cancel(order.id))
+                self.post(CancelEpisode(order.id))
 
     def post(self, frame: ToWorker) -> None:
         if not self._over:
@@ -185,7 +185,7 @@ class Player:
         match frame:
             case Pong():
                 self._ponged = frame.number
-            case Loaded():
+            case EnvironmentLoaded():
                 raise OutOfTurn("Loaded twice")
             case _:
                 if isinstance(frame, Ending):
@@ -203,7 +203,7 @@ class Player:
                 silent = 0
                 if self._calls or self._leaving:
                     self._pinged = next(numbers)
-                    self.post(Ping(self._pinged))
+                    self.post(WorkerPing(self._pinged))
             for number in self._leaving:
                 self._leaving[number] += 1
             if silent > _TICKS:

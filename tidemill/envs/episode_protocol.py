@@ -19,7 +19,7 @@ MAX_FRAME = 4 << 20  # bytes of a worker's frame, so of one message to the polic
 Message = str | list[dict[str, Any]]
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadEnvironment(msgspec.Struct, frozen=True, tag=True):
     reference: str  # FILE.py:NAME or MODULE:NAME
     name: str  # what messages call it
 
@@ -29,19 +29,19 @@ class Begin(msgspec.Struct, frozen=True, tag=True):
     task: Task
 
 
-class Judge(msgspec.Struct, frozen=True, tag=True):
+class JudgeRequest(msgspec.Struct, frozen=True, tag=True):
     id: int
     task: Task
     attempts: list[Trajectory]
 
 
-class Answer(msgspec.Struct, frozen=True, tag=True):
+class EpisodeAnswer(msgspec.Struct, frozen=True, tag=True):
     id: int
     turn: int
     text: str
 
 
-class Refusal(msgspec.Struct, frozen=True, tag=True):
+class ReplyRefused(msgspec.Struct, frozen=True, tag=True):
     """There is no reply: what `Chat.reply` raised, by the name of its class."""
 
     id: int
@@ -51,15 +51,15 @@ class Refusal(msgspec.Struct, frozen=True, tag=True):
     finish: Finish | None
 
 
-class Cancel(msgspec.Struct, frozen=True, tag=True):
+class CancelEpisode(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-class Ping(msgspec.Struct, frozen=True, tag=True):
+class WorkerPing(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class EnvironmentLoaded(msgspec.Struct, frozen=True, tag=True):
     error: str  # why the environment does not load; or empty
 
 
@@ -78,7 +78,7 @@ class Withdraw(msgspec.Struct, frozen=True, tag=True):
     turn: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class EpisodeEnded(msgspec.Struct, frozen=True, tag=True):
     id: int
     outcome: Score | Unscorable | InfraError | None
 
@@ -101,5 +101,5 @@ class Pong(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
-ToWorker = Load | Begin | Judge | Answer | Refusal | Cancel | Ping
-FromWorker = Loaded | Ask | Withdraw | Ended | Judged | Raised | Pong
+ToWorker = LoadEnvironment | Begin | JudgeRequest | EpisodeAnswer | ReplyRefused | CancelEpisode | WorkerPing
+FromWorker = EnvironmentLoaded | Ask | Withdraw | EpisodeEnded | Judged | Raised | Pong

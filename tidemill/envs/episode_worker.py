@@ -30,23 +30,23 @@ from tidemill.envs.chat import ContextFull, EpisodeOver, count_of
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.episode_protocol import (
     MAX_FRAME,
-    Answer,
     Ask,
     Begin,
-    Cancel,
-    Ended,
+    CancelEpisode,
+    EnvironmentLoaded,
+    EpisodeAnswer,
+    EpisodeEnded,
     FromWorker,
-    Judge,
     Judged,
-    Load,
-    Loaded,
+    JudgeRequest,
+    LoadEnvironment,
     Message,
-    Ping,
     Pong,
     Raised,
-    Refusal,
+    ReplyRefused,
     ToWorker,
     Withdraw,
+    WorkerPing,
 )
 from tidemill.envs.tasks import DEEPEST
 from tidemill.models.messages import is_message
@@ -87,10 +87,10 @@ class RemoteChat:
         finally:
             self._answer = None
 
-    def hear(self, frame: Answer | Refusal) -> None:
+    def hear(self, frame: EpisodeAnswer | ReplyRefused) -> None:
         if frame.turn != self._turn or self._answer is None or self._answer.done():
             return  # the answer crossed the environment's Withdraw
-        if isinstance(frame, Answer):
+        if isinstance(frame, EpisodeAnswer):
             self._answer.set_result(frame.text)
         else:
             self._answer.set_exception(_refused(frame))
@@ -135,25 +135,25 @@ class Worker:
 
     def _hear(self, frame: ToWorker) -> None:
         match frame:
-            case Load():
-                self.say(Loaded(self._load(frame)))
-            case Ping():
+            case LoadEnvironment():
+                self.say(EnvironmentLoaded(self._load(frame)))
+            case WorkerPing():
                 self.say(Pong(frame.number))
             case Begin():
                 chat = RemoteChat(self, frame.id)
                 self._begin(frame.id, chat, self._play(frame, chat))
-            case Judge():
+            case JudgeRequest():
                 self._begin(frame.id, RemoteChat(self, frame.id), self._judge(frame))
-            case Cancel():
+            case CancelEpisode():
                 if frame.id in self._under_way:
                     task, chat = self._under_way[frame.id]
                     chat.cancel()
                     task.cancel()
-            case Answer() | Refusal():
+            case EpisodeAnswer() | ReplyRefused():
                 if frame.id in self._under_way:
                     self._under_way[frame.id][1].hear(frame)
 
-    def _load(self, order: Load) -> str:
+    def _load(self, order: LoadEnvironment) -> str:
         self._name = order.name
         try:
             found = load_object(order.reference)
@@ -171,7 +171,7 @@ class Worker:
         """Say how it ended. Also of what was cancelled: that it let go is what the controller waits for."""
         del self._under_way[number]
         try:
-            self.say(Ended(number, None) if task.cancelled() else task.result())
+            self.say(EpisodeEnded(number, None) if task.cancelled() else task.result())
         except ValueError as error:
             self.say(Raised(number, clip(f"what environment {self._name} gave does not travel: {error}", _REASON)))
 
@@ -180,13 +180,13 @@ class Worker:
         try:
             fault_injection.reach(ROLE, "episode", order.id)
             outcome = await self._environment.run(order.task, chat)
-            return Ended(order.id, None if outcome is None else outcome_of(outcome, f"environment {self._name}"))
+            return EpisodeEnded(order.id, None if outcome is None else outcome_of(outcome, f"environment {self._name}"))
         except EpisodeOver as over:
             return Raised(order.id, str(over), over.finish)
         except BaseException as error:
             return _raised(order.id, error)
 
-    async def _judge(self, order: Judge) -> FromWorker:
+    async def _judge(self, order: JudgeRequest) -> FromWorker:
         assert self._environment is not None
         try:
             outcomes = await self._environment.judge(order.task, order.attempts)
@@ -205,7 +205,7 @@ def _raised(number: int, error: BaseException) -> Raised:
     return Raised(number, clip(f"{type(error).__name__}: {error}", _REASON), trace=trace[-_TRACE:])
 
 
-def _refused(frame: Refusal) -> Exception:
+def _refused(frame: ReplyRefused) -> Exception:
     if frame.finish is not None:
         return (
             ContextFull(frame.finish, frame.reason)

@@ -23,8 +23,8 @@ from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.environment_mixture import Several
 from tidemill.envs.environment_settings import AnyEnv, EnvironmentWorkers, PythonSettings
 from tidemill.envs.episode_player import Player
-from tidemill.envs.episode_protocol import Begin, Ended, Judge, Judged, Raised
-from tidemill.runtime.workers.child import REAP_LIMIT_S, Child
+from tidemill.envs.episode_protocol import Begin, EpisodeEnded, Judged, JudgeRequest, Raised
+from tidemill.runtime.workers.child import REAP_LIMIT_S, WorkerProcess
 from tidemill.runtime.workers.guard_client import Guard
 
 WORKERS = 2  # of a user's environment, unless its recipe says otherwise
@@ -77,12 +77,12 @@ class WorkerEnvironment:
         raises in a reply."""
         player = await self._player()
         ended = await player.call(Begin(next(self._ids), task), chat)
-        assert isinstance(ended, Ended | Raised)
-        return ended.outcome if isinstance(ended, Ended) else _raise(ended)
+        assert isinstance(ended, EpisodeEnded | Raised)
+        return ended.outcome if isinstance(ended, EpisodeEnded) else _raise(ended)
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
         player = await self._player()
-        judged = await player.call(Judge(next(self._ids), task, attempts))
+        judged = await player.call(JudgeRequest(next(self._ids), task, attempts))
         assert isinstance(judged, Judged | Raised)
         return list(judged.outcomes) if isinstance(judged, Judged) else _raise(judged)
 
@@ -127,7 +127,7 @@ class WorkerEnvironment:
     async def _employ(self, slot: _Slot) -> str:
         """One worker, from its start to its end. Returns why it ended; raises EnvironmentLost."""
         await self._guard.start()
-        child = await Child.start(
+        child = await WorkerProcess.start(
             "tidemill.envs.episode_worker", f"the worker of environment {self.name}", self._settings.memory_mb
         )
         self._guard.add(child.pid)

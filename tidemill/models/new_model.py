@@ -15,7 +15,7 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import character_tokenizer
 
 
-class Size(TypedDict):
+class ModelSize(TypedDict):
     layers: int
     hidden: int
     heads: int
@@ -24,7 +24,7 @@ class Size(TypedDict):
     head_dim: NotRequired[int]  # else hidden / heads
 
 
-SIZES: dict[str, Size] = {  # parameters with an alphabet of 61 characters (64 tokens)
+SIZES: dict[str, ModelSize] = {  # parameters with an alphabet of 61 characters (64 tokens)
     "0.1m": {"layers": 2, "hidden": 64, "heads": 2, "kv_heads": 1, "intermediate": 192},  # 102,848
     "2m": {"layers": 4, "hidden": 256, "heads": 4, "kv_heads": 2, "intermediate": 512},  # 2,378,496
     "25m": {"layers": 8, "hidden": 512, "heads": 8, "kv_heads": 4, "intermediate": 1536},  # 25,208,320
@@ -61,7 +61,7 @@ def fresh_model(
         )
     tokenizer = character_tokenizer(alphabet, lowercase=lowercase)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = Size(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
+    sizes = ModelSize(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
     if head_dim is not None:
         sizes["head_dim"] = head_dim
     arch = architecture(sizes, vocab=len(tokenizer), context=context, ends=ends)
@@ -77,11 +77,11 @@ def fresh_model(
     return arch
 
 
-def head_dim(sizes: Size) -> int:
+def head_dim(sizes: ModelSize) -> int:
     return sizes.get("head_dim", sizes["hidden"] // sizes["heads"])
 
 
-def architecture(sizes: Size, *, vocab: int, context: int, ends: dict[str, int | None]) -> Architecture:
+def architecture(sizes: ModelSize, *, vocab: int, context: int, ends: dict[str, int | None]) -> Architecture:
     """Qwen3-shaped, head and embedding tied. ends: the ids of the tokens that begin, end and pad."""
     return Architecture.from_dict(
         {

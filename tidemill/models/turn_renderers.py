@@ -73,7 +73,7 @@ class Tail(NamedTuple):
 
 class TemplateRenderer:
     def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
-        self._record = Record(tokenizer, most)
+        self._record = ConversationRecord(tokenizer, most)
         self._tokenizer, self.figures = tokenizer, self._record.figures
         self._messages: Messages = []
         self._sent = ""
@@ -122,7 +122,7 @@ class PlainRenderer:
     """Without a template: a message is its text and a line break, and the reply follows."""
 
     def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
-        self._record = Record(tokenizer, most)
+        self._record = ConversationRecord(tokenizer, most)
         self._tokenizer, self.figures = tokenizer, self._record.figures
 
     def begin(self, messages: Messages) -> Array:
@@ -178,7 +178,7 @@ def after_reply(full: str, sent: str, text: str, end: str) -> tuple[str, bool] |
     return rest.removeprefix(end), exact
 
 
-class Record:
+class ConversationRecord:
     """The ids of a conversation so far, and text put behind them."""
 
     def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:

@@ -112,7 +112,7 @@ class CompletionBody(Body):
     add_special_tokens: bool = True
 
 
-class Chat(BaseModel):
+class ChatInput(BaseModel):
     """What a chat is rendered from."""
 
     messages: Annotated[list[dict[str, Any]], FailFast()] = Field(min_length=1)
@@ -121,7 +121,7 @@ class Chat(BaseModel):
     chat_template_kwargs: dict[str, Any] = {}
 
 
-class ChatBody(Body, Chat):
+class ChatBody(Body, ChatInput):
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -137,7 +137,7 @@ class TokenizeBody(BaseModel):
     return_token_strs: bool = False
 
 
-class TokenizeChatBody(Chat):
+class TokenizeChatBody(ChatInput):
     model_config = STRICT
 
     model: str | None = None
@@ -190,7 +190,7 @@ def validated(kind: type[K], tree: dict[str, Any]) -> K:
         raise _refusal(kind, error) from None
 
 
-def options_of(chat: Chat) -> dict[str, Any]:
+def options_of(chat: ChatInput) -> dict[str, Any]:
     """What the template is given beside the messages."""
     if given := [key for key in chat.chat_template_kwargs if key in OWN_NAMES or not key.isidentifier()]:
         message = f"chat_template_kwargs.{short(given[0])}: expected names that the template itself asks for"

@@ -24,7 +24,7 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
-class Piece:
+class TextPiece:
     """`finish` and `sampled`, the number of tokens it took, are given with the last piece of a choice."""
 
     text: str
@@ -33,7 +33,7 @@ class Piece:
     sampled: int = 0
     ids: list[int] = field(default_factory=list)  # of its tokens that were sampled
 
-    def shifted(self, by: int) -> Piece:
+    def shifted(self, by: int) -> TextPiece:
         """As a piece of a text in which `by` characters stand before the reply."""
         tokens = [replace(token, offset=token.offset + by) for token in self.tokens] if by else self.tokens
         return replace(self, tokens=tokens)
@@ -50,7 +50,7 @@ class Usage:
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class ReplyShape:
     """One request's reply."""
 
     model: str
@@ -69,17 +69,17 @@ class Shape:
         return f"token_id:{token}" if self.numbered else self.vocabulary.name(token, at.first)
 
 
-class CompletionShape(Shape):
-    def reply(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+class CompletionShape(ReplyShape):
+    def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]:
         choices = [self._choice(i, piece) | self._prompt(i) for i, piece in enumerate(pieces)]
         return self.envelope("text_completion", "cmpl", choices, usage=usage.body())
 
     def opening(self, index: int) -> list[dict[str, Any]]:
         if self.prompts is None:
             return []
-        return [self.envelope("text_completion", "cmpl", [self._choice(index, Piece("")) | self._prompt(index)])]
+        return [self.envelope("text_completion", "cmpl", [self._choice(index, TextPiece("")) | self._prompt(index)])]
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
         return self.envelope("text_completion", "cmpl", [self._choice(index, piece)])
 
     def closing(self, usage: Usage) -> dict[str, Any]:
@@ -88,7 +88,7 @@ class CompletionShape(Shape):
     def _prompt(self, index: int) -> dict[str, Any]:
         return {} if self.prompts is None else {"prompt_token_ids": self.prompts[index]}
 
-    def _choice(self, index: int, piece: Piece) -> dict[str, Any]:
+    def _choice(self, index: int, piece: TextPiece) -> dict[str, Any]:
         logprobs = self._logprobs(piece.tokens) if self.logprobs else None
         ids = {} if self.prompts is None else {"token_ids": piece.ids}
         return {"index": index, "text": piece.text, "logprobs": logprobs, "finish_reason": piece.finish} | ids
@@ -111,8 +111,8 @@ class CompletionShape(Shape):
         return found | {self.name(at.token, at): max(at.logprob, FLOOR)}
 
 
-class ChatShape(Shape):
-    def reply(self, pieces: list[Piece], usage: Usage) -> dict[str, Any]:
+class ChatShape(ReplyShape):
+    def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]:
         choices = []
         for i, piece in enumerate(pieces):
             message = {"role": "assistant", "content": piece.text, "refusal": None}
@@ -123,7 +123,7 @@ class ChatShape(Shape):
         first = {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
         return [self._envelope([first], **({} if index else self._prompt()))]
 
-    def chunk(self, index: int, piece: Piece) -> dict[str, Any]:
+    def chunk(self, index: int, piece: TextPiece) -> dict[str, Any]:
         delta = {"content": piece.text} if piece.text else {}
         return self._envelope([{"index": index, "delta": delta, **self._end(piece)}])
 
@@ -136,7 +136,7 @@ class ChatShape(Shape):
     def _envelope(self, choices: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
         return self.envelope("chat.completion.chunk", "chatcmpl", choices, **more)
 
-    def _end(self, piece: Piece) -> dict[str, Any]:
+    def _end(self, piece: TextPiece) -> dict[str, Any]:
         logprobs = None
         if self.logprobs:
             entries = []

@@ -32,7 +32,7 @@ from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.sinks import Callback
 from tidemill.run.recipe import RunConfig
 from tidemill.run.report import in_lines
-from tidemill.run.session import Ended, EnvironmentMaker, run
+from tidemill.run.session import EnvironmentMaker, RunEnded, run
 from tidemill.run.storage.run_folder import RunFolder
 
 Reward = str | Callable[..., Any]
@@ -97,7 +97,7 @@ def train(
     return Run(RunFolder(config.run_dir).path, ended.steps, ended.complete, ended.report)
 
 
-def _to_the_end(running: Coroutine[Any, Any, Ended]) -> Ended:
+def _to_the_end(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
     """Run it here; where a loop runs already, as in a notebook, in a thread of its own."""
     try:
         asyncio.get_running_loop()
@@ -108,11 +108,11 @@ def _to_the_end(running: Coroutine[Any, Any, Ended]) -> Ended:
     return asyncio.run(running) if here else _in_a_thread(running)  # outside: its errors have nothing to do with that one
 
 
-def _in_a_thread(running: Coroutine[Any, Any, Ended]) -> Ended:
+def _in_a_thread(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
     """The same; what interrupts the wait for it, such as a notebook's button, stops it."""
-    stop, ended = list[Callable[[], object]](), list[Ended | BaseException]()
+    stop, ended = list[Callable[[], object]](), list[RunEnded | BaseException]()
 
-    async def tracked() -> Ended:
+    async def tracked() -> RunEnded:
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
         stop.append(lambda: loop.call_soon_threadsafe(task.cancel))

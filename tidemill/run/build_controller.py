@@ -21,7 +21,7 @@ from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
 from tidemill.controller.offline_groups import Given, HeldOut
 from tidemill.controller.policy_check import Agreement
-from tidemill.controller.rollout import Episodes, Rollout
+from tidemill.controller.rollout import EpisodeSetup, Rollout
 from tidemill.controller.run_monitor import Monitor
 from tidemill.core.interfaces import Environment
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Task, Version
@@ -84,7 +84,7 @@ class Session:
     def held_out(self, count: int) -> Sequence[Task]:
         return self.environment.tasks("eval")[:count]
 
-    def episodes(self) -> Episodes:
+    def episodes(self) -> EpisodeSetup:
         return make_episodes(self.config, self.environment, self.model)
 
     @property
@@ -92,13 +92,13 @@ class Session:
         return self.config.engine.context_of(self.model.architecture.context)
 
 
-def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> Episodes:
+def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> EpisodeSetup:
     """How this recipe plays an episode with this model: the same in training and in every evaluation."""
     r = config.rollout
     params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, model.stop_ids)
     known = model.architecture
     context = config.engine.context_of(known.context)
-    return Episodes(environment, model.tokenizer, params, context, r.episode_s, known.vocab)
+    return EpisodeSetup(environment, model.tokenizer, params, context, r.episode_s, known.vocab)
 
 
 def context_cut(config: RunConfig, policy: Architecture) -> str:

@@ -13,9 +13,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tidemill.controller.train_step import Algorithm, train_on
+from tidemill.controller.train_step import train_on
 from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import Trainer
+from tidemill.core.interfaces import Algorithm, Trainer
 from tidemill.core.types import Group, Task, Version
 from tidemill.ledger.integrity import lost_log
 from tidemill.ledger.ledger import SqliteLedger

@@ -201,6 +201,11 @@ def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
 
 def import_roles() -> None:
     """All that building a role and running it imports, so that a process forked from this one finds it done."""
+    import tidemill.engine.native.native_engine
+    import tidemill.models.hf_weights
+    import tidemill.models.tokenizer
+    import tidemill.trainer.native_trainer
+    import tidemill.weight_sync.transport  # noqa: F401
     from tidemill.models.kernels.library import native
 
     native()  # compiled, if ever, before the first child needs it

@@ -63,7 +63,7 @@ LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RunEnded:
     """How a run ended."""
 
     steps: int
@@ -77,7 +77,7 @@ EnvironmentMaker = Callable[[WorkerPool, Path], Environment]
 
 async def run(
     config: RunConfig, display: Display, callbacks: Sequence[Callback] = (), make: EnvironmentMaker | None = None
-) -> Ended:
+) -> RunEnded:
     """Train. Raises ConfigError for what the user can mend, and the first cause of anything else.
 
     callbacks: called with (step, metrics). make: an environment from Python objects instead of `config.env`.
@@ -90,7 +90,7 @@ async def run(
 
 async def _in_folder(
     config: RunConfig, display: Display, callbacks: Sequence[Callback], make: EnvironmentMaker | None
-) -> Ended:
+) -> RunEnded:
     _expect_files(config)
     folder = RunFolder.open(config)
     with _ledger(folder) as ledger:  # from here on this process is the folder's only writer
@@ -99,7 +99,7 @@ async def _in_folder(
             display.note(
                 f"{folder.path} is complete: {report['steps']} steps were done; give another run_dir, or more steps"
             )
-            return Ended(report["steps"], True, report)
+            return RunEnded(report["steps"], True, report)
         for doubt in ledger.doubts:
             display.note(f"warning: {doubt}")
         begun = (ledger.last_step() or 0) + 1
@@ -148,7 +148,7 @@ async def _with_environment(
     display: Display,
     callbacks: Sequence[Callback],
     make: EnvironmentMaker | None,
-) -> Ended:
+) -> RunEnded:
     scorer = WorkerPool(**config.scoring.workers_as())
     sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=display.note)
     monitor = Monitor(sinks, display, Trace(config.record.trace_events))
@@ -279,7 +279,7 @@ async def _vouch(session: Session) -> None:
         )
 
 
-async def _run(session: Session) -> Ended:
+async def _run(session: Session) -> RunEnded:
     config, begin, budget = session.config, time.monotonic(), budget_of(session.config.supervise)
     before = session.ledger.next_step()
     start = await _despite_losses(session, budget, partial(_start, session))
@@ -294,7 +294,7 @@ async def _run(session: Session) -> Ended:
         where = f"{session.folder.profiled}, for https://ui.perfetto.dev"
         session.note(f"profile: {where if recorded else f'nothing: no process saw {LAST} publications'}")
     session.folder.write_report(report, complete=done == config.steps)
-    return Ended(done, done == config.steps, report)
+    return RunEnded(done, done == config.steps, report)
 
 
 async def _despite_losses(session: Session, budget: Budget, work: Callable[[], Awaitable[T]]) -> T:

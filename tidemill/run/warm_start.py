@@ -16,7 +16,7 @@ from typing import Any
 
 from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
-from tidemill.controller.rollout import Episodes
+from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.config import dump
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import CheckpointError
@@ -54,7 +54,7 @@ class Warming:
     placement: Placement
     model: ModelFolder
     tasks: Sequence[Task]
-    episodes: Episodes
+    episodes: EpisodeSetup
     note: Callable[[str], None]
 
 

@@ -28,13 +28,13 @@ from tidemill.observability.stall_report import waiting
 from tidemill.runtime.fork_server import (
     LENGTH,
     MOST,
-    Ended,
-    Fork,
     Forked,
+    ForkRefused,
+    ForkRequest,
     Launch,
     Notice,
+    ProcessEnded,
     Reap,
-    Refused,
     Request,
     Serving,
     frame,
@@ -64,7 +64,7 @@ def server_environment() -> dict[str, str]:
     return role_environment() | _THREADLESS
 
 
-class Child:
+class ForkedProcess:
     """A process that the server forked."""
 
     def __init__(self, pid: int, untold: Callable[[], None]) -> None:
@@ -134,8 +134,8 @@ class ForkServer:
         self.gone, self._log, self._killed = "", log, ""
         self._process: subprocess.Popen[bytes] | None = None
         self._serving: asyncio.Future[str] = loop.create_future()  # its result: why not
-        self._asked: dict[int, asyncio.Future[Child | str]] = {}
-        self._children: dict[int, Child] = {}
+        self._asked: dict[int, asyncio.Future[ForkedProcess | str]] = {}
+        self._children: dict[int, ForkedProcess] = {}
         self._ids = itertools.count()
         self._outgoing: deque[tuple[memoryview, list[int]]] = deque()
         self._socket, theirs = socket.socketpair()
@@ -148,7 +148,7 @@ class ForkServer:
 
     async def fork(
         self, launch: Launch, descriptors: list[int], threads: int | None, more: Mapping[str, str], seconds: float
-    ) -> Child:
+    ) -> ForkedProcess:
         """A child that has begun to be `launch`. descriptors: for its report, of its log, of its working directory.
 
         Its environment is this process's, and `more`. Raises StartFailed when there can be none, PeerTimeout when the server
@@ -162,10 +162,10 @@ class ForkServer:
         variables = [(os.fsencode(name), os.fsencode(value)) for name, value in {**role_environment(), **more}.items()]
         self._asked[key] = answer
         try:
-            self._send(Fork(key, launch, threads, variables), descriptors)
+            self._send(ForkRequest(key, launch, threads, variables), descriptors)
             child = await self._answer(answer, "fork", min(seconds, FORK_S))
         except BaseException:  # whoever asked has left: nobody would ever end it
-            if answer.done() and isinstance(child := answer.result(), Child):
+            if answer.done() and isinstance(child := answer.result(), ForkedProcess):
                 child.signal(signal.SIGKILL)
             raise
         finally:
@@ -279,20 +279,20 @@ class ForkServer:
                 if not self._serving.done():
                     self._serving.set_result("")
             case Forked(key, pid):
-                child = self._children[pid] = Child(pid, self._untold)
+                child = self._children[pid] = ForkedProcess(pid, self._untold)
                 self._tell(key, child)
-            case Refused(key, why):
+            case ForkRefused(key, why):
                 self._tell(key, why)
-            case Ended(pid, code):
+            case ProcessEnded(pid, code):
                 if child := self._children.pop(pid, None):
                     child.ended(describe(code))
                 self._send(Reap(pid))  # only now, for until it is reaped its id is its own
 
-    def _tell(self, key: int, answer: Child | str) -> None:
+    def _tell(self, key: int, answer: ForkedProcess | str) -> None:
         future = self._asked.get(key)
         if future is not None and not future.done():
             future.set_result(answer)
-        elif isinstance(answer, Child):
+        elif isinstance(answer, ForkedProcess):
             answer.signal(signal.SIGKILL)  # whoever asked has left
 
     def _untold(self) -> None:

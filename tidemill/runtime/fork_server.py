@@ -45,7 +45,7 @@ class Launch(msgspec.Struct, frozen=True):
     spec: dict[str, Any]
 
 
-class Fork(msgspec.Struct, frozen=True, tag="fork"):
+class ForkRequest(msgspec.Struct, frozen=True, tag="fork"):
     id: int
     launch: Launch
     threads: int | None  # of numerical libraries; None: as many as they like
@@ -67,18 +67,18 @@ class Forked(msgspec.Struct, frozen=True, tag="forked"):
     pid: Pid
 
 
-class Refused(msgspec.Struct, frozen=True, tag="refused"):
+class ForkRefused(msgspec.Struct, frozen=True, tag="refused"):
     id: int
     why: str
 
 
-class Ended(msgspec.Struct, frozen=True, tag="ended"):
+class ProcessEnded(msgspec.Struct, frozen=True, tag="ended"):
     pid: Pid
     code: int  # exit status, or the signal's number, negative
 
 
-Request = Fork | Reap
-Notice = Serving | Forked | Refused | Ended
+Request = ForkRequest | Reap
+Notice = Serving | Forked | ForkRefused | ProcessEnded
 
 
 @dataclass(frozen=True)
@@ -162,7 +162,7 @@ class _Server:
 
     def _answer(self) -> Birth | None:
         request, descriptors = self._receive()
-        if isinstance(request, Fork):
+        if isinstance(request, ForkRequest):
             if len(descriptors) != DESCRIPTORS:
                 sys.exit(f"the controller sent {len(descriptors)} descriptors with a Fork, expected {DESCRIPTORS}")
             return self._fork(request, descriptors)
@@ -171,14 +171,14 @@ class _Server:
             del self._children[request.pid]
         return None
 
-    def _fork(self, request: Fork, descriptors: list[int]) -> Birth | None:
+    def _fork(self, request: ForkRequest, descriptors: list[int]) -> Birth | None:
         sys.stdout.flush()  # or the child would write it once more
         sys.stderr.flush()
         server = os.getpid()
         try:
             pid = os.fork()
         except OSError as error:
-            self._tell(Refused(request.id, f"the system refused to fork: {error}"))
+            self._tell(ForkRefused(request.id, f"the system refused to fork: {error}"))
         else:
             if pid == 0:
                 self._close()
@@ -193,7 +193,7 @@ class _Server:
         for pid, told in list(self._children.items()):
             if not told and (code := _end_of(pid)) is not None:
                 self._children[pid] = True
-                self._tell(Ended(pid, code))
+                self._tell(ProcessEnded(pid, code))
 
     def _tell(self, notice: Notice) -> None:
         try:
@@ -250,7 +250,7 @@ def _end_of(pid: int) -> int | None:
     return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
-def _begin(request: Fork, descriptors: list[int], server: int) -> Birth:
+def _begin(request: ForkRequest, descriptors: list[int], server: int) -> Birth:
     """Make of a fork what a process is that was started by itself: session, streams, folder, environment."""
     bound = die_with_parent()
     if os.getppid() != server:

@@ -28,7 +28,7 @@ import msgspec
 import psutil
 
 from tidemill.core import serialization
-from tidemill.runtime.fork_client import KILL_S, Child, ForkServer
+from tidemill.runtime.fork_client import KILL_S, ForkedProcess, ForkServer
 from tidemill.runtime.fork_server import Launch
 from tidemill.runtime.placement import Liveness, StartFailed, Vitals
 from tidemill.runtime.process_logs import Log
@@ -53,7 +53,7 @@ class LocalProcess(Generic[T]):
     def __init__(
         self,
         connection: Connection[T],
-        process: Child,
+        process: ForkedProcess,
         log: Log,
         closable: bool,
         liveness: Liveness | None,
@@ -247,7 +247,9 @@ class Local:
         return self._servers[-1]
 
 
-async def _fork(server: ForkServer, launch: Launch, report: int, log: Path, threads: int | None, seconds: float) -> Child:
+async def _fork(
+    server: ForkServer, launch: Launch, report: int, log: Path, threads: int | None, seconds: float
+) -> ForkedProcess:
     """A child that prints to `log` and works in the directory that this process works in."""
     folder = os.open(".", os.O_RDONLY)
     try:
@@ -258,7 +260,7 @@ async def _fork(server: ForkServer, launch: Launch, report: int, log: Path, thre
         os.close(folder)
 
 
-async def _reported(fd: int, process: Child, name: str, log: Log) -> Ready:
+async def _reported(fd: int, process: ForkedProcess, name: str, log: Log) -> Ready:
     """What the child says of its start."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
@@ -304,7 +306,7 @@ async def _greet(connection: Connection[Any], folder: str, seconds: float) -> No
             shutil.rmtree(folder, ignore_errors=True)
 
 
-async def _end(process: Child, name: str) -> None:
+async def _end(process: ForkedProcess, name: str) -> None:
     process.signal(signal.SIGKILL)
     try:
         async with asyncio.timeout(KILL_S):

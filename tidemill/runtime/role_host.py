@@ -29,7 +29,7 @@ import msgspec
 from tidemill.core import fault_injection, serialization
 from tidemill.runtime.fork_server import Launch, serve_forks
 from tidemill.runtime.placement import Built, Factory
-from tidemill.runtime.rpc import Server
+from tidemill.runtime.rpc import RpcServer
 from tidemill.runtime.wire_format import Failed, failure, methods_of
 
 _POLL_S = 0.5
@@ -75,7 +75,7 @@ async def _serve(build: Factory, launch: Launch, report: int) -> int:
     loop.add_signal_handler(signal.SIGTERM, stopping.set)
     try:
         target, protocol = await _built(build, launch)
-        server = Server(target, protocol, launch.token)
+        server = RpcServer(target, protocol, launch.token)
     except Exception as error:  # reported to the parent, whatever it is
         traceback.print_exc()
         _report(report, failure(0, error))
@@ -98,7 +98,7 @@ async def _built(build: Factory, launch: Launch) -> Built:
     return await built if inspect.isawaitable(built) else built  # bounded: by the parent's limit for a start
 
 
-async def _run(server: Server, stopping: asyncio.Event) -> None:
+async def _run(server: RpcServer, stopping: asyncio.Event) -> None:
     async def stop() -> None:
         await stopping.wait()  # bounded: a watch that ends with the server
         server.stop()
@@ -118,7 +118,7 @@ def _report(fd: int, report: Report) -> None:
 
 def _place() -> tuple[str, str]:
     """A socket's address, and the folder that it lies in. On Linux there is none: its name is in no file system, so that the
-    kernel takes it back when its process ends, whatever ended it. `Server.bind` says who may connect."""
+    kernel takes it back when its process ends, whatever ended it. `RpcServer.bind` says who may connect."""
     if _FILELESS:
         return f"ipc://@tidemill-{secrets.token_hex(16)}", ""
     root = tempfile.gettempdir()

@@ -52,7 +52,7 @@ _NO_COPY = 1 << 16  # bytes from which handing a frame over is cheaper than copy
 _LINGER_MS = 2000  # how long a closing server may take to hand over its last replies
 
 
-class Server:
+class RpcServer:
     """Serves `target`'s methods that `protocol` declares, until its `close` was called or `stop`."""
 
     def __init__(self, target: object, protocol: type, token: str, max_frame: int = MAX_FRAME) -> None:
@@ -171,7 +171,7 @@ class Server:
 
 async def serve(target: object, protocol: type, address: str, token: str, max_frame: int = MAX_FRAME) -> None:
     """Host `target` at `address` until its `close` was called."""
-    server = Server(target, protocol, token, max_frame)
+    server = RpcServer(target, protocol, token, max_frame)
     server.bind(address)
     await server.run()
 

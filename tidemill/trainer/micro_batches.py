@@ -28,7 +28,7 @@ _WORTH = 0.1  # the share of a row that must be common: below, a family of rows 
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class BatchRow:
     index: int  # of the sample among those given
     sample: Sample
     where: Array  # [m] int64, m >= 1: the positions that are predicted, those sampled or with a weight
@@ -44,7 +44,7 @@ class Row:
 class Batch:
     """B rows, N packed tokens (shared ones once), M predicted tokens."""
 
-    rows: list[Row]  # [B]
+    rows: list[BatchRow]  # [B]
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64
     families: Families  # which tokens are whose
@@ -69,16 +69,16 @@ class Batch:
         return (x, weights) if own is None else (x.select(own), weights[own])
 
 
-def rows_of(samples: Sequence[Sample]) -> list[Row]:
+def rows_of(samples: Sequence[Sample]) -> list[BatchRow]:
     """The rows with something to predict. ValueError when that is a sample's first token."""
-    rows = [Row(i, s, np.flatnonzero(s.predicted)) for i, s in enumerate(samples)]
+    rows = [BatchRow(i, s, np.flatnonzero(s.predicted)) for i, s in enumerate(samples)]
     rows = [row for row in rows if row.where.size]
     if any(row.where[0] == 0 for row in rows):
         raise ValueError("a sample's first token is sampled or has a weight: nothing predicts it, put a prompt before it")
     return rows
 
 
-def split(rows: Iterable[Row], budget: int) -> list[list[Row]]:
+def split(rows: Iterable[BatchRow], budget: int) -> list[list[BatchRow]]:
     """Micro-batches of at most `budget` tokens, shared ones counted once, as few as rows in order allow and the largest of
     them as small as that number allows; a longer row goes alone."""
     ordered = sorted(rows, key=lambda row: row.sample.tokens[: row.length].tobytes())
@@ -109,7 +109,7 @@ def _starts(lengths: Sequence[int], common: Sequence[int], budget: int) -> list[
     return starts
 
 
-def _common(a: Row, b: Row) -> int:
+def _common(a: BatchRow, b: BatchRow) -> int:
     """How many leading tokens, of those that are run, both have; 0 when that is too little of `b`."""
     n = min(a.length, b.length)
     differing = a.sample.tokens[:n] != b.sample.tokens[:n]
@@ -117,7 +117,7 @@ def _common(a: Row, b: Row) -> int:
     return shared if shared >= _WORTH * b.length else 0
 
 
-def pack(rows: list[Row], device: torch.device, *, up_to: int = 0) -> Batch:
+def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch:
     """The micro-batch of these rows, in the order of `split`; with tokens that nobody sees it has one of few sizes, where
     that is at most `up_to`."""
     lengths, shared = [row.length for row in rows], [row.shared for row in rows]
@@ -193,7 +193,7 @@ def _lags(sample: Sample) -> Array:
     return np.zeros(sample.tokens.shape, np.int32) if sample.lags is None else sample.lags
 
 
-def _support(rows: list[Row], counts: list[int], send: Callable[[Array], Tensor]) -> tuple[Tensor, Tensor] | None:
+def _support(rows: list[BatchRow], counts: list[int], send: Callable[[Array], Tensor]) -> tuple[Tensor, Tensor] | None:
     """(predicted token [S], id [S]) of every id that a token was sampled among."""
     of, ids, begin = [], [], 0
     for row, count in zip(rows, counts, strict=True):

@@ -25,7 +25,7 @@ from tidemill.models.logprobs import token_logprobs
 from tidemill.models.served_linear import gathering
 from tidemill.models.trained_linear import prepares_sizes
 from tidemill.models.value_model import ValueModel
-from tidemill.trainer.micro_batches import Batch, Row, pack, rows_of, split
+from tidemill.trainer.micro_batches import Batch, BatchRow, pack, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes, lanes_for
 from tidemill.trainer.telemetry import Offload
 
@@ -57,13 +57,13 @@ class Compute:
 
         return offloaded
 
-    def split(self, rows: list[Row]) -> tuple[list[list[Row]], int]:
+    def split(self, rows: list[BatchRow]) -> tuple[list[list[BatchRow]], int]:
         """Micro-batches, and how many of them to run at a time."""
         tokens = min(self.budget, sum(row.length for row in rows))
         lanes = lanes_for(self.lanes.threads, tokens, max((row.length for row in rows), default=0))
         return split(rows, self.budget if lanes == 1 else tokens // lanes), lanes
 
-    def pack(self, rows: list[Row]) -> Batch:
+    def pack(self, rows: list[BatchRow]) -> Batch:
         """Of few sizes where products prepare something for each."""
         keeps = prepares_sizes(self.device.type, self.autocast is not None)
         return pack(rows, self.device, up_to=self.budget if keeps else 0)
@@ -106,7 +106,7 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
     found = [np.zeros(len(s.tokens), np.float32) for s in samples]
 
     @torch.no_grad()
-    def run(part: list[Row]) -> None:
+    def run(part: list[BatchRow]) -> None:
         batch = compute.pack(part)
         if isinstance(model, ValueModel):
             numbers = compute.values(model, batch)
@@ -140,7 +140,7 @@ def forward_backward(
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
     found = [{name: torch.zeros((), device=compute.device) for name in ("loss", "tokens")}]  # metrics, by micro-batch
 
-    def run(part: list[Row], with_gradient: bool, before_backward: Callable[[], object] | None) -> None:
+    def run(part: list[BatchRow], with_gradient: bool, before_backward: Callable[[], object] | None) -> None:
         """Nothing of it lives on: that would lie in the way of what the next one allocates."""
         with torch.set_grad_enabled(with_gradient):
             batch = compute.pack(part)
@@ -162,7 +162,7 @@ def forward_backward(
             parts, lanes = compute.split(chosen)
             largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
 
-            def one(part: list[Row], moves: bool = with_gradient, largest: list[Row] | None = largest) -> None:
+            def one(part: list[BatchRow], moves: bool = with_gradient, largest: list[BatchRow] | None = largest) -> None:
                 run(part, moves, at_peak if part is largest else None)
 
             compute.lanes.each(one, parts, lanes)

@@ -22,7 +22,7 @@ from tidemill.core.atomic_files import flush, remove_left
 from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Coverage, Slice
-from tidemill.weight_sync.manifest import MAX_BYTES, Block, Manifest
+from tidemill.weight_sync.manifest import MAX_BYTES, Block, WeightManifest
 
 _MARKER = ".tidemill-weights"
 _UNFINISHED = ".sending-"
@@ -95,7 +95,7 @@ class CheckpointReceiver:
         pass
 
 
-def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_bytes: int) -> Manifest:
+def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_bytes: int) -> WeightManifest:
     blocks, coverage = [], Coverage()
     pending: dict[str, Tensor] = {}
     part = held = 0
@@ -114,7 +114,7 @@ def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_b
         blocks.append(block)
     if pending:
         save_file(pending, folder / _part_name(part))
-    return Manifest(version, blocks)
+    return WeightManifest(version, blocks)
 
 
 def _part_name(part: int) -> str:
@@ -148,10 +148,10 @@ def _unused(folder: Path) -> Path:
     return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 
-def _read_manifest(folder: Path) -> Manifest:
+def _read_manifest(folder: Path) -> WeightManifest:
     try:
         with open(folder / "manifest.json", "rb") as file:
-            return Manifest.decode(file.read(MAX_BYTES + 1))
+            return WeightManifest.decode(file.read(MAX_BYTES + 1))
     except OSError as error:
         raise PolicyMismatch(f"{folder}: no version there ({error}); was it removed? `keep` says how many stay") from None
 

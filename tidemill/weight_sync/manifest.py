@@ -90,7 +90,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Slice(self.name, self.shape, self.offset, tensor, self.total)
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Version  # with the fingerprint of what the blocks should come to
     blocks: list[Block]
     format: str = FORMAT
@@ -102,7 +102,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return raw
 
     @classmethod
-    def decode(cls, raw: bytes) -> Manifest:
+    def decode(cls, raw: bytes) -> WeightManifest:
         """Raises PolicyMismatch when `raw` is not a sound manifest."""
         if len(raw) > MAX_BYTES:
             raise PolicyMismatch(f"manifest of {len(raw)} bytes: at most {MAX_BYTES} are read")
@@ -149,7 +149,7 @@ def _check_layout(layout: tuple[Outline, ...]) -> None:
     coverage.complete()
 
 
-_decoder = msgspec.json.Decoder(Manifest)
+_decoder = msgspec.json.Decoder(WeightManifest)
 
 
 def raw_bytes(tensor: Tensor) -> np.ndarray:

@@ -32,7 +32,7 @@ from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.shared_memory_file import anonymous_memory
 from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Slice
-from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Manifest, Outline, raw_bytes
+from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Outline, WeightManifest, raw_bytes
 from tidemill.weight_sync.pinned_memory import Pinned
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
@@ -64,7 +64,7 @@ class SharedMemorySender:
             slot.put(end, item.tensor.detach().contiguous())
             blocks.append(block)
             end = _aligned(end + item.tensor.nbytes)
-        manifest = Manifest(version, blocks)
+        manifest = WeightManifest(version, blocks)
         manifest.check()
         slot.commit(manifest.encode(), end)
         self._next = 1 - self._next  # only now: after a failure the other slot still holds the last good version
@@ -118,7 +118,7 @@ class _Mapping:
         self._layout: tuple[Outline, ...] = ()
         self._views: list[Tensor] = []
 
-    def views(self, manifest: Manifest, location: str) -> list[Tensor]:
+    def views(self, manifest: WeightManifest, location: str) -> list[Tensor]:
         """Of each block. They are made once for all versions of the same layout."""
         if (layout := manifest.layout()) != self._layout:
             self._views = [_view(self.memory, block, location) for block in manifest.blocks]
@@ -237,14 +237,14 @@ def _read_header(fd: int, location: str) -> _Header:
     return _Header(*_HEADER.unpack(raw))
 
 
-def _read_manifest(fd: int, header: _Header, location: str) -> Manifest:
+def _read_manifest(fd: int, header: _Header, location: str) -> WeightManifest:
     size = os.fstat(fd).st_size
     if not 0 < header.length <= MAX_BYTES or header.start + header.length > size:
         raise PolicyMismatch(f"{location}: truncated ({size} bytes, the manifest lies at {header.start})")
     raw = os.pread(fd, header.length, header.start)
     if hashlib.blake2b(raw, digest_size=32).digest() != header.digest:
         raise PolicyMismatch(f"{location}: the manifest is not the one its header names")
-    return Manifest.decode(raw)
+    return WeightManifest.decode(raw)
 
 
 def _view(mapping: mmap.mmap, block: Block, location: str) -> Tensor:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.cli.commands import doctor, selftest
-from tidemill.cli.commands.doctor_finding import Finding
+from tidemill.cli.commands.doctor_finding import DoctorFinding
 from tidemill.core import hardware
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
@@ -32,7 +32,7 @@ def test_every_part_works_here(tidemill):
 
 
 def test_a_failure_is_said_and_is_the_status(tidemill, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(doctor, "facts", lambda folder: [Finding("disk", "fail", "it is gone", "bring it back")])
+    monkeypatch.setattr(doctor, "facts", lambda folder: [DoctorFinding("disk", "fail", "it is gone", "bring it back")])
     said = tidemill("doctor")
     assert said.code == 1 and "fail  disk" in said.out and "bring it back" in said.out and "1 failed" in said.out
     assert "ok    parity" in said.out and "\x1b" not in said.out
@@ -83,7 +83,7 @@ async def test_one_wrong_logprob_is_enough(parts):
 
 
 async def test_a_self_test_that_raises_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async def refuse(*_: object) -> Finding:
+    async def refuse(*_: object) -> DoctorFinding:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(selftest, "carry_weights", refuse)

@@ -21,7 +21,7 @@ from tidemill.core.config import load
 from tidemill.core.types import Sample
 from tidemill.run.recipe import RunConfig
 from tidemill.trainer import parallel_micro_batches
-from tidemill.trainer.micro_batches import Row, rows_of, split
+from tidemill.trainer.micro_batches import BatchRow, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes
 from tidemill.trainer.training_pass import Compute
 
@@ -45,7 +45,7 @@ def test_no_step_has_more_micro_batches(monkeypatch: pytest.MonkeyPatch, seed: i
     assert max(row.length for row in rows) <= (said.row_tokens or 0)
     compute = Compute(torch.device("cpu"), budget, lanes=Lanes(threads))
 
-    def parts(rows: list[Row]) -> int:
+    def parts(rows: list[BatchRow]) -> int:
         found, at_a_time = compute.split(rows)
         assert at_a_time <= said.lanes <= threads
         held = max((sum(row.length - row.shared for row in part) for part in found), default=0)

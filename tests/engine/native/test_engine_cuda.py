@@ -24,8 +24,8 @@ from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine.native import cuda_graphs
 from tidemill.engine.native.cuda_graphs import (
     GpuCache,
+    GraphShape,
     Inputs,
-    Shape,
     numbers_of,
     recorded_shape,
     row_counts,
@@ -65,7 +65,7 @@ async def test_logprobs_equal_a_full_forward(family: str, path: str, device: str
 
 
 async def test_steps_of_many_small_chunks_are_not_recorded(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    shapes = list[Shape | None]()
+    shapes = list[GraphShape | None]()
     monkeypatch.setattr(
         cuda_graphs, "recorded_shape", lambda *given: shapes.append(None) if given[0].tiles else recorded_shape(*given)
     )
@@ -111,7 +111,7 @@ async def test_after_an_update_the_other_decoder_is_computed_with(device: str) -
         expected = reference_logprobs(decoder(arch, seed=step), text, completion.tokens)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5 if device == "cpu" else 2e-3)
     first, second = under_test._cache._recorded.values()  # pyright: ignore
-    assert set(first) == set(second) == {Shape(16, 0, 13 if device == "cpu" else 8), Shape(1, 1, 0)}
+    assert set(first) == set(second) == {GraphShape(16, 0, 13 if device == "cpu" else 8), GraphShape(1, 1, 0)}
     await under_test.close()
 
 
@@ -131,7 +131,7 @@ def test_what_is_sent_is_the_plan(lengths: list[int], page_size: int, tile: int,
         plan = scheduler.plan()
         assert plan is not None
         exact = shape_of(plan, tile)
-        shape = Shape(exact.tokens + more, exact.rows + more, exact.tiles + more)
+        shape = GraphShape(exact.tokens + more, exact.rows + more, exact.tiles + more)
         numbers = numbers_of(plan, scheduler.table, page_size, tile, shape)
         assert numbers.dtype == np.int32
         sent = Inputs.of(torch.from_numpy(numbers), shape)
@@ -162,7 +162,7 @@ def test_what_is_sent_is_the_plan(lengths: list[int], page_size: int, tile: int,
 @given(st.integers(1, 5000), st.integers(0, 300), st.integers(0, 300), st.integers(1, 1024), st.sampled_from([8, 32, 64]))
 def test_a_shape_that_is_recorded_has_room(tokens: int, rows: int, chunks: int, slots: int, tile: int) -> None:
     rows, chunks = min(rows, slots), min(chunks, slots, tokens // 2)
-    exact = Shape(rows + tokens, rows, tokens // tile + chunks) if chunks else Shape(max(rows, 1), max(rows, 1), 0)
+    exact = GraphShape(rows + tokens, rows, tokens // tile + chunks) if chunks else GraphShape(max(rows, 1), max(rows, 1), 0)
     shape = recorded_shape(exact, slots, tile)
     if shape is None:  # chunks of less than 16 tokens, by and large
         assert chunks > max(8, exact.tokens // 16)
@@ -179,7 +179,7 @@ def test_few_shapes_are_recorded_and_little_computed_in_vain() -> None:
             assert next(c for c in counts if c >= rows) <= rows * 1.25
     for tokens in range(64, 5000):
         assert tokens <= token_count(tokens) <= tokens * 1.25
-    shapes = {recorded_shape(Shape(256 + n, 256, -(-n // 32)), 256, 32) for n in range(16, 2049)}
+    shapes = {recorded_shape(GraphShape(256 + n, 256, -(-n // 32)), 256, 32) for n in range(16, 2049)}
     assert None not in shapes and len(shapes) < 20
 
 

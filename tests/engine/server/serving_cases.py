@@ -18,7 +18,7 @@ from tidemill.core.types import Completion, SamplingParams, Scored, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.server.app import make_app
-from tidemill.engine.server.server import Server, address_of, bind
+from tidemill.engine.server.server import HttpServer, address_of, bind
 from tidemill.engine.server.service import Service
 from tidemill.models.architecture import Architecture
 from tidemill.models.hf_weights import empty_decoder, load_folder, save_folder
@@ -103,7 +103,7 @@ def score(folder: Path, tokens: Any, top_k: int) -> Scored:
     return asyncio.run(run())
 
 
-class ReadyServer(Server):
+class ReadyServer(HttpServer):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.ready = threading.Event()

@@ -155,7 +155,7 @@ def test_kernels_for_a_device_are_used_where_nothing_is_amiss(
     monkeypatch.setenv(SWITCH, switch)
     monkeypatch.setattr(library, "Gpu", Kernels)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: device)
-    monkeypatch.setattr(library.gpu_trial, "right", lambda kernels, on: right and on.type == "cuda")
+    monkeypatch.setattr(library.cuda_check, "right", lambda kernels, on: right and on.type == "cuda")
     library._found_gpu.cache_clear()
     try:
         assert (gpu() is None) == bool(reason) and reason in why_not_gpu() and bool(why_not_gpu()) == bool(reason)

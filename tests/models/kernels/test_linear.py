@@ -10,7 +10,7 @@ from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import word_sum
 from tidemill.models.kernels.cpu import thread_thresholds
 from tidemill.models.kernels.cpu.bindings import FLOATS, PAIRED, TILED, WIDENED, Native
-from tidemill.models.new_model import Size, architecture
+from tidemill.models.new_model import ModelSize, architecture
 from tidemill.models.piecewise import at_once
 from tidemill.models.served_linear import Linear
 
@@ -122,7 +122,7 @@ def test_a_layer_uses_them_for_no_gradient(dtype: torch.dtype) -> None:
 
 
 def test_a_decoder_that_moves_forgets_them(dtype: torch.dtype) -> None:
-    size: Size = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96}
+    size: ModelSize = {"layers": 2, "hidden": 64, "heads": 4, "kv_heads": 2, "intermediate": 96}
     model = Decoder(architecture(size, vocab=40, context=64, ends={})).to(dtype)
     at_once(model.packing())
     assert all(packed.numbers is not None for _, _, packed in model.packed())

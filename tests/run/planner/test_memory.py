@@ -34,7 +34,7 @@ from tidemill.models.kernels import library
 from tidemill.models.kernels.cpu.compilation import Unavailable
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows, token_logprobs
-from tidemill.models.new_model import SIZES, Size, fresh_model
+from tidemill.models.new_model import SIZES, ModelSize, fresh_model
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.value_model import ValueModel
 from tidemill.run import recipe as recipe_module
@@ -94,7 +94,7 @@ def test_a_new_models_shape_is_known_before_it_is_made(tmp_path: Path):
     ("dtype", "kv", "context"), [("float32", None, 512), ("float32", 1, 240), ("bfloat16", None, 512), ("bfloat16", 1, 496)]
 )
 async def test_an_engine_holds_what_was_said(tmp_path: Path, dtype: str, kv: int | None, context: int):
-    sizes = Size(layers=8, hidden=64, heads=2, kv_heads=2, intermediate=96)
+    sizes = ModelSize(layers=8, hidden=64, heads=2, kv_heads=2, intermediate=96)
     arch = fresh_model(tmp_path / "model", alphabet="abcdef", **sizes)
     settings = EngineSettings.model_validate({"dtype": dtype, "device": "cpu", "kv_memory_mb": kv, "max_sequences": 7})
     engine = build_engine(EngineSpec(model=tmp_path / "model", engine=settings))

@@ -23,7 +23,7 @@ from tidemill.core import atomic_files, fault_injection
 from tidemill.core.interfaces import CheckpointError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.storage import checkpoint_manifest, checkpoints
-from tidemill.run.storage.checkpoint_manifest import MANIFEST, MAX_BYTES, Manifest, Position, read_manifest, verify
+from tidemill.run.storage.checkpoint_manifest import MANIFEST, MAX_BYTES, CheckpointManifest, Position, read_manifest, verify
 from tidemill.run.storage.checkpoints import MARKER, Checkpoints
 
 
@@ -396,7 +396,7 @@ def sealed(tmp_path_factory) -> Path:
     return asyncio.run(make(tmp_path_factory.mktemp("sealed")))
 
 
-def accepted(sealed: Path, raw: bytes) -> Manifest | None:
+def accepted(sealed: Path, raw: bytes) -> CheckpointManifest | None:
     """What the manifest `raw` was taken for: what it says, to the letter; None when it was refused."""
     manifest = sealed / MANIFEST
     true = manifest.read_bytes()

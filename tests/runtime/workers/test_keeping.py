@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from tidemill.runtime.workers import child as children
-from tidemill.runtime.workers.child import Child
+from tidemill.runtime.workers.child import WorkerProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="what is promised on Linux alone")
 
@@ -40,9 +40,9 @@ def path(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent))
 
 
-async def started() -> tuple[Child, dict[str, Any], list[int]]:
+async def started() -> tuple[WorkerProcess, dict[str, Any], list[int]]:
     """A worker, what it says of itself, and its programs, its keepers and itself, all of which live."""
-    child = await Child.start("leaves_programs", "the worker", 0)
+    child = await WorkerProcess.start("leaves_programs", "the worker", 0)
     told = json.loads(await child.receive(1000))
     pids = [*told["programs"], told["worker"], told["inner"], told["outer"]]
     assert child.pid == told["worker"] and all(map(lives, pids))

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from tidemill.runtime.workers.child import Child
+from tidemill.runtime.workers.child import WorkerProcess
 from tidemill.runtime.workers.guard_client import Guard
 
 
@@ -25,7 +25,7 @@ def nothing_told() -> Iterator[None]:
 
 async def test_what_a_killed_worker_did_not_read_is_told_by_nobody():
     with nothing_told():
-        child = await Child.start("tidemill.envs.reward_workers.reward_worker", "a worker", memory_mb=4096)
+        child = await WorkerProcess.start("tidemill.envs.reward_workers.reward_worker", "a worker", memory_mb=4096)
         os.kill(child.pid, signal.SIGSTOP)
         child.post(bytes(1 << 20))  # more than a pipe takes
         child.kill()

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tidemill.cli.commands.doctor_finding import Finding, Status
+from tidemill.cli.commands.doctor_finding import DoctorFinding, Status
 from tidemill.cli.commands.screen import console, own_name, print_json, print_rows
 from tidemill.core.hardware import memory_bytes, usable_cores
 
@@ -52,61 +52,65 @@ def doctor(as_json: bool) -> int:
     return int(failed)
 
 
-def facts(folder: Path) -> list[Finding]:
+def facts(folder: Path) -> list[DoctorFinding]:
     """What can be told without torch. folder: where runs would be written."""
     return [python(), sqlite(), cores(), memory(), shared_memory(), disk(folder), extras()]
 
 
-def python() -> Finding:
+def python() -> DoctorFinding:
     found = f"{platform.python_version()} on {platform.system()} {platform.machine()}, {sys.executable}"
-    return Finding("Python", "ok", found)
+    return DoctorFinding("Python", "ok", found)
 
 
-def sqlite() -> Finding:
+def sqlite() -> DoctorFinding:
     if sqlite3.sqlite_version_info < (3, 37):
-        return Finding(
+        return DoctorFinding(
             "SQLite", "fail", sqlite3.sqlite_version, "the ledger needs 3.37 or newer: use a Python that brings one"
         )
-    return Finding("SQLite", "ok", sqlite3.sqlite_version)
+    return DoctorFinding("SQLite", "ok", sqlite3.sqlite_version)
 
 
-def cores() -> Finding:
+def cores() -> DoctorFinding:
     usable, there = usable_cores(), os.cpu_count() or 1
     found = f"{usable} usable" if usable == there else f"{usable} usable of {there}"
     if usable < 2:
         advice = "engine and trainer take turns on one core: runs work, but training and sampling do not overlap"
-        return Finding("cores", "warn", found, advice)
-    return Finding("cores", "ok", found)
+        return DoctorFinding("cores", "warn", found, advice)
+    return DoctorFinding("cores", "ok", found)
 
 
-def memory() -> Finding:
+def memory() -> DoctorFinding:
     total, free = memory_bytes()
     found = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
     if free < 1.5 * GIB:
-        return Finding("memory", "warn", found, "a run of the smallest models needs about 1.5 GiB: end other programs")
-    return Finding("memory", "ok", found)
+        return DoctorFinding("memory", "warn", found, "a run of the smallest models needs about 1.5 GiB: end other programs")
+    return DoctorFinding("memory", "ok", found)
 
 
-def shared_memory() -> Finding:
+def shared_memory() -> DoctorFinding:
     """How the carrier of weights gets its memory; that it works is shown by the self-test."""
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
-        return Finding("shared memory", "ok", "anonymous memory files, limited by the memory alone")
-    return Finding("shared memory", "ok", "files in the run folder: this system has no anonymous ones that others can open")
+        return DoctorFinding("shared memory", "ok", "anonymous memory files, limited by the memory alone")
+    return DoctorFinding(
+        "shared memory", "ok", "files in the run folder: this system has no anonymous ones that others can open"
+    )
 
 
-def disk(folder: Path) -> Finding:
+def disk(folder: Path) -> DoctorFinding:
     free = shutil.disk_usage(folder).free
     found = f"{free / GIB:.1f} GiB free in {folder}"
     if not os.access(folder, os.W_OK):
-        return Finding(
+        return DoctorFinding(
             "disk", "warn", f"{folder} cannot be written to", "give a run_dir elsewhere, or change to another folder"
         )
     if free < 2 * GIB:
-        return Finding("disk", "warn", found, "checkpoints and trajectories take space: free some, or put run_dir elsewhere")
-    return Finding("disk", "ok", found)
+        return DoctorFinding(
+            "disk", "warn", found, "checkpoints and trajectories take space: free some, or put run_dir elsewhere"
+        )
+    return DoctorFinding("disk", "ok", found)
 
 
-def extras() -> Finding:
+def extras() -> DoctorFinding:
     """Extras are a choice, so a missing one is no warning; one that is there in part is."""
     state = {extra: [importlib.util.find_spec(name) is not None for name in names] for extra, names in EXTRAS.items()}
     here = [extra for extra, found in state.items() if all(found)]
@@ -115,26 +119,26 @@ def extras() -> Finding:
     found = f"{', '.join(here) or 'none'} installed" + (f"; not {', '.join(missing)}" if missing else "")
     if parts:
         names = ",".join(parts)
-        return Finding("extras", "warn", f"{found}; in part: {', '.join(parts)}", f"pip install 'tidemill[{names}]'")
-    return Finding("extras", "ok", found)
+        return DoctorFinding("extras", "warn", f"{found}; in part: {', '.join(parts)}", f"pip install 'tidemill[{names}]'")
+    return DoctorFinding("extras", "ok", found)
 
 
-def torch_build() -> Finding:
+def torch_build() -> DoctorFinding:
     try:
         import torch
     except (ImportError, OSError) as error:  # OSError: a library it needs does not load
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        return Finding(
+        return DoctorFinding(
             "PyTorch", "fail", reason, "install it again in this environment: pip install --force-reinstall torch"
         )
     build = f"CUDA {torch.version.cuda} build" if torch.version.cuda else "CPU build"
     transformers = importlib.metadata.version("transformers")
-    return Finding(
+    return DoctorFinding(
         "PyTorch", "ok", f"{torch.__version__}, {build}, {torch.get_num_threads()} threads; transformers {transformers}"
     )
 
 
-def _show(findings: list[Finding]) -> None:
+def _show(findings: list[DoctorFinding]) -> None:
     rows: list[tuple[str | Text, str | Text]] = []
     for each in findings:
         said = Text(each.found)

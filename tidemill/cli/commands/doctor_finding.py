@@ -9,7 +9,7 @@ Status = Literal["ok", "warn", "fail"]
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class DoctorFinding:
     name: str
     status: Status
     found: str

@@ -32,7 +32,7 @@ WHOLE = frozenset({Finish.STOP, Finish.ENV_DONE})  # attempts that came to their
 
 
 @dataclass(slots=True)
-class Found:
+class PairCounts:
     """How many groups gave a pair, and why the others gave none."""
 
     groups: int = 0
@@ -49,7 +49,7 @@ def pairs(run: Path, out: Path, as_json: bool) -> int:
         raise ConfigError(f"{out} exists: give the name of a file that is to be made")
     if out.suffix != ".jsonl":
         raise ConfigError(f"{out} does not end in .jsonl: an environment of rows would not read it")
-    found, folder = Found(), RunFolder.existing(run)
+    found, folder = PairCounts(), RunFolder.existing(run)
     with SqliteLedger(run, mode="read") as record:
         lines = [json.dumps(row) for row in _rows(record, tokenizer_of(folder), found)]
     if not lines:
@@ -62,7 +62,7 @@ def pairs(run: Path, out: Path, as_json: bool) -> int:
     return 0
 
 
-def _rows(record: SqliteLedger, tokenizer: Tokenizer, found: Found) -> Iterator[dict[str, Any]]:
+def _rows(record: SqliteLedger, tokenizer: Tokenizer, found: PairCounts) -> Iterator[dict[str, Any]]:
     every = sorted(record.samples(order="recent", limit=2**62), key=lambda row: (row.group_id, row.place))
     for _, attempts in groupby(every, key=lambda row: row.group_id):
         found.groups += 1
@@ -72,7 +72,9 @@ def _rows(record: SqliteLedger, tokenizer: Tokenizer, found: Found) -> Iterator[
             yield row
 
 
-def _pair(record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleRow], found: Found) -> dict[str, Any] | None:
+def _pair(
+    record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleRow], found: PairCounts
+) -> dict[str, Any] | None:
     """The row of one group, of equals the first; None where it has none, which is counted."""
     scored = [(a.reward, -a.place, a) for a in attempts if a.reward is not None and a.finish in WHOLE]
     if not scored or min(scored)[0] == max(scored)[0]:
@@ -102,7 +104,7 @@ def _answers(attempt: Trajectory, prompt: Array) -> bool:
     return bool(attempt.mask.any()) and np.array_equal(attempt.tokens[: int(attempt.mask.argmax())], prompt)
 
 
-def _left_out(found: Found) -> str:
+def _left_out(found: PairCounts) -> str:
     left = {"alike": found.alike, "of several turns": found.several_turns}
     left |= {"not asked by the prompt": found.asked_otherwise, "removed by retention": found.removed}
     if found.unreadable:

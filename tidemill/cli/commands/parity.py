@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.cli.backend_parity import TOLERANCE, Comparison, Report, check
+from tidemill.cli.backend_parity import TOLERANCE, Comparison, ParityReport, check
 from tidemill.cli.commands.model_argument import is_run, model_of
 from tidemill.cli.logprob_audit import Replay, VersionReplay, replay
 from tidemill.observability.diagnosis.mismatch import LogprobGap
@@ -72,7 +72,7 @@ def _gap_entry(gap: LogprobGap) -> dict[str, Any]:
     return {"tokens": gap.tokens} | {name: found[key] for name, key in figures.items()}
 
 
-def as_data(report: Report) -> dict[str, Any]:
+def as_data(report: ParityReport) -> dict[str, Any]:
     return {
         "model": report.model,
         "family": report.family,
@@ -92,7 +92,7 @@ def _entry(c: Comparison) -> dict[str, Any]:
     return entry | {"ok": c.ok if c.limit is not None else None}
 
 
-def _show(report: Report) -> None:
+def _show(report: ParityReport) -> None:
     table = Table(title=f"{report.model}  ({report.family}, float32, CPU)", title_justify="left")
     table.add_column("engine's path", no_wrap=True)
     table.add_column("tokens", justify="right")

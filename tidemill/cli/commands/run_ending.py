@@ -8,12 +8,12 @@ from typing import Any
 from tidemill.cli.commands.screen import console, own_name, print_labelled, print_wrapped
 from tidemill.observability.time_summary import lines
 from tidemill.run.recipe import RunConfig
-from tidemill.run.session import Ended
+from tidemill.run.session import RunEnded
 
 Row = tuple[str, str]
 
 
-def tell(config: RunConfig, recipe: Path, ended: Ended, newcomer: bool) -> None:
+def tell(config: RunConfig, recipe: Path, ended: RunEnded, newcomer: bool) -> None:
     """newcomer: who ran the demo is told how to begin a task of his own."""
     screen, report = console(), ended.report
     screen.print()
@@ -66,7 +66,7 @@ def _next(config: RunConfig, complete: bool, newcomer: bool) -> list[Row]:
     return [("next", f"{me} {command}") for command in following]
 
 
-def _result(config: RunConfig, ended: Ended) -> list[Row]:
+def _result(config: RunConfig, ended: RunEnded) -> list[Row]:
     report = ended.report
     if ended.complete:
         took, earlier = duration(report["wall_s"]), report.get("steps_before", 0)  # an older run's report has none

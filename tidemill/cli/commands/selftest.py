@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.cli.commands.doctor_finding import Finding
+from tidemill.cli.commands.doctor_finding import DoctorFinding
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Sample, SamplingParams, Score, Version
 from tidemill.engine.native.engine_settings import EngineSettings
@@ -32,28 +32,30 @@ PROMPTS, REPLY = 4, 16  # sequences, and tokens sampled for each
 REPORT = "this is a fault of the program or of its libraries: please report it with this output"
 
 
-def cuda_devices() -> Finding:
+def cuda_devices() -> DoctorFinding:
     if not torch.cuda.is_available():
         if torch.version.cuda is None:
-            return Finding("CUDA", "ok", "none: this PyTorch is built for the CPU")
-        return Finding("CUDA", "warn", "no device is visible", "where there is one, check the driver with nvidia-smi")
+            return DoctorFinding("CUDA", "ok", "none: this PyTorch is built for the CPU")
+        return DoctorFinding("CUDA", "warn", "no device is visible", "where there is one, check the driver with nvidia-smi")
     devices = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    return Finding("CUDA", "ok", ", ".join(f"{d.name} ({d.total_memory / 2**30:.0f} GiB)" for d in devices))
+    return DoctorFinding("CUDA", "ok", ", ".join(f"{d.name} ({d.total_memory / 2**30:.0f} GiB)" for d in devices))
 
 
-def kernels() -> Finding:
+def kernels() -> DoctorFinding:
     """Without them everything works, and engines are slower."""
     if why := why_not():
-        return Finding("kernels", "warn", f"not compiled: {why}", "install gcc or clang: engines on the CPU are faster")
+        return DoctorFinding(
+            "kernels", "warn", f"not compiled: {why}", "install gcc or clang: engines on the CPU are faster"
+        )
     if not torch.cuda.is_available():
-        return Finding("kernels", "ok", "compiled for this processor")
+        return DoctorFinding("kernels", "ok", "compiled for this processor")
     if why := why_not_gpu():
         fix = "install triton and gcc or clang: engines on the device are several times as fast"
-        return Finding("kernels", "warn", f"compiled for this processor; none for the CUDA device: {why}", fix)
-    return Finding("kernels", "ok", "compiled for this processor and for the CUDA device")
+        return DoctorFinding("kernels", "warn", f"compiled for this processor; none for the CUDA device: {why}", fix)
+    return DoctorFinding("kernels", "ok", "compiled for this processor and for the CUDA device")
 
 
-async def self_test(folder: Path) -> list[Finding]:
+async def self_test(folder: Path) -> list[DoctorFinding]:
     """folder: an empty one, to be removed afterwards."""
     model, findings = folder / "model", []
     try:
@@ -63,7 +65,7 @@ async def self_test(folder: Path) -> list[Finding]:
         trainer = build_trainer(spec, offload=False)
         engine = build_engine(EngineSpec(model=model, engine=EngineSettings(device="cpu"), carrier="shared_memory"))
     except Exception as error:  # whatever it is, finding it is what this command is for
-        return [Finding("model", "fail", f"{type(error).__name__}: {error}", REPORT)]
+        return [DoctorFinding("model", "fail", f"{type(error).__name__}: {error}", REPORT)]
     try:
         findings.append(await _attempt("weights", lambda: carry_weights(trainer, engine)))
         if findings[-1].status == "ok":
@@ -75,18 +77,18 @@ async def self_test(folder: Path) -> list[Finding]:
     return findings
 
 
-async def carry_weights(trainer: Trainer, engine: Engine) -> Finding:
+async def carry_weights(trainer: Trainer, engine: Engine) -> DoctorFinding:
     """Through shared memory, with the fingerprint computed anew by the engine."""
     begin = time.monotonic()
     published = await trainer.publish(Version(0))
     served = await engine.update(published)
     spent, size = time.monotonic() - begin, published.bytes / 2**20
     if served != published.version:
-        return Finding("weights", "fail", f"the engine serves {served}, published was {published.version}", REPORT)
-    return Finding("weights", "ok", f"{size:.1f} MiB through shared memory in {1000 * spent:.0f} ms, same fingerprint")
+        return DoctorFinding("weights", "fail", f"the engine serves {served}, published was {published.version}", REPORT)
+    return DoctorFinding("weights", "ok", f"{size:.1f} MiB through shared memory in {1000 * spent:.0f} ms, same fingerprint")
 
 
-async def compare(trainer: Trainer, engine: Engine) -> Finding:
+async def compare(trainer: Trainer, engine: Engine) -> DoctorFinding:
     """Logprobs of sampled tokens: those the engine recorded, against the trainer's own."""
     samples = []
     for row in range(PROMPTS):
@@ -102,10 +104,12 @@ async def compare(trainer: Trainer, engine: Engine) -> Finding:
     own = await trainer.forward(samples)
     gaps = np.concatenate([abs(o - s.logprobs)[s.mask] for o, s in zip(own, samples, strict=True)])
     found = f"engine and trainer differ by at most {gaps.max():.0e} nats over {len(gaps)} sampled tokens"
-    return Finding("parity", "ok", found) if gaps.max() <= TOLERANCE else Finding("parity", "fail", found, REPORT)
+    return (
+        DoctorFinding("parity", "ok", found) if gaps.max() <= TOLERANCE else DoctorFinding("parity", "fail", found, REPORT)
+    )
 
 
-async def score_once() -> Finding:
+async def score_once() -> DoctorFinding:
     """A reward in a worker process of its own: does it start, answer and go?"""
     pool, begin = WorkerPool(workers=1, limit_s=10.0), time.monotonic()
     try:
@@ -113,17 +117,19 @@ async def score_once() -> Finding:
     finally:
         await pool.close()
     if outcome != Score(1.0):
-        return Finding("scoring", "fail", f"a worker said {outcome}", "run the reward in this process: scoring.workers=0")
+        return DoctorFinding(
+            "scoring", "fail", f"a worker said {outcome}", "run the reward in this process: scoring.workers=0"
+        )
     found = f"a worker process was started, judged and ended in {time.monotonic() - begin:.1f} s"
     if not keeper.KEEPERS:
-        return Finding(
+        return DoctorFinding(
             "scoring", "warn", f"{found}; {keeper.UNKEPT}", "run on Linux, or in a container that ends with the run"
         )
-    return Finding("scoring", "ok", found)
+    return DoctorFinding("scoring", "ok", found)
 
 
-async def _attempt(name: str, check: Callable[[], Awaitable[Finding]]) -> Finding:
+async def _attempt(name: str, check: Callable[[], Awaitable[DoctorFinding]]) -> DoctorFinding:
     try:
         return await check()
     except Exception as error:  # as above
-        return Finding(name, "fail", f"{type(error).__name__}: {error}", REPORT)
+        return DoctorFinding(name, "fail", f"{type(error).__name__}: {error}", REPORT)

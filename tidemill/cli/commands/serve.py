@@ -49,7 +49,7 @@ async def _serve(
 
     from tidemill.engine.native.native_engine import NativeEngine
     from tidemill.engine.server.app import make_app
-    from tidemill.engine.server.server import Server, address_of
+    from tidemill.engine.server.server import HttpServer, address_of
     from tidemill.engine.server.service import Service
     from tidemill.models.hf_weights import load_folder
     from tidemill.models.tokenizer import generation_config
@@ -74,7 +74,7 @@ async def _serve(
         reply_tokens=usual if isinstance(usual, int) and usual > 0 else None,
     )
     about = f"serving {name} at {address_of(sock)}/v1  (context {context}, {settings.dtype}; Ctrl-C stops)"
-    await Server(make_app(service, api_key), about).serve([sock])
+    await HttpServer(make_app(service, api_key), about).serve([sock])
 
 
 def served_name(model: Path) -> str:

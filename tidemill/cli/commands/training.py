@@ -12,7 +12,7 @@ from tidemill.cli.commands.screen import print_json
 from tidemill.core.interfaces import PeerLost
 from tidemill.observability.console import ProgressDisplay
 from tidemill.run.recipe import RunConfig, load_recipe
-from tidemill.run.session import Ended, run
+from tidemill.run.session import RunEnded, run
 
 RECIPES = next(p for p in (Path(__file__).parents[2] / "recipes", Path(__file__).parents[3] / "recipes") if p.is_dir())
 """In an installed package, or in a clone."""
@@ -41,7 +41,7 @@ def demo(overrides: Sequence[str], as_json: bool) -> int:
     return train(DEMO, [*made, *overrides], as_json)
 
 
-def _run(config: RunConfig, as_json: bool) -> Ended:
+def _run(config: RunConfig, as_json: bool) -> RunEnded:
     display = ProgressDisplay(config.steps, mode="json" if as_json else "auto")
     try:
         return asyncio.run(run(config, display))

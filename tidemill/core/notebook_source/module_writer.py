@@ -21,7 +21,15 @@ from typing import Any
 
 from tidemill.core.import_object import reference_of
 from tidemill.core.notebook_source.literals import literal, may_change
-from tidemill.core.notebook_source.source_lookup import Found, cells, definition, folder_of, guarded, import_of, names_read
+from tidemill.core.notebook_source.source_lookup import (
+    Definition,
+    cells,
+    definition,
+    folder_of,
+    guarded,
+    import_of,
+    names_read,
+)
 
 NOTICE = "# Taken by tidemill from the program or notebook that began this run, for its worker processes."
 
@@ -123,7 +131,7 @@ class _Module:
         if state := sorted(set(vars(function)) - {"__wrapped__"}):
             raise Live(f"it has the attribute {state[0]}")
 
-    def _need(self, name: str, reader: Found) -> None:
+    def _need(self, name: str, reader: Definition) -> None:
         if name in self._seen or name not in self._namespace:  # a builtin, or an error that every process would meet
             return
         self._seen.add(name)
@@ -141,7 +149,7 @@ class _Module:
         else:
             raise Live(f"it uses {name}, a {type(value).__name__} of this process")
 
-    def _imported(self, name: str, value: Any, reader: Found) -> bool:
+    def _imported(self, name: str, value: Any, reader: Definition) -> bool:
         found = list(_imports(name, value, reader, self._cells, self._home))
         for module, statement in found:
             self._imports[statement] = None
@@ -155,7 +163,7 @@ class _Module:
         return isinstance(inner, FunctionType | type) and inner.__module__ == self._home and not local
 
 
-def _imports(name: str, value: Any, reader: Found, texts: list[str], home: str) -> Iterator[tuple[str, str]]:
+def _imports(name: str, value: Any, reader: Definition, texts: list[str], home: str) -> Iterator[tuple[str, str]]:
     """The modules that have to be imported for `name` to be `value`, each with the statement."""
     if isinstance(value, ModuleType):
         if value.__name__ == "__main__" or sys.modules.get(value.__name__) is not value:

@@ -18,7 +18,7 @@ _INSTALLED = tuple(sysconfig.get_paths()[key] for key in ("stdlib", "platstdlib"
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class Definition:
     """A definition: the name that it binds, its text, and that text parsed."""
 
     name: str
@@ -42,7 +42,7 @@ def cells(namespace: Mapping[str, Any]) -> list[str]:
         return []
 
 
-def definition(value: Any, texts: list[str], bare: bool = False) -> Found | None:
+def definition(value: Any, texts: list[str], bare: bool = False) -> Definition | None:
     """Where `value`, a function or a class, is defined. bare: without its decorators. None: that is not to be had."""
     text, name = _source(value), getattr(value, "__name__", "")
     found = _defined(text, name, bare) if text else None
@@ -58,7 +58,7 @@ def _source(value: Any) -> str:
         return ""
 
 
-def _defined(text: str, name: str, bare: bool) -> Found | None:
+def _defined(text: str, name: str, bare: bool) -> Definition | None:
     """The last definition of `name` at the top of the text; of a lambda, the assignment of it."""
     try:
         tree = ast.parse(text)
@@ -75,8 +75,8 @@ def _defined(text: str, name: str, bare: bool) -> Found | None:
     return None
 
 
-def _parsed(name: str, text: str) -> Found:
-    return Found(name, text, ast.parse(text))
+def _parsed(name: str, text: str) -> Definition:
+    return Definition(name, text, ast.parse(text))
 
 
 def names_read(text: str) -> tuple[set[str], set[str]]:

@@ -36,7 +36,7 @@ from tidemill.models.kernels.rotation import Rotation
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class GraphShape:
     """Of a step on the device: N tokens, the first D of which decode; the others are queries of T tiles."""
 
     tokens: int
@@ -62,28 +62,28 @@ class Inputs:
     table: Tensor  # [(D + chunks) * width] the pages of each decoding row, and of each chunk's sequence
 
     @classmethod
-    def of(cls, numbers: Tensor, shape: Shape) -> Inputs:
+    def of(cls, numbers: Tensor, shape: GraphShape) -> Inputs:
         sizes = [1, shape.tokens, shape.tokens, shape.tokens, shape.rows, 4 * shape.tiles]
         width, tokens, positions, writes, lengths, tiles = numbers[: shape.before_table].split(sizes)
         table = numbers[shape.before_table :]
         return cls(width, tokens, positions, writes, lengths, tiles.view(-1, 4), table)
 
 
-def shape_of(plan: Plan, tile: int) -> Shape:
+def shape_of(plan: Plan, tile: int) -> GraphShape:
     """`tile`: queries of one, at most."""
-    return Shape(len(plan.tokens), len(plan.singles), sum(-(-chunk.count // tile) for chunk in plan.chunks))
+    return GraphShape(len(plan.tokens), len(plan.singles), sum(-(-chunk.count // tile) for chunk in plan.chunks))
 
 
-def recorded_shape(exact: Shape, slots: int, tile: int) -> Shape | None:
+def recorded_shape(exact: GraphShape, slots: int, tile: int) -> GraphShape | None:
     """One of few, that steps are recorded for, and nowhere smaller than `exact`; None if that is cut too small."""
     most = row_counts(slots)[-1]
     if not exact.tiles:
         rows = next(c for c in row_counts(slots) if c >= exact.rows)
-        return Shape(rows, rows, 0)
+        return GraphShape(rows, rows, 0)
     rows = next(c for c in (most // 16, most // 4, most) if c >= exact.rows)  # one that fills up costs next to nothing here
     tokens = token_count(max(exact.tokens, rows))
     tiles = tokens // tile + max(8, tokens // 16)
-    return Shape(tokens, rows, tiles) if exact.tiles <= tiles else None
+    return GraphShape(tokens, rows, tiles) if exact.tiles <= tiles else None
 
 
 @lru_cache(maxsize=8)
@@ -103,7 +103,7 @@ def token_count(least: int) -> int:
     return -(-least // step) * step
 
 
-def numbers_of(plan: Plan, table: np.ndarray, page_size: int, tile: int, shape: Shape) -> np.ndarray:
+def numbers_of(plan: Plan, table: np.ndarray, page_size: int, tile: int, shape: GraphShape) -> np.ndarray:
     """The numbers behind the `Inputs` of a plan. What it leaves of the shape is filled up: with tokens that are written to
     the null page, rows of no length and tiles of no queries, all of which are zeros."""
     chunks = plan.chunks
@@ -162,7 +162,7 @@ class GpuCache(PagedCache):
         self._tile = kernels.tile(arch.heads, arch.kv_heads)
         self._numbers = torch.empty(0, dtype=torch.int32, device=device)  # of steps that are recorded
         self._sampled = torch.empty(0, dtype=torch.int32, device=device)  # by the step before
-        self._recorded: WeakKeyDictionary[Decoder, dict[Shape, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
+        self._recorded: WeakKeyDictionary[Decoder, dict[GraphShape, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
         self._pool = None  # of the graphs' memory: they run one after another and share it
 
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
@@ -197,7 +197,7 @@ class GpuCache(PagedCache):
         self._recorded.clear()
         self._numbers = torch.zeros(2 * needed, dtype=torch.int32, device=self.device)
 
-    def _replay(self, decoder: Decoder, numbers: np.ndarray, shape: Shape) -> Tensor:
+    def _replay(self, decoder: Decoder, numbers: np.ndarray, shape: GraphShape) -> Tensor:
         self._numbers[: len(numbers)].copy_(pinned(numbers, self.device), non_blocking=True)
         recorded = self._recorded.setdefault(decoder, {})
         if shape not in recorded:

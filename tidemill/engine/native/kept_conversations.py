@@ -24,7 +24,7 @@ class _Episode:
     digest: bytes  # of them
 
 
-class Episodes:
+class KeptConversations:
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, _Episode] = OrderedDict()
 

@@ -33,10 +33,10 @@ from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.invariance_check import check_machine
-from tidemill.engine.native.kept_conversations import Episodes
+from tidemill.engine.native.kept_conversations import KeptConversations
 from tidemill.engine.native.kv_blocks import BlockManager
 from tidemill.engine.native.paged_attention import PagedCache
-from tidemill.engine.native.request_state import Request, Slots, Stream, completion, scored
+from tidemill.engine.native.request_state import ActiveRequest, Slots, Stream, completion, scored
 from tidemill.engine.native.runner import Output, Probe, Probed, launch, run
 from tidemill.engine.native.scheduler import Chunk, Plan, Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, serve
@@ -98,9 +98,9 @@ class NativeEngine:
         )
         self._slots = Slots(settings.max_sequences, self._scheduler.context)
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
-        self._requests: dict[Sequence, Request] = {}  # everything that waits or runs
-        self._by_key: dict[str, set[Request]] = {}
-        self._episodes = Episodes()
+        self._requests: dict[Sequence, ActiveRequest] = {}  # everything that waits or runs
+        self._by_key: dict[str, set[ActiveRequest]] = {}
+        self._episodes = KeptConversations()
         self._activity, self._cores = Activity(), cores or Cores()
         self._updates = Updates(
             weights,
@@ -142,7 +142,7 @@ class NativeEngine:
         if len(tokens) == 1:
             return scored(probed, self._updates.weights.version)
         sequence = Sequence(tokens, limit=len(tokens), probe=True)
-        request = Request(sequence, time.monotonic(), temperature=temperature, top_k=top_k, probed=probed)
+        request = ActiveRequest(sequence, time.monotonic(), temperature=temperature, top_k=top_k, probed=probed)
         self._enqueue(request)
         return await self._result(request)
 
@@ -289,7 +289,7 @@ class NativeEngine:
                 raise
             self._record(step.plan, output, step.epoch)
 
-    def _begin(self, request: Request, now: float) -> None:
+    def _begin(self, request: ActiveRequest, now: float) -> None:
         request.queued_s = now - request.arrived
         self._slots.enter(request.sequence.slot, request)
         if request.params is not None:
@@ -352,12 +352,12 @@ class NativeEngine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def _submit(self, tokens: Array, params: SamplingParams, policy: str, key: str, *, stream: bool) -> Request:
+    def _submit(self, tokens: Array, params: SamplingParams, policy: str, key: str, *, stream: bool) -> ActiveRequest:
         tokens = self._check(tokens, policy)
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
         sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, last=params.last)
         sequence.salt = self._episodes.salt(key, tokens)
-        request = Request(sequence, time.monotonic(), params=params, key=key, stops=tuple(dict.fromkeys(stops)))
+        request = ActiveRequest(sequence, time.monotonic(), params=params, key=key, stops=tuple(dict.fromkeys(stops)))
         if stream:
             request.stream = asyncio.Queue()
         self._enqueue(request)
@@ -382,7 +382,7 @@ class NativeEngine:
             )
         return tokens.astype(np.int32)
 
-    def _enqueue(self, request: Request) -> None:
+    def _enqueue(self, request: ActiveRequest) -> None:
         self._scheduler.submit(request.sequence)
         request.future = asyncio.get_running_loop().create_future()
         self._requests[request.sequence] = request
@@ -390,7 +390,7 @@ class NativeEngine:
             self._by_key.setdefault(request.key, set()).add(request)
         self._run()
 
-    async def _result(self, request: Request) -> Any:
+    async def _result(self, request: ActiveRequest) -> Any:
         assert request.future is not None
         try:
             return await request.future  # bounded: by the tokens asked for, and the caller's deadline
@@ -398,7 +398,7 @@ class NativeEngine:
             self._forget(request)
             raise
 
-    def _forget(self, request: Request) -> None:
+    def _forget(self, request: ActiveRequest) -> None:
         """It leaves the engine, wherever it stands."""
         if self._requests.pop(request.sequence, None) is None:
             return
@@ -409,7 +409,7 @@ class NativeEngine:
             if not siblings:
                 del self._by_key[request.key]
 
-    def _finish(self, request: Request, result: Completion | Scored) -> None:
+    def _finish(self, request: ActiveRequest, result: Completion | Scored) -> None:
         self._forget(request)
         future: Any = request.future
         if not future.done():
@@ -417,7 +417,7 @@ class NativeEngine:
         if request.stream is not None:
             request.stream.put_nowait(None)
 
-    def _complete(self, request: Request, finish: Finish, length: int) -> None:
+    def _complete(self, request: ActiveRequest, finish: Finish, length: int) -> None:
         """`length`: tokens that are known of it, the prompt's too."""
         sequence, slot = request.sequence, request.sequence.slot
         if self.settings.in_flight == InFlight.KEEP and request.key and sequence.salt is not None and not sequence.last:

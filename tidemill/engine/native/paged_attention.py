@@ -65,7 +65,7 @@ class ChunkBlock:
 
 
 @dataclass(slots=True)
-class Piece:
+class QuerySpan:
     """Queries [start, start + count) of one sequence, which may see the keys before `start + count`."""
 
     slot: int
@@ -266,14 +266,14 @@ class PagedCache:
 
     def _chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray, window: int | None) -> list[ChunkBlock]:
         pieces = [
-            Piece(c.slot, c.start + at, min(QUERY_BLOCK, c.count - at), c.row + at)
+            QuerySpan(c.slot, c.start + at, min(QUERY_BLOCK, c.count - at), c.row + at)
             for c in chunks
             for at in range(0, c.count, QUERY_BLOCK)
         ]
         keys = GATHER_BYTES[self.device.type] // self._row_bytes
         return [self._chunk_block(group, table, window) for group in _group(pieces, keys)]
 
-    def _chunk_block(self, group: list[Piece], table: np.ndarray, window: int | None) -> ChunkBlock:
+    def _chunk_block(self, group: list[QuerySpan], table: np.ndarray, window: int | None) -> ChunkBlock:
         slots, starts, counts, rows = (
             np.array([getattr(p, name) for p in group]) for name in ("slot", "start", "count", "row")
         )
@@ -338,9 +338,9 @@ def _first_page(lengths: np.ndarray, window: int | None, page_size: int) -> np.n
     return np.zeros_like(lengths) if window is None else np.maximum(lengths - window, 0) // page_size
 
 
-def _group(pieces: list[Piece], most: int) -> list[list[Piece]]:
+def _group(pieces: list[QuerySpan], most: int) -> list[list[QuerySpan]]:
     """Pieces of like size together, as long as padding stays small. most: keys that pieces which are together may see."""
-    groups: list[list[Piece]] = []
+    groups: list[list[QuerySpan]] = []
     work = padded = queries = keys = seen = 0
     for piece in sorted(pieces, key=lambda p: (-p.count, -(p.start + p.count))):
         end = piece.start + piece.count

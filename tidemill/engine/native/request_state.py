@@ -1,4 +1,4 @@
-"""What callers asked of the engine and what has come of it: one `Request` a call, and per-slot arrays for what is sampled.
+"""Requests under way: an `ActiveRequest` for each call, and per-slot arrays for what is sampled.
 
 The arrays are indexed by [slot, position], so that a step records its whole batch in a few NumPy assignments.
 """
@@ -22,7 +22,7 @@ Token = tuple[int, float, float, list[tuple[int, float]]]
 
 
 @dataclass(slots=True, eq=False)
-class Request:
+class ActiveRequest:
     """One call. `params` is None for a score."""
 
     sequence: Sequence
@@ -62,7 +62,7 @@ class Slots:
     """What each running row asks for, and what was sampled in it."""
 
     def __init__(self, slots: int, context: int) -> None:
-        self.requests: list[Request | None] = [None] * slots
+        self.requests: list[ActiveRequest | None] = [None] * slots
         self.limit = np.zeros(slots, np.int64)
         self.temperature, self.top_p, self.min_p = np.ones(slots), np.ones(slots), np.zeros(slots)
         self.top_k, self.top = np.zeros(slots, np.int64), np.zeros(slots, np.int64)
@@ -78,7 +78,7 @@ class Slots:
         self.model_logprobs = np.zeros((slots, context), np.float32)
         self.epochs = np.zeros((slots, context), np.int32)  # which of the engine's versions sampled it
 
-    def enter(self, slot: int, request: Request) -> None:
+    def enter(self, slot: int, request: ActiveRequest) -> None:
         self.requests[slot] = request
         self.limit[slot] = request.sequence.limit
         if (params := request.params) is None:
@@ -122,7 +122,7 @@ class Slots:
 class Stream(AsyncIterator[Token]):
     """The tokens of one call as they are sampled. When it is exhausted `completion` holds the whole; closing it aborts."""
 
-    def __init__(self, request: Request, end: Callable[[Request], None]) -> None:
+    def __init__(self, request: ActiveRequest, end: Callable[[ActiveRequest], None]) -> None:
         self._request, self._end = request, end
         self.completion: Completion | None = None
 
@@ -148,7 +148,7 @@ class Stream(AsyncIterator[Token]):
 
 
 def completion(
-    request: Request, finish: Finish, tokens: np.ndarray, slots: Slots, versions: list[Version], engine: str
+    request: ActiveRequest, finish: Finish, tokens: np.ndarray, slots: Slots, versions: list[Version], engine: str
 ) -> Completion:
     """The record of what was sampled for `request`: `tokens` [n], and what the slots hold beside them."""
     slot, first = request.sequence.slot, len(request.sequence.prompt)

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tidemill.engine.server.prometheus_metrics import CONTENT_TYPE, CountRequests
-from tidemill.engine.server.service import Prepared, Service
+from tidemill.engine.server.service import CheckedRequest, Service
 from tidemill.openai_api.api_error import ApiError, error_body
 from tidemill.openai_api.requests import MAX_BODY
 
@@ -181,7 +181,7 @@ async def _left(receive: Receive) -> None:
 
 
 def _answer(
-    service: Service, prepare: Callable[[bytes], Coroutine[Any, Any, Prepared]]
+    service: Service, prepare: Callable[[bytes], Coroutine[Any, Any, CheckedRequest]]
 ) -> Callable[[Request], Awaitable[Response]]:
     async def endpoint(request: Request) -> Response:
         raw = await _body(request)

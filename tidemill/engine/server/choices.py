@@ -19,7 +19,7 @@ from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.request_state import Token
 from tidemill.engine.server.prometheus_metrics import Clock
 from tidemill.openai_api.detokenizer import Detokenizer, Marks, StopStrings
-from tidemill.openai_api.responses import Piece, TokenLogprob
+from tidemill.openai_api.responses import TextPiece, TokenLogprob
 from tidemill.openai_api.vocabulary import Vocabulary
 
 POLICY = "policy"
@@ -55,7 +55,7 @@ class Assembler:
     def stopped(self) -> bool:
         return self._stops.found
 
-    def push(self, token: Token) -> Piece:
+    def push(self, token: Token) -> TextPiece:
         number, _, logprob, top = token
         self._sampled += 1
         first, shown = self._detokenizer.first, self._detokenizer.shown
@@ -63,9 +63,9 @@ class Assembler:
         self._waiting.append(TokenLogprob(number, logprob, top, self._decoded, data, first, shown))
         return self._piece(text, "" if data else self._marks.of(number))
 
-    def finish(self, finish: Finish) -> Piece:
+    def finish(self, finish: Finish) -> TextPiece:
         """The last piece, for the reason the engine gave; a stop string, found now or before, takes precedence."""
-        piece = Piece("")
+        piece = TextPiece("")
         if not self.stopped:
             piece = self._piece(self._detokenizer.flush())
         if not self.stopped:
@@ -79,10 +79,10 @@ class Assembler:
         piece.sampled = self._sampled
         return piece
 
-    def _piece(self, text: str, mark: str = "") -> Piece:
+    def _piece(self, text: str, mark: str = "") -> TextPiece:
         self._decoded += len(text)
         sends = self._stops.push if self._sampled > self._least else self._stops.skip
-        piece = Piece(sends(text + mark))
+        piece = TextPiece(sends(text + mark))
         self._sent += len(piece.text)
         begun = list[TokenLogprob]()
         while self._waiting and self._waiting[0].offset < self._sent:
@@ -91,14 +91,14 @@ class Assembler:
         return piece
 
     @staticmethod
-    def _list(piece: Piece, tokens: list[TokenLogprob]) -> None:
+    def _list(piece: TextPiece, tokens: list[TokenLogprob]) -> None:
         piece.tokens += tokens
         piece.ids += [token.token for token in tokens]
 
 
 async def sample(
     engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, clock: Clock, *, live: bool
-) -> AsyncGenerator[Piece, None]:
+) -> AsyncGenerator[TextPiece, None]:
     """The pieces of one choice; the last one has its `finish`. Close it (`aclosing`) to abort.
 
     live: a piece as soon as there is text; otherwise everything at the end, which is cheaper.
@@ -128,9 +128,9 @@ async def sample(
     yield last
 
 
-async def whole(engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, clock: Clock) -> Piece:
+async def whole(engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, clock: Clock) -> TextPiece:
     """A choice as one piece."""
-    result = Piece("")
+    result = TextPiece("")
     async with aclosing(sample(engine, vocabulary, asked, clock, live=False)) as pieces:
         async for piece in pieces:
             result.text += piece.text
@@ -140,13 +140,13 @@ async def whole(engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, cloc
     return result
 
 
-def of_prompt(tokens: np.ndarray, vocabulary: Vocabulary, text: str | None, scored: Scored | None) -> Piece:
+def of_prompt(tokens: np.ndarray, vocabulary: Vocabulary, text: str | None, scored: Scored | None) -> TextPiece:
     """A prompt as the first piece of its echo, with its tokens where `scored` has their logprobs.
 
     text: the prompt's, where it was given as one. What it spells of special tokens belongs to it then.
     """
     shown = text is not None and text == _decoded(tokens, vocabulary, shown=True)
-    piece = Piece(_decoded(tokens, vocabulary, shown=shown) if text is None else text)
+    piece = TextPiece(_decoded(tokens, vocabulary, shown=shown) if text is None else text)
     if scored is None:
         return piece
     detokenizer, offset = Detokenizer(vocabulary, shown=shown), 0

@@ -16,12 +16,21 @@ import numpy as np
 
 from tidemill.core import serialization
 from tidemill.core.types import Array
-from tidemill.engine.server.reader_process import Chat, Load, Loaded, Refused, Reply, Request, Text, too_long
+from tidemill.engine.server.reader_process import (
+    ChatToRender,
+    LoadTokenizer,
+    PromptRefused,
+    Reply,
+    Request,
+    Text,
+    TokenizerLoaded,
+    too_long,
+)
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.token_bounds import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
 from tidemill.openai_api.api_error import ApiError
-from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
+from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
 from tidemill.runtime.workers.guard_client import Guard
 
 HERE = 1000  # characters of a text that is tokenized in this process
@@ -36,7 +45,7 @@ class Reader:
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
         """tokenizer: of a folder, which is loaded once more in the processes. context: tokens a request may hold."""
         self._tokenizer, self._context, self._reach = tokenizer, context, reach_of(tokenizer)
-        load = Load(tokenizer.name_or_path, class_name(tokenizer), context, LIMIT_S)
+        load = LoadTokenizer(tokenizer.name_or_path, class_name(tokenizer), context, LIMIT_S)
         self._guard = Guard()
         self._short, self._long = _Lane(load, self._guard), _Lane(load, self._guard)
 
@@ -65,7 +74,7 @@ class Reader:
         size += len(messages)
         if size <= HERE and not self._tokenizer.chat_template and not options:
             return prompt_tokens(self._tokenizer, [dict(message) for message in messages])
-        return await self._ask(Chat([dict(message) for message in messages], dict(options or {})), size, param)
+        return await self._ask(ChatToRender([dict(message) for message in messages], dict(options or {})), size, param)
 
     async def close(self) -> None:
         await asyncio.gather(self._short.close(), self._long.close())
@@ -74,7 +83,7 @@ class Reader:
     async def _ask(self, request: Request, size: int, param: str) -> Array:
         lane = self._short if size <= SHORT else self._long
         reply = await lane.ask(request)
-        if isinstance(reply, Refused):
+        if isinstance(reply, PromptRefused):
             raise ApiError(reply.why, param=param, code="context_length_exceeded" if reply.too_long else None)
         return reply.tokens
 
@@ -82,10 +91,10 @@ class Reader:
 class _Lane:
     """One process, started when it is needed, that does one request after the other."""
 
-    def __init__(self, load: Load, guard: Guard) -> None:
+    def __init__(self, load: LoadTokenizer, guard: Guard) -> None:
         self._load, self._guard = load, guard
         self._turn = asyncio.Lock()
-        self._child: Child | None = None
+        self._child: WorkerProcess | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # what goes on though who asked has left
         self._closed = False
 
@@ -138,7 +147,7 @@ class _Lane:
         finally:
             self._turn.release()
 
-    async def _told(self, child: Child, request: Request) -> Reply:
+    async def _told(self, child: WorkerProcess, request: Request) -> Reply:
         done = False
         try:
             async with asyncio.timeout(self._load.limit_s + _SLACK_S):
@@ -154,16 +163,18 @@ class _Lane:
             if not done:
                 await self._retire()
 
-    async def _start(self) -> Child:
+    async def _start(self) -> WorkerProcess:
         if self._closed:
             raise ApiError("the server is closing", status=503)
         await self._guard.start()
-        self._child = child = await Child.start("tidemill.engine.server.reader_process", "the process that reads prompts", 0)
+        self._child = child = await WorkerProcess.start(
+            "tidemill.engine.server.reader_process", "the process that reads prompts", 0
+        )
         self._guard.add(child.pid)
         try:
             async with asyncio.timeout(STARTUP_LIMIT_S):
                 await child.send(serialization.encode(self._load))
-                loaded = serialization.decode(await child.receive(MOST_REPLY), Loaded)
+                loaded = serialization.decode(await child.receive(MOST_REPLY), TokenizerLoaded)
             why = loaded.error
         except TimeoutError:
             why = f"it did not start within {STARTUP_LIMIT_S:g} s"

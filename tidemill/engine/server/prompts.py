@@ -8,7 +8,7 @@ from tidemill.core.executors import in_thread
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.api_error import ApiError
-from tidemill.openai_api.requests import Chat, messages_of, options_of
+from tidemill.openai_api.requests import ChatInput, messages_of, options_of
 
 FEW = 1000  # messages that are looked at on the event loop
 
@@ -29,7 +29,7 @@ class Prompts:
         self.check_ids(prompt, place, "prompt")
         return np.array(prompt, np.int32)
 
-    async def of_chat(self, chat: Chat) -> np.ndarray:
+    async def of_chat(self, chat: ChatInput) -> np.ndarray:
         """[P] int32, ready for the reply"""
         options = options_of(chat)
         messages = messages_of(chat.messages) if len(chat.messages) <= FEW else await in_thread(messages_of, chat.messages)
@@ -64,7 +64,7 @@ class Prompts:
             )
             raise ApiError(message, param=param, code="context_length_exceeded")
 
-    def place_of(self, tokens: np.ndarray, chat: Chat) -> str:
+    def place_of(self, tokens: np.ndarray, chat: ChatInput) -> str:
         """The message with a token that the model does not know; `messages` where there is none."""
         for token in tokens[tokens >= self._vocab][:1].tolist():
             name = str(self._tokenizer.convert_ids_to_tokens(token))

@@ -31,7 +31,7 @@ MEMORY_MB = 1024  # that one request may take
 GROWN_MB = 16  # a fork that ever took so much more is not used again
 
 
-class Load(msgspec.Struct, frozen=True, tag=True):
+class LoadTokenizer(msgspec.Struct, frozen=True, tag=True):
     folder: str
     of_class: str | None
     context: int
@@ -44,12 +44,12 @@ class Text(msgspec.Struct, frozen=True, tag=True):
     bounded: bool  # refuse what the context cannot hold
 
 
-class Chat(msgspec.Struct, frozen=True, tag=True):
+class ChatToRender(msgspec.Struct, frozen=True, tag=True):
     messages: list[dict[str, Any]]
     options: dict[str, Any]  # of the template
 
 
-class Loaded(msgspec.Struct, frozen=True, tag=True):
+class TokenizerLoaded(msgspec.Struct, frozen=True, tag=True):
     error: str
 
 
@@ -57,13 +57,13 @@ class Tokens(msgspec.Struct, frozen=True, tag=True):
     tokens: np.ndarray  # [P] int32
 
 
-class Refused(msgspec.Struct, frozen=True, tag=True):
+class PromptRefused(msgspec.Struct, frozen=True, tag=True):
     why: str
     too_long: bool = False
 
 
-Request = Text | Chat
-Reply = Tokens | Refused
+Request = Text | ChatToRender
+Reply = Tokens | PromptRefused
 
 
 def too_long(what: str, least: int, context: int) -> str:
@@ -73,7 +73,7 @@ def too_long(what: str, least: int, context: int) -> str:
     )
 
 
-class Fork:
+class ReaderFork:
     """A copy of this process that answers requests until it is late or ended."""
 
     def __init__(self, answer: Callable[[Request], Reply]) -> None:
@@ -107,17 +107,17 @@ def main(parent: int) -> None:
     frames_in, frames_out = worker_setup.settle(0, parent)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end are not waited for
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
-    load = serialization.decode(worker_setup.read(requests), Load)
+    load = serialization.decode(worker_setup.read(requests), LoadTokenizer)
     try:
         tokenizer = load_tokenizer(load.folder, load.of_class)
     except ValueError as error:
-        worker_setup.write(replies, serialization.encode(Loaded(str(error))))
+        worker_setup.write(replies, serialization.encode(TokenizerLoaded(str(error))))
         return
     reach = reach_of(tokenizer)
-    fork: Fork | None = None
-    worker_setup.write(replies, serialization.encode(Loaded("")))
+    fork: ReaderFork | None = None
+    worker_setup.write(replies, serialization.encode(TokenizerLoaded("")))
     while frame := worker_setup.read(requests):
-        fork = fork or Fork(lambda request: answer(tokenizer, reach, load.context, request))
+        fork = fork or ReaderFork(lambda request: answer(tokenizer, reach, load.context, request))
         reply, fork = _reply(fork, frame, load.limit_s)
         worker_setup.write(replies, serialization.encode(reply))
 
@@ -125,30 +125,30 @@ def main(parent: int) -> None:
 def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Request) -> Reply:
     if isinstance(request, Text):
         if request.bounded and reach is not None and reach.exceeds(request.text, context):
-            return Refused(too_long("the prompt", reach.least(request.text), context), too_long=True)
+            return PromptRefused(too_long("the prompt", reach.least(request.text), context), too_long=True)
         return Tokens(np.array(tokenizer.encode(request.text, add_special_tokens=request.special), np.int32))
     try:
         if reach is not None and tokenizer.chat_template and reach.exceeds(_texts(request.messages), context):
             # Whoever renders a long chat may leave most of it out. Only what it renders is held against the context.
             text = rendered(tokenizer, request.messages, request.options)
             if reach.exceeds(text, context):
-                return Refused(too_long("the chat", reach.least(text), context), too_long=True)
+                return PromptRefused(too_long("the chat", reach.least(text), context), too_long=True)
         return Tokens(chat_tokens(tokenizer, request.messages, request.options))
     except ValueError as error:  # what the template says of these messages
-        return Refused(str(error))
+        return PromptRefused(str(error))
     except Exception as error:  # of whatever a template made
-        return Refused(f"the chat cannot be tokenized: {type(error).__name__}: {error!s:.500}")
+        return PromptRefused(f"the chat cannot be tokenized: {type(error).__name__}: {error!s:.500}")
 
 
-def _reply(fork: Fork, frame: bytes, limit_s: float) -> tuple[Reply, Fork | None]:
+def _reply(fork: ReaderFork, frame: bytes, limit_s: float) -> tuple[Reply, ReaderFork | None]:
     try:
         reply = fork.ask(frame, limit_s)
         if not fork.grown():
             return reply, fork
     except TimeoutError:
-        reply = Refused(f"it could not be rendered and tokenized within {limit_s:g} s: shorten it")
+        reply = PromptRefused(f"it could not be rendered and tokenized within {limit_s:g} s: shorten it")
     except (EOFError, OSError, psutil.NoSuchProcess):
-        reply = Refused(f"rendering and tokenizing it took more than {MEMORY_MB} MB, or crashed: shorten it")
+        reply = PromptRefused(f"rendering and tokenizing it took more than {MEMORY_MB} MB, or crashed: shorten it")
     fork.end()
     return reply, None
 

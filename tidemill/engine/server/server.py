@@ -57,7 +57,7 @@ def connections() -> int:
     return min(CONNECTIONS, max(soft - _SPARE, soft // 4))
 
 
-class Server(uvicorn.Server):
+class HttpServer(uvicorn.Server):
     """Says `announcement` when it listens."""
 
     def __init__(self, app: Starlette, announcement: str) -> None:

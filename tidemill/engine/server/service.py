@@ -27,17 +27,17 @@ from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import beside
 from tidemill.openai_api.requests import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
-from tidemill.openai_api.responses import ChatShape, CompletionShape, Piece, Usage
+from tidemill.openai_api.responses import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.openai_api.vocabulary import Vocabulary
 
 
 @dataclass(slots=True)
-class Prepared:
+class CheckedRequest:
     """A checked request. `echoes[i]` is what choice i begins with; a choice of None is its echo alone."""
 
     shape: CompletionShape | ChatShape
     asked: list[Asked | None]
-    echoes: list[Piece | None]
+    echoes: list[TextPiece | None]
     usage: Usage
     stream: bool
     include_usage: bool
@@ -76,7 +76,7 @@ class Service:
             message = f"model {name[:100]!r} is not served here: this server has {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
-    async def completion(self, raw: bytes) -> Prepared:
+    async def completion(self, raw: bytes) -> CheckedRequest:
         body = await beside(raw, parse, CompletionBody, raw)
         clock = Clock(self.metrics)
         self.check_model(body.model)
@@ -93,7 +93,7 @@ class Service:
             rows.append(self.prompts.check(tokens, body.max_tokens, place, "prompt"))
             await asyncio.sleep(0)  # others go on between two of them
         asked: list[Asked | None] = []
-        echoes: list[Piece | None] = []
+        echoes: list[TextPiece | None] = []
         seed = _seed(body)
         for prompt, tokens in zip(prompts, rows, strict=True):
             echo = await self._echo(prompt, tokens, body) if body.echo else None
@@ -106,7 +106,7 @@ class Service:
         shape = CompletionShape(self.name, self._vocabulary, body.logprobs is not None, ids, body.return_tokens_as_token_ids)
         return _prepared(shape, asked, echoes, sum(map(len, rows)), body, clock)
 
-    async def chat(self, raw: bytes) -> Prepared:
+    async def chat(self, raw: bytes) -> CheckedRequest:
         body = await beside(raw, parse, ChatBody, raw)
         clock = Clock(self.metrics)
         self.check_model(body.model)
@@ -120,12 +120,12 @@ class Service:
         shape = ChatShape(self.name, self._vocabulary, body.logprobs, ids, body.return_tokens_as_token_ids)
         return _prepared(shape, asked, [None] * body.n, len(tokens), body, clock)
 
-    async def reply(self, prepared: Prepared) -> dict[str, Any]:
+    async def reply(self, prepared: CheckedRequest) -> dict[str, Any]:
         choices = await asyncio.gather(*(self._whole(prepared, i) for i in range(len(prepared.asked))))
         prepared.usage.completion_tokens = sum(choice.sampled for choice in choices)
         return prepared.shape.reply(choices, prepared.usage)
 
-    async def events(self, prepared: Prepared) -> AsyncGenerator[dict[str, Any], None]:
+    async def events(self, prepared: CheckedRequest) -> AsyncGenerator[dict[str, Any], None]:
         """The chunks of a streamed reply, choices interleaved as their tokens come. Closing it aborts what still runs."""
         shape, usage = prepared.shape, prepared.usage
         last = {"usage": None} if prepared.include_usage else {}
@@ -139,9 +139,11 @@ class Service:
         if prepared.include_usage:
             yield shape.closing(usage)
 
-    async def _merged(self, prepared: Prepared) -> AsyncGenerator[tuple[int, Piece], None]:
+    async def _merged(self, prepared: CheckedRequest) -> AsyncGenerator[tuple[int, TextPiece], None]:
         """Pieces wait here for a client that reads slowly: a stop string is looked for all the same, and ends its choice."""
-        arrived: asyncio.Queue[tuple[int, Piece] | asyncio.Task[None]] = asyncio.Queue(sum(map(most_pieces, prepared.asked)))
+        arrived: asyncio.Queue[tuple[int, TextPiece] | asyncio.Task[None]] = asyncio.Queue(
+            sum(map(most_pieces, prepared.asked))
+        )
 
         async def pump(index: int) -> None:
             async with aclosing(self._pieces(prepared, index)) as pieces:
@@ -169,28 +171,28 @@ class Service:
         await self.reader.close()
         await self.engine.close()
 
-    async def _pieces(self, prepared: Prepared, index: int) -> AsyncGenerator[Piece, None]:
+    async def _pieces(self, prepared: CheckedRequest, index: int) -> AsyncGenerator[TextPiece, None]:
         asked, echo, shift = prepared.asked[index], prepared.echoes[index], 0
         if echo is not None:
             shift = len(echo.text)
-            yield Piece(echo.text, echo.tokens, "length" if asked is None else None)
+            yield TextPiece(echo.text, echo.tokens, "length" if asked is None else None)
         if asked is not None:
             async with aclosing(sample(self.engine, self._vocabulary, asked, prepared.clock.copy(), live=True)) as pieces:
                 async for piece in pieces:
                     yield piece.shifted(shift)
 
-    async def _whole(self, prepared: Prepared, index: int) -> Piece:
+    async def _whole(self, prepared: CheckedRequest, index: int) -> TextPiece:
         asked, echo = prepared.asked[index], prepared.echoes[index]
         if asked is None:
             assert echo is not None
-            return Piece(echo.text, echo.tokens, "length")
+            return TextPiece(echo.text, echo.tokens, "length")
         piece = await whole(self.engine, self._vocabulary, asked, prepared.clock.copy())
         if echo is None:
             return piece
         piece = piece.shifted(len(echo.text))
-        return Piece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish, piece.sampled, piece.ids)
+        return TextPiece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish, piece.sampled, piece.ids)
 
-    async def _echo(self, prompt: str | list[int], tokens: np.ndarray, body: CompletionBody) -> Piece:
+    async def _echo(self, prompt: str | list[int], tokens: np.ndarray, body: CompletionBody) -> TextPiece:
         scored = None
         if body.logprobs is not None:
             scored = await self.engine.score(tokens, POLICY, 1.0, body.logprobs)
@@ -209,11 +211,11 @@ def _seed(body: Body) -> int:
 def _prepared(
     shape: CompletionShape | ChatShape,
     asked: list[Asked | None],
-    echoes: list[Piece | None],
+    echoes: list[TextPiece | None],
     prompt: int,
     body: Body,
     clock: Clock,
-) -> Prepared:
+) -> CheckedRequest:
     options = body.stream_options
     include = options is not None and options.include_usage
-    return Prepared(shape, asked, echoes, Usage(prompt), body.stream, include, clock)
+    return CheckedRequest(shape, asked, echoes, Usage(prompt), body.stream, include, clock)

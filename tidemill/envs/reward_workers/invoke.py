@@ -6,10 +6,10 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.import_object import load_object
 from tidemill.core.outcomes import clip, outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Outcome
-from tidemill.envs.reward_workers.reward_protocol import Request
+from tidemill.envs.reward_workers.reward_protocol import RewardRequest
 
 
-def load(request: Request) -> str:
+def load(request: RewardRequest) -> str:
     """Load the function, which may import anything. Returns why that failed, or the empty string."""
     try:
         load_object(request.function)
@@ -18,7 +18,7 @@ def load(request: Request) -> str:
     return ""
 
 
-def invoke(request: Request) -> list[Outcome]:
+def invoke(request: RewardRequest) -> list[Outcome]:
     """Call the function; one outcome, or `count` of them. Whatever it raises is an InfraError."""
     try:
         value = load_object(request.function)(*request.args, **request.kwargs)
@@ -29,5 +29,5 @@ def invoke(request: Request) -> list[Outcome]:
         return failed(request, f"{request.name} raised {type(error).__name__}: {clip(str(error))}")
 
 
-def failed(request: Request, reason: str) -> list[Outcome]:
+def failed(request: RewardRequest, reason: str) -> list[Outcome]:
     return [InfraError(reason)] * max(1, request.count)

@@ -18,8 +18,8 @@ from typing import Any
 
 from tidemill.core.types import InfraError, Outcome, Score
 from tidemill.envs.reward_workers.invoke import failed, invoke
-from tidemill.envs.reward_workers.reward_process import WorkerFailed, WorkerProcess
-from tidemill.envs.reward_workers.reward_protocol import Done, Request
+from tidemill.envs.reward_workers.reward_process import RewardWorker, WorkerFailed
+from tidemill.envs.reward_workers.reward_protocol import RewardReply, RewardRequest
 from tidemill.runtime.workers.child import REAP_LIMIT_S
 from tidemill.runtime.workers.guard_client import Guard
 
@@ -33,8 +33,8 @@ class WorkerPool:
             raise ValueError(f"{workers=}, {limit_s=}, {memory_mb=}: expected workers >= 0, limit_s > 0, memory_mb >= 0")
         self.workers, self.limit_s, self.memory_mb = workers, limit_s, memory_mb
         self._free = asyncio.Semaphore(max(1, workers))  # bounded: a call has its start-up and its limit
-        self._idle: list[WorkerProcess] = []  # the most recently used last, and taken first: its caches are warm
-        self._all: dict[int, WorkerProcess] = {}
+        self._idle: list[RewardWorker] = []  # the most recently used last, and taken first: its caches are warm
+        self._all: dict[int, RewardWorker] = {}
         self._killed: set[asyncio.Task[None]] = set()
         self._guard = Guard()
         self._ids = itertools.count()
@@ -93,7 +93,7 @@ class WorkerPool:
         limit_s: float | None,
         name: str,
     ) -> list[Outcome]:
-        request = Request(next(self._ids), function, name or function, list(args), dict(kwargs or {}), count)
+        request = RewardRequest(next(self._ids), function, name or function, list(args), dict(kwargs or {}), count)
         begun = time.monotonic()
         async with self._free:
             if self.workers:
@@ -107,7 +107,7 @@ class WorkerPool:
             self._counters[kind] += 1
         return outcomes
 
-    async def _in_worker(self, request: Request, limit_s: float) -> list[Outcome]:
+    async def _in_worker(self, request: RewardRequest, limit_s: float) -> list[Outcome]:
         for is_last in (False, True):
             try:
                 return list((await self._exchange(request, limit_s)).outcomes)
@@ -118,7 +118,7 @@ class WorkerPool:
                     return failed(request, str(failure))
         raise AssertionError("the last one returns")
 
-    async def _exchange(self, request: Request, limit_s: float) -> Done:
+    async def _exchange(self, request: RewardRequest, limit_s: float) -> RewardReply:
         """Have the request done by one worker. Raises WorkerFailed."""
         assert not self._closed, "the pool is closed"
         worker = self._idle.pop() if self._idle else await self._start_worker()
@@ -133,17 +133,15 @@ class WorkerPool:
             else:
                 self._retire(worker)
 
-    async def _start_worker(self) -> WorkerProcess:
+    async def _start_worker(self) -> RewardWorker:
         await self._guard.start()
-        worker = await WorkerProcess.start(
-            "tidemill.envs.reward_workers.reward_worker", "the scoring worker", self.memory_mb
-        )
+        worker = await RewardWorker.start("tidemill.envs.reward_workers.reward_worker", "the scoring worker", self.memory_mb)
         self._all[worker.pid] = worker
         self._guard.add(worker.pid)
         self._counters["starts"] += 1
         return worker
 
-    def _retire(self, worker: WorkerProcess) -> None:
+    def _retire(self, worker: RewardWorker) -> None:
         if self._all.pop(worker.pid, None) is None:
             return
         worker.kill()
@@ -151,7 +149,7 @@ class WorkerPool:
         self._killed.add(task)
         task.add_done_callback(self._killed.discard)
 
-    async def _reap(self, worker: WorkerProcess) -> None:
+    async def _reap(self, worker: RewardWorker) -> None:
         await worker.reap()
         worker.kill()  # once more: what was forked while the first signal was under way
         self._guard.discard(worker.pid)

@@ -6,10 +6,10 @@ import asyncio
 from collections.abc import Awaitable
 
 from tidemill.core import serialization
-from tidemill.envs.reward_workers.reward_protocol import MAX_REPLY, Done, Reply, Request, Started
+from tidemill.envs.reward_workers.reward_protocol import MAX_REPLY, Reply, RewardReply, RewardRequest, Started
 from tidemill.observability.stall_report import waiting
 from tidemill.runtime.workers import stopped
-from tidemill.runtime.workers.child import STARTUP_LIMIT_S, Child
+from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
 
 _LOOKS = 21  # in the time that a worker has
 TURN_S = 1.0  # for a worker that has all it needs to take up a call, on a busy machine
@@ -23,12 +23,12 @@ class WorkerFailed(Exception):
         self.kind = kind
 
 
-class WorkerProcess(Child):
+class RewardWorker(WorkerProcess):
     """Use as: `await start(...)`, `await exchange(...)` any number of times, `kill()`, `await reap()`."""
 
     _loaded = ""  # the function of the latest call
 
-    async def exchange(self, request: Request, limit_s: float) -> Done:
+    async def exchange(self, request: RewardRequest, limit_s: float) -> RewardReply:
         """Have the request done. `limit_s` runs from the moment the worker begins. Raises WorkerFailed."""
         known = self._loaded == request.function  # nothing to import: what holds it up is left over from the call before
         self._loaded = request.function
@@ -39,11 +39,11 @@ class WorkerProcess(Child):
             raise WorkerFailed("protocol", f"the scoring worker of {request.name} answered out of turn")
         with waiting("a scoring worker", request.name, limit_s):
             done = await self._within(self._reply(), limit_s, f"{request.name} did not return")
-        if not isinstance(done, Done) or done.id != request.id or len(done.outcomes) != max(1, request.count):
+        if not isinstance(done, RewardReply) or done.id != request.id or len(done.outcomes) != max(1, request.count):
             raise WorkerFailed("protocol", f"the scoring worker of {request.name} answered out of turn")
         return done
 
-    async def _begin(self, request: Request) -> Reply:
+    async def _begin(self, request: RewardRequest) -> Reply:
         await self.send(serialization.encode(request))
         return await self._reply()
 

@@ -17,7 +17,7 @@ from tidemill.core.types import InfraError, Score, Unscorable
 MAX_REPLY = 1 << 20  # bytes
 
 
-class Request(msgspec.Struct, frozen=True):
+class RewardRequest(msgspec.Struct, frozen=True):
     id: int
     function: str  # FILE.py:NAME or MODULE:NAME
     name: str  # what messages call it
@@ -30,10 +30,10 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
-class Done(msgspec.Struct, frozen=True, tag=True):
+class RewardReply(msgspec.Struct, frozen=True, tag=True):
     id: int
     outcomes: list[Score | Unscorable | InfraError]
     children: bool = False  # the call left processes behind
 
 
-Reply = Started | Done
+Reply = Started | RewardReply

@@ -15,7 +15,7 @@ from typing import BinaryIO
 
 from tidemill.core import fault_injection, serialization
 from tidemill.envs.reward_workers.invoke import failed, invoke, load
-from tidemill.envs.reward_workers.reward_protocol import MAX_REPLY, Done, Reply, Request, Started
+from tidemill.envs.reward_workers.reward_protocol import MAX_REPLY, Reply, RewardReply, RewardRequest, Started
 from tidemill.runtime.workers import worker_setup
 
 
@@ -24,7 +24,7 @@ def main(memory_mb: int, parent: int) -> None:
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
     here, before = os.getpid(), Surroundings()
     while frame := worker_setup.read(requests):
-        request: Request = serialization.decode(frame, Request)
+        request: RewardRequest = serialization.decode(frame, RewardRequest)
         reason = load(request)
         _write(replies, Started(request.id))
         fault_injection.reach("reward", "call", request.id)
@@ -52,11 +52,11 @@ class Surroundings:
         sys.stdin, sys.stdout, sys.stderr = self._streams
 
 
-def _done(request: Request, outcomes: list) -> Done:
-    done = Done(request.id, outcomes, _has_children())
+def _done(request: RewardRequest, outcomes: list) -> RewardReply:
+    done = RewardReply(request.id, outcomes, _has_children())
     size = len(serialization.encode(done))
     if size > MAX_REPLY:
-        done = Done(request.id, failed(request, f"{request.name} gave {size} bytes: at most {MAX_REPLY} are taken"))
+        done = RewardReply(request.id, failed(request, f"{request.name} gave {size} bytes: at most {MAX_REPLY} are taken"))
     return done
 
 

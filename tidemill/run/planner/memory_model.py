@@ -147,7 +147,7 @@ def demands(found: Sequence[Process]) -> dict[str, Demand]:
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class MemoryRefusal:
     """Why a run cannot fit: what is too large, and the settings that would help, the one that saves most first."""
 
     too_large: str
@@ -158,12 +158,12 @@ class Refusal:
         return f"{self.too_large}{first}"
 
 
-def refusal(found: Sequence[Process]) -> Refusal | None:
+def refusal(found: Sequence[Process]) -> MemoryRefusal | None:
     """Of these processes; None where they fit."""
     for device, demand in demands(found).items():
         if demand.free is None:
             names = " and ".join(p.name for p in found if p.device == device)
-            return Refusal(
+            return MemoryRefusal(
                 f"{names} on {device!r}: no such device is visible here; set trainer.device and engine.device to 'auto', "
                 "which takes what there is, or to 'cpu'"
             )
@@ -173,7 +173,7 @@ def refusal(found: Sequence[Process]) -> Refusal | None:
         parts.sort(key=lambda part: -part[0].count * part[1].bytes)
         process, most = parts[0]
         levers = [h.lever for _, h in parts if h.lever]
-        return Refusal(
+        return MemoryRefusal(
             f"this recipe needs {in_words(demand.needed)} of memory on {device}, and {in_words(demand.free)} is free; the "
             f"most is {in_words(process.count * most.bytes)} of {_owner(process)}: {most.what}",
             tuple([*dict.fromkeys(levers)][:3]),

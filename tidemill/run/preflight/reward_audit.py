@@ -22,7 +22,7 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from tidemill.controller.rollout import Episodes
+from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Checkable, Engine, Environment, Gold
 from tidemill.core.outcomes import SOLVED, clip
@@ -150,7 +150,7 @@ async def check(
     """
     golds = {task.id: _gold(environment, task) for task in tasks}
     tokenizer = cast(Tokenizer, byte_tokenizer(EOS, literal=True))
-    episodes = Episodes(environment, tokenizer, SamplingParams(), 1 << 40, limit_s)
+    episodes = EpisodeSetup(environment, tokenizer, SamplingParams(), 1 << 40, limit_s)
     begin, tried = time.monotonic(), list[Tried]()
     for task in tasks:
         gold = golds[task.id]
@@ -225,7 +225,7 @@ def _formatted(environment: Environment, task: Task, answer: str) -> str | None:
     return wanted if isinstance(wanted, str) and "answer" in task.data and first != second else None
 
 
-async def _try(episodes: Episodes, task: Task, replies: Sequence[_Reply]) -> list[Tried]:
+async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) -> list[Tried]:
     """Play and judge these replies as one group; when that fails as a whole, each by itself, so that none hides another."""
     begin = time.monotonic()
     attempts = [await _play(episodes, task, reply) for reply in replies]
@@ -240,7 +240,7 @@ async def _try(episodes: Episodes, task: Task, replies: Sequence[_Reply]) -> lis
     ]
 
 
-async def _play(episodes: Episodes, task: Task, reply: _Reply) -> Trajectory:
+async def _play(episodes: EpisodeSetup, task: Task, reply: _Reply) -> Trajectory:
     engine = cast(Engine, _Script(reply.texts, episodes.tokenizer))  # an episode asks it for nothing but replies
     return await episodes.play(task, engine, f"check/{reply.kind}", lambda turn: turn)
 

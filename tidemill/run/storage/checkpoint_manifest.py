@@ -49,7 +49,7 @@ class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     blake2b: Hash  # of the hashes of its parts, `_PART` bytes each
 
 
-class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Literal[2]
     step: Count
     incarnation: Count
@@ -65,7 +65,7 @@ class Manifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return Position(self.step, self.incarnation, self.next_id)
 
 
-_decoder = msgspec.json.Decoder(Manifest, strict=True)
+_decoder = msgspec.json.Decoder(CheckpointManifest, strict=True)
 
 
 def name_of(step: int) -> str:
@@ -82,7 +82,7 @@ def seal(folder: Path, position: Position, stop: threading.Event) -> Path:
     """Make what is in `folder` last, and the manifest with it. Returns the manifest's path. stop: give up, as soon as it is
     set. Raises OSError."""
     files = {name: File(path.stat().st_size, _digest(path, stop)) for name, path in _files(folder).items()}
-    manifest = Manifest(FORMAT, position.step, position.incarnation, position.next_id, files, "")
+    manifest = CheckpointManifest(FORMAT, position.step, position.incarnation, position.next_id, files, "")
     manifest = msgspec.structs.replace(manifest, blake2b=manifest.own_digest())
     path = folder / MANIFEST
     path.write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=2) + b"\n")
@@ -111,7 +111,7 @@ def verify(folder: Path, step: int | None = None) -> Position:
     return manifest.position
 
 
-def read_manifest(folder: Path, step: int | None = None) -> Manifest:
+def read_manifest(folder: Path, step: int | None = None) -> CheckpointManifest:
     """Raises CheckpointError when there is none, or it is not one of ours, or it is not this folder's. step: whose manifest
     it must be; else that of the step in the folder's name."""
     path = folder / MANIFEST

@@ -41,7 +41,7 @@ _MARKED = "A checkpoint of a Tidemill run. Tidemill deletes this folder when rec
 _PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 
-class Record(Protocol):
+class CheckpointRecord(Protocol):
     """Where it is recorded which checkpoints there were: a run's ledger."""
 
     def event(self, kind: str, detail: dict[str, Any]) -> None: ...
@@ -55,7 +55,7 @@ class Checkpoints:
     def __init__(
         self,
         folder: Path,
-        ledger: Record,
+        ledger: CheckpointRecord,
         note: Callable[[str], None],
         keep: int = 1,
         keep_every: int = 0,

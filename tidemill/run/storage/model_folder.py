@@ -10,7 +10,7 @@ from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSett
 from tidemill.core.errors import ConfigError
 from tidemill.envs.environment_settings import RowsSettings, environments_of
 from tidemill.models.architecture import Architecture
-from tidemill.models.new_model import SIZES, Size, architecture, fresh_model
+from tidemill.models.new_model import SIZES, ModelSize, architecture, fresh_model
 from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_config, load_tokenizer, stop_ids
 from tidemill.run.recipe import RunConfig
 
@@ -140,7 +140,7 @@ def _check_companion(key: str, given: str, model: str) -> None:
         raise ConfigError(f"{what} and the policy {model!r} differ in {len(differ)} of their tokens ({first}): {advice}")
 
 
-def _new_size(model: str) -> Size:
+def _new_size(model: str) -> ModelSize:
     size = model.removeprefix(NEW)
     if size not in SIZES:
         raise ConfigError(f"model {model!r}: expected {', '.join(NEW + name for name in SIZES)} or a folder")

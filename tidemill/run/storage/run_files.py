@@ -58,7 +58,7 @@ class _Groups(msgspec.Struct):
     lost: int
 
 
-class Report(msgspec.Struct):
+class RunReport(msgspec.Struct):
     """`report.json` and `interrupted.json`: what is shown of every run."""
 
     steps: int

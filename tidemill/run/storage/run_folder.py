@@ -29,7 +29,7 @@ from tidemill.run.recipe import RunConfig, check_same_run
 from tidemill.run.recipe_files import absolute
 from tidemill.run.status_file import FAILURE, STATUS
 from tidemill.run.storage.model_folder import MADE
-from tidemill.run.storage.run_files import Report, expect
+from tidemill.run.storage.run_files import RunReport, expect
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """What a start that was killed may leave before there is a config.json."""
@@ -138,7 +138,7 @@ class RunFolder:
 
     def reported(self) -> dict[str, Any] | None:
         """The same, also where `final` was removed since."""
-        return expect(self.report, read_json(self.report), Report) if self.report.is_file() else None
+        return expect(self.report, read_json(self.report), RunReport) if self.report.is_file() else None
 
     @property
     def gone(self) -> bool:

@@ -42,7 +42,7 @@ async def closed(stdin: asyncio.StreamWriter) -> None:
         await asyncio.wait_for(asyncio.shield(stdin.wait_closed()), REAP_LIMIT_S)
 
 
-class Child:
+class WorkerProcess:
     """Use as: `await start(...)`, `await send(...)` and `await receive(...)`, `kill()`, `await reap()`."""
 
     def __init__(self, process: asyncio.subprocess.Process, title: str, mark: str) -> None:
