@@ -65,6 +65,17 @@ def test_module_names_are_told_apart():
     assert {name for name, count in names.items() if count > 1} <= {"ledger"}  # the ledger, and the command
 
 
+def test_public_classes_are_told_apart():
+    """No two public classes share a name."""
+    classes = Counter(
+        node.name
+        for _, path in modules()
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert not {name for name, count in classes.items() if count > 1}
+
+
 @pytest.mark.parametrize("module", LOOP)
 def test_the_loop_knows_interfaces_only(module):
     names = {name for name, _ in imported(PACKAGE / "controller" / f"{module}.py")}
