@@ -331,7 +331,7 @@ FAULTS = [
         "an infinite reward is a score",
         "    if not math.isfinite(number):\n        return InfraError",
         "    if math.isnan(number):\n        return InfraError",
-        "rewards envs/reward_workers/test_pool.py",
+        "envs/rewards envs/reward_workers/test_pool.py",
     ),
     Fault(
         "a worker is kept with what it left running",
