@@ -1,1 +1,1 @@
-"""Vocabulary that every package shares: types, interfaces, settings, errors, serialization, files and threads."""
+"""Vocabulary that every package shares: types, interfaces, settings, errors, files."""

@@ -1,4 +1,7 @@
-"""Making files last: what was flushed survives a power cut, what was renamed into place appears whole or not at all."""
+"""Durable writes: flush files to disk, and put files and folders in place whole.
+
+A file or folder that was flushed survives a power cut. One that was renamed into place is there whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,19 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Everything in `folder`, then the folder itself."""
-    for path in sorted(folder.rglob("*"), reverse=True):  # what is in a folder comes before it
+    """Flush everything in `folder`, then the folder itself."""
+    for path in sorted(folder.rglob("*"), reverse=True):  # a folder comes after its contents
         if not path.is_symlink():
             flush(path)
     flush(folder)
 
 
 def write_json(path: Path, value: Mapping[str, Any], lasting: bool = True) -> None:
-    """Write beside, flush, then rename. lasting: else without the flushes, which wait for the disk; whole all the same."""
+    """Write `value` as JSON, so that `path` holds either the old text or all of the new.
+
+    The text goes to a file beside it, which is then renamed. lasting: flush it to disk as well; without, a power cut may
+    undo it.
+    """
     beside = path.with_name(path.name + ".partial")
     beside.write_text(json.dumps(value, indent=2) + "\n")
     if lasting:
@@ -39,7 +46,7 @@ def write_json(path: Path, value: Mapping[str, Any], lasting: bool = True) -> No
 
 
 def remove_marked(folder: Path, marker: str) -> None:
-    """The file `marker` in it last: what a kill leaves of the folder is known for ours."""
+    """Remove `folder`; its file `marker` goes last, so that a half-removed one is still known as ours."""
     for each in folder.iterdir():
         if each.is_dir() and not each.is_symlink():
             shutil.rmtree(each)
@@ -50,8 +57,10 @@ def remove_marked(folder: Path, marker: str) -> None:
 
 
 def remove_left(folder: Path, marker: str) -> bool:
-    """What a kill cut off, if it is ours: it holds `marker`, or nothing, before it was marked or when all else was removed.
-    False: it is not, and is left alone."""
+    """Remove what a killed process left of `folder`, if it is ours. Returns False if it is not.
+
+    It is ours if it holds `marker`, or nothing at all: it was not marked yet, or everything else was removed already.
+    """
     if folder.is_symlink() or not folder.is_dir():
         return False
     if (folder / marker).is_file():
@@ -66,13 +75,13 @@ def remove_left(folder: Path, marker: str) -> bool:
 def put_in_place(partial: Path, folder: Path) -> None:
     """Flush the folder `partial` and rename it to `folder`, which it replaces.
 
-    A folder cannot be replaced in one step: between two renames there is none, and the old one stands, whole, as
-    `.NAME.replaced`. It goes when the new one is in its place.
+    A folder cannot be replaced in one step. Between the two renames `folder` does not exist, and the old one is kept,
+    whole, as `.NAME.replaced`. It is removed once the new one is in its place.
     """
     flush_tree(partial)
     old = folder.with_name(f".{folder.name}.replaced")
     if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)  # of an earlier time: `folder` is the newer one
+        shutil.rmtree(old, ignore_errors=True)  # left by an earlier call: `folder` is the newer one
         os.replace(folder, old)
     os.replace(partial, folder)
     flush(folder.parent)

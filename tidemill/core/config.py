@@ -24,7 +24,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, protected_namespaces=())
     called_elsewhere: ClassVar[Mapping[str, str]] = {}  # names that people bring along, and where it is here
     not_yet: ClassVar[Mapping[str, str]] = {}  # names of what does not exist here, and what there is instead
-    not_yet_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # the same of values, by their key
+    not_yet_values: ClassVar[Mapping[str, Mapping[str, str]]] = {}  # key -> values that do not exist here, and why
 
     @model_validator(mode="before")
     @classmethod
@@ -42,7 +42,10 @@ class Config(BaseModel):
 
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """`tree` with every short form (`env = "guess"`) as the table it stands for, so that overrides can reach into it."""
+        """Return `tree` with every short form replaced by the table it stands for.
+
+        A short form is a plain value such as `env = "guess"`. Once it is a table, overrides can reach into it.
+        """
         return tree
 
 
@@ -57,7 +60,10 @@ def _config_defaults(kind: type[Config]) -> Iterable[tuple[str, Config]]:
 
 
 def load(kind: type[C], files: Iterable[str | Path] = (), overrides: Iterable[str] = (), base: Mapping | None = None) -> C:
-    """Build `kind` from `base`, then TOML `files`, then `overrides` of the form `key.sub=value`; later wins."""
+    """Build `kind` from `base`, then TOML `files`, then `key.sub=value` overrides.
+
+    A later source wins. Raises ConfigError.
+    """
     tree: dict[str, Any] = {}
     for part in (dict(base or {}), *(_read(Path(f)) for f in files), *map(_override, overrides)):
         try:
@@ -149,7 +155,7 @@ def _sentence(kind: type[Config], error: Any) -> str:
     return f"{key} = {given!r}: {message}"
 
 
-MOST_LEAVES = 5  # of an unknown table, that are explained
+MOST_LEAVES = 5  # keys of an unknown table that are explained
 
 
 def _unknown(kind: type[Config], where: list[str], known: list[str], given: Any) -> str:
@@ -166,14 +172,14 @@ def _unknown(kind: type[Config], where: list[str], known: list[str], given: Any)
 
 
 def _told(kind: type[Config], leaves: list[str]) -> str:
-    """What is known of these keys, each by its own name; empty where nothing is."""
+    """Explanations of those keys that are known by another name or do not exist yet; "" if none is."""
     told = dict.fromkeys(said for leaf in leaves if (said := _explained(kind, leaf)))
     more = f"; and {len(told) - MOST_LEAVES} more" if len(told) > MOST_LEAVES else ""
     return "; ".join([*told][:MOST_LEAVES]) + more
 
 
 def _explained(kind: type[Config], key: str) -> str:
-    """The whole key first, then the tables it is in and its parts; empty where nothing is known of it."""
+    """The explanation of one key: under its full name, its tables' names, then its parts'. "" if none."""
     parts = key.split(".")
     tables = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
     if home := kind.called_elsewhere.get(key):
@@ -187,14 +193,17 @@ def _explained(kind: type[Config], key: str) -> str:
 
 
 def _leaves(given: Any, key: str) -> Iterable[str]:
-    """Full names of the plain values in a table, or of what is no table."""
+    """Full names of the plain values in a table; the key itself for a value that is no table."""
     if not isinstance(given, dict) or not given:
         return [key]
     return [leaf for name, value in given.items() for leaf in _leaves(value, f"{key}.{name}")]
 
 
 def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
-    """The keys of an error's path, without the tags of unions that pydantic puts in, and the keys known beside the last."""
+    """The keys of an error's path, and the keys known at the level of the last one.
+
+    pydantic puts the tags of unions into the path; they are left out.
+    """
     candidates, keys = [kind], []
     known: list[str] = []
     for part in path:
@@ -202,7 +211,7 @@ def _locate(kind: type[Config], path: list[str]) -> tuple[list[str], list[str]]:
         if tagged and len(candidates) > 1:
             candidates = tagged
             continue
-        if part in ("alone", "several") and len(candidates) > 1:  # of one environment, or a list of them
+        if part in ("alone", "several") and len(candidates) > 1:  # tags of the union of one environment and a list of them
             continue
         keys.append(part)
         if part.isdecimal():  # a place in a list
@@ -224,7 +233,7 @@ def _homes(kind: type[Config], name: str, under: str = "") -> list[str]:
 
 
 def tables_of(annotation: Any) -> list[type[Config]]:
-    """The kinds of table that a field of this type may hold; none where it is a plain value."""
+    """The settings classes that a field of this type may hold; none for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
         return [annotation]
     return [m for a in get_args(annotation) for m in tables_of(a)]

@@ -1,7 +1,10 @@
-"""What a user is told of a configuration. Apart from it: a scoring worker, which reads none, imports little."""
+"""The error for a configuration that cannot be used.
+
+It has a module of its own so that a scoring worker, which reads no configuration, need not import pydantic.
+"""
 
 from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """The configuration, or something it names, is not usable. The message is for the user as it is."""
+    """The configuration, or something it names, cannot be used. The message is written for the user."""

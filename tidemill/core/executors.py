@@ -1,4 +1,4 @@
-"""Blocking work beside an event loop."""
+"""Threads for blocking work beside an event loop."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ _LESS = 5  # steps of "nice": beside one that has all of its own, a thread gets 
 
 
 def background(name: str) -> ThreadPoolExecutor:
-    """A pool of one thread that the others of this process go before where there are too few cores (on Linux; elsewhere a
-    thread has no priority of its own)."""
+    """A pool of one thread with a lower priority than this process's other threads.
+
+    It matters where there are too few cores. Only Linux gives a thread a priority of its own; elsewhere it runs like the
+    others.
+    """
     return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=_stand_back)
 
 
@@ -32,15 +35,16 @@ def _stand_back() -> None:
 async def in_thread(
     work: Callable[..., T], *given: Any, stop: threading.Event | None = None, pool: Executor | None = None
 ) -> T:
-    """Do `work` in a thread. Cancelled, this ends when the thread does: what that reads or writes is in use until then.
+    """Run `work` in a thread and return its result.
 
-    stop: is set on a cancellation, for work that can give up. pool: whose thread; None for the event loop's own.
+    When cancelled, this still waits for the thread to end, because the thread goes on using what it reads or writes.
+    stop: an event that a cancellation sets, for work that can give up. pool: the executor; None is the event loop's own.
     """
     working = asyncio.ensure_future(asyncio.get_running_loop().run_in_executor(pool, work, *given))
     try:
         return await asyncio.shield(working)  # bounded: by the caller's deadline, or by the disk
     except asyncio.CancelledError:
-        # told to nobody: it was to give up  # bounded: it is done
+        # its error is not reported: it was asked to give up  # bounded: it is done
         working.add_done_callback(lambda done: done.cancelled() or done.exception())
         if stop is not None:
             stop.set()

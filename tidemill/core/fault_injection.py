@@ -1,12 +1,12 @@
-"""Faults on purpose: places in the code where a test or a drill makes this very process die, freeze or fail.
+"""Fault injection: a test makes a process die, freeze or fail at a named place.
 
     TIDEMILL_FAULTS = "trainer:save:4:torn-write engine-0:generate:7:kill"     role:phase:step:kind[:argument]
 
-role: "engine" (any of them), "engine-1", "reference" (an engine that serves it), "trainer", "controller", "reward",
-"environment". phase: a word the code passes to `reach`. step: a number it passes too, or * for the first time it gets there.
-Each fault happens once in a run, however many processes it takes: it is appended to the file TIDEMILL_FAULT_LOG before it
-happens, and what stands there is over. So the file proves that it happened. Nothing is looked up, and nothing costs
-anything, while the variable is empty.
+role: "engine" (any of them), "engine-1", "reference" (the engine that serves it), "trainer", "controller", "reward",
+"environment". phase: a word that the code passes to `reach`. step: a number that the code passes too, or * for the first
+time it gets there. Each fault happens once in a run, however many processes the run takes: it is appended to the file
+TIDEMILL_FAULT_LOG before it happens, and a fault listed there does not happen again. The file thus proves that it
+happened. While the variable is empty, nothing is looked up and nothing is slower.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SLOW_S = 1.0
 
 
 class FaultError(RuntimeError):
-    """What a fault of kind "raise" raises."""
+    """The exception that a fault of kind "raise" raises."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Fault:
 
     @classmethod
     def parse(cls, text: str) -> Fault:
-        """Raises ValueError when `text` is none."""
+        """The fault that `text` describes. Raises ValueError if it has another form."""
         role, _, rest = text.partition(":")
         phase, step, kind, *argument = [*rest.split(":"), "", "", ""][: max(3, rest.count(":") + 1)]
         if not role or not phase or not (step == "*" or step.isdigit()) or kind not in get_args(Kind) or len(argument) > 1:
@@ -114,17 +114,20 @@ _armed = Faults.from_environment(os.environ)
 
 
 def reach(role: str, phase: str, step: int = 0, path: Path | None = None) -> None:
-    """This process is in `phase`. `path`: the file it has just written, which a torn write leaves cut off."""
+    """Announce that this process is in `phase`, and let the faults armed for it happen.
+
+    path: the file just written, which a torn write cuts in half.
+    """
     if _armed.faults:
         _armed.reach(role, phase, step, path)
 
 
 def arm(environment: Mapping[str, str]) -> None:
-    """From here on the faults are those of `environment`: a process that was forked has its parent's."""
+    """Replace the armed faults by those of `environment`, as a forked process must do."""
     global _armed
     _armed = Faults.from_environment(environment)
 
 
 def belong_to(controller: int) -> None:
-    """This process is part of the run that the process `controller` leads."""
+    """Name the process of the controller, which "kill-all" ends first."""
     _armed.controller = controller

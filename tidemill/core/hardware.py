@@ -1,4 +1,4 @@
-"""What this machine has, as far as the operating system tells."""
+"""Limits of this machine and container: cores, memory and open files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CPU = ("cpu,cpuacct", "cpu", "cpuacct,cpu")  # the names that version 1 mounts 
 
 
 def usable_cores() -> int:
-    """Cores that this process may run on, a container's quota included."""
+    """The number of cores that this process may run on, within its container's quota."""
     allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     for group in _groups(""):
         allowed = _within(allowed, *_read(group / "cpu.max").partition(" ")[::2])
@@ -26,7 +26,7 @@ def usable_cores() -> int:
 
 
 def allow_files(needed: int) -> int:
-    """How many files this process may have open, once its own limit is raised as far as it needs and may."""
+    """Raise this process's limit of open files to `needed` if it may; return the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < needed:
         most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
@@ -36,8 +36,10 @@ def allow_files(needed: int) -> int:
 
 
 def memory_bytes() -> tuple[int, int]:
-    """(what there is, what is free) for this process, a container's limit included. Files that are cached and could be
-    dropped count as free."""
+    """(total, free) bytes of memory for this process, within its container's limit.
+
+    Cached files that the system could drop count as free.
+    """
     system = psutil.virtual_memory()
     total, free = system.total, system.available
     groups = [(group, "memory.max", "memory.current", "inactive_file") for group in _groups("")]
@@ -55,8 +57,8 @@ def memory_bytes() -> tuple[int, int]:
 def _groups(controller: str, mounted: str = "") -> Iterator[Path]:
     """The folders of this process's control group and of those above it, innermost first.
 
-    controller: of version 1, mounted in a folder of its own; empty: version 2. Within a container the path may be that of
-    the host, of which only the mounted root is there.
+    controller: the name of a version 1 controller, mounted in a folder of its own; "" is version 2. Within a container
+    the path may be the host's, of which only the mounted root exists.
     """
     root = CGROUP / mounted
     for line in _read(OWN_GROUP).splitlines():

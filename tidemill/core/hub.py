@@ -1,6 +1,7 @@
-"""Models and datasets by their names on the Hugging Face Hub: `org/name` or `org/name@revision`, as folders of its cache.
+"""Hugging Face Hub: models and datasets by name, as folders of the local cache.
 
-A folder of that name wins. What is fetched is one commit, whose files never change: its folder is named after it.
+A name is `org/name` or `org/name@revision`. A local folder of that name takes precedence. What is fetched is one commit,
+whose files never change; its folder is named after it.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ WEIGHTS = "*.safetensors"
 _READ = {
     "model": ("*.json", "merges.txt", "tokenizer.model", "*.jinja", WEIGHTS),
     "dataset": ("*.jsonl", "*.ndjson", "*.json", "*.csv", "*.parquet", "README.md"),
-}  # what is read of each
+}  # the files that are fetched of each
 _SKIPPED = {"model": ("original/*", "onnx/*", "consolidated*", "*.onnx.json"), "dataset": ()}  # the same weights once more
 
 
 def is_name(given: str) -> bool:
-    """Whether `given` has the form of a name on the hub, and is nothing on this machine, nor in a folder of it."""
+    """True if `given` has the form of a hub name and names nothing on this machine."""
     fits = bool(_NAME.fullmatch(given)) and not given.endswith(_FILES)
     return fits and not Path(given).exists() and not Path(given).parent.is_dir()
 
 
 def shown(folder: str | Path) -> str:
-    """The name of what lies in a folder of the hub's cache, with its commit; any other folder as it is."""
+    """A folder's name for people: `org/name@commit` in the hub's cache, else its path."""
     path = Path(folder)
     kind, _, name = path.parent.parent.name.partition("--")
     if path.parent.name != "snapshots" or kind not in ("models", "datasets"):
@@ -45,10 +46,10 @@ def commit_of(folder: Path) -> str:
 
 
 def fetch(name: str, kind: Kind, commit: str = "", *, weights: bool = True) -> Path:
-    """The folder of what `name` says, fetched where the cache does not hold it.
+    """The cache folder of the model or dataset `name`, downloaded if it is not there.
 
-    commit: which one, whatever the name's revision has moved to. weights: else all of a model but these.
-    Raises ConfigError in one sentence.
+    commit: the commit to fetch, wherever the name's revision points by now. weights: False leaves a model's weights out.
+    Raises ConfigError, in one sentence.
     """
     import huggingface_hub
     from huggingface_hub import errors
@@ -91,7 +92,7 @@ def _why(error: Exception, repository: str, revision: str) -> str:
 
 @contextmanager
 def _quiet_where_nobody_looks() -> Iterator[None]:
-    """No bars of progress in a file or a pipe."""
+    """Show no progress bars unless stderr is a terminal."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     if sys.stderr.isatty() or are_progress_bars_disabled():

@@ -1,6 +1,7 @@
-"""Finding a user's object from `path/to/file.py:name` or `package.module:name`.
+"""Import of a user's object from `path/to/file.py:name` or `package.module:name`.
 
-A file is loaded once a process, under a name of its own, with its folder on `sys.path` as when it is run as a script.
+A file is loaded once per process, under a module name of its own, with its folder on `sys.path` as when it is run as a
+script.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ T = TypeVar("T")
 
 
 def load_object(reference: str) -> Any:
-    """The object that `reference` names. Raises ConfigError when there is none, or when its file does not import."""
+    """The object that `reference` names.
+
+    Raises ConfigError if there is none, or if its file cannot be imported.
+    """
     place, separator, name = reference.rpartition(":")
     if not separator or not place or not name:
         raise ConfigError(f"{reference!r}: expected FILE.py:NAME or MODULE:NAME")
@@ -37,7 +41,10 @@ def load_object(reference: str) -> Any:
 
 
 def reference_of(function: Callable[..., Any]) -> str:
-    """How another process finds `function`. Raises ValueError for what only this process knows (lambdas, closures)."""
+    """The FILE.py:NAME or MODULE:NAME under which another process can import `function`.
+
+    Raises ValueError for a function that only this process knows: a lambda, a closure, one that comes from no file.
+    """
     name, module = function.__qualname__, function.__module__
     if "<" in name:
         raise ValueError(
@@ -55,8 +62,11 @@ def reference_of(function: Callable[..., Any]) -> str:
 
 
 def bound(kind: str, name: str, constants: Mapping[str, float], known: Mapping[str, Callable[..., T]]) -> Callable[..., T]:
-    """A function by its name among those known, or as FILE.py:function, with its constants (keyword-only) bound. ValueError
-    for an unknown name, or a constant that it does not take."""
+    """A function, by a known name or as FILE.py:function, with `constants` bound.
+
+    Constants are keyword-only parameters. Raises ValueError for an unknown name, or a constant that the function does
+    not take.
+    """
     function = load_object(name) if ".py:" in name else known.get(name)
     if function is None:
         near = _near(name, dict(known))
@@ -69,7 +79,7 @@ def bound(kind: str, name: str, constants: Mapping[str, float], known: Mapping[s
 
 
 def constants_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Its keyword-only parameters and their defaults."""
+    """A function's keyword-only parameters and their defaults."""
     parameters = inspect.signature(function).parameters.values()
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
@@ -79,7 +89,10 @@ _loading: list[Path] = []  # files that are being imported, the outermost first
 
 
 def check_not_loading(what: str) -> None:
-    """Raise ConfigError in a file that is imported for one of its objects: it should do `what` only when it is run."""
+    """Raise ConfigError while a user's file is being imported for one of its objects.
+
+    A file should do `what` only when it is run as a program.
+    """
     if _loading:
         raise ConfigError(f"{what} while {_loading[0].name} is being imported: put it under `if __name__ == '__main__':`")
 

@@ -1,4 +1,4 @@
-"""The verbs: what the controller and the rollouts know of the rest. Placement decides what stands behind them.
+"""Interfaces between the controller and the rest: engine, trainer, environment, ledger.
 
 Every argument and result is one of our nouns or plain data, so that any of these can live in another process:
 a proxy encodes the arguments with `serialization`, and the annotations here are what the other side decodes them by.
@@ -33,7 +33,10 @@ from tidemill.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can promise. An unknown version boundary counts as the oldest possible version."""
+    """The features that an engine offers.
+
+    An engine without `token_versions` stamps every token with the oldest version it may come from.
+    """
 
     context: int  # tokens a sequence may hold, prompt included
     token_versions: bool = True
@@ -45,7 +48,7 @@ class Capabilities:
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """Where an engine stands now."""
+    """An engine's load and progress at this moment."""
 
     waiting: int
     running: int
@@ -73,8 +76,11 @@ class Engine(Protocol):
         ...
 
     async def update(self, published: Published) -> Version:
-        """Stage, verify, commit between two decode steps. Returns the version now served, with the fingerprint of
-        what was received. Raises PolicyMismatch, and goes on serving the old version, when that is not what was sent."""
+        """Stage, verify and commit new weights between two decode steps; return the version now served.
+
+        That version carries the fingerprint of the weights received. Raises PolicyMismatch when they are not those that
+        were sent; the engine then goes on serving the old version.
+        """
         ...
 
     async def abort(self, key: str) -> None:
@@ -91,16 +97,25 @@ class Engine(Protocol):
 @runtime_checkable
 class Trainer(Protocol):
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
-        """Logprobs under the present weights, or those of the "reference", one [T] float32 array a sample, at the sample's
-        temperature. No gradient."""
+        """Logprobs of the samples under the present weights, without a gradient.
+
+        Returns one [T] float32 array per sample, at the sample's temperature. policy: "reference" for those of the
+        reference.
+        """
         ...
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
-        """Accumulate the gradient of sum over tokens of weight * loss. May be called several times before `apply`."""
+        """Accumulate the gradient of sum over tokens of weight * loss.
+
+        It may be called several times before `apply`.
+        """
         ...
 
     async def apply(self, scale: float) -> Metrics:
-        """Multiply the accumulated gradient by `scale` (once, for the whole step), clip, take one optimizer step."""
+        """Scale the accumulated gradient, clip it, and take one optimizer step.
+
+        `scale` is that of the whole step and is applied once.
+        """
         ...
 
     async def publish(self, version: Version) -> Published:
@@ -108,21 +123,29 @@ class Trainer(Protocol):
         ...
 
     async def snapshot(self) -> None:
-        """Copy all that a resume needs of the trainer: weights, optimizer, schedule, RNG. The next step may run at once;
-        what would change any of it waits for the copy."""
+        """Copy what a resume needs of the trainer: weights, optimizer, schedule, RNG.
+
+        The next step may start at once; a call that would change any of these waits for the copy.
+        """
         ...
 
     async def save(self, folder: str) -> None:
-        """Write the latest snapshot, and give its memory back. `folder` is created. Every other method may be called
-        meanwhile, and changes nothing of what is written. Raises CheckpointError when it cannot be written."""
+        """Write the latest snapshot to `folder`, which is created, and free its memory.
+
+        Other methods may be called meanwhile; they do not change what is written. Raises CheckpointError when it cannot
+        be written.
+        """
         ...
 
     async def load(self, folder: str) -> None:
-        """Go on from what `save` wrote. Raises CheckpointError when it does not fit, and is then as it was before."""
+        """Go on from what `save` wrote.
+
+        Raises CheckpointError when it does not fit, and the trainer is then as it was before.
+        """
         ...
 
     async def export(self, folder: str) -> None:
-        """The weights, configuration and tokenizer as a Hugging Face folder."""
+        """Write the weights, configuration and tokenizer as a Hugging Face folder."""
         ...
 
     async def telemetry(self) -> Telemetry: ...
@@ -130,29 +153,29 @@ class Trainer(Protocol):
 
 
 class PolicyMismatch(RuntimeError):
-    """Weights that are not the ones they claim to be (I1)."""
+    """The weights are not the ones they claim to be (I1)."""
 
 
 class TrainingDiverged(ArithmeticError):
-    """The gradient is not finite. No step was taken; the weights are those of before."""
+    """The gradient is not finite. No step was taken; the weights did not change."""
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that cannot be read or written, or is not this trainer's. The message says what differs."""
+    """The checkpoint cannot be read or written, or is another trainer's. The message says what differs."""
 
 
 class PeerLost(ConnectionError):
-    """The process behind a proxy is gone; whatever it was doing is not done."""
+    """The process behind a proxy is gone; the call it was working on did not complete."""
 
 
 class EngineFailed(RuntimeError):
-    """An engine met an error of its own and has stopped; what it was doing is not done."""
+    """An engine met an error of its own and has stopped; its requests did not complete."""
 
 
 @runtime_checkable
 class Progressing(Protocol):
     def progress(self) -> float:
-        """Work done so far, in any unit that only grows: it tells slow from stuck."""
+        """Work done so far, in any unit that only grows. It tells a slow process from a stuck one."""
         ...
 
 
@@ -172,7 +195,10 @@ class Chat(Protocol):
 
 @runtime_checkable
 class Environment(Protocol):
-    """Where tasks come from and how one is attempted. `run` returns None when `judge` decides on the whole group."""
+    """A source of tasks, with a way to attempt and judge them.
+
+    `run` returns None when `judge` is to decide on the whole group.
+    """
 
     name: str
 
@@ -194,37 +220,37 @@ Gold = str | list[str] | Unscorable
 
 @runtime_checkable
 class Checkable(Protocol):
-    """What an environment may say besides, so that its verdicts can be checked before anything is trained on them."""
+    """Optional methods of an environment, by which its verdicts can be checked before training."""
 
     def gold(self, task: Task) -> Gold:
-        """The reply that must earn the full score (several: one a turn), or why none is known."""
+        """The reply that must earn the full score (several: one per turn), or why none is known."""
         ...
 
     @property
     def grouped(self) -> bool:
-        """Whether the verdict on an attempt may depend on its siblings."""
+        """True if the verdict on an attempt may depend on the other attempts at its task."""
         ...
 
 
 class Algorithm(Protocol):
-    """A step's groups to the samples, losses and updates that train on them."""
+    """Turns a step's groups into the samples, losses and updates that train on them."""
 
     def drop_reason(self, group: Group) -> str | None:
-        """Why this group carries no gradient, or None."""
+        """The reason why this group carries no gradient; None if it does."""
         ...
 
     def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
-        """What is trained at this step, without advantages and weights yet."""
+        """The rows trained at this step, as yet without advantages and weights."""
         ...
 
     @property
     def asks(self) -> Sequence[str]:
-        """Whose logprobs of the rows `prepare` needs: the "policy"'s at the start of the step, the "reference"'s."""
+        """The policies whose logprobs `prepare` needs: "policy" (at the start of the step), "reference"."""
         ...
 
     @property
     def by_group(self) -> bool:
-        """Whether rows and samples of a group are the same alone and among the step's others, and the step is one update."""
+        """True if each group can be prepared alone with the same result, and the step is one update."""
         ...
 
     def prepare(
@@ -233,7 +259,7 @@ class Algorithm(Protocol):
 
 
 class Roller(Protocol):
-    """Rollout and scoring of one group: what the controller asks for."""
+    """Rolls out and scores one group at a time for the controller."""
 
     async def rollout(self, group_id: int, task: Task) -> Group: ...
 
@@ -247,17 +273,26 @@ class Publisher(Protocol):
 
 
 class Ledger(Protocol):
-    """The durable record (I3). Each call is on disk when it returns; none takes longer than a disk write."""
+    """The durable record of a run (I3).
+
+    Each call is on disk when it returns, and takes no longer than a disk write.
+    """
 
     def admit(self, group_id: int, task: Task) -> None: ...
     def finish(self, group: Group) -> None:
-        """The group was rolled out and scored: its trajectories are on disk. It is still pending."""
+        """Record that the group was rolled out and scored. It is still pending.
+
+        Its trajectories are on disk when this returns.
+        """
         ...
 
     def drop(self, group_id: int, reason: str) -> None: ...
     def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
-        """The composition of a step, written before any weight changes: these groups are trained at this step, and those
-        that an earlier step trained already are trained again."""
+        """Record the composition of a step, before any weight changes.
+
+        group_ids: groups trained at this step for the first time. again: groups of earlier steps that are trained once
+        more.
+        """
         ...
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None: ...

@@ -1,4 +1,7 @@
-"""What a reward function returned, as an outcome (I5): only a finite number is a score."""
+"""Conversion of a reward function's return value to an outcome (I5).
+
+Only a finite number becomes a score.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +13,15 @@ from typing import Any
 from tidemill.core.types import InfraError, Outcome, Score, Unscorable
 
 SOLVED = 1.0  # a score from here on counts as solved; what falls short by rounding is a partial score
-MOST_PARTS = 1000  # of a score: each is a column of the metrics
+MOST_PARTS = 1000  # parts of a score; each is a column of the metrics
 SHOWN = 300  # characters of a user's value or exception in a reason
 
 
 def outcome_of(value: Any, name: str) -> Outcome:
-    """The outcome that `value`, returned by the reward `name`, stands for. Never raises, never guesses.
+    """The outcome for `value`, which the reward `name` returned. Never raises.
 
-    A finite number (bool, NumPy or torch scalar) is a Score, None is Unscorable, outcomes stand for themselves;
-    anything else is an InfraError that says what came.
+    A finite number (also a bool, a NumPy or a torch scalar) becomes a Score, None becomes Unscorable, and an outcome
+    stays itself. Anything else becomes an InfraError whose reason shows the value.
     """
     if isinstance(value, Outcome):
         return _checked(value, name)
@@ -33,7 +36,7 @@ def outcome_of(value: Any, name: str) -> Outcome:
 
 
 def outcomes_of(values: Any, name: str, count: int) -> list[Outcome]:
-    """The same for a function that judges a group: `count` values in one sequence."""
+    """The outcomes of a group, from the `count` values that one reward function returned."""
     if hasattr(values, "tolist"):
         values = values.tolist()  # an array, or a torch tensor
     if not isinstance(values, Sequence) or isinstance(values, str | bytes) or len(values) != count:
@@ -43,7 +46,7 @@ def outcomes_of(values: Any, name: str, count: int) -> list[Outcome]:
 
 
 def shown(value: Any) -> str:
-    """A user's value in few characters, however large it is: `repr` of it would take as much memory again."""
+    """A short `repr` of a user's value; building it takes little memory however large the value is."""
     if isinstance(value, bytes | bytearray):
         value = value[:SHOWN]
     return clip(_repr.repr(value))
@@ -54,7 +57,10 @@ def clip(text: str, length: int = SHOWN) -> str:
 
 
 def plain(text: str) -> str:
-    """The text with halves of surrogate pairs escaped: a file name of other bytes holds some, and no record takes them."""
+    """The text with lone surrogates escaped, so that every file can store it.
+
+    Python puts lone surrogates into file names whose bytes are no UTF-8.
+    """
     return text if text.isascii() else text.encode(errors="backslashreplace").decode()
 
 
@@ -63,7 +69,7 @@ _repr.maxstring = _repr.maxother = _repr.maxlong = SHOWN
 
 
 def _checked(outcome: Outcome, name: str) -> Outcome:
-    """An outcome that the user made: its fields may hold anything."""
+    """An outcome that the user made, with every field checked."""
     if not isinstance(outcome, Score):
         reason = outcome.reason if isinstance(outcome.reason, str) else shown(outcome.reason)
         return type(outcome)(clip(reason))
@@ -83,7 +89,7 @@ def _checked(outcome: Outcome, name: str) -> Outcome:
 
 
 def fitting(outcome: Outcome | None, replies: int, name: str) -> Outcome | None:
-    """The same outcome, or an InfraError in place of a Score that rewards more turns than there are replies."""
+    """The outcome, or an InfraError for a Score that rewards more turns than there were replies."""
     if not isinstance(outcome, Score) or len(outcome.turns) <= replies:
         return outcome
     given, there = len(outcome.turns), "1 reply" if replies == 1 else f"{replies} replies"

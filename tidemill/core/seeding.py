@@ -1,5 +1,7 @@
-"""Every random number derives from the run's seed and from what it is for, so that neither the number of workers nor
-the order of arrival changes the noise that a sample is drawn with."""
+"""Random seeds, derived from the run's seed and the purpose of the number drawn.
+
+Neither the number of workers nor the order of arrival changes the noise that a sample is drawn with.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,9 @@ import hashlib
 
 
 def derive_seed(*parts: int | str) -> int:
-    """A 63-bit seed from a path of names and numbers, e.g. (run seed, "rollout", admission, sample, seat, turn)."""
+    """A 63-bit seed from a path of names and numbers.
+
+    Example of a path: (run seed, "rollout", admission, sample, seat, turn).
+    """
     text = "/".join(f"{type(p).__name__}:{p}" for p in parts)
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1

@@ -1,7 +1,7 @@
-"""How our nouns become bytes: msgpack by declared type, arrays as (dtype, shape, raw bytes). Never pickle.
+"""Serialization: msgpack by declared type, arrays as (dtype, shape, raw bytes).
 
-One codec serves the wire between processes and the trajectory segments on disk. Decoding is by the type the receiver
-expects, so bytes from elsewhere can at worst be refused (`CodecError`); they can never run anything.
+The wire between processes and the trajectory segments on disk use it; pickle is never used. Bytes are decoded into the
+type that the receiver expects, so bytes from elsewhere can at worst be refused (`CodecError`); they can never run code.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SMALL = 1 << 14  # bytes that are copied sooner than shown in place
 
 
 class CodecError(ValueError):
-    """Bytes that are not what the receiver expects."""
+    """The bytes are not what the receiver expects."""
 
 
 def _pack(value: Any) -> Any:
@@ -59,7 +59,10 @@ def _decoder(kind: Any) -> msgspec.msgpack.Decoder:
 
 
 def parse_json(text: str | bytes) -> Any:
-    """What JSON text from elsewhere says. Raises CodecError when it is none, or nested deeper than Python can follow."""
+    """The value of a JSON text that comes from outside.
+
+    Raises CodecError for text that is no JSON, or is nested deeper than Python can follow.
+    """
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 and numbers of 5000 digits are ValueErrors

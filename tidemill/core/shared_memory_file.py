@@ -1,4 +1,7 @@
-"""Memory that other processes of this machine open by a name, and that is gone with the last of them, however that ended."""
+"""Anonymous shared memory: a file that other processes open by its path.
+
+It disappears with the last process that has it open, however that process ended.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import os
 
 
 def anonymous_memory(name: str) -> tuple[int, str] | None:
-    """(descriptor, location) of a new memory file, empty; None where this system has none that others can open (Linux has:
-    it is reached by way of /proc while this process lives). name: for people who look at /proc."""
+    """(descriptor, path) of a new, empty memory file; None where the system has none.
+
+    On Linux the path leads through /proc and holds while this process lives. name: a label that people see in /proc.
+    """
     if not hasattr(os, "memfd_create"):
         return None
     fd = os.memfd_create(name)

@@ -1,11 +1,10 @@
-"""The nouns. Everything that moves through the system is one of these, and nothing here imports anything of ours.
+"""Data types that move through the system, from a task to a training sample.
 
     Task -> Completion -> Trajectory -> Group -> Sample          (Batch is the trainer's own and never leaves it)
 
 Token truth (I7): token ids travel, text is derived. Provenance (`mask`, `logprobs`, `versions`) is written when a token
 is made and is never inferred from its value later; what a loss weighs is a separate array (`Sample.weights`).
-Arrays are NumPy, one-dimensional and of the dtype their comment names. T is the length of the row in question.
-"""
+Arrays are NumPy, one-dimensional and of the dtype their comment names. T is the length of the row in question."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Array = np.ndarray
 
 
 class Finish(StrEnum):
-    """Why a completion or an episode ended. Exactly one."""
+    """The reason why a completion or an episode ended."""
 
     STOP = "stop"  # a stop id was sampled
     LENGTH = "length"  # max_tokens was reached
@@ -37,7 +36,7 @@ GREEDY = -1  # the sample number of an attempt without noise, which others are c
 
 
 class InFlight(StrEnum):
-    """What happens to sequences in flight when an engine commits new weights; it decides what their logprobs mean."""
+    """Treatment of sequences in flight when new weights arrive; it decides what their logprobs mean."""
 
     FINISH = "finish"  # drain: they finish under the weights they began with, then the commit happens
     KEEP = "keep"  # go on at once, on the KV the old weights wrote: the fastest, the KV is then of mixed versions
@@ -46,7 +45,7 @@ class InFlight(StrEnum):
 
 @dataclass(frozen=True, slots=True, order=True)
 class Version:
-    """A published training step. A resume that is not bit-identical makes a new incarnation, never the same version."""
+    """A published training step. A resume that is not bit-identical makes a new incarnation of it."""
 
     step: int
     incarnation: int = 0
@@ -60,7 +59,7 @@ class Version:
 
 @dataclass(frozen=True, slots=True)
 class Published:
-    """Where the weights of one version lie, ready for engines to stage: a handle, small enough for any wire."""
+    """Handle to the weights of one version, for engines to stage; small enough to send anywhere."""
 
     version: Version
     carrier: str  # which carrier wrote it: "shared_memory" | "checkpoint"
@@ -94,7 +93,7 @@ class SamplingParams:
 
     @property
     def adjusted(self) -> bool:
-        """Whether it samples from other logits than the model's."""
+        """True if sampling changes the model's logits: by penalties, a bias or `min_tokens`."""
         penalised = self.presence_penalty != 0 or self.frequency_penalty != 0 or self.repetition_penalty != 1
         return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
@@ -156,7 +155,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Scored:
-    """Logprobs of given tokens under one version: position t holds log p(tokens[t] | tokens[:t]); position 0 holds 0."""
+    """Logprobs of given tokens: position t holds log p(tokens[t] | tokens[:t]); position 0 holds 0."""
 
     logprobs: Array  # [T] float32
     version: Version
@@ -165,7 +164,7 @@ class Scored:
 
 
 class Score(msgspec.Struct, frozen=True, tag=True):
-    """A judged attempt. The only outcome that trains."""
+    """The score of a judged attempt; the only outcome that is trained on."""
 
     value: float
     parts: dict[str, float] = {}  # named components, for metrics and multi-reward advantages
@@ -182,13 +181,13 @@ class Score(msgspec.Struct, frozen=True, tag=True):
 
 
 class Unscorable(msgspec.Struct, frozen=True, tag=True):
-    """The attempt cannot be judged (no gold answer, a malformed task): not a zero, and not trained on."""
+    """The attempt cannot be judged (no gold answer, a malformed task). Not a zero, not trained on."""
 
     reason: str
 
 
 class InfraError(msgspec.Struct, frozen=True, tag=True):
-    """Judging failed for a reason that is not the policy's: a crash, a time-out, a dead sandbox. Never a score (I5)."""
+    """Judging failed for a cause outside the policy (crash, time-out, dead sandbox). Never a score (I5)."""
 
     reason: str
 
@@ -198,7 +197,7 @@ Outcome = Score | Unscorable | InfraError
 
 @dataclass(slots=True)
 class Task:
-    """A row to attempt. `id` is stable across runs; `data` holds plain JSON values (the gold answer, other columns)."""
+    """A task to attempt. `id` is stable across runs; `data` holds plain JSON values, such as the answer."""
 
     id: str
     prompt: Any  # str, or a list of {"role", "content"} messages
@@ -282,7 +281,7 @@ class Trajectory:
 
 @dataclass(slots=True)
 class Group:
-    """The siblings of one task: the unit of admission, of staleness and of group-relative advantages."""
+    """The attempts at one task: the unit of admission, staleness and group-relative advantages."""
 
     id: int  # the admission id; the ledger's key
     task: Task
@@ -311,7 +310,7 @@ class LossSpec:
 
 @dataclass(slots=True)
 class Sample:
-    """A trainable row. `weights` is what the loss weighs; `mask` stays what it was when the tokens were made."""
+    """A row to train on. `weights` scale each token's loss; `mask` marks what the policy sampled."""
 
     tokens: Array  # [T] int32
     mask: Array  # [T] bool     sampled by the policy
@@ -334,7 +333,7 @@ class Sample:
 
     @property
     def predicted(self) -> Array:
-        """[T] bool: the tokens whose logprobs a pass over the row gives: those sampled, and those with a weight."""
+        """[T] bool: the tokens whose logprobs a forward pass returns: sampled, or with a weight."""
         return self.mask | (self.weights != 0)
 
 
@@ -343,7 +342,7 @@ Metrics = dict[str, float]
 
 @dataclass(slots=True)
 class TrainResult:
-    """What `forward_backward` accumulated: unnormalised sums, and the logprobs it saw, one array per sample given."""
+    """Result of `forward_backward`: unnormalised sums, and one array of logprobs per sample."""
 
     metrics: Metrics  # sums over trained tokens; "tokens" is their count
     logprobs: list[Array]  # each [T] float32, at the sample's temperature; 0 at position 0
@@ -351,7 +350,7 @@ class TrainResult:
 
 @dataclass(slots=True)
 class Span:
-    """A stretch of time in one process, for trace.json. Times are seconds of the machine-wide monotonic clock."""
+    """A stretch of time in one process, in seconds of the machine-wide monotonic clock."""
 
     name: str
     start: float
@@ -361,7 +360,7 @@ class Span:
 
 @dataclass(slots=True)
 class Telemetry:
-    """What a process did since it was last asked."""
+    """The spans and counters that a process recorded since it was last asked."""
 
     process: str
     pid: int

@@ -1,4 +1,4 @@
-"""Values as Python source: what of a notebook's variables another process can be given as text."""
+"""Python source text for plain values, to copy a notebook's variables elsewhere."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Literal:
 
 
 def literal(value: Any) -> Literal | None:
-    """The expression that makes an equal value; None where there is none, or it is very long."""
+    """An expression that evaluates to an equal value; None if there is none or it is very long."""
     kind = type(value)
     if kind is float:
         return Literal(repr(value) if math.isfinite(value) else f"float({str(value)!r})")
@@ -62,7 +62,7 @@ def _bounded(found: Literal) -> Literal | None:
 
 
 def may_change(tree: ast.AST, names: set[str]) -> str:
-    """The first of `names` that code may do more to than read it; empty when it only reads them."""
+    """The first of `names` that the code may change; "" if it only reads them."""
     above = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id in names and not _only_read(node, above):

@@ -1,9 +1,9 @@
-"""The source of a function that no file holds (a notebook's cell), as a module of its own that other processes import.
+"""A notebook's function written as an importable module, with all that it reads.
 
     function -> its source and the names that it reads -> imports | plain constants | other functions and classes -> text
 
-A name that stands for anything else (a model, a client, an open file) is alive in this process alone. So is what the
-function changes: a copy in another process would not see it.
+A name that stands for anything else (a model, a client, an open file) exists in this process alone. So does what the
+function changes: a copy in another process would not see the change.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ class Live(ValueError):
 
 
 def reference_for(function: Callable[..., Any], folder: Path | None, role: str) -> str:
-    """FILE.py:NAME or MODULE:NAME, by which another process finds `function`. Raises Live where none could.
+    """FILE.py:NAME or MODULE:NAME under which another process can import `function`.
 
-    What no other process can import as it is, or should not, since the import would run the whole program, is written into
-    `folder` as a module of its own, where there is a folder.
+    A function that cannot be imported as it is, or whose import would run the whole program, is written into `folder` as
+    a module of its own. Raises Live where that is impossible, or where `folder` is None.
     """
     if not isinstance(function, FunctionType):
         raise Live(f"it is a {type(function).__name__} of this process, not a function")
@@ -78,13 +78,13 @@ def written(function: FunctionType, folder: Path, role: str) -> str:
 
 
 def as_module(function: FunctionType) -> tuple[str, str]:
-    """Its name there, and the text. Raises Live."""
+    """(the function's name in the module, the module's text). Raises Live."""
     module = _Module(function)
     return module.name, module.text()
 
 
 class _Module:
-    """What has been found so far of the text of one module."""
+    """The module's text as far as it is collected: imports, constants and definitions."""
 
     def __init__(self, function: FunctionType) -> None:
         self._namespace, self._home = function.__globals__, function.__module__
@@ -108,7 +108,10 @@ class _Module:
         return text
 
     def _define(self, value: Any, bare: bool = False) -> str:
-        """Add a function or a class after all that it reads. bare: without its decorators. The name it has there."""
+        """Add a function or a class after everything it reads; return the name that it has there.
+
+        bare: without its decorators.
+        """
         found = definition(value, self._cells, bare)
         if found is None:
             raise Live(f"the source of {getattr(value, '__name__', 'it')} is not to be had here")
@@ -164,7 +167,7 @@ class _Module:
 
 
 def _imports(name: str, value: Any, reader: Definition, texts: list[str], home: str) -> Iterator[tuple[str, str]]:
-    """The modules that have to be imported for `name` to be `value`, each with the statement."""
+    """(module, import statement) pairs that are needed for `name` to mean `value`."""
     if isinstance(value, ModuleType):
         if value.__name__ == "__main__" or sys.modules.get(value.__name__) is not value:
             return

@@ -1,4 +1,4 @@
-"""Looking up source text: of a function or a class, of the cells it may stand in, of the names that it reads."""
+"""Lookup of source text: definitions, notebook cells, and the names that code reads."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ class Definition:
     tree: ast.AST
 
     def chains(self, name: str) -> list[tuple[str, ...]]:
-        """`a.b.c` as (b, c), wherever `name` is a."""
+        """The attribute chains behind `name`: (b, c) for every `a.b.c` where `name` is a."""
         return [chain[1:] for node in ast.walk(self.tree) if (chain := _chain(node))[:1] == (name,) and len(chain) > 1]
 
 
 def cells(namespace: Mapping[str, Any]) -> list[str]:
-    """The texts in which a program defines what `namespace` holds: a notebook's cells, the latest first, or its file."""
+    """The source texts of a program: a notebook's cells, the latest first, or its file."""
     executed = namespace.get("In")
     if isinstance(executed, list):
         return [each for each in reversed(executed) if isinstance(each, str)]
@@ -43,7 +43,10 @@ def cells(namespace: Mapping[str, Any]) -> list[str]:
 
 
 def definition(value: Any, texts: list[str], bare: bool = False) -> Definition | None:
-    """Where `value`, a function or a class, is defined. bare: without its decorators. None: that is not to be had."""
+    """The definition of a function or class; None if its source cannot be found.
+
+    bare: without its decorators.
+    """
     text, name = _source(value), getattr(value, "__name__", "")
     found = _defined(text, name, bare) if text else None
     if found is None and isinstance(value, type):  # Python finds no class of a notebook before 3.13
@@ -59,7 +62,7 @@ def _source(value: Any) -> str:
 
 
 def _defined(text: str, name: str, bare: bool) -> Definition | None:
-    """The last definition of `name` at the top of the text; of a lambda, the assignment of it."""
+    """The last definition of `name` at the top level of `text`; for a lambda, its assignment."""
     try:
         tree = ast.parse(text)
     except SyntaxError:
@@ -80,7 +83,7 @@ def _parsed(name: str, text: str) -> Definition:
 
 
 def names_read(text: str) -> tuple[set[str], set[str]]:
-    """The names of the module that a definition reads, and those that it sets by a `global` statement."""
+    """(names of the module that a definition reads, names that it sets by `global`)."""
     top = symtable.symtable(text, "source", "exec")
     own = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned()}
     reads = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_referenced()} - own
@@ -110,7 +113,7 @@ def import_of(name: str, texts: list[str]) -> list[tuple[str, str]]:
 
 
 def folder_of(module: str) -> str | None:
-    """The folder that has to be searched for the module's package; None where every Python of this environment does."""
+    """The folder to put on `sys.path` for the module; None if it is on every search path here."""
     file = getattr(sys.modules.get(module.partition(".")[0]), "__file__", None)
     if file is None:
         return None
@@ -121,7 +124,7 @@ def folder_of(module: str) -> str | None:
 
 
 def guarded(text: str) -> bool:
-    """Whether a program does what it does under `if __name__ == "__main__":`, so that it can be imported."""
+    """True if the program has an `if __name__ == "__main__":` block, so that importing it is safe."""
     try:
         body = ast.parse(text).body
     except SyntaxError:
