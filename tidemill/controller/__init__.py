@@ -1,1 +1,1 @@
-"""The training loop: admission, rollout, the step, and what it knows of engines and their weights."""
+"""The training loop: admission, rollouts, steps, and the care of engines and their weights."""

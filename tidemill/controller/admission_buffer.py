@@ -1,4 +1,4 @@
-"""Admission slots and the finished groups that wait for the trainer (I2: freshness is capacity).
+"""Admission slots and the finished groups that wait for the trainer (bounds age, I2).
 
 A group holds one slot from its admission until the engines hold the weights of the step that trained on it; a dropped
 group gives its slot back at once. With P groups a step and a look-ahead of W (1 <= W <= max_lag * P + 1) there are
@@ -10,9 +10,9 @@ and, second, those that overtake g, at most W - 1 (only ids in [head, head + W) 
 That is at most (max_lag + 1) * P - 1 groups, hence at most max_lag whole steps, so g is in step v + max_lag or before.
 Every token of g was sampled by v or later.
 
-Who has n places of a step to fill may also take any of the n oldest that wait, whatever the window (`take(places)`). Such an
-x, beyond the window of a waiting g < x, does not overtake g into an earlier step: fewer than n wait before it, g among them,
-so that there is a place left for each; and only these can be taken after it, or another such one, of which the same is true.
+A step with n places left may also take any of the n oldest waiting groups, whatever the window (`take(places)`). Such a
+group x, beyond the window of a waiting g < x, does not overtake g into an earlier step: fewer than n groups wait before x,
+g among them, so the step has a place left for each. The same argument holds for every group that is taken after x.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from tidemill.core.types import Group
 
 
 class Buffer:
+    """Admission slots, and the finished groups that wait for the trainer."""
+
     def __init__(
         self,
         *,
@@ -35,7 +37,7 @@ class Buffer:
         next_id: int = 0,
         live: Sequence[int] = (),
     ) -> None:
-        """batch: groups a step (P). window: look-ahead (W).
+        """Open a buffer for steps of `batch` groups (P) with a look-ahead of `window` ids (W).
 
         total: how many groups are still to be trained on, or None. No more than that are admitted, dropped ones not
         counted, so that nothing is sampled for a step that will not come. When a run goes on, `live` are the ids that
@@ -55,19 +57,21 @@ class Buffer:
 
     @property
     def used(self) -> int:
+        """Slots in use: groups that were admitted and not yet released or dropped."""
         return self._used
 
     @property
     def ready(self) -> int:
-        """Finished groups that wait for the trainer."""
+        """The number of finished groups that wait for the trainer."""
         return sum(group is not None for group in self._live.values())
 
     def takeable(self, places: int = 1) -> bool:
-        """Whether `take` has something to give, now."""
+        """True when `take(places)` would return at once."""
         return self._candidate(places) is not None
 
     @property
     def next_id(self) -> int:
+        """The id of the next group to be admitted."""
         return self._next_id
 
     async def admit(self) -> int:
@@ -84,6 +88,7 @@ class Buffer:
             return group_id
 
     async def put(self, group: Group) -> None:
+        """Store a finished group. Raises ValueError when its id was not admitted, or was put before."""
         async with self._changed:
             if self._live.get(group.id, group) is not None:  # a stranger's default is the group itself
                 raise ValueError(f"group {group.id} was not admitted, or was put before")
@@ -91,7 +96,7 @@ class Buffer:
             self._changed.notify_all()
 
     async def drop(self, group_id: int) -> None:
-        """The group will not be trained on: its slot is free at once."""
+        """Give up a group that will not be trained on, and free its slot at once."""
         async with self._changed:
             del self._live[group_id]
             self._used -= 1
@@ -100,8 +105,11 @@ class Buffer:
             self._changed.notify_all()
 
     async def take(self, places: int = 1) -> Group:
-        """The oldest finished group among the `window` ids that start at the oldest one still waiting, or among as many of
-        the oldest as there are `places` left in the step, where its order does not matter."""
+        """Wait for the oldest finished group that may be trained on next, and remove it.
+
+        It is among the `window` ids that start at the oldest one still waiting, or among the `places` oldest ones.
+        places: how many groups the step still needs, if their order does not matter.
+        """
         async with self._changed:
             # bounded: an episode and its judging have limits
             await self._changed.wait_for(lambda: self._candidate(places) is not None)
@@ -118,7 +126,7 @@ class Buffer:
             await self._changed.wait_for(lambda: (self._used == self.slots or self._quota == 0) and all(self._live.values()))
 
     async def release(self, count: int) -> None:
-        """The engines hold the weights of a step that trained on `count` groups."""
+        """Free `count` slots: the engines hold the weights of the step that trained on those groups."""
         async with self._changed:
             if count > self._used:
                 raise ValueError(f"release({count}) with {self._used} slots in use")

@@ -1,4 +1,4 @@
-"""The circuit breaker of judging: admission pauses while a verifier fails, and goes on by itself.
+"""Circuit breaker: pauses admission while a verifier keeps failing, then resumes.
 
     closed     more than `limit` of a verifier's latest outcomes are infrastructure errors -> open
     open       nothing is admitted for a back-off, then -> half-open
@@ -21,36 +21,39 @@ from typing import Literal
 
 from tidemill.core.types import InfraError, Outcome, Score
 
-WINDOW, LEAST = 200, 20  # outcomes of a verifier that are looked at: the latest, and how many it takes to say anything
+WINDOW, LEAST = 200, 20  # the latest outcomes of a verifier that count, and the fewest that allow a verdict
 PROBES = 2  # groups
 FIRST_S, LONGEST_S = 1.0, 60.0  # back-off
-TOLD_S = 8.0  # a back-off that is worth a word
+TOLD_S = 8.0  # the shortest back-off that the user is told of
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What the user, the ledger and the metrics are told."""
+    """A change of the breaker's state, for the user, the ledger and the metrics."""
 
     kind: Literal["paused", "tried", "resumed"]  # tried: in vain, and not for the first time
     verifier: str
     text: str
-    share: float = 0.0  # of its outcomes that were infrastructure errors, when it paused
+    share: float = 0.0  # share of infrastructure errors among its outcomes when it paused
     reason: str = ""
-    seconds: float = 0.0  # it was paused for, when it resumed
+    seconds: float = 0.0  # length of the pause, when it resumed
 
 
 class Breaker:
-    """See the module. `now` is in seconds, of any clock that only goes forward."""
+    """The breaker's state and rules, without an event loop.
+
+    `now` is in seconds, of any clock that only goes forward.
+    """
 
     def __init__(self, limit: float = 0.05, pause_s: float = 600.0, patience: int = 3) -> None:
         self.limit, self.pause_s, self.patience = limit, pause_s, patience
         self._outcomes: dict[str, deque[InfraError | None]] = {}  # by verifier, the latest WINDOW; None: not an error
-        self._verifier, self._reason = "", ""  # what it opened for
+        self._verifier, self._reason = "", ""  # the failing verifier, and its latest error
         self._since: float | None = None  # when it opened; None while closed
         self._until, self._backoff = 0.0, FIRST_S
-        self._probes: dict[int, bool] = {}  # admitted since the latest back-off: group -> whether it was judged
-        self._scored = set[str]()  # verifiers that ever did
-        self._barren = Counter[str]()  # of the others: groups that came back without a score
+        self._probes: dict[int, bool] = {}  # admitted since the latest back-off: group -> judged
+        self._scored = set[str]()  # verifiers that have judged an attempt
+        self._barren = Counter[str]()  # groups that the other verifiers could not score
 
     @property
     def closed(self) -> bool:
@@ -65,12 +68,15 @@ class Breaker:
         return 0.0 if len(self._probes) < PROBES else math.inf
 
     def admitted(self, group: int, now: float) -> None:
+        """Count an admitted group as a probe, if the breaker is half-open."""
         if self._since is not None and now >= self._until:
             self._probes[group] = False
 
     def judged(self, group: int, verifier: str, outcomes: Sequence[Outcome | None], now: float) -> Change | str | None:
-        """A group came back. A Change when admission pauses, is still paused, or resumes; a sentence when the run has to
-        end; else None."""
+        """Take note of a group's outcomes.
+
+        Returns a Change when admission pauses, is still paused, or resumes; a sentence when the run has to end; else None.
+        """
         if any(isinstance(outcome, Score) for outcome in outcomes):
             self._scored.add(verifier)
         if verifier not in self._scored:
@@ -102,7 +108,7 @@ class Breaker:
         latest.extend(errors)
         share = _share(latest)
         if len(latest) == WINDOW:
-            self._backoff = FIRST_S  # it has been well for long
+            self._backoff = FIRST_S  # the verifier has worked for a whole window
         if len(latest) < LEAST or share <= self.limit:
             return None
         self._verifier, self._reason = verifier, next(e.reason for e in reversed(latest) if e is not None)
@@ -135,29 +141,35 @@ class Breaker:
     def _close(self, now: float) -> Change:
         assert self._since is not None
         seconds, self._since = now - self._since, None
-        self._outcomes.clear()  # what was is over: only what comes counts
+        self._outcomes.clear()  # only outcomes from here on count
         text = f"admission goes on: {self._verifier} judges again, after {seconds:.1f} s"
         return Change("resumed", self._verifier, text, seconds=seconds)
 
     def _wait(self, now: float) -> None:
-        """Until the end of the back-off, or of the pause itself: the run does not end without a last try."""
+        """Set the end of the back-off, no later than the end of the pause: the run gets one last try."""
         assert self._since is not None
         self._until = min(now + self._backoff, max(now, self._since + self.pause_s))
         self._probes.clear()
 
 
 class Gate:
-    """A breaker in an event loop: whoever admits a group waits here first, whoever has one judged says so here."""
+    """A breaker in an event loop: admission waits at it, and judged groups report to it."""
 
     def __init__(self, breaker: Breaker | None = None, name: str = "", tell: Callable[[Change], None] | None = None) -> None:
-        """name: of the verifier of tasks that name no environment. tell: is told of every pause and its end."""
+        """Wrap `breaker`, or a new one with default limits.
+
+        name: the verifier of tasks that name no environment. tell: called with every pause and its end.
+        """
         self.breaker = breaker or Breaker()
         self.door = asyncio.Lock()
         self._name, self._tell = name or "the verifier", tell
         self._changed = asyncio.Event()
 
     async def opens(self) -> None:
-        """Returns when a group may be admitted. Under `door`, so that who passes has no one waiting for a slot ahead."""
+        """Wait until a group may be admitted.
+
+        Call it while holding `door`, so that no other task waits for a slot ahead of the caller.
+        """
         while wait := self.breaker.wait_s(_now()):
             self._changed.clear()
             if wait == math.inf:
@@ -169,7 +181,7 @@ class Gate:
         self.breaker.admitted(group, _now())
 
     def judged(self, group: int, verifier: str, outcomes: Sequence[Outcome | None]) -> str | None:
-        """Why the run has to end, or None."""
+        """Take note of a group's outcomes. Returns the reason why the run has to end, or None."""
         change = self.breaker.judged(group, verifier or self._name, outcomes, _now())
         self._changed.set()
         if isinstance(change, Change):

@@ -1,15 +1,17 @@
-"""The loop: admit -> rollout -> buffer -> train -> publish -> release. Synchronous RL is max_lag = 0, not another loop.
+"""The training loop: admit -> rollout -> buffer -> train -> publish -> release.
 
     tasks --admit--> rollout (environment x engine) --group--> buffer --batch--> trainer --apply--> version v + 1
       ^                 ^                                                          |
       |                 +------- engines commit v + 1 <------- publish <-----------+
       +------------------------ release the step's slots <-----+
 
-Step s trains weights s into weights s + 1. Its forward and backward run while version s is still being published; its
-update waits until that has ended, because weights must not change under a reader. With `stream`, groups that have finished
-are gone through while the step's others are still sampled. A step's composition is in the ledger before its gradient is
-complete, and before any weight changes (I3), every token's version is one that this run published (I1), and none is older
-than max_lag (I2), but for groups that are trained once more (`again`), which are as old as asked for.
+Step s trains weights s into weights s + 1. Its forward and backward run while version s is still being published. Its
+update waits until the publication has ended, because weights must not change under a reader. With `stream`, the gradient
+of finished groups is computed while the step's other groups are still sampled. Synchronous RL is max_lag = 0, no other loop.
+
+A step's composition is in the ledger before its gradient is complete, and before any weight changes (I3). Every token's
+version is one that this run published (I1), and none is older than max_lag (I2). Only replayed groups (`again`) may be
+older, as old as the recipe allows.
 This module knows protocols only: no torch, no engine, no process. Tests run it under virtual time.
 """
 
@@ -31,12 +33,12 @@ from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult
 from tidemill.observability.stall_report import waiting
 from tidemill.observability.timeline import Timeline
 
-ROLE = "controller"  # of this process, to faults
-PATIENCE_S = 3.0  # with the last checkpoint, until it is said what the run waits for
+ROLE = "controller"  # this process's role in fault injection
+PATIENCE_S = 3.0  # wait for the last checkpoint before the user is told of it
 
 
 class Observer(Protocol):
-    """Is told what happened, in order. It cannot change it."""
+    """Receiver of the loop's events, in order. It cannot change what happens."""
 
     def admitted(self, group_id: int) -> None: ...
     def rolled_out(self, group: Group, dropped: str | None) -> None: ...
@@ -46,17 +48,20 @@ class Observer(Protocol):
     def published(self, version: Version) -> None: ...
     def evaluated(self, step: int, results: Metrics) -> None: ...
     def saving(self, step: int) -> None:
-        """All is trained, and the run waits until the checkpoint of this step is written."""
+        """All steps are trained, and the run waits until the checkpoint of this step is written."""
         ...
 
 
 class RunFailed(RuntimeError):
-    """The run cannot go on. The message is one sentence for the user: what happened first, and what to do."""
+    """The run cannot go on. The message is one sentence for the user: the first cause, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """What the loop does when. Steps are counted from the beginning of the run."""
+    """The loop's length and the steps at which it does more than train.
+
+    Steps are counted from the beginning of the run.
+    """
 
     steps: int
     first: int = 0  # > 0 when a run goes on
@@ -65,25 +70,27 @@ class Schedule:
     eval_every: int = 0  # 0: never
     checkpoint_every: int = 0  # 0: only at the end
     probe_every: int = 0  # 0: never
-    deterministic: bool = False  # what samples a group is a function of the group alone
-    stream: int = 0  # tokens: with so many finished, a trainer that waits begins with them, if by_group; 0: it waits
-    barren: int = 100  # times a step's groups dropped in a row, before the run is stopped
+    deterministic: bool = False  # the policy that samples a group depends on the group alone
+    stream: int = 0  # finished tokens with which a waiting trainer begins, if by_group; 0: it waits for all
+    barren: int = 100  # the run stops when this many times a step's groups are dropped in a row
 
 
 @dataclass(slots=True)
 class Hooks:
-    """What is done at set points of the loop, each awaited. `None` is not done."""
+    """Functions that the loop awaits at set points. None: nothing is done there."""
 
     evaluate: Callable[[Version], Awaitable[Metrics]] | None = None
-    # (steps done, next admission id) -> when the state has been copied: what writes it, while the next steps are trained
+    # (steps done, next admission id) -> once the state is copied, the coroutine that writes it while training goes on
     checkpoint: Callable[[int, int], Awaitable[Coroutine[Any, Any, None]]] | None = None
-    # whether engines and trainer agree on what the present version sampled: raises before the update, or returns
+    # raises PolicyMismatch, before the update, if engines and trainer disagree on what the present version sampled
     agree: Callable[[Version, Sequence[Group], Sequence[Sample], Sequence[Array]], Awaitable[None]] | None = None
     probe: Callable[[Version, Sequence[Sample], Sequence[Array]], Awaitable[None]] | None = None
 
 
 @dataclass(slots=True)
 class Controller:
+    """The training loop and its parts: see the module."""
+
     schedule: Schedule
     buffer: Buffer
     task_at: Callable[[int], Task]  # admission id -> task
@@ -95,14 +102,14 @@ class Controller:
     observer: Observer
     hooks: Hooks = field(default_factory=Hooks)
     gate: Gate = field(default_factory=Gate)
-    restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # a run that goes on: finished, or in flight
-    versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> what was published
-    learn: Callable[[Group], None] = lambda group: None  # is told of what was recorded: `task_at` may follow from it
+    restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # of a resumed run: finished, or in flight
+    versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> the published version
+    learn: Callable[[Group], None] = lambda group: None  # called with each recorded group; `task_at` may depend on it
     again: Callable[[int], Sequence[Group]] = lambda step: ()  # groups of earlier steps that a step trains once more
-    timeline: Timeline = field(default_factory=Timeline)  # what the loop of steps does, for the account of time
+    timeline: Timeline = field(default_factory=Timeline)  # what the loop does when, for the time breakdown
     step: int = 0  # steps done
     _stopping: asyncio.Event = field(default_factory=asyncio.Event)
-    _drops: Drops = field(default_factory=Drops)  # since the latest group that is trained on
+    _drops: Drops = field(default_factory=Drops)  # since the latest group that was kept
     _saved: int = 0  # step of the latest checkpoint
     _saving: asyncio.Task[None] | None = None
     _telling: asyncio.Task[None] | None = None  # the observer of the latest step
@@ -112,7 +119,10 @@ class Controller:
         self._stopping.set()
 
     async def run(self) -> int:
-        """Train until the schedule's end or `stop()`. Returns the number of steps done. Any failure cancels the rest."""
+        """Train until the schedule's end or `stop()`. Returns the number of steps done.
+
+        Any failure cancels the rest, and the first cause is raised.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 # Nothing is sampled before the engines serve what this run published.
@@ -147,7 +157,10 @@ class Controller:
             await self._roll_out(group_id, task)
 
     async def _restore(self, left: Group | tuple[int, Task]) -> None:
-        """What an earlier process admitted: used as it is when it had finished, else sampled again with its own seeds."""
+        """Finish a group that an earlier process admitted.
+
+        A finished group is used as it is. Any other is sampled again with its own seeds.
+        """
         if isinstance(left, Group):
             await self._offer(left)
         else:
@@ -178,7 +191,7 @@ class Controller:
     async def _train(self, tasks: asyncio.TaskGroup, publishing: asyncio.Task[Version]) -> int:
         step, self._saved = self.schedule.first, self.schedule.saved
         self.step = step
-        if step > self._saved:  # steps were trained again: not once more
+        if step > self._saved:  # a resume trained these steps again: save them, so that it need not be done once more
             await self._checkpoint(tasks, step)
         while step < self.schedule.steps:
             gathered = await self._gather(step, publishing)
@@ -199,10 +212,10 @@ class Controller:
             self.step = step = step + 1
             with self.timeline.phase("ledger"):
                 self.ledger.end_step(step - 1, incarnation, prepared.metrics | metrics)
-            if self.schedule.deterministic:  # all that these weights' predecessor is to sample, it has sampled
+            if self.schedule.deterministic:  # the previous weights sample all that is theirs before the next are published
                 with self.timeline.phase("rollouts"):
                     await self.buffer.settled()
-            await self._told()  # of the step before; of this one while the next is under way, but before a checkpoint
+            await self._told()  # report the step before; this step is reported during the next one, or before a checkpoint
             told = self.observer.trained(step - 1, groups, prepared.samples, result, prepared.metrics | metrics)
             saves = step == self.schedule.steps or self._due(step, self.schedule.checkpoint_every)
             if saves:
@@ -211,19 +224,22 @@ class Controller:
                 await self._checkpoint(tasks, step)
             publishing = tasks.create_task(self._publish(step, len(groups)))
             with self.timeline.phase("publication"):
-                await asyncio.sleep(0)  # its call of the trainer comes before that of the next gradient
+                await asyncio.sleep(0)  # the trainer is asked to publish before it is asked for the next gradient
             if not saves:
                 self._telling = tasks.create_task(told)
         await self._told()
         await self._published(publishing)
-        if step > self._saved:  # asked to stop: nothing that was trained is lost
+        if step > self._saved:  # the run was asked to stop: save what was trained
             await self._checkpoint(tasks, step)
         return step
 
     async def _before_update(
         self, publishing: asyncio.Task[Version], step: int, groups: Sequence[Group], update: Update, result: TrainResult
     ) -> None:
-        """An update may not touch weights that are still being read, nor follow from rollouts of another policy."""
+        """Wait for the publication, then verify that engines and trainer agree (I1).
+
+        An update may not touch weights that are still being read, nor follow from rollouts of another policy.
+        """
         served = await self._published(publishing)
         with self.timeline.phase("check"):
             if self.hooks.agree:
@@ -241,8 +257,11 @@ class Controller:
             return await publishing  # bounded: its calls have deadlines
 
     async def _gather(self, step: int, publishing: asyncio.Task[Version]) -> tuple[list[Group], Begun] | None:
-        """A step's groups, and the gradient of those that the trainer began with; None when the run was asked to stop before
-        they were complete. Then what was taken stays pending, and its gradient, of which nothing was applied, is lost."""
+        """Collect a step's groups, and the gradient of those that the trainer began with.
+
+        Returns None when the run was asked to stop before they were complete. The groups taken so far stay pending then, and
+        their gradient, which was never applied, is lost.
+        """
         groups, begun, tokens = list[Group](), Begun(), 0
         stream = self.schedule.stream if self.algorithm.by_group else 0
         while left := self.buffer.batch - len(groups):
@@ -261,7 +280,7 @@ class Controller:
         return groups, begun
 
     async def _take(self, places: int) -> Group | None:
-        """One of the groups of a step, or None when the run was asked to stop."""
+        """Take one group of a step, or None when the run was asked to stop."""
         if self.buffer.takeable(places):
             return None if self._stopping.is_set() else await self.buffer.take(places)
         taking = asyncio.ensure_future(self.buffer.take(places))
@@ -276,7 +295,7 @@ class Controller:
             stopping.cancel()
 
     async def _publish(self, step: int, trained: int) -> Version:
-        """Publish weights `step`, release the slots of the step that made them, and evaluate them when it is time.
+        """Publish weights `step`, release the slots of the step that made them, and evaluate if due.
 
         Evaluation belongs here because it is pinned: the next version is not published before it has ended.
         """
@@ -295,7 +314,10 @@ class Controller:
         return served
 
     async def _checkpoint(self, tasks: asyncio.TaskGroup, step: int) -> None:
-        """Only begins the copy of the state. A write that fails ends the run at once; its end waits for the last one."""
+        """Begin a checkpoint: only the copy of the state is awaited.
+
+        A write that fails ends the run at once. The end of the run waits for the last write.
+        """
         self._saved = step
         fault_injection.reach(ROLE, "checkpoint", step)
         if self.hooks.checkpoint:
@@ -305,7 +327,7 @@ class Controller:
             self._saving = tasks.create_task(write, name=f"checkpoint of step {step}")
 
     async def _written(self) -> None:
-        """The checkpoint that was begun last."""
+        """Wait for the latest checkpoint to be written."""
         if self._saving:
             with self.timeline.phase("checkpoint"), waiting("the disk", self._saving.get_name()):
                 await asyncio.wait({self._saving})  # bounded: its call of the trainer has a deadline
@@ -318,7 +340,7 @@ class Controller:
     ) -> None:
         with self.timeline.phase("freshness"):
             known = self._known(groups)
-        if not known:  # one engine serves the new version already, another has yet to commit it
+        if not known:  # one engine already serves the new version, another has not committed it yet
             await self._published(publishing)
         with self.timeline.phase("freshness"):
             self._check(step, groups, again)
@@ -328,8 +350,10 @@ class Controller:
         return all(self.versions.get((source.incarnation, source.step)) == source for source in sources)
 
     def _check(self, step: int, groups: Sequence[Group], again: Sequence[Group]) -> None:
-        """I1 and I2, at the last moment before a gradient. They say nothing of given replies, which no policy sampled, and
-        I2 nothing of what is trained again."""
+        """Verify I1 and I2 at the last moment before a gradient.
+
+        Neither applies to offline replies, which no policy sampled. I2 does not apply to replayed groups.
+        """
         for group in (*groups, *again):
             if not self._known([group]):
                 raise PolicyMismatch(f"group {group.id} holds tokens of a policy which this run never published")
@@ -338,20 +362,23 @@ class Controller:
                 raise AssertionError(f"group {group.id} is {step - group.oldest} versions old at step {step}: bound broken")
 
     def _watch_outcomes(self, group: Group) -> None:
-        """A broken verifier must not look like a policy that earns nothing: see `circuit_breaker`."""
+        """End the run when the breaker gives up on a verifier.
+
+        A broken verifier must not look like a policy that earns nothing: see `circuit_breaker`.
+        """
         why = self.gate.judged(group.id, group.task.env, [t.outcome for t in group.trajectories])
         if why is not None:
             raise RunFailed(why)
 
     def _watch_drops(self, group: Group, reason: str) -> None:
-        """Stop when nothing that is sampled carries a gradient: it would go on for ever, and say nothing."""
+        """End the run when too many groups in a row carry no gradient: it would go on for ever."""
         self._drops.add(group, reason)
         if self._drops.count >= self.schedule.barren * self.buffer.batch:
             raise RunFailed(self._drops.cause())
 
 
 def first_cause(failures: BaseExceptionGroup) -> BaseException:
-    """The first exception that is not a mere cancellation: what the user should read."""
+    """The first exception that is not a mere cancellation: the one that the user should read."""
     for failure in failures.exceptions:
         if isinstance(failure, BaseExceptionGroup):
             return first_cause(failure)

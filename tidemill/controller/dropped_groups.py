@@ -1,4 +1,4 @@
-"""Groups that were dropped in a row: how many, and the true cause in one sentence.
+"""Counts groups that were dropped in a row, and names the cause in one sentence.
 
 a dropped group and its reason -> Drops -> cause() -> why nothing is left to train on, and what to do
 """
@@ -11,18 +11,19 @@ from dataclasses import dataclass, field
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.types import GREEDY, TRUNCATED, Finish, Group, Score
 
-FLAT = "zero-variance"  # groups whose rewards are all equal; any other reason is of groups with nothing to train on
+FLAT = "zero-variance"  # groups whose rewards are all equal; every other reason means a group with nothing to train on
 
 
 @dataclass(slots=True)
 class Drops:
-    """The groups that were dropped since the latest one that was not."""
+    """The groups that were dropped since the latest one that was kept."""
 
     count: int = 0
     _kinds: Counter[str] = field(default_factory=Counter)
     _reasons: Counter[str] = field(default_factory=Counter)  # of attempts without a score
 
     def add(self, group: Group, reason: str) -> None:
+        """Count a dropped group. reason: `Algorithm.drop_reason`'s."""
         self.count += 1
         self._kinds[_flat(group) if reason == FLAT else _untrained(group, reason)] += 1
         self._reasons.update(
@@ -30,7 +31,7 @@ class Drops:
         )
 
     def cause(self) -> str:
-        """The sentence. It tells of each kind of group, the commonest first, and of what to do about that one."""
+        """One sentence that names each kind of dropped group, the commonest first, and a remedy for it."""
         (first, _), *_ = found = self._kinds.most_common()
         parts = [f"{count:,} {_SAID.get(kind, kind)}" for kind, count in found]
         if self._kinds["unscored"]:

@@ -1,6 +1,6 @@
 """The rollout pool: several engines that act as one, and may come and go.
 
-    work -> the least loaded engine that is up; lost with it -> the same work again, on another one
+    work -> the least loaded engine that is up; if the engine is lost -> the same work again, on another one
     publish -> every engine that is up commits; one that is lost meanwhile is left out
     admit -> an engine that was started (again) is brought to the present version, then it is up
 
@@ -22,12 +22,12 @@ from tidemill.observability.stall_report import waiting
 from tidemill.runtime.wire_format import RemoteError
 
 T = TypeVar("T")
-LOST = (PeerLost, EngineFailed, RemoteError)  # of an engine: what it was doing is done again elsewhere
+LOST = (PeerLost, EngineFailed, RemoteError)  # an engine is lost: another one repeats its work
 
 
 @dataclass(slots=True)
 class Member:
-    """A place in the pool."""
+    """A place in the pool, with its engine while that is up."""
 
     index: int
     engine: Engine | None  # None: it is down
@@ -35,6 +35,8 @@ class Member:
 
 
 class EnginePool:
+    """Several engines that act as one: see the module."""
+
     def __init__(self, engines: Sequence[Engine]) -> None:
         if not engines:
             raise ValueError("a rollout pool needs at least one engine")
@@ -46,15 +48,18 @@ class EnginePool:
 
     @property
     def engines(self) -> list[Engine]:
-        """Those that are up."""
+        """The engines that are up."""
         return [member.engine for member in self._members if member.engine is not None]
 
     def supervised(self, lost: Callable[[int, str], None]) -> None:
-        """lost: is told of an engine that cannot go on, and has it come back by `admit`. Without it a loss is an error."""
+        """Report lost engines to `lost(index, reason)` instead of raising.
+
+        The supervisor brings the engine back by `admit`.
+        """
         self._lost = lost
 
     async def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:
-        """Do `work` on the least loaded engine; again, on another one, when the engine is lost before it is done."""
+        """Do `work` on the least loaded engine; do it again on another one if the engine is lost."""
         while True:
             member, engine = await self._least_loaded()
             member.load += 1
@@ -66,7 +71,10 @@ class EnginePool:
                 member.load -= 1
 
     async def publish(self, published: Published) -> Version:
-        """Have every engine serve this version, at least one. Raises PolicyMismatch when one says it serves another."""
+        """Have every engine that is up, at least one, serve this version.
+
+        Raises PolicyMismatch when an engine reports another version.
+        """
         async with self._committing:
             self._published = published
             up = [(member, member.engine) for member in self._members if member.engine is not None]
@@ -75,7 +83,7 @@ class EnginePool:
         return published.version
 
     async def admit(self, index: int, engine: Engine) -> None:
-        """An engine that was started joins, once it serves the present version."""
+        """Bring a newly started engine to the present version, then let it join."""
         member = self._members[index]
         async with self._committing:
             if self._published is not None:
@@ -85,7 +93,7 @@ class EnginePool:
             self._changed.notify_all()
 
     def drop(self, index: int) -> None:
-        """The engine is no more."""
+        """Take an engine that has ended out of the pool."""
         self._members[index].engine = None
 
     async def _commit(self, member: Member, engine: Engine, published: Published) -> None:
@@ -107,7 +115,7 @@ class EnginePool:
             self._lost(member.index, str(loss).partition("\n")[0])
 
     async def _least_loaded(self) -> tuple[Member, Engine]:
-        """Waits while all are down: whoever supervises them brings one back, or ends the run."""
+        """The engine with the fewest groups. Waits while all are down, until the supervisor restarts one."""
         if not self.engines:
             async with self._changed:
                 with waiting("engines", "one that is up"):
@@ -118,10 +126,13 @@ class EnginePool:
 
 
 class PoolPublisher:
-    """`protocols.Publisher` from one trainer to a pool."""
+    """`interfaces.Publisher` from one trainer to a pool."""
 
     def __init__(self, trainer: Trainer, pool: EnginePool, tell: Callable[[Version, str], None] | None = None) -> None:
-        """tell: is told, once for each reason, why a version holds the weights of the one before."""
+        """Publish from `trainer` to `pool`.
+
+        tell: called once for each reason why a version holds the same weights as the one before.
+        """
         self._trainer, self._pool, self._tell = trainer, pool, tell
         self._told: set[str] = set()
 

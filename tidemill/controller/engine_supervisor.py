@@ -1,9 +1,9 @@
-"""Engines that end are started again, as long as that helps.
+"""Restarts rollout engines that end, as long as their restart budget lasts.
 
     ended -> budget (so many restarts in a window, each after a longer pause) -> start -> pool.admit (present version) -> up
                      \\-> spent: RunFailed, with the first cause
 
-The trainer has no second: when it ends, the run ends with it, in a state that can be gone on from.
+There is only one trainer: when it ends, the run ends with it, in a state that can be resumed.
 """
 
 from __future__ import annotations
@@ -20,23 +20,26 @@ from tidemill.core.interfaces import Engine
 from tidemill.runtime.placement import Handle, StartFailed
 
 LONGEST_PAUSE_S = 60.0
-LASTING = 10  # what lived for so many times the pause before it had come back: its next end is another story
+LASTING = 10  # an engine that ran for this many times the pause before its restart has recovered
 
 
 @dataclass(slots=True)
 class Budget:
-    """How often something may be started again."""
+    """The number of restarts that one place has left, and the pause before each."""
 
     restarts: int  # within the window
     window_s: float
-    backoff_s: float  # before one of what did not last, each further one twice as long; what had lasted begins at once
+    backoff_s: float  # first pause before restarting an engine that did not last, doubled each time
     clock: Callable[[], float] = time.monotonic
     _spent: deque[float] = field(default_factory=deque)
     _first: str = ""
-    _pause: float = 0.0  # before the latest
+    _pause: float = 0.0  # before the latest restart
 
     def spend(self, reason: str) -> float:
-        """One restart, for this reason: how long to wait before it. Raises RunFailed when there is none left."""
+        """Spend one restart for this reason, and return the pause before it in seconds.
+
+        Raises RunFailed when none is left.
+        """
         now = self.clock()
         while self._spent and now - self._spent[0] > self.window_s:
             self._spent.popleft()
@@ -55,7 +58,7 @@ class Budget:
 
 
 class Supervisor:
-    """Of a pool's engines. `run` ends only by an error: a spent budget."""
+    """Restarts the engines of a pool. `run` ends only by an error: a spent budget."""
 
     def __init__(
         self,
@@ -65,19 +68,24 @@ class Supervisor:
         budget: Callable[[], Budget],
         tell: Callable[[str, dict], None],
     ) -> None:
-        """start: makes the process of a place again. budget: of one place. tell: of (kind of event, details)."""
+        """Watch the engines behind `handles`, one for each place of the pool.
+
+        start: starts the process of a place again. budget: makes the budget of one place. tell: takes (kind of event,
+        details).
+        """
         self._pool, self._start, self._tell = pool, start, tell
         self.handles = list(handles)
         self._budgets = [budget() for _ in handles]
         pool.supervised(self._lost)
 
     async def run(self) -> None:
+        """Keep every engine up until the run ends, or raise RunFailed."""
         async with asyncio.TaskGroup() as group:
             for index in range(len(self.handles)):
                 group.create_task(self._keep_up(index))
 
     def _lost(self, index: int, why: str) -> None:
-        """The pool met an engine that cannot go on; its process may not know."""
+        """Kill an engine that the pool could not use any more; its process may not know."""
         self.handles[index].kill(f"was killed: {why}")
 
     async def _keep_up(self, index: int) -> None:

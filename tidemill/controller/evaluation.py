@@ -1,4 +1,7 @@
-"""Greedy evaluation on held-out tasks, pinned: every token of it comes from the one version that is evaluated."""
+"""Greedy evaluation on held-out tasks, pinned to one version of the policy.
+
+Every token of an evaluation comes from the version that is evaluated.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +19,20 @@ from tidemill.core.outcomes import SOLVED
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import TRUNCATED, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
 
-Z95 = 1.959964  # of the normal distribution, two-sided
-MOST_PARTS = 32  # of a reward, in figures
+Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
+MOST_PARTS = 32  # parts of a reward that are reported, at most
 CONCURRENT = 256  # episodes at a time: enough to fill the engines, without a queue of thousands
 
 
 class Evaluator:
+    """Plays held-out tasks greedily on the pool and summarises the outcomes."""
+
     def __init__(self, pool: EnginePool, episodes: EpisodeSetup, seed: int) -> None:
         self._pool, self._episodes, self._seed = pool, greedy(episodes), seed
         self._runs = itertools.count()
 
     async def __call__(self, tasks: Sequence[Task], version: Version | None = None) -> Metrics:
-        """Figures over `tasks`, see `summary`. Raises PolicyMismatch when a token is not of `version`."""
+        """Metrics over `tasks`: see `summary`. Raises PolicyMismatch when a token is not of `version`."""
         attempts = await self.attempts(tasks)
         for attempt in attempts:
             if version is not None and any(source != version for source in attempt.sources):
@@ -35,7 +40,8 @@ class Evaluator:
         return summary(attempts) | by_environment(tasks, attempts)
 
     async def attempts(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        places, run = asyncio.Semaphore(CONCURRENT), next(self._runs)  # each evaluation's episodes are new ones
+        """One greedy attempt at each task, judged, in the order of the tasks."""
+        places, run = asyncio.Semaphore(CONCURRENT), next(self._runs)  # each evaluation's episodes have keys of their own
 
         async def attempt(index: int, task: Task) -> Trajectory:
             async with places:  # bounded: an episode has its limit
@@ -49,7 +55,7 @@ class Evaluator:
 
 
 def by_environment(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Metrics:
-    """NAME/accuracy, NAME/reward and NAME/n of each environment, where the tasks are of several."""
+    """NAME/accuracy, NAME/reward and NAME/n of each environment, if the tasks come from several."""
     names = dict.fromkeys(task.env for task in tasks)
     if len(names) < 2:
         return {}
@@ -61,9 +67,9 @@ def by_environment(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Met
 
 
 def errors_apart(before: float, n: int, after: float, m: int) -> float:
-    """By how many standard errors of their difference a share of m lies below an earlier one of n.
+    """The drop from share `before` (of n) to share `after` (of m), in standard errors.
 
-    The error is of the two pooled, so it is not 0 where both are 0 or 1 of a few.
+    The standard error is the pooled one, so it is not 0 where both are 0 or 1 of a few.
     https://www.itl.nist.gov/div898/handbook/prc/section3/prc33.htm
     """
     pooled = (before * n + after * m) / (n + m)
@@ -72,10 +78,11 @@ def errors_apart(before: float, n: int, after: float, m: int) -> float:
 
 
 def summary(attempts: Sequence[Trajectory]) -> Metrics:
-    """accuracy: share of all attempts that are solved, with its standard error; an attempt without a score is not solved.
+    """Metrics of a list of attempts.
 
-    `infra_errors` and `unscorable` say how many have no score; `reward` is the mean over those that have one, `reward.PART`
-    that of a named part over those that have it, `length` over those that have a reply.
+    `accuracy` is the share of all attempts that are solved, with its standard error `accuracy_se`; one without a score
+    is not solved. `infra_errors` and `unscorable` count the attempts without a score. `reward` is the mean over those with a
+    score, `reward.PART` that of a named part over those that have it, and `length` is over those that have a reply.
     """
     n = max(len(attempts), 1)
     rewards = np.array([t.outcome.value for t in attempts if isinstance(t.outcome, Score)] or [0.0])
@@ -94,7 +101,7 @@ def summary(attempts: Sequence[Trajectory]) -> Metrics:
 
 
 def parts_of(attempts: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """The values of each named part of their scores; of as many parts as a table of figures may hold."""
+    """The values of each named part of the attempts' scores, for at most MOST_PARTS names."""
     found: dict[str, list[float]] = {}
     for attempt in attempts:
         for name, value in attempt.outcome.parts.items() if isinstance(attempt.outcome, Score) else ():
@@ -104,7 +111,9 @@ def parts_of(attempts: Sequence[Trajectory]) -> dict[str, list[float]]:
 
 
 def interval(share: float, n: float) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share of n: unlike share +- 1.96 errors it stays within 0..1 and has a width at the ends.
+    """Wilson's 95 % interval of a share of n.
+
+    Unlike share +- 1.96 errors it stays within 0..1 and has a width at the ends.
 
     https://www.itl.nist.gov/div898/handbook/prc/section2/prc241.htm
     """

@@ -1,14 +1,14 @@
-"""Groups that nobody sampled: what a task holds is learnt, through the same controller, buffer, ledger and trainer.
+"""Groups built from the replies that a task holds, for learning without sampling.
 
     answers  `completion`, or `messages` (a conversation), or `answer`    one attempt, of score 1
     pairs    `chosen` and `rejected`                                     two, of score 1 and 0
     labels   `completion` and `label` (true or false)                    one, of score 1 or 0
 
-A completion, chosen or rejected one is a text, or the messages that follow the prompt: what the assistant says in them is
-learnt.
+They pass through the same controller, buffer, ledger and trainer as sampled groups. A completion, chosen or rejected one is
+a text, or the messages that follow the prompt; the assistant's messages are learnt.
 
-Provenance stays true (I7): no token is marked as sampled, so none has a logprob or a version; `Trajectory.given` says which
-are learnt: a reply's, and the end of its turn. A policy's truth (I1) and age (I2) are nothing that such a group has.
+Provenance stays true (I7): no token is marked as sampled, so none has a logprob or a version. `Trajectory.given` marks the
+learnt tokens: a reply's, and the end of its turn. I1 and I2 do not apply to such a group.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tidemill.models.conversations import conversation, too_long, unknown_token
 from tidemill.models.messages import Turn, as_messages, is_message, text_of
 from tidemill.models.tokenizer import Tokenizer
 
-# of `prepare`, that are told of held-out rows
+# metrics of `prepare` that are reported for held-out rows
 FIGURES = ("preference_loss", "preference_accuracy", "margin", "kto_baseline")
-ROWS = 256  # of one forward pass over held-out rows: a call of bounded length
+ROWS = 256  # rows in one forward pass over held-out rows, to bound its length
 
 Reply = tuple[list[Turn], float]  # a conversation, and its score
 
 
 class Given:
-    """`protocols.Roller`: a task's own replies as its group."""
+    """`interfaces.Roller` that turns a task's own replies into its group."""
 
     def __init__(self, kind: str, tokenizer: Tokenizer) -> None:
-        """kind: of `AlgorithmSettings.given`."""
+        """Make groups of one kind. kind: `AlgorithmSettings.given`, so answers, pairs or labels."""
         self._kind, self._tokenizer = kind, tokenizer
 
     async def rollout(self, group_id: int, task: Task) -> Group:
@@ -47,13 +47,16 @@ class Given:
 
 
 class HeldOut:
-    """What `prepare` tells of held-out tasks, from the trainer's forward passes alone: no gradient, and nothing moves."""
+    """Metrics of held-out tasks from the trainer's forward passes alone, without any gradient."""
 
     def __init__(self, trainer: Trainer, algorithm: Algorithm, roller: Given) -> None:
         self._trainer, self._algorithm, self._roller = trainer, algorithm, roller
 
     async def __call__(self, tasks: Sequence[Task]) -> Metrics:
-        """Of the weights that the trainer holds: of answers the `loss` a token, else some of FIGURES."""
+        """Metrics of the trainer's present weights.
+
+        For answers the `loss` a token; for pairs and labels those of FIGURES that the algorithm reports.
+        """
         groups = [await self._roller.rollout(number, task) for number, task in enumerate(tasks)]
         rows = self._algorithm.rows(groups, 0)
         logprobs = {who: await self._forward(rows, who) for who in self._algorithm.asks or (POLICY,)}
@@ -70,10 +73,10 @@ class HeldOut:
 
 
 def check_given(kind: str, tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocab: int | None = None) -> int:
-    """The length of the longest row in tokens.
+    """Check every task's replies, and return the length of the longest row in tokens.
 
-    Raises ConfigError, which names the task, when one lacks a column, is refused by the chat template, or has a row that has
-    no room, or ids that the model has no embedding for. vocab: how many tokens the model knows.
+    Raises ConfigError, which names the task, when one lacks a column, is refused by the chat template, has a row longer than
+    `context` tokens, or ids that the model has no embedding for. vocab: the number of tokens that the model knows.
     """
     longest = 0
     for task in tasks:
@@ -91,7 +94,10 @@ def check_given(kind: str, tasks: Sequence[Task], tokenizer: Tokenizer, context:
 
 
 def replies(kind: str, task: Task) -> list[Reply]:
-    """What the task gives, in the order of the samples of its group. Raises ConfigError for a column that is not there."""
+    """The task's own replies with their scores, in the order of the samples of its group.
+
+    Raises ConfigError for a missing column.
+    """
     match kind:
         case "answers":
             return [(_answer(task), 1.0)]
@@ -115,7 +121,7 @@ def _answer(task: Task) -> list[Turn]:
 
 
 def _reply(task: Task, column: str) -> list[Turn]:
-    """What follows the prompt: a text, or messages of which the assistant's are learnt."""
+    """The turns that follow the prompt: a text, or messages of which the assistant's are learnt."""
     found = task.data.get(column)
     if isinstance(found, str):
         return [(as_messages(task.prompt), found)]
@@ -126,7 +132,10 @@ def _reply(task: Task, column: str) -> list[Turn]:
 
 
 def _turns(task: Task, messages: Sequence[Mapping[str, Any]], column: str, before: Sequence[Message] = ()) -> Iterator[Turn]:
-    """What the assistant says, each time with the messages since it spoke last. before: messages of which none is learnt."""
+    """Each message of the assistant, with the messages since its previous one.
+
+    before: messages that come first and are not learnt. Raises ConfigError for messages that cannot be learnt.
+    """
     heard: Messages = list(before)
     try:
         said = as_messages(messages) if isinstance(messages, str) else [dict(message) for message in messages]

@@ -1,9 +1,10 @@
-"""Engines and trainer must agree on what the present weights sampled, or there is no gradient step (I1).
+"""Verifies that engines and trainer agree on what the present weights sampled (I1).
 
     a step's rows that version v sampled whole  ->  engine's logprobs, trainer's under v  ->  gross?  ->  PolicyMismatch
 
-Fingerprints prove that both hold the same weights; this proves that both make the same of them. The limits are far from
-rounding. Rows of older versions are expected to differ: they do not count.
+If they do not agree, there is no gradient step. Fingerprints show that both hold the same weights; this check shows that
+both compute the same from them. The limits are far from rounding. Rows of older versions are expected to differ and do not
+count.
 """
 
 from __future__ import annotations
@@ -18,19 +19,27 @@ from tidemill.core.types import Array, Group, Sample, Version
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
 from tidemill.observability.diagnosis.mismatch import GROSS, ROUNDING, LogprobGap, lag_zero
 
-TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # tried to name a cause
+TEMPERATURES = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5)  # tried in turn to name a cause
 _LOOKED_AT = 16  # rows
 
 
 class Agreement:
+    """The check of a step's rows, called before the update."""
+
     def __init__(self, trainer: Trainer, dtype: str) -> None:
-        """dtype: the coarsest that trainer or engines compute in."""
+        """Check against `trainer`, within the limits of `dtype`.
+
+        dtype: the coarsest one that trainer or engines compute in.
+        """
         self._trainer, self._dtype = trainer, dtype
 
     async def __call__(
         self, served: Version, groups: Sequence[Group], samples: Sequence[Sample], logprobs: Sequence[Array]
     ) -> None:
-        """Raise PolicyMismatch when the trainer's `logprobs` of what `served` sampled are grossly not the engines'."""
+        """Raise PolicyMismatch if engines and trainer grossly disagree on what `served` sampled.
+
+        logprobs: the trainer's for each of `samples`, float32 [T].
+        """
         rows = [
             (sample, np.where(sample.mask, values, np.nan))
             for sample, values, present in zip(samples, logprobs, lag_zero(groups, samples, served), strict=True)
@@ -44,7 +53,7 @@ class Agreement:
             self._refuse(served, gap, "of what they sampled", f" The likely cause: {cause}.")
 
     def check_probe(self, served: Version, gap: LogprobGap) -> None:
-        """The same of rows that an engine scored with these weights."""
+        """Raise PolicyMismatch if the gap of rows that an engine scored with these weights is gross."""
         self._refuse(served, gap, "of rows they were asked to score", "")
 
     def _refuse(self, served: Version, gap: LogprobGap, what: str, cause: str) -> None:

@@ -1,9 +1,10 @@
-"""A trainer whose reference policy is served by engines of its own: they answer for "reference", the trainer for the rest.
+"""A trainer whose reference policy is served by engines of its own.
 
     forward(rows, "reference") -> all rows at once -> a pool that nothing is published to -> as the trainer would answer
 
-A reference that never moves is a function of tokens, so it does not matter who scores a row, or how often: one that was lost
-with its engine is scored again, on another one or on the one that is started in its place.
+The engines answer for "reference", the trainer for everything else. A reference that never moves is a function of tokens,
+so it does not matter which engine scores a row, or how often. A row that was lost with its engine is scored again, on
+another engine or on the restarted one.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from tidemill.controller.engine_pool import EnginePool
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
 
-REFERENCE, SERVED = "reference", "policy"  # what the trainer calls it, and what its engines call all that they serve
+REFERENCE, SERVED = "reference", "policy"  # the trainer's name for it, and the name under which its engines serve it
 
 
 class WithServedReference:
-    """`protocols.Trainer` over a trainer that holds no reference, and the engines that do."""
+    """`interfaces.Trainer` over a trainer without a reference, and the engines that serve it."""
 
     def __init__(self, trainer: Trainer, engines: EnginePool) -> None:
         self._trainer, self._engines = trainer, engines
@@ -33,7 +34,11 @@ class WithServedReference:
         return [each.result() for each in scoring]
 
     async def _score(self, row: Sample) -> Array:
-        """[T] float32, as `Trainer.forward` has it: 0 where nothing was sampled and nothing has a weight."""
+        """Logprobs of one row, [T] float32 as `Trainer.forward` returns them.
+
+        They are 0 where nothing was sampled and nothing has a weight. Raises ValueError for a row that was sampled from a
+        part of the vocabulary.
+        """
         if row.support is not None:
             raise ValueError(
                 "a reference that is served scores over the whole vocabulary, and a row was sampled from a part of it: set "

@@ -1,9 +1,9 @@
-"""Tasks to groups: each sibling is an episode of the environment against the policy, then the group is judged.
+"""Turns tasks into groups: sibling episodes run side by side, then the group is judged.
 
     task -> group_size episodes (environment x engine, side by side) -> judge -> Group
 
-What an environment raises is an `InfraError` of that attempt, never a score (I5). An attempt without a sampled token
-cannot be trained on, cannot be stamped and cannot earn a score; it stays in the group as evidence.
+An exception in an environment makes that attempt an `InfraError`, never a score (I5). An attempt without a sampled token
+cannot be trained on, has no version and cannot earn a score; it stays in the group as evidence.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class EpisodeSetup:
-    """How an episode is run: what does not change from one to the next."""
+    """Settings shared by all episodes: environment, tokenizer, sampling parameters and limits."""
 
     environment: Environment
     tokenizer: Tokenizer
@@ -56,7 +56,7 @@ class EpisodeSetup:
     ) -> Trajectory:
         """One attempt. Its outcome is None when the environment leaves it to `judge`.
 
-        One that ends with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, unless it is `again`.
+        An attempt that is lost with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, once.
         """
         how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "key": key, "seeds": seeds, "sample": sample}
         chat = EpisodeChat(engine, self.tokenizer, self.params, **how)
@@ -64,14 +64,14 @@ class EpisodeSetup:
         outcome: Outcome | None
         try:
             outcome = await bounded(self.environment.run(task, chat), self.limit_s)
-            if outcome is not None:  # what it returns is the user's affair as well
+            if outcome is not None:  # the user's code may return anything
                 outcome = outcome_of(outcome, f"environment {self.environment.name}")
         except EpisodeOver as over:
             outcome, finish = Unscorable(str(over)), over.finish
         except EnvironmentLost:
             raise
-        except Exception as error:  # the environment is the user's code: whatever it raises is that attempt's affair
-            if chat.failure is not None:  # not the user's, but the engine's, on its way through
+        except Exception as error:  # the environment is the user's code: an exception fails that attempt alone
+            if chat.failure is not None:  # the engine's failure, passing through the user's code
                 raise chat.failure from None
             await engine.abort(key)
             if isinstance(error, WorkerLost) and not again:
@@ -88,7 +88,7 @@ class EpisodeSetup:
         return played
 
     def _unasked(self, outcome: Score | None) -> InfraError:
-        """A score of what the policy did not say is none, and nothing could be trained with it."""
+        """The error of an attempt in which the policy said nothing: there is nothing to score or train."""
         returned = "nothing" if outcome is None else f"Score({outcome.value:g})"
         return InfraError(
             f"environment {self.environment.name} returned {returned} for an attempt without a reply of the policy: there "
@@ -96,7 +96,7 @@ class EpisodeSetup:
         )
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> None:
-        """Decide, together, what `run` left undecided. Writes the outcomes."""
+        """Judge together the attempts that `run` left undecided, and write their outcomes."""
         open_ones = [t for t in attempts if t.outcome is None]
         if not open_ones:
             return
@@ -106,7 +106,10 @@ class EpisodeSetup:
             attempt.info["reward_s"] = time.monotonic() - start
 
     async def _outcomes(self, task: Task, attempts: list[Trajectory], again: bool = False) -> list[Outcome]:
-        """What `judge` says. That it raises, hangs or answers for another number of attempts is no score of any."""
+        """The outcomes that `judge` returns, one for each attempt.
+
+        If it raises, hangs or returns another number of outcomes, each is an InfraError.
+        """
         try:
             outcomes = await bounded(self.environment.judge(task, attempts), self.limit_s)
             return outcomes_of(outcomes, f"environment {self.environment.name}", len(attempts))
@@ -125,7 +128,7 @@ def _reason(error: Exception) -> str:
 
 
 class Rollout:
-    """`protocols.Roller` over a pool of engines."""
+    """`interfaces.Roller` over a pool of engines."""
 
     def __init__(
         self,
@@ -136,8 +139,11 @@ class Rollout:
         beside: Beside | None = None,
         baseline: bool = False,
     ) -> None:
-        """beside: where episodes and judging are noted, for the account of time. baseline: one greedy attempt at each task
-        besides, sample GREEDY, which is not trained on."""
+        """Sample groups of `group_size` attempts.
+
+        beside: where episodes and judging are noted, for the time breakdown. baseline: play one more attempt at each task,
+        greedily (sample GREEDY), which is not trained on.
+        """
         self._pool, self._episodes, self._size, self._seed = pool, episodes, group_size, run_seed
         self._beside, self._greedy = beside or Beside(), greedy(episodes) if baseline else None
 
@@ -164,10 +170,10 @@ class Rollout:
 
 
 async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each comes to, or the first error, or a cancellation: then all have ended.
+    """Await all works: their results, or the first error once all have ended.
 
-    Not by a task group: one that fails while it is cancelled tells of the failure alone, and whoever plays a lost group
-    again would go on for ever.
+    A task group will not do: a work that fails while it is cancelled would hide the cancellation, and the caller, which
+    plays a lost group again, would go on for ever.
     """
     tasks, cancelled = [asyncio.ensure_future(work) for work in works], None
     left = set(tasks)
@@ -181,7 +187,7 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         if failed:
             for task in left:
                 task.cancel()
-    errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]  # looked at, one and all
+    errors = [error for task in tasks if not task.cancelled() and (error := task.exception())]  # all are retrieved
     if cancelled is not None:
         raise cancelled
     if errors:
@@ -190,5 +196,5 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def greedy(episodes: EpisodeSetup) -> EpisodeSetup:
-    """The same, decoded without noise: what evaluation uses."""
+    """Copy of the setup with greedy decoding, for evaluation."""
     return replace(episodes, params=replace(episodes.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))

@@ -1,8 +1,8 @@
-"""What a run tells about itself: the controller's observer.
+"""The controller's observer: turns events into metrics, display, trace and report.
 
     rollouts, steps, versions, evaluations -> totals and step metrics -> sinks, display, trace, report
 
-It keeps engine mismatch (lag 0) and staleness (lag > 0) apart, and changes nothing of what it watches.
+It keeps engine mismatch (lag 0) and staleness (lag > 0) apart, and changes nothing that it watches.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ from tidemill.observability.timeline import IDLE, Beside, Timeline
 from tidemill.observability.trace import Trace
 
 RATE_S = 10.0
-ENGINE_S = 5.0  # that an engine has to tell what it did
+ENGINE_S = 5.0  # deadline of an engine's telemetry
 MOST_REASONS = 100
 TAILS = frozenset({"encoded_alone", "text_differs"})  # of appended turns, see `models.turn_renderers`
-PROBED_ROWS = 4  # of a batch, at each probe
+PROBED_ROWS = 4  # rows of a batch that each probe scores
 
 
 def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
-    """What happened since the last step."""
+    """Add a finished group to the counts since the last step."""
     if dropped:
         metrics.add(f"dropped/{dropped}", 1)
     for t in group.trajectories:
@@ -68,43 +68,43 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
 
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
-    """What the policy does."""
+    """Add the policy's lengths, rewards and truncations in these groups to a step's metrics."""
     by_env: dict[str, list[Trajectory]] = {}
     for env, t in ((group.task.env, t) for group in groups for t in group.trajectories if t.sample != GREEDY):
         length = int(t.learnt.sum())
-        if not length:  # it failed before its first reply: it says nothing of the policy
+        if not length:  # it failed before its first reply, so it says nothing about the policy
             continue
         metrics.mean("length/mean", length)
         metrics.max("length/max", length)
-        if t.given is None:  # a score that was given with a reply is no reward of the policy's
+        if t.given is None:  # a score that came with an offline reply is no reward of the policy
             if env:
                 metrics.mean(f"reward/{env}", t.reward)
-            metrics.mean("reward/mean", t.reward)  # NaN where there is no score: not counted
+            metrics.mean("reward/mean", t.reward)  # NaN, which is not counted, where there is no score
             by_env.setdefault(env, []).append(t)
             metrics.mean("truncated", t.finish in TRUNCATED)
             if (limit := limit_of(t)) is not None:
                 metrics.add(f"truncated/{limit[0]}", 1)
     for env, attempts in by_env.items():
         for part, values in parts_of(attempts).items():
-            if env or part != "mean":  # that is the whole's
+            if env or part != "mean":  # `reward/mean` is the whole reward
                 metrics.mean(f"reward/{env}/{part}" if env else f"reward/{part}", values)
 
 
 @dataclass(slots=True)
 class Totals:
-    """Since this process began; the ledger knows the whole run."""
+    """Totals since this process began; the ledger knows the whole run."""
 
     tokens: int = 0
     trained_tokens: int = 0
     max_lag: int = 0
-    lags: Counter[int] = field(default_factory=Counter)  # of groups, by their oldest token
+    lags: Counter[int] = field(default_factory=Counter)  # groups by the lag of their oldest token
     mismatch: Mismatch = field(default_factory=Mismatch)
     probe: LogprobGap = field(default_factory=LogprobGap)  # matched version, by score()
     probe_off: int = 0  # probes that met another version: not counted as matched
     versions: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)  # scored, unscorable, infra_errors
     cut: Counter[Limit] = field(default_factory=Counter)  # attempts, by the limit that ended their last reply
-    reasons: Counter[str] = field(default_factory=Counter)  # why there is no score; the first MOST_REASONS kinds of it
+    reasons: Counter[str] = field(default_factory=Counter)  # reasons for a missing score, the first MOST_REASONS of them
     pauses: int = 0  # of admission, by the breaker
     paused_s: float = 0.0
     paused_for: str = ""  # why judging failed, the latest time
@@ -123,6 +123,8 @@ class Totals:
 
 
 class Monitor:
+    """Observer of one run: see the module."""
+
     def __init__(self, sinks: Fanout, display: Display, trace: Trace) -> None:
         self._sinks, self._display, self.trace = sinks, display, trace
         self._trainer: Trainer | None = None
@@ -131,18 +133,18 @@ class Monitor:
         self._dropped: list[Group] = []  # since the latest step
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
         self._held_out: Metrics = {}  # of the latest evaluation, for the steps after it
-        self._versions: dict[int, Version] = {}  # by step, those that no step has been told of yet
+        self._versions: dict[int, Version] = {}  # by step, versions that no step has reported yet
         self._last = time.monotonic()
-        self._later: dict[str, list[Span]] = {}  # by process, what it told of the time after `_last`
-        self.loop, self.beside = Timeline(), Beside()  # what this process does: its steps, and rollouts and evaluations
+        self._later: dict[str, list[Span]] = {}  # by process, its spans after `_last`
+        self.loop, self.beside = Timeline(), Beside()  # spans of this process: its steps; rollouts and evaluations
         self._memory = PeakMemory()  # of this process
-        self._figures: Callable[[], Metrics] = dict  # of the tasks that are given
+        self._figures: Callable[[], Metrics] = dict  # metrics of the task source
 
     def attach(self, trainer: Trainer, pools: Sequence[EnginePool], figures: Callable[[], Metrics] = dict) -> None:
-        """The parts to ask for telemetry. figures: of the tasks, asked for once a step."""
+        """Set the parts to ask for telemetry. figures: metrics of the task source, asked for once a step."""
         self._figures = figures
         self._trainer, self._pools, self._last = trainer, pools, time.monotonic()
-        self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up is over, it sampled nothing
+        self._sampled = deque([(self._last, self.totals.tokens)])  # a warm-up has ended, and it sampled nothing
         self.loop.take()
         self.beside.take()
         self._later = {}
@@ -161,7 +163,7 @@ class Monitor:
         self._judged(group)
 
     def _judged(self, group: Group) -> None:
-        """Count the outcomes; the first one without a score is shown, of each kind."""
+        """Count the outcomes, and show the first attempt without a score of each kind."""
         self.totals.cut.update(limits(t for t in group.trajectories if t.sample != GREEDY))
         for outcome in (t.outcome for t in group.trajectories):
             kind = "infra_errors" if isinstance(outcome, InfraError) else "scored"
@@ -174,7 +176,7 @@ class Monitor:
                     self.totals.reasons[outcome.reason] += 1
 
     def judging(self, change: Change) -> None:
-        """Admission pauses because judging fails, or goes on."""
+        """Record and show that admission pauses because judging fails, or resumes."""
         self._display.note(change.text)
         if change.kind == "paused":
             self._window.add("judging/pauses", 1)
@@ -189,7 +191,7 @@ class Monitor:
         self.totals.versions += 1
 
     def remember(self, results: Metrics) -> None:
-        """Of the latest evaluation, for the steps until the next one."""
+        """Keep the latest evaluation's results for the steps until the next one."""
         self._held_out = {f"eval/{name}": results[name] for name in HELD_OUT if name in results}
 
     def evaluated(self, step: int, results: Metrics) -> None:
@@ -263,8 +265,11 @@ class Monitor:
         self._display.step(record)
 
     async def _times(self) -> Metrics:
-        """Rates, and shares of the time since the last step. That ends now, before anybody is asked, so that each process
-        tells of all of it; what it tells of the time after is the next step's."""
+        """Throughput, and the breakdown of the time since the last step.
+
+        The step's time ends before any process is asked, so that each reports all of it. Spans after that belong to the next
+        step.
+        """
         assert self._trainer is not None
         begin, now = self._last, time.monotonic()
         self._last = now
@@ -287,14 +292,17 @@ class Monitor:
 
     @staticmethod
     async def _of(engine: Engine) -> Telemetry | None:
-        """None of one that is lost, or silent: others see to it. What it did since the last step comes later, or never."""
+        """An engine's telemetry, or None if it is lost or silent.
+
+        The supervisor deals with such an engine. Its spans since the last step come later, or never.
+        """
         try:
             return await asyncio.wait_for(engine.telemetry(), ENGINE_S)
         except (PeerLost, TimeoutError):
             return None
 
     def _rate(self, now: float) -> float:
-        """Sampled tokens per second, over the last `RATE_S` seconds."""
+        """Sampled tokens a second over the last `RATE_S` seconds."""
         self._sampled.append((now, self.totals.tokens))
         while len(self._sampled) > 2 and now - self._sampled[1][0] > RATE_S:
             self._sampled.popleft()
@@ -312,7 +320,7 @@ class Monitor:
 
 
 def _means(sums: Metrics) -> Metrics:
-    """A trainer's sums over tokens, as means under their names."""
+    """A trainer's sums over tokens as means, under their metrics' names."""
     tokens = max(sums["tokens"], 1.0)
     means = {f"train/{name}": value / tokens for name, value in sums.items() if name != "tokens"}
     return means | {"train/tokens": sums["tokens"]}

@@ -1,11 +1,11 @@
-"""A step's gradient and update: of all its groups at once, or part by part while the rest of them is still sampled.
+"""A step's gradient and update, computed at once or in parts while sampling goes on.
 
     groups -> rows -> logprobs that the algorithm asks for -> prepare -> forward and backward -> (the last part) apply
 
-A part is computed with what `prepare` makes of its groups alone. That is what it makes of them among the whole step, where
-an algorithm is `by_group`: a reduction's weight follows from the row and its siblings, and what follows from the step, its
-scale, is applied once, at the end (I6). The whole step is prepared all the same, and a part that was trained with other
-numbers than these ends the run before any weight has changed.
+A part uses what `prepare` makes of its groups alone. For an algorithm that is `by_group` this equals what the whole step
+would give: a row's weight follows from the row and its siblings, and the scale, which follows from the step, is applied
+once, at the end (I6). The whole step is prepared all the same. If a part was trained with other numbers, the run ends
+before any weight has changed.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tidemill.core.types import Array, Group, LossSpec, Metrics, PreparedStep, S
 
 @dataclass(slots=True)
 class Begun:
-    """Those of a step's groups, the first ones, whose gradient the trainer has added up already."""
+    """The first groups of a step, whose gradient the trainer has already accumulated."""
 
     groups: list[Group] = field(default_factory=list)
     rows: list[Sample] = field(default_factory=list)
     known: dict[str, list[Array]] = field(default_factory=dict)  # logprobs of the rows, by policy
     samples: list[Sample] = field(default_factory=list)
     losses: dict[str, LossSpec] | None = None  # of the samples
-    logprobs: list[Array] = field(default_factory=list)  # as the passes gave them
+    logprobs: list[Array] = field(default_factory=list)  # from the passes
     sums: Counter[str] = field(default_factory=Counter)  # metrics of the passes
 
     async def ask(self, trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group], step: int) -> None:
-        """The rows of more groups, and what is asked of them."""
+        """Add the rows of more groups, and the logprobs that the algorithm asks for."""
         rows = algorithm.rows(groups, step)
         for policy in algorithm.asks:
             self.known.setdefault(policy, []).extend(await trainer.forward(rows, policy))
@@ -41,7 +41,7 @@ class Begun:
         self.rows += rows
 
     async def add(self, trainer: Trainer, algorithm: Algorithm, groups: Sequence[Group], step: int) -> None:
-        """The gradient of more groups, of an algorithm that is `by_group`. Nothing is applied."""
+        """Accumulate the gradient of more groups of a `by_group` algorithm. Nothing is applied."""
         first = len(self.rows)
         await self.ask(trainer, algorithm, groups, step)
         known = {policy: found[first:] for policy, found in self.known.items()}
@@ -52,12 +52,13 @@ class Begun:
         await self.train(trainer, prepared.samples, prepared.losses)
 
     async def train(self, trainer: Trainer, samples: list[Sample], losses: dict[str, LossSpec]) -> None:
+        """Accumulate the gradient of these samples."""
         result = await trainer.forward_backward(samples, losses)
         self.logprobs += result.logprobs
         self.sums.update(result.metrics)
 
     def check(self, prepared: PreparedStep) -> None:
-        """That what was begun is the beginning of what the whole step came to."""
+        """Verify that the part trained so far is the beginning of the whole step's samples."""
         if self.losses is not None:
             (update,) = prepared.updates
             self._expect(len(self.samples) <= len(update.samples) and prepared.losses == self.losses)
@@ -70,9 +71,10 @@ class Begun:
 
 
 def computed_tokens(group: Group) -> int:
-    """Tokens that a pass over its attempts computes, at most: what comes before the first sampled one they share.
+    """Upper bound on the tokens that a pass over a group's attempts computes.
 
-    An attempt that failed before its first reply has nothing to train, and no pass computes it.
+    The attempts share what comes before their first sampled token. One that failed before its first reply has nothing to
+    train, and no pass computes it.
     """
     attempts = [t for t in group.trajectories if t.learnt.any()]
     begins = [int(np.argmax(t.mask)) for t in attempts]
@@ -88,11 +90,11 @@ async def train_on(
     before_update: Callable[[Update, TrainResult], Awaitable[None]] | None = None,
     begun: Begun | None = None,
 ) -> tuple[PreparedStep, TrainResult, Metrics]:
-    """All of a step but its record: its samples, what their forward passes gave, and what the optimizer said last.
+    """Train one step: its samples, the outputs of their passes, and the last update's metrics.
 
-    again: groups that an earlier step was made of, which differ from fresh ones in nothing but their age.
-    `before_update` is awaited once, with the gradient of the first update accumulated and no weight touched.
-    begun: of the first of `fresh`.
+    again: replayed groups of earlier steps, which differ from fresh ones only in their age.
+    before_update: awaited once, when the first update's gradient is accumulated and no weight has changed.
+    begun: the first of the `fresh` groups, if their gradient was accumulated early.
     """
     groups, begun = [*fresh, *again], begun or Begun()
     early = len(begun.groups)
@@ -110,7 +112,7 @@ async def train_on(
         metrics = await trainer.apply(update.scale)
     counts = {"streamed": float(early), "replayed": float(len(again))}
     metrics = metrics | {name: count for name, count in counts.items() if count}
-    if len(prepared.updates) > 1:  # the later passes were of other weights than the step began with
+    if len(prepared.updates) > 1:  # later passes used weights that the step did not begin with
         result = TrainResult({}, list(begun.known["policy"]))
     return prepared, TrainResult(dict(sums), result.logprobs), metrics
 
