@@ -1,1 +1,1 @@
-"""What a run tells about itself: metrics to sinks, spans to trace.json, progress to the terminal. Vocabulary only."""
+"""Metrics, traces, progress and diagnosis of a run. It imports from `core` only."""

@@ -1,13 +1,13 @@
-"""The one change that would help most, from the account of a run's time.
+"""Bottleneck advice: the one change that would speed up a run most.
 
     the trainer works nearly always               -> the trainer is the bottleneck
-    it waits for rollouts, engines wait for it    -> the two take turns: more lag
-    ...               while engines compute       -> the engines are; or, with few groups in flight, the longest episodes
-    ...               while engines wait for verifiers or environments -> these are
-    it waits for engines, an evaluation, ...      -> that
-    nothing was admitted, because judging failed  -> what it failed of, before all else
+    it waits for rollouts, engines wait for it    -> they take turns: more lag lets them overlap
+    ...               while engines compute       -> the engines; or, with few groups in flight, the longest episodes
+    ...               while engines wait for verifiers or environments -> the verifiers or environments
+    it waits for engines, an evaluation, ...      -> the one that it waits for
+    nothing was admitted, because judging failed  -> the cause of that failure, before all else
 
-The gain is what is left when that waiting ends and nothing else comes in its place: at most so much.
+The gain is an upper bound: the time that is left when this wait ends and no other takes its place.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from dataclasses import dataclass
 
 from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, WAIT, Account
 
-LITTLE = 0.1  # of the time: nothing to speak of
-FEW = 0.2  # of the groups that may be in flight
-# Multiplications of an engine's step, from which on more threads may help: they meet in it, and whoever else computes on one
-# of their cores (the controller, a verifier) keeps all of them waiting. Of 0.15e9 (the demo's) a run took 38 s with two
-# threads and 25 with one, of 0.4e9 as long with two as with one.
+LITTLE = 0.1  # share of the time below which a wait is ignored
+FEW = 0.2  # share of the groups that may be in flight
+# Multiplications in an engine's step above which more threads may help. Threads meet within a step, so another process on
+# one of their cores (the controller, a verifier) delays all of them. Measured: with steps of 0.15e9 (the demo) a run took
+# 38 s with two threads and 25 s with one; with 0.4e9, the two took equally long.
 WORTH_THREADS = 1e9
 
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """What of the run's settings an advice names."""
+    """The settings of a run that the advice depends on."""
 
     max_lag: int
     slots: int  # groups that may be in flight
@@ -34,10 +34,10 @@ class Setup:
     engine_threads: int = 1
     engine_step: float = 0.0  # multiplications, on average; 0: not known
     trainer_threads: int = 1
-    workers: int = 1  # of the scorer
+    workers: int = 1  # of the scoring pool
     cores: int = 1
     paused: float = 0.0  # share of the time in which nothing was admitted, because judging failed
-    failed: str = ""  # of what, the latest time
+    failed: str = ""  # the reason of the latest failure
     shared: bool = False  # trainer and engines may be given more threads than there are cores
 
 
@@ -49,7 +49,7 @@ class Advice:
 
     @property
     def gain(self) -> float:
-        """At most so many times as fast."""
+        """Upper bound of the speed-up, as a factor."""
         return 1 / max(1 - self.share, 0.05)
 
     def __str__(self) -> str:
@@ -57,7 +57,7 @@ class Advice:
 
 
 def advise(found: Account, setup: Setup) -> Advice | None:
-    """None when there is nothing to go by."""
+    """The advice for a run; None when the trainer recorded no time."""
     trainer = found.shares().get(TRAINER)
     if not trainer or sum(found.seconds[TRAINER].values()) <= 0:
         return None

@@ -1,14 +1,14 @@
-"""Progress for people and for machines: a line for a step.
+"""Progress display of a run: one line per step, for a terminal, a pipe or a program.
 
     live    a terminal: the header, a line for each evaluation and each twentieth of the run, below them the present step
-    plain   no terminal: the same lines without colour, and one at least every ten seconds
+    plain   no terminal: the same lines without colour, and at least one every ten seconds
     json    one JSON object a line: {"kind": "header" | "step" | "eval" | "note", ...}, and nothing else
     quiet   nothing
 
-A line is as wide as the terminal at most, and 120 characters where there is none. That steps are left out is said; all are
-in metrics.jsonl. A column whose metric is missing shows a dash. `version` must be written only after every engine has
-answered with the trainer's fingerprint: the display says "ok" beside it. A stream that fails silences the display, not the
-run.
+A line is at most as wide as the terminal, or 120 characters without one. When steps are left out, the display says so;
+all of them are in metrics.jsonl. A column whose metric is missing shows a dash. The metric `version` may be set only
+after every engine has answered with the trainer's fingerprint: the display shows "ok" beside it. A stream that fails
+silences the display, not the run.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 Mode = Literal["auto", "live", "plain", "json", "quiet"]
 PLAIN_WIDTH = 120
-LINES = 20  # of steps, at most, that a run's steps leave on a terminal
-QUIET_S = 10.0  # that a plain display may be silent while steps end
-LABEL = 9  # columns of a label, with what parts it from what is said
+LINES = 20  # step lines that a run leaves on a terminal, at most
+QUIET_S = 10.0  # longest silence of a plain display while steps end
+LABEL = 9  # columns of a label and its separator
 _LABELLED = re.compile(r"([a-z-]{2,8}): (?=\S)")
 _ROUND = (1, 2, 5, 10, 20, 25, 50, 100, 200, 250, 500)
 Style = Literal["", "bold", "dim", "green", "yellow", "cyan"]
@@ -71,7 +71,7 @@ class ProgressDisplay:
         self._live = _Live(given, total) if self._mode == "live" else None
 
     def header(self, lines: Sequence[str]) -> None:
-        """What is about to run, before the first step."""
+        """Show the run's description before the first step."""
         if self._mode == "json":
             self._say_json({"kind": "header", "lines": list(lines)})
         else:
@@ -79,7 +79,7 @@ class ProgressDisplay:
                 self._say(text)
 
     def step(self, metrics: Metrics) -> None:
-        """The metrics of a step that has ended; `step` among them counts from 1."""
+        """Show the metrics of a step that has ended; `step` among them counts from 1."""
         if self._mode == "json":
             self._say_json({"kind": "step", **finite(metrics)})
             return
@@ -100,7 +100,7 @@ class ProgressDisplay:
         self._attempt(lambda: self._live and self._live.show(step, self._fit(text), spent, keep=keep))
 
     def evaluated(self, step: int, results: Metrics) -> None:
-        """Held-out results of the weights after `step` steps."""
+        """Show the held-out results of the weights after `step` steps."""
         if self._mode == "json":
             self._say_json({"kind": "eval", "step": step, **finite(results)})
             return
@@ -114,14 +114,14 @@ class ProgressDisplay:
             self._print(text, "green")
 
     def note(self, text: str) -> None:
-        """A sentence that must be seen: a resume, a sink that was switched off, how the run ended."""
+        """Show an important sentence: a resume, a sink switched off, how the run ended."""
         if self._mode == "json":
             self._say_json({"kind": "note", "text": text})
         else:
             self._say(text, "yellow" if text.startswith(("warning", "an attempt has no score")) else "")
 
     def close(self) -> None:
-        """Leave the terminal as it was found. Needed whenever the run ends, however it ends."""
+        """Leave the terminal as it was found. Must be called however the run ends."""
         if self._live is not None:
             self._attempt(self._live.close)
 
@@ -145,7 +145,7 @@ class ProgressDisplay:
         self._attempt(lambda: print(json.dumps(value, allow_nan=False), file=self._stream, flush=True))
 
     def _say(self, text: str, style: Style = "") -> None:
-        """A paragraph, which wraps; a word and a colon before it are a label, in a column of its own."""
+        """Print a paragraph, wrapped. A leading word with a colon is a label, in a column of its own."""
         label = found[1] if (found := _LABELLED.match(text)) else ""
         said = text[len(label) + 2 :] if label else text
         first, *rest = paragraphs(said, self._width, " " * (LABEL + 2 if label else 2), "" if label else "  ")
@@ -153,14 +153,14 @@ class ProgressDisplay:
             self._print(each, style)
 
     def _print(self, text: str, style: Style = "") -> None:
-        """A line, as it is."""
+        """Print one line as it is."""
         if self._live is not None:
             self._attempt(lambda: self._live and self._live.say(self._fit(text), style))
         else:
             self._attempt(lambda: print(self._fit(text), file=self._stream, flush=True))
 
     def _fit(self, text: str) -> str:
-        """Text in what the stream can write: a terminal in the C locale knows ASCII only."""
+        """The text in characters that the stream can encode: the C locale has only ASCII."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"  # a StringIO has none, and takes anything
         return text.encode(encoding, DEGRADE).decode(encoding)
 
@@ -177,7 +177,7 @@ class ProgressDisplay:
 
 
 class _Live:
-    """A terminal: finished lines scroll away above, the present step and the run's progress stay below."""
+    """Display on a terminal: finished lines scroll away above the present step and the progress bar."""
 
     def __init__(self, stream: TextIO, total: int) -> None:
         from rich.console import Console
@@ -198,7 +198,7 @@ class _Live:
         self._started = False
 
     def show(self, step: int, text: str, spent: list[str], *, keep: bool) -> None:
-        """spent: where the step's time went, a line for each process."""
+        """Show a step and the progress. spent: one line per process on where the step's time went."""
         if not self._started:
             self._started = True
             self._live.start()
@@ -209,7 +209,7 @@ class _Live:
             self.say(text)
 
     def say(self, text: str, style: str = "") -> None:
-        """One line; a word that is longer than the terminal is wide goes on in the next."""
+        """Print one line; a word longer than the terminal is wide goes on in the next."""
         self.console.print(text, style=style or None, markup=False, overflow="ignore", no_wrap=True, crop=False)
 
     def close(self) -> None:
@@ -225,7 +225,7 @@ class _Live:
 
 
 def spacing(total: int) -> int:
-    """Every so many steps one is kept, a round number, so that a run leaves few lines."""
+    """The interval, a round number of steps, at which step lines are kept."""
     return next((each for each in _ROUND if total <= each * LINES), -(-total // LINES))
 
 
@@ -235,14 +235,14 @@ def ordinal(number: int) -> str:
 
 
 def _mode_of(stream: TextIO | None) -> Mode:
-    """Live on a terminal that can move its cursor. None: the program has no standard output."""
+    """The mode for a stream: live on a terminal that can move its cursor, quiet without a stream."""
     if stream is None or getattr(stream, "closed", False):
         return "quiet"
     return "live" if stream.isatty() and os.environ.get("TERM", "dumb") not in ("dumb", "unknown", "") else "plain"
 
 
 def _width_of(stream: TextIO | None) -> int:
-    """Of a terminal that is not live its own; a pipe and a file have none."""
+    """The width of a terminal without live display; `PLAIN_WIDTH` for a pipe or a file."""
     try:
         return (os.get_terminal_size(stream.fileno()).columns if stream is not None else 0) or PLAIN_WIDTH
     except (OSError, ValueError):

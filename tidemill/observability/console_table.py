@@ -1,4 +1,4 @@
-"""The table of a run's progress: a step's metrics as cells, and cells as a line that fits a width."""
+"""The progress table: a step's metrics as cells, and cells as a line of limited width."""
 
 from __future__ import annotations
 
@@ -33,7 +33,10 @@ def cells(metrics: Mapping[str, float], scale: tuple[float, float]) -> tuple[str
 
 
 def line(columns: Sequence[str], width: int) -> str:
-    """Columns beside each other, at most `width` wide: numbers to the right, the bar and the last one to the left."""
+    """Cells beside each other, at most `width` wide.
+
+    Numbers are aligned to the right, the bar and the last column to the left.
+    """
     padded = [f"{c:<{w}}" if i == 1 else f"{c:>{w}}" for i, (c, w) in enumerate(zip(columns, WIDTHS, strict=False))]
     text = (" " * BETWEEN).join(padded)
     if width - len(text) - BETWEEN >= LEAST:
@@ -42,12 +45,12 @@ def line(columns: Sequence[str], width: int) -> str:
 
 
 def cut(text: str, width: int) -> str:
-    """Text of one line, ended by an ellipsis where it is too long."""
+    """The text, cut to `width` with an ellipsis if it is longer."""
     return text if len(text) <= width else f"{text[: width - 1].rstrip()}…"
 
 
 def held_out(results: Mapping[str, float]) -> str:
-    """What an evaluation found, in words."""
+    """The figures of an evaluation as text, such as "accuracy 0.812, loss 0.310"."""
     found = {name.replace("_", " "): number(results.get(name), ".3f") for name in HELD_OUT if name in results}
     return ", ".join(f"{name} {figure}" for name, figure in found.items())
 
@@ -65,7 +68,7 @@ def number(value: float | None, form: str) -> str:
 
 
 def exponent(value: float | None) -> str:
-    """One digit and its power of ten: 1e-6."""
+    """A number as one digit and its power of ten, such as 1e-6."""
     if not _known(value) or value is None:
         return "–"
     if value == 0:
@@ -88,7 +91,7 @@ def _first(metrics: Mapping[str, float], names: Iterable[str]) -> float | None:
 
 
 def _loss(metrics: Mapping[str, float]) -> str:
-    """In place of a reward, where nothing is sampled, so that nothing has a lag."""
+    """The loss, shown in the reward's column when nothing is sampled."""
     loss = None if "lag/mean" in metrics else _first(metrics, ("train/preference_loss", "train/loss"))
     return f"loss {number(loss, '.3f')}" if _known(loss) else "–"
 

@@ -1,17 +1,18 @@
-"""An event of a run as a line for people: the same words on the display, in `tidemill ledger` and in `tidemill why`."""
+"""Wording of a run's events, the same on the display and in every command."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-SOME = 8  # of a list
+SOME = 8  # items of a list that are shown
 
 
 def worded(kind: str, detail: Mapping[str, Any]) -> str:
-    """engine_restarted, {"engine": "engine-0", "after_s": 1.0} -> engine restarted: engine-0, after 1 s
+    """An event as a line: "engine restarted: engine-0, after 1 s".
 
-    A text speaks for itself; anything else has its name, and its unit where the name tells it. What is empty is left out.
+    That line comes from `engine_restarted` and {"engine": "engine-0", "after_s": 1.0}. A text stands alone; any other
+    value gets its key's name, and its unit if the key has one. Empty values are left out.
     """
     said = ", ".join(_said(key, value) for key, value in detail.items() if value not in (None, "", [], {}))
     return f"{kind.replace('_', ' ')}: {said}" if said else kind.replace("_", " ")

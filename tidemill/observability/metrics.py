@@ -1,4 +1,4 @@
-"""From many numbers to one per step."""
+"""Aggregation of many values into one number per step and key."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.core.types import Metrics
 
 
 class StepMetrics:
-    """Collects what happens during a step; `take` gives it as one flat dictionary and begins anew."""
+    """Collects values during a step; `take` returns one flat dictionary and starts anew."""
 
     def __init__(self) -> None:
         self._means: dict[str, tuple[float, float]] = {}  # key -> sum of weight * value, sum of weights
@@ -19,7 +19,10 @@ class StepMetrics:
         self._maxima: dict[str, float] = {}
 
     def mean(self, key: str, value: float | Iterable[float], weight: float = 1.0) -> None:
-        """A value, or several of equal weight, into the mean under `key`. NaN is not counted: it says "no value"."""
+        """Add a value, or several of equal weight, to the mean under `key`.
+
+        NaN means "no value" and is not counted.
+        """
         for each in value if isinstance(value, Iterable) else (value,):
             if not math.isnan(each):
                 total, weights = self._means.get(key, (0.0, 0.0))
@@ -45,6 +48,9 @@ class StepMetrics:
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """For JSON, which knows no NaN and no infinity: these become None. NumPy scalars become plain numbers."""
+    """The metrics for JSON, which has no NaN and no infinity: both become None.
+
+    NumPy scalars become plain numbers.
+    """
     plain = {key: value.item() if isinstance(value, np.generic) else value for key, value in metrics.items()}
     return {key: None if isinstance(v, float) and not math.isfinite(v) else v for key, v in plain.items()}

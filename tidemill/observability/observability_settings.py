@@ -1,4 +1,4 @@
-"""Where metrics go besides metrics.jsonl, and whether the run is traced."""
+"""Settings for metric sinks and the trace."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""`profile = true`: every operator that engines and trainer ran in two steps, beside the run's spans, on one axis of time.
+"""Operator profile of two steps (`profile = true`), on one time axis with the spans.
 
     from publication FIRST to LAST that a process sees: torch's profiler -> profile/NAME-PID.jsonl.gz
-    at the end of the run, with what `Trace` holds: profile.json.gz, for https://ui.perfetto.dev
+    at the end of the run, with the spans of `Trace`: profile.json.gz, for https://ui.perfetto.dev
 
-torch stamps events with the system's clock and spans are stamped with the monotonic one: they agree to about a millisecond.
+torch stamps events with the system's clock, spans use the monotonic one; the two agree to about a millisecond.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import msgspec
 
 from tidemill.observability.trace import Trace
 
-FIRST, LAST = 2, 4  # of the first steps everything is cold
+FIRST, LAST = 2, 4  # in the first steps everything is cold
 _OWN = 1_000_000  # operators have tracks of their own: a process's spans are under a smaller number
-_recording = False  # torch has one profiler a process, which sees all threads: that of the role that began
+_recording = False  # torch has one profiler per process, which sees all threads; the first role takes it
 
 
 class _Event(msgspec.Struct):
-    """As torch writes it: microseconds since its own base."""
+    """An event as torch writes it, in microseconds since torch's own base."""
 
     ph: str
     name: str = ""
@@ -44,8 +44,10 @@ class _Recorded(msgspec.Struct):
 
 
 def attach(role: Any, method: str, name: str, folder: Path) -> None:
-    """Record what the process of `role` computes from the end of call FIRST of `method` to that of call LAST. Of a role that
-    is closed before, nothing is kept."""
+    """Profile the process of `role` from the end of call FIRST of `method` to the end of call LAST.
+
+    If the role is closed before that, nothing is written.
+    """
     inner, close, calls = getattr(role, method), role.close, 0
     profiler: Any = None
 
@@ -73,7 +75,7 @@ def attach(role: Any, method: str, name: str, folder: Path) -> None:
 
 
 def _started() -> Any:
-    """A running profiler, or None when this process has one."""
+    """A running profiler; None if this process already has one."""
     global _recording
     if _recording:
         return None
@@ -107,8 +109,10 @@ def _write(profiler: Any, name: str, folder: Path) -> None:
 
 
 def merge(folder: Path, trace: Trace, path: Path) -> bool:
-    """Write what the processes left in `folder`, and the spans of all, to `path`, and remove the folder. False when there is
-    nothing: the run was too short."""
+    """Write the processes' profiles in `folder` and the trace's spans to `path`; remove the folder.
+
+    Returns False if there are no profiles because the run was too short.
+    """
     parts = sorted(folder.glob("*.jsonl.gz"))
     if not parts:
         return False
@@ -131,7 +135,7 @@ def merge(folder: Path, trace: Trace, path: Path) -> bool:
 
 
 def _shifted(part: Path, track: int, origin_us: int) -> Iterator[dict[str, Any]]:
-    """Of one process, with times since the trace's origin."""
+    """The events of one process, with times counted from the trace's origin."""
     with gzip.open(part, "rb") as lines:
         head = json.loads(next(lines))
         pid = part.name.removesuffix(".jsonl.gz").rpartition("-")[2]

@@ -1,5 +1,8 @@
-"""How much memory a process needs: its proportional set size (shared pages divided among their users) where the system
-tells it, as Linux does, else its greatest resident size so far."""
+"""Memory of this process in bytes, and its peak.
+
+The proportional set size divides shared pages among their users. Linux reports it; elsewhere the greatest resident size
+so far takes its place.
+"""
 
 from __future__ import annotations
 
@@ -10,13 +13,13 @@ from pathlib import Path
 
 
 def memory_bytes() -> int:
-    """Of this process, now."""
+    """Memory of this process now: the proportional set size, else the peak resident size."""
     size = pss_bytes()
     return max_resident_bytes() if size is None else size
 
 
 def pss_bytes() -> int | None:
-    """Proportional set size of this process; None where the system does not tell it."""
+    """Proportional set size of this process; None where the system does not report it."""
     try:
         text = Path("/proc/self/smaps_rollup").read_text()
     except OSError:
@@ -33,9 +36,9 @@ def max_resident_bytes() -> int:
 
 
 class PeakMemory:
-    """The greatest `memory_bytes` seen at any `update`: call it where memory is expected to be highest.
+    """The greatest `memory_bytes` seen at any `update`; call it where memory is highest.
 
-    Looking walks the page tables, 27 ms for a process of 1 GB, so it is done at most every `EVERY_S` seconds.
+    Reading it walks the page tables, 27 ms for a process of 1 GB, so it is read at most every `EVERY_S` seconds.
     """
 
     EVERY_S = 2.0
@@ -45,7 +48,7 @@ class PeakMemory:
         self._next = 0.0
 
     def update(self) -> int:
-        """Look now, unless that was done a moment ago, and return the peak so far in bytes."""
+        """Measure, unless that was done a moment ago, and return the peak so far in bytes."""
         now = time.monotonic()
         if now >= self._next:
             self.peak = max(self.peak, memory_bytes())

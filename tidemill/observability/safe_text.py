@@ -1,4 +1,4 @@
-"""Text that is safe to show: nothing in it moves a cursor, and every stream can write it.
+"""Text that is safe to show: it moves no cursor, and every stream can encode it.
 
 A model's text is hostile. `visible` shows control characters as pictures, so that no escape sequence reaches a terminal.
 The error handler `DEGRADE` writes a character that a stream's encoding lacks as its nearest ASCII form.
@@ -37,7 +37,7 @@ codecs.register_error(DEGRADE, _degrade)
 
 
 def visible(text: str) -> str:
-    """Text without anything that moves a cursor or reorders what is shown.
+    """The text without anything that moves a cursor or reorders what is shown.
 
     Control characters become their pictures, a line break an arrow.
     """
@@ -57,9 +57,10 @@ def _picture(character: str) -> str:
 
 
 def paragraphs(text: str, width: int, indent: str = "  ", hanging: str = "  ") -> list[str]:
-    """Lines of at most `width` characters; a word that is longer than a line, such as a path, stays whole.
+    """The text wrapped to lines of at most `width` characters.
 
-    indent: before every line. hanging: after it, before every line but a paragraph's first.
+    A word longer than a line, such as a path, stays whole. indent: put before every line. hanging: put after the indent,
+    before every line of a paragraph but the first.
     """
     lines: list[str] = []
     for paragraph in text.splitlines() or [""]:

@@ -1,4 +1,4 @@
-"""Where metrics go. metrics.jsonl is always written; the rest is extra and cannot harm the run.
+"""Sinks for metrics: metrics.jsonl always, TensorBoard, W&B and callbacks on request.
 
 A missing package is a ConfigError at the start, with the command that installs it. Whatever a sink raises later is
 reported once, that sink is switched off, and the run goes on.
@@ -24,9 +24,10 @@ Callback = Callable[[int, Metrics], None]
 
 
 class JsonlSink:
-    """A line for each call: {"step": .., "time": seconds since 1970, metrics}. NaN and infinity are null.
+    """Writes metrics.jsonl, one JSON object per call; NaN and infinity become null.
 
-    Appends, so that a resumed run goes on in the same file: of two values of a key at one step, the later one counts.
+    An object is {"step": .., "time": seconds since 1970, metrics}. The sink appends, so that a resumed run goes on in
+    the same file: if a key has two values at one step, the later one counts.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -43,7 +44,10 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars for `tensorboard --logdir FOLDER`. Uses TensorBoard's own writer, which needs neither torch nor TensorFlow."""
+    """Writes scalars for `tensorboard --logdir FOLDER`.
+
+    TensorBoard's own writer does it, which needs neither torch nor TensorFlow.
+    """
 
     def __init__(self, folder: str | Path) -> None:
         try:
@@ -62,7 +66,10 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """A run in Weights & Biases. It is begun at the first step, so that a missing account or network stops nothing."""
+    """Logs to a run in Weights & Biases.
+
+    The run begins at the first step, so that a missing account or network stops nothing.
+    """
 
     def __init__(self, project: str, name: str, folder: str | Path, config: dict[str, Any]) -> None:
         try:
@@ -85,7 +92,7 @@ class WandbSink:
 
 
 class UserSink:
-    """A function of the user's, called with (step, metrics)."""
+    """Calls a user's function with (step, metrics)."""
 
     def __init__(self, callback: Callback) -> None:
         self._callback = callback
@@ -131,7 +138,7 @@ def open_sinks(
     callbacks: Sequence[Callback] = (),
     report: Callable[[str], None] | None = None,
 ) -> Fanout:
-    """metrics.jsonl in the run folder, the sinks that the settings name, and the user's callbacks."""
+    """The sink of a run: metrics.jsonl, the sinks in the settings, and the user's callbacks."""
     folder = Path(folder)
     sinks: list[Sink] = [JsonlSink(folder / "metrics.jsonl")]
     for name in settings.sinks:
@@ -143,7 +150,7 @@ def open_sinks(
 
 
 def _cut_torn_line(path: Path) -> None:
-    """Remove the piece of a line that a killed run may have left at the end."""
+    """Remove the incomplete last line that a killed run may have left."""
     if not path.exists():
         return
     with open(path, "rb+") as file:

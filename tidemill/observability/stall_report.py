@@ -1,4 +1,4 @@
-"""Who waits for whom, and since when: what `tidemill why` reads.
+"""List of this process's open waits, for `tidemill why`.
 
     with waiting("trainer", "forward_backward", 3600.0):
         ...
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True)
 class Wait:
     peer: str
-    what: str  # of the peer: a method, a condition
+    what: str  # a method or a condition of the peer
     since: float  # seconds since 1970
     limit_s: float | None  # None: bounded by the waits of those it depends on
 
@@ -38,5 +38,5 @@ def waiting(peer: str, what: str, limit_s: float | None = None) -> Iterator[None
 
 
 def open_waits() -> list[Wait]:
-    """Of this process, the longest first."""
+    """The open waits of this process, the longest first."""
     return list(_open.values())  # in the order of their beginning

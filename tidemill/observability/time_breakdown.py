@@ -1,16 +1,16 @@
-"""Where each process's time went, and for whom it waited.
+"""Time breakdown: each process's working time, and its waits by cause.
 
     trainer      train, sync,            waiting for: rollouts, engines (taking weights, checks), evaluation, ledger,
                                          controller, the reference where engines serve it
     engine-N     generate, sync, yield,  waiting for: reward, environment, evaluation, trainer
     reference-N  score, yield,           waiting for: trainer
-    controller   what its loop of steps does: the phases of `Timeline`
+    controller   the phases of its `Timeline`
 
-Nobody waits but who says that nothing was asked of him (`IDLE`): the rest of the time is not taken for waiting, it is
-`other`, which has no name. A trainer waits for what the loop of steps is at, which drives it. An engine waits for verifiers
-while a group is judged, for environments while an episode goes on; while neither is, the buffer holds all that may be in
-flight, and the engine waits for the trainer to take it. An engine yields while it has something to compute and others have
-its process: what takes calls in, above all. Shares are of the time that the account is of.
+Only time marked `IDLE` counts as waiting; time without any mark is `other`. An idle trainer waits for the present phase
+of the controller's loop. An idle engine waits for verifiers while a group is judged, and for environments while an
+episode goes on. If neither is the case, the buffer is full, and the engine waits for the trainer. An engine yields while
+it has work but something else uses its process, mostly the thread that receives calls. Shares are of the time that the
+breakdown covers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ TRAIN, GENERATE, SYNC = ("train", "apply", "forward", "snapshot"), ("generate",)
 CHECK, YIELD = ("check",), ("yield",)
 WORK = ("generate", "train", "sync")
 EPISODE, REWARD, EVALUATE = "episode", "reward", "evaluate"
-WAITS = {"rollouts": "rollouts", "publication": "engines", "check": "engines"}  # phase of the loop of steps -> for whom
+WAITS = {"rollouts": "rollouts", "publication": "engines", "check": "engines"}  # phase of the controller's loop -> its peer
 WAIT = "wait for "
 
 
@@ -36,18 +36,22 @@ class Account:
     """Seconds by process and kind, over any number of windows."""
 
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
-    wall: dict[str, float] = field(default_factory=dict)  # seconds of those windows that the process told of
+    wall: dict[str, float] = field(default_factory=dict)  # seconds of those windows in which the process reported
     judged: float = 0.0  # seconds in which at least one group was being judged
-    starved: dict[str, float] = field(default_factory=dict)  # what engines do while the trainer waits for rollouts, each
+    starved: dict[str, float] = field(
+        default_factory=dict
+    )  # seconds by kind that engines spend while the trainer waits for rollouts
     starved_s: float = 0.0  # how long it waits
-    in_flight: float = 0.0  # groups times seconds, of that time
+    in_flight: float = 0.0  # groups times seconds, within that time
 
     def shares(self) -> dict[str, dict[str, float]]:
         return {name: {k: v / max(self.wall[name], 1e-12) for k, v in kinds.items()} for name, kinds in self.seconds.items()}
 
     def overall(self) -> dict[str, float]:
-        """Of trainer and engines together: what they train, generate and sync, and how long they wait for whomever. The rest
-        they spend on the way between these, or without a name."""
+        """Mean shares of trainer and engines: train, generate, sync, and all waits together.
+
+        The rest is handover between these, or has no name.
+        """
         pools = [kinds for name, kinds in self.shares().items() if name != CONTROLLER and not name.startswith(REFERENCE)]
         if not pools:
             return {}
@@ -67,8 +71,11 @@ class Account:
 def account(
     begin: float, end: float, loop: Sequence[Span], beside: Sequence[Span], pools: Mapping[str, Sequence[Span]]
 ) -> Account:
-    """Of [begin, end]. loop: the controller's `Timeline`. beside: episodes, judging and evaluations, one span a group each.
-    pools: the spans of trainer and engines by process."""
+    """The breakdown of [begin, end], from the spans of all processes.
+
+    loop: the controller's `Timeline`. beside: episodes, judging and evaluations, one span per group. pools: the spans of
+    trainer and engines by process.
+    """
     window: Intervals = [(begin, end)]
     names = list(dict.fromkeys(span.name for span in loop))
     phases = {name: common(merged(loop, [name]), window) for name in names}
@@ -100,12 +107,12 @@ def account(
 
 
 def _between(spans: Sequence[Span]) -> dict[str, Intervals]:
-    """What an engine does between its steps."""
+    """Intervals in which an engine does something between its steps."""
     return {"check": merged(spans, CHECK), "yield": merged(spans, YIELD)}
 
 
 def _drives(phases: Mapping[str, Intervals], going: Mapping[str, Intervals], scoring: Intervals) -> dict[str, Intervals]:
-    """Whom a trainer waits for while nothing is asked of it."""
+    """Intervals in which an idle trainer waits, by the peer it waits for."""
     whom = {"evaluation": common(going[EVALUATE], phases.get("publication", [])), REFERENCE: scoring}
     for phase, times in phases.items():
         peer = "ledger" if phase == "ledger" else WAITS.get(phase, CONTROLLER)
@@ -114,7 +121,10 @@ def _drives(phases: Mapping[str, Intervals], going: Mapping[str, Intervals], sco
 
 
 def _by_turns(window: Intervals, kinds: Mapping[str, Intervals]) -> dict[str, float]:
-    """Seconds of the window by kind; an instant of several belongs to the first of them, one of none to `REST`."""
+    """Seconds of the window by kind.
+
+    An instant that belongs to several kinds counts for the first of them; one that belongs to none counts as `REST`.
+    """
     result: dict[str, float] = {}
     taken: Intervals = []
     covered = 0.0

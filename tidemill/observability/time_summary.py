@@ -1,9 +1,9 @@
-"""Where time went, in few words, from shares of it by process and kind.
+"""The time breakdown in a few words: a table column, and a line per process.
 
     column    train 62 (rollouts 30)  gen 80 (trainer 15)    the trainer's work and its longest wait, and the engines'
     lines     trainer: train 62%, awaits rollouts 30%, ...    a line for each process, the largest shares first
 
-Several engines are pooled: the mean of them. What is below 1 % is left out; metrics.jsonl and report.json have all.
+Several engines are averaged. Shares below 1 % are left out; metrics.jsonl and report.json have all of them.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER
 from tidemill.observability.timeline import REST
 
 LITTLE = 0.01
-MOST = 4  # shares of a process that a line says
+MOST = 4  # shares of a process that a line shows
 SHORT = {"environment": "env"}  # in the column, which has 44 characters
 TITLE = "busy (longest wait), %"
 Shares = dict[str, float]
 
 
 def column(metrics: Mapping[str, float]) -> str:
-    """Of one step, from its metrics `time/PROCESS/KIND`: a dash where nothing is known."""
+    """The cell for one step, from its metrics `time/PROCESS/KIND`; a dash if there are none."""
     found = pooled(processes(metrics))
     parts = []
     for name, does, short in ((TRAINER, "train", "train"), ("engine", "generate", "gen")):
@@ -34,7 +34,10 @@ def column(metrics: Mapping[str, float]) -> str:
 
 
 def lines(found: Mapping[str, Shares], most: int = MOST, controller: bool = False) -> list[tuple[str, str]]:
-    """A process and what it did, each: the largest shares of its time. controller: it too, which drives the others."""
+    """(process, its largest shares as text) for each process.
+
+    controller: include the controller, which drives the others.
+    """
     said = []
     for name, shares in pooled(found).items():
         if name != CONTROLLER or controller:
@@ -45,7 +48,10 @@ def lines(found: Mapping[str, Shares], most: int = MOST, controller: bool = Fals
 
 
 def pooled(found: Mapping[str, Shares]) -> dict[str, Shares]:
-    """Shares of the trainer, the engines, those of the reference, then the controller; alike ones as their mean."""
+    """Shares by group of processes: trainer, engines, reference engines, then controller.
+
+    Processes of one group are averaged.
+    """
     alike: dict[str, list[Shares]] = {}
     for process, shares in found.items():
         alike.setdefault(process.rstrip("0123456789").rstrip("-"), []).append(shares)
@@ -54,7 +60,7 @@ def pooled(found: Mapping[str, Shares]) -> dict[str, Shares]:
 
 
 def processes(metrics: Mapping[str, float]) -> dict[str, Shares]:
-    """Shares of the step by process and kind, from a step's metrics."""
+    """Shares of a step by process and kind, from the step's metrics."""
     found: dict[str, Shares] = {}
     for key, value in metrics.items():
         if key.startswith("time/") and key.count("/") == 2:
@@ -68,7 +74,7 @@ def _waits(shares: Shares) -> Shares:
 
 
 def _driven(shares: Shares) -> Shares:
-    """The controller's, whose phases are named by what it waits for."""
+    """The controller's shares, with its phases renamed to the peers that it waits for."""
     peers, found = {**WAITS, "train": TRAINER}, dict[str, float]()
     for kind, share in shares.items():
         name = f"{WAIT}{peers[kind]}" if kind in peers else kind

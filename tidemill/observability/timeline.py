@@ -1,4 +1,4 @@
-"""What goes on in a process, for the account of its time: one flow of control, and things beside one another."""
+"""Recorders of a process's time: one sequence of phases, overlapping spans, idle time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from tidemill.core.types import Span
 
 REST = "other"
 IDLE = "idle"  # nothing is asked of the process
-HANDOVER = "handover"  # work waits for its thread, or its result for who asked
+HANDOVER = "handover"  # work waits for its thread, or its result for the caller
 
 
 class Timeline:
-    """One flow of control, without gaps: every moment belongs to the innermost phase that is open, else to `REST`.
+    """One sequence of phases without gaps; each moment belongs to the innermost open phase.
 
-    Another task of the same thread may open a phase too, if it closes it before it awaits anything.
+    Where no phase is open, it is `REST`. Another task of the same thread may open a phase too, if it closes it before it
+    awaits anything.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -36,7 +37,7 @@ class Timeline:
             self._open.pop()
 
     def take(self) -> list[Span]:
-        """Since the last call, or the beginning; what is open goes on."""
+        """The spans since the last call, or since the beginning. An open phase goes on."""
         self._turn()
         spans, self._spans = self._spans, []
         return spans
@@ -49,7 +50,7 @@ class Timeline:
 
 
 class Beside:
-    """Things that go on side by side, in any thread."""
+    """Spans that may overlap, opened and closed by any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._ids, self._lock = clock, itertools.count(), threading.Lock()  # bounded: held for list operations
@@ -65,21 +66,21 @@ class Beside:
             self.end(key)
 
     def begin(self, name: str, **args: float) -> int:
-        """What `end` is to be given, perhaps by another thread."""
+        """Open a span; return the key by which `end` closes it, perhaps in another thread."""
         with self._lock:
             key = next(self._ids)
             self._open[key] = Span(name, self._clock(), 0.0, args)
             return key
 
     def end(self, key: int) -> None:
-        """Ending what has ended changes nothing."""
+        """Close a span. Closing it again does nothing."""
         with self._lock:
             if (span := self._open.pop(key, None)) is not None:
                 span.end = self._clock()
                 self._spans.append(span)
 
     def take(self) -> list[Span]:
-        """Since the last call. What is open is cut here: its other part comes with a later call."""
+        """The spans since the last call. An open span is cut here; the rest comes with a later call."""
         with self._lock:
             now, spans = self._clock(), self._spans
             for span in self._open.values():
@@ -90,7 +91,10 @@ class Beside:
 
 
 class Idle:
-    """When nothing is asked of a process: what is not idle and has no other name is missing from the account."""
+    """The time in which a process has nothing to do.
+
+    Time that is neither idle nor has another name is missing from the breakdown.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock, self._calls = clock, 0
@@ -99,7 +103,7 @@ class Idle:
 
     @contextmanager
     def asked(self) -> Iterator[None]:
-        """While there is something to do. Calls may overlap, in one thread."""
+        """Mark that there is something to do. Such blocks may overlap, in one thread."""
         self.begin()
         try:
             yield
@@ -115,7 +119,7 @@ class Idle:
         self._calls -= 1
 
     def take(self) -> list[Span]:
-        """Since the last call. What goes on is cut here."""
+        """The idle spans since the last call. Idle time that goes on is cut here."""
         self._cut()
         spans, self._spans = self._spans, []
         return spans

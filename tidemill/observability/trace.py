@@ -1,10 +1,11 @@
-"""What every process did and when, on one clock: trace.json for https://ui.perfetto.dev, and intervals to reckon with.
+"""Trace of all processes on one clock (trace.json), and arithmetic on time intervals.
 
-Spans are stamped with `time.monotonic()`, or `time.perf_counter()`, which on Linux and macOS read the same clock, one for
-the whole machine: spans of different processes need no alignment. Across machines they would.
+The file opens in https://ui.perfetto.dev. Spans are stamped with `time.monotonic()` or `time.perf_counter()`. On Linux
+and macOS both read one clock for the whole machine, so spans of different processes need no alignment; across machines
+they would.
 
-The file is bounded and still covers the whole run: when there are too many spans, neighbours of one name that lie within a
-gap become one span (its `args` tell how many, and how long they were busy), and the gap is doubled until they fit.
+The file is bounded and still covers the whole run. When there are too many spans, neighbours of one name that lie within
+a gap become one span, whose `args` hold their number and their busy time; the gap is doubled until they fit.
 """
 
 from __future__ import annotations
@@ -26,17 +27,20 @@ from tidemill.core.types import Span
 _FIRST_GAP_S = 0.001
 
 
-_JOINED = ("spans", "busy_s")  # the args of a span that was drawn of several
+_JOINED = ("spans", "busy_s")  # the args of a span that stands for several
 
 
 class _Track:
-    """Spans, packed: a run keeps a hundred thousand of them, which as objects would be most of what its controller holds.
-    Nothing here makes an object for each, or what is joined now and then would leave the process as large as it was."""
+    """The spans of one process, packed into arrays.
+
+    A run keeps a hundred thousand spans; as objects they would be most of the controller's memory. Nothing here makes an
+    object for every span at once, or joining spans would leave the process as large as before.
+    """
 
     def __init__(self) -> None:
         self._kinds: list[tuple[str, tuple[str, ...]]] = []  # name, and the names of its args
-        self._numbers: dict[tuple[str, tuple[str, ...]], int] = {}  # of each kind
-        self._kind, self._at = array("L"), array("L")  # of each span; where its args begin in `_values`
+        self._numbers: dict[tuple[str, tuple[str, ...]], int] = {}  # kind -> its index in `_kinds`
+        self._kind, self._at = array("L"), array("L")  # per span: its kind; where its args begin in `_values`
         self._start, self._end, self._values = array("d"), array("d"), array("d")
 
     def add(self, name: str, start: float, end: float, args: Mapping[str, float]) -> None:
@@ -64,7 +68,7 @@ class _Track:
         return track
 
     def joined(self, gap: float) -> _Track:
-        """Neighbours of one name with at most `gap` seconds between them as one span."""
+        """A track in which neighbours of one name at most `gap` seconds apart are one span."""
         track, latest = _Track(), dict[str, int]()  # name -> where its latest span is in `track`
         for span in self._chosen(np.argsort(np.frombuffer(self._start), kind="stable")):
             at = latest.get(span.name)
@@ -76,9 +80,9 @@ class _Track:
         return track
 
     def _extend(self, at: int, span: Span) -> None:
-        """The span at `at` by one that begins later."""
+        """Extend the span at `at` by one that begins later."""
         into = next(self._chosen([at]))
-        fresh = max(0.0, min(_busy(span), span.end - max(into.end, span.start)))  # of an overlap, only what is new
+        fresh = max(0.0, min(_busy(span), span.end - max(into.end, span.start)))  # an overlap counts once
         joined = into.args.get("spans", 1) + span.args.get("spans", 1), round(_busy(into) + fresh, 6)
         self._kind[at] = self._number(span.name, _JOINED)
         if tuple(into.args) != _JOINED:
@@ -104,7 +108,7 @@ class _Track:
 
 
 class Trace:
-    """Collects spans and writes them. One track for each process."""
+    """Collects the spans of all processes, one track each, and writes them."""
 
     def __init__(self, limit: int = 100_000) -> None:
         """limit: greatest number of spans kept."""
@@ -118,7 +122,7 @@ class Trace:
         return sum(map(len, self._tracks.values()))
 
     def add(self, process: str, pid: int, spans: Sequence[Span]) -> None:
-        """pid tells a restarted process from the one before it; 0 where there is only ever one."""
+        """Add spans. pid tells a restarted process from its predecessor; 0 if it is never restarted."""
         if not spans:
             return
         track = self._tracks.setdefault((process, pid), _Track())
@@ -128,7 +132,7 @@ class Trace:
             self._coarsen()
 
     def spans(self, process: str) -> list[Span]:
-        """Everything a process did, under all its pids, by start."""
+        """All spans of a process, under all its pids, by start."""
         return sorted(
             (s for (name, _), track in self._tracks.items() if name == process for s in track), key=lambda s: s.start
         )
@@ -138,7 +142,7 @@ class Trace:
         return list(dict.fromkeys(name for name, _ in self._tracks))
 
     def document(self) -> dict[str, Any]:
-        """In Chrome's trace format."""
+        """The trace in Chrome's trace format."""
         origin = min((track.extent[0] for track in self._tracks.values()), default=0.0)
         events = [e for i, (key, track) in enumerate(self._tracks.items(), 1) for e in _track_events(i, key, track, origin)]
         other = {
@@ -150,7 +154,7 @@ class Trace:
         return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": other}
 
     def write(self, path: str | Path) -> None:
-        """The document as a file, which appears whole or not at all."""
+        """Write the document to a file, which appears whole or not at all."""
         path, document = Path(path), self.document()
         descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".trace-", suffix=".json")
         try:
@@ -163,17 +167,20 @@ class Trace:
 
     @property
     def coarse(self) -> float:
-        """Neighbouring spans of one name closer than this many seconds were drawn as one; 0 while all are drawn."""
+        """The gap in seconds below which neighbouring spans were joined; 0 if none were."""
         return self._gap if self._coarsened else 0.0
 
     def _coarsen(self) -> None:
-        """To at most half the limit, so that this happens rarely. Ends with one span for each name of each process."""
+        """Reduce the spans to at most half the limit, so that this happens rarely.
+
+        In the end each process has one span for each name.
+        """
         self._coarsened = True
         self._join_all()
         starts, ends = zip(*(track.extent for track in self._tracks.values()), strict=True)
         extent = max(ends) - min(starts)
         while len(self) > self._limit // 2:
-            if self._gap > extent:  # more names than the limit holds: of each process, the latest spans stay
+            if self._gap > extent:  # more names than the limit holds: each process keeps its latest spans
                 most = self._limit // (2 * len(self._tracks))
                 self._tracks = {key: track.latest(min(most, len(track))) for key, track in self._tracks.items()}
                 return
@@ -194,7 +201,7 @@ def _track_events(track: int, key: tuple[str, int], spans: Iterable[Span], origi
     title = f"{name} (pid {pid})" if pid else name
     yield {"ph": "M", "name": "process_name", "pid": track, "tid": 1, "args": {"name": title}}
     yield {"ph": "M", "name": "process_sort_index", "pid": track, "tid": 1, "args": {"sort_index": track}}
-    lanes: list[list[float]] = []  # of each lane, the ends of the spans that are open
+    lanes: list[list[float]] = []  # for each lane, the ends of its open spans
     for span in sorted(spans, key=lambda s: (s.start, -s.end)):
         lane = _lane(lanes, span)
         event = {"ph": "X", "name": span.name, "pid": track, "tid": lane + 1, "ts": round((span.start - origin) * 1e6, 1)}
@@ -203,7 +210,10 @@ def _track_events(track: int, key: tuple[str, int], spans: Iterable[Span], origi
 
 
 def _lane(lanes: list[list[float]], span: Span) -> int:
-    """The first lane where the span follows or lies within what is there: viewers cannot draw a partial overlap."""
+    """The index of the first lane where the span follows, or lies within, what is there.
+
+    Viewers cannot draw spans that overlap in part.
+    """
     for i, ends in enumerate(lanes):
         while ends and ends[-1] <= span.start:
             ends.pop()
@@ -218,7 +228,7 @@ Intervals = list[tuple[float, float]]
 
 
 def merged(spans: Iterable[Span], names: Collection[str] | None = None) -> Intervals:
-    """The stretches of time in which at least one span (of these names) was open: disjoint, in order."""
+    """Intervals in which at least one span (of these names) was open: disjoint and ordered."""
     result: Intervals = []
     for start, end in sorted((s.start, s.end) for s in spans if names is None or s.name in names):
         if result and start <= result[-1][1]:
@@ -231,12 +241,12 @@ def merged(spans: Iterable[Span], names: Collection[str] | None = None) -> Inter
 def busy_seconds(
     spans: Iterable[Span], names: Collection[str] | None = None, start: float = -math.inf, end: float = math.inf
 ) -> float:
-    """Seconds of [start, end] in which at least one span (of these names) was open. What overlaps counts once."""
+    """Seconds of [start, end] in which at least one span (of these names) was open."""
     return length(common(merged(spans, names), [(start, end)]))
 
 
 def overlap(a: Iterable[Span], b: Iterable[Span], start: float, end: float) -> float:
-    """Seconds of [start, end] in which both were busy."""
+    """Seconds of [start, end] in which spans of both lists were open."""
     return length(common(common(merged(a), merged(b)), [(start, end)]))
 
 

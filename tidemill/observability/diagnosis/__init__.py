@@ -1,1 +1,1 @@
-"""What tells that training goes wrong, and why: engine against trainer, and what a step looks like. Pure, in NumPy."""
+"""Diagnosis of training: engine against trainer, and symptoms of a failing policy."""

@@ -1,10 +1,10 @@
-"""Why recorded logprobs are not those of the weights that are said to have sampled them: the class of a discrepancy.
+"""Cause of a discrepancy between recorded logprobs and the trainer's.
 
-    what was recorded, and what the trainer says under each hypothesis -> the one hypothesis that explains it
+    recorded logprobs, and the trainer's under each hypothesis -> the one hypothesis that explains the record
 
-A hypothesis explains a record when it fits within rounding, and far better than what the record says of itself. Shift and
-mask follow from the record's own arrays; the logprobs under another temperature, other weights or a truncated distribution
-are for the caller to compute. "dtype" needs no fit: the difference has the size of lower precision.
+A hypothesis explains a record if it fits within rounding, and far better than the record's own claim does. Shift and
+mask follow from the record's own arrays; the caller computes the logprobs under another temperature, other weights or a
+truncated distribution. "dtype" needs no fit: there the difference has the size that lower precision makes.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
-    """Logprobs as they would be if `cause` were so; `detail` says in what way."""
+    """The logprobs expected if `cause` were the reason; `detail` says in what way."""
 
     cause: Cause
     detail: str
@@ -43,17 +43,17 @@ class Hypothesis:
 
 @dataclass(slots=True)
 class Evidence:
-    """One trajectory, or several end to end. Logprobs in nats; NaN where they are not known."""
+    """One trajectory, or several end to end. Logprobs are in nats, NaN where unknown."""
 
     recorded: Array  # [T] as the engine recorded them; 0 where it sampled nothing
-    mask: Array  # [T] bool: said to be sampled
-    said: Array  # [T] of the trainer, taking the record at its word
+    mask: Array  # [T] bool: recorded as sampled
+    said: Array  # [T] the trainer's, assuming that the record is right
     others: list[Hypothesis] = field(default_factory=list)
-    low: Array | None = None  # [T] as `said`, computed in lower precision
+    low: Array | None = None  # [T] like `said`, computed in lower precision
 
     @classmethod
     def joined(cls, parts: Sequence[Evidence]) -> Evidence:
-        """Several as one, without other hypotheses."""
+        """Several pieces of evidence as one, without their other hypotheses."""
         recorded, mask, said = (np.concatenate([getattr(p, name) for p in parts]) for name in ("recorded", "mask", "said"))
         return cls(recorded, mask, said)
 
@@ -63,7 +63,7 @@ class Evidence:
 
     @property
     def strays(self) -> bool:
-        """Logprobs where nothing is said to be sampled."""
+        """True if a logprob is recorded where nothing was sampled."""
         return bool((self.recorded[~self.mask] != 0).any())
 
 
@@ -77,14 +77,14 @@ class Finding:
 
 
 def gap_of(recorded: Array, logprobs: Array, where: Array) -> LogprobGap:
-    """Over the tokens `where` [T] of which both are known."""
+    """The gap over the tokens `where` [T] whose logprobs are known on both sides."""
     gap, known = LogprobGap(), where & np.isfinite(logprobs)
     gap.add(recorded[known], logprobs[known])
     return gap
 
 
 def diagnose(evidence: Evidence, limit: Limit) -> Finding | None:
-    """The class of the discrepancy; None when there is none beyond `limit`."""
+    """The cause of the discrepancy; None if there is none beyond `limit`."""
     gap = evidence.gap
     if not limit.exceeded(gap) and not evidence.strays:
         return None
@@ -104,7 +104,7 @@ def diagnose(evidence: Evidence, limit: Limit) -> Finding | None:
 
 
 def _hypotheses(evidence: Evidence) -> Iterator[tuple[Hypothesis, Array]]:
-    """Each with the tokens it speaks of."""
+    """(hypothesis, [T] bool mask of the tokens that it speaks of)."""
     for by, said in ((1, "the next"), (-1, "the previous")):
         moved = np.full(len(evidence.said), np.nan)
         if by > 0:

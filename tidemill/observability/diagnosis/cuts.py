@@ -1,4 +1,4 @@
-"""Which limit cut replies off: a reply's own, the recipe's, or the context."""
+"""Limits that cut replies off: the reply's own, the recipe's, or the context."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Literal
 from tidemill.core.types import CUT_AT, OWN_LIMIT, TRUNCATED, Finish, Trajectory
 
 Kind = Literal["own", "recipe", "context", "unknown"]
-Limit = tuple[Kind, int]  # and its tokens
+Limit = tuple[Kind, int]  # (kind, tokens)
 REMEDIES: dict[Kind, str] = {
     "own": "raise it where the environment sets it: rollout.max_tokens is for replies without a limit of their own",
     "recipe": "raise rollout.max_tokens",
@@ -19,18 +19,18 @@ REMEDIES: dict[Kind, str] = {
 
 
 def limit_of(t: Trajectory) -> Limit | None:
-    """The limit that ended the last reply; None where none did."""
+    """The limit that ended the last reply; None if none did."""
     if t.finish not in TRUNCATED:
         return None
     if t.finish is Finish.CONTEXT:
         return "context", len(t.tokens)
-    if CUT_AT not in t.info:  # an older run's
+    if CUT_AT not in t.info:  # recorded by an older version
         return "unknown", t.sampled
     return ("own" if t.info.get(OWN_LIMIT) else "recipe"), int(t.info[CUT_AT])
 
 
 def limits(attempts: Iterable[Trajectory]) -> Counter[Limit]:
-    """How many attempts each limit cut off."""
+    """The number of attempts that each limit cut off."""
     return Counter(limit for t in attempts if (limit := limit_of(t)) is not None)
 
 
@@ -46,7 +46,10 @@ def named(limit: Limit) -> str:
 
 
 def by(found: Counter[Limit]) -> tuple[Kind, str]:
-    """The kind of limit that cut the most, and all kinds as the end of a sentence, the commonest first."""
+    """(the kind of limit that cut most attempts, all kinds as the end of a sentence).
+
+    The commonest kind comes first.
+    """
     kinds: dict[Kind, Counter[Limit]] = {}
     for (kind, tokens), n in found.items():
         kinds.setdefault(kind, Counter())[kind, tokens] += n

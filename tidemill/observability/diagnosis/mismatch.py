@@ -1,8 +1,9 @@
-"""How far the trainer's logprobs lie from the engine's, on the tokens the engine sampled.
+"""Logprob gap between engine and trainer, on the tokens that the engine sampled.
 
-Two causes that users confuse are kept apart. Lag 0: every sampled token of the trajectory is of the weights the trainer
-holds, so a difference is numerical (kernels, precision, a mixed KV). Lag > 0: the weights themselves have moved on.
-Accumulators merge, and their memory does not grow: quantiles come from a log-spaced histogram, exact to `BIN_RATIO`.
+Two causes that users confuse are kept apart. Lag 0: every sampled token comes from the weights that the trainer holds,
+so a difference is numerical (kernels, precision, a mixed KV). Lag > 0: the weights themselves have moved on.
+Accumulators merge, and their memory does not grow: quantiles come from a log-spaced histogram and are exact to a factor
+of `BIN_RATIO`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ _CLAMP = 20.0  # of the log ratio before exp()
 
 @dataclass(slots=True)
 class LogprobGap:
-    """Statistics of delta = trainer - behaviour logprob (nats) over tokens drawn from the behaviour policy."""
+    """Statistics of delta = trainer logprob - behaviour logprob, in nats, over sampled tokens."""
 
     tokens: int = 0
     not_finite: int = 0  # tokens left out because one of the two was NaN or infinite: never expected
@@ -31,7 +32,7 @@ class LogprobGap:
     _bins: Array = field(default_factory=lambda: np.zeros(len(_EDGES) + 1, np.int64))
 
     def add(self, behaviour: Array, trainer: Array) -> None:
-        """Logprobs [n] of the same sampled tokens."""
+        """Add the two logprobs [n] of the same sampled tokens."""
         delta = np.asarray(trainer, np.float64) - np.asarray(behaviour, np.float64)
         finite = np.isfinite(delta)
         self.not_finite += int((~finite).sum())
@@ -54,7 +55,10 @@ class LogprobGap:
         self._bins += other._bins
 
     def quantile(self, q: float) -> float:
-        """|delta| such that a share q of the tokens is at or below it, too large by a factor of at most BIN_RATIO."""
+        """The q-quantile of |delta| over tokens, in nats.
+
+        It is too large by a factor of at most BIN_RATIO.
+        """
         if not self.tokens:
             return 0.0
         rank = max(int(np.ceil(q * self.tokens)), 1)
@@ -62,7 +66,10 @@ class LogprobGap:
         return min(float(_EDGES[index]), self.maximum) if 0 < index < len(_EDGES) else (self.maximum if index else 0.0)
 
     def metrics(self) -> Metrics:
-        """Means over tokens. k1 and k3 estimate KL(behaviour || trainer); ess is the effective share of the tokens, 0..1."""
+        """Means over tokens, in nats.
+
+        k1 and k3 estimate KL(behaviour || trainer); ess is the effective share of the tokens, 0..1.
+        """
         n = max(self.tokens, 1)
         absolute, k1, k3, w, w2 = self._sums.tolist()
         return {
@@ -79,13 +86,16 @@ class LogprobGap:
 
 @dataclass(slots=True)
 class Mismatch:
-    """The two kinds, fed one trajectory at a time."""
+    """The gap of trajectories of the present weights (`matched`) and of older ones (`lagged`)."""
 
     matched: LogprobGap = field(default_factory=LogprobGap)
     lagged: LogprobGap = field(default_factory=LogprobGap)
 
     def add(self, behaviour: Array, trainer: Array, mask: Array, matched: bool) -> None:
-        """Logprobs and mask [T] of one trajectory; matched: all of it was sampled by the weights the trainer holds."""
+        """Add one trajectory's logprobs and mask [T].
+
+        matched: the weights that the trainer holds sampled all of it.
+        """
         if not mask.any():
             return
         (self.matched if matched else self.lagged).add(behaviour[mask], trainer[mask])
@@ -95,21 +105,21 @@ class Mismatch:
         self.lagged.merge(other.lagged)
 
     def metrics(self) -> Metrics:
-        """`LogprobGap.metrics` of both, under "lag0/" and "lagged/"; a kind without a token is left out."""
+        """`LogprobGap.metrics` under "lag0/" and "lagged/"; a kind without tokens is left out."""
         kinds = {"lag0/": self.matched, "lagged/": self.lagged}
         return {p + k: v for p, gap in kinds.items() if gap.tokens or gap.not_finite for k, v in gap.metrics().items()}
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What |delta| (nats) may come to with nothing but rounding behind it."""
+    """The largest |delta| (nats) that rounding alone can cause."""
 
     mean: float
     p99: float
     tokens: int = 1  # with fewer of them, one outlier would decide
 
     def exceeded(self, gap: LogprobGap) -> str:
-        """The figure that is too large, and its limit; "" when there is none."""
+        """A sentence on the figure that is too large; "" if none is."""
         found = gap.metrics()
         for name, figure, limit in (("mean", "logprob_gap", self.mean), ("p99", "logprob_gap_p99", self.p99)):
             if gap.tokens >= self.tokens and found[figure] > limit:
@@ -118,15 +128,17 @@ class Limit:
 
 
 ROUNDING = {"float32": Limit(1e-5, 1e-4), "bfloat16": Limit(2e-2, 2e-1)}
-"""By the coarsest dtype in use. Measured: float32 mean 1.5e-7, maximum 1.8e-5; bfloat16 mean 2.9e-3, p99 3.3e-2."""
+"""Limits by the coarsest dtype in use. Measured: float32 mean 1.5e-7, maximum 1.8e-5; bfloat16 mean 2.9e-3, p99 3.3e-2."""
 
 GROSS = {"float32": Limit(3e-4, 1e-2), "bfloat16": Limit(1e-1, 1.0, tokens=64)}
-"""No rounding comes to this: another distribution was sampled than is trained."""
+"""Beyond these limits, the distribution that was sampled is not the one that is trained."""
 
 
 def lag_zero(groups: Sequence[Group], samples: Sequence[Sample], version: Version) -> list[bool]:
-    """Of each sample, whether this very version sampled all of it: not an earlier life of its step, nor a part of it.
-    Samples of other groups than these are not asked about, and are not said to be."""
+    """For each sample: True if exactly this version sampled all of it.
+
+    An earlier incarnation of the same step does not count. A sample of a group that is not in `groups` gets False.
+    """
     every = {(g.id, t.sample) for g in groups for t in g.trajectories}
     others = {(g.id, t.sample) for g in groups for t in g.trajectories if set(t.sources) != {version}}
     matched = every - others

@@ -1,6 +1,7 @@
-"""What is going wrong with a policy, from a step's groups and figures: each symptom is told of once, with its remedy.
+"""Symptoms of a policy that goes wrong, each reported once per run with its remedy.
 
-A policy that has learnt its tasks says the same each time, with little entropy and equal rewards. That is no symptom.
+They are found in a step's groups and figures. A policy that has learnt its tasks answers the same each time, with little
+entropy and equal rewards; that is no symptom.
 """
 
 from __future__ import annotations
@@ -14,23 +15,26 @@ from tidemill.core.outcomes import SOLVED
 from tidemill.core.types import Group, Metrics
 from tidemill.observability.diagnosis.cuts import REMEDIES, by, limits
 
-MOST = 0.5  # of the groups: not by chance
-SATURATED, TRUNCATED = 0.2, 0.2  # of the tokens, of the attempts
-COLLAPSED = 0.1  # of the entropy of the first step, for a policy that solves nothing
-MASTERED = 0.75  # of the groups, in which every attempt is right
+MOST = 0.5  # share of the groups that are identical
+SATURATED, TRUNCATED = 0.2, 0.2  # share of the tokens, share of the attempts
+COLLAPSED = 0.1  # share of the first step's entropy, for a policy that solves nothing
+MASTERED = 0.75  # share of the groups in which every attempt is right
 RECENT = 0.1  # weight of the latest step in the share that is solved
 
 
 @dataclass(slots=True)
 class Symptoms:
-    """Of one run. `told`: the kinds that were told of."""
+    """The symptoms of one run. `told`: the kinds that were reported already."""
 
     told: dict[str, str] = field(default_factory=dict)
     _entropy: float | None = None  # of the first step
     _solved: float | None = None  # share of the attempts that solve their task, over the latest steps
 
     def look(self, groups: Sequence[Group], figures: Metrics) -> list[str]:
-        """What this step shows for the first time. figures: as in metrics.jsonl. Nothing where no policy sampled."""
+        """Sentences on the symptoms that this step shows for the first time.
+
+        figures: named as in metrics.jsonl. There are none if no policy sampled the groups.
+        """
         if all(t.given is not None for group in groups for t in group.trajectories):
             return []
         self._solved = _averaged(self._solved, groups)
@@ -77,12 +81,12 @@ class Symptoms:
             )
 
     def _least(self, entropy: float) -> float:
-        """The entropy below which a policy that began with this one hardly explores: the less, the more it solves."""
+        """The entropy below which a policy hardly explores; it falls as the policy solves more tasks."""
         return COLLAPSED * entropy * (1 - (self._solved or 0.0))
 
 
 def _averaged(before: float | None, groups: Sequence[Group]) -> float | None:
-    """The share of the attempts with a score that solve their task, averaged over the latest steps."""
+    """The share of scored attempts that solve their task, averaged over the latest steps."""
     rewards = [reward for group in groups for reward in group.rewards if not np.isnan(reward)]
     if not rewards:
         return before
@@ -91,7 +95,7 @@ def _averaged(before: float | None, groups: Sequence[Group]) -> float | None:
 
 
 def _mastered(group: Group) -> bool:
-    """Whether every attempt that has a score solves the task."""
+    """True if every attempt that has a score solves the task."""
     rewards = group.rewards[~np.isnan(group.rewards)]
     return bool(len(rewards) and (rewards >= SOLVED).all())
 
@@ -105,7 +109,10 @@ def _truncation(share: float, groups: Sequence[Group]) -> str:
 
 
 def _identical(groups: Sequence[Group]) -> float:
-    """Share of the groups, among those of several attempts with a reply, whose attempts are all the same and not right."""
+    """The share of groups whose attempts all gave the same reply without solving the task.
+
+    Only groups of several attempts with a reply count.
+    """
     replied = [(group, [t for t in group.trajectories if t.mask.any()]) for group in groups]
     same = [
         len({t.tokens[t.mask].tobytes() for t in attempts}) == 1 and not _mastered(group)
@@ -116,7 +123,10 @@ def _identical(groups: Sequence[Group]) -> float:
 
 
 def _only_environment(groups: Sequence[Group]) -> str | None:
-    """The one environment of several whose groups have rewards that differ, if it is one and the others are not solved."""
+    """The only environment whose groups have differing rewards; None if there are several.
+
+    It is None, too, if the groups of the others are all solved.
+    """
     varied = {group.task.env: False for group in groups}
     for group in groups:
         rewards = group.rewards[~np.isnan(group.rewards)]
