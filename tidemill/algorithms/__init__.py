@@ -1,1 +1,1 @@
-"""From scored groups to gradients: advantages and reductions in NumPy, losses in torch, all pure functions."""
+"""RL algorithms: from scored groups to samples, per-token losses and their scale."""

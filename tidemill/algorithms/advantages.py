@@ -1,10 +1,10 @@
-"""Advantages: the rewards of a step in, one number for each sampled token out. Constants are keyword-only.
+"""Advantages: functions from a step's rewards to one number for each sampled token.
 
-A function that compares within a cohort gives exactly 0 to a cohort whose rewards cannot be told apart (one attempt, or all
-equal): never the raw reward, and never rounding noise. A user's own advantage is `FILE.py:function` with this signature:
+Constants are keyword-only. A function that compares within a cohort gives exactly 0 to a cohort with one attempt or with
+equal rewards: never the raw reward, never rounding noise. A user's own advantage is `FILE.py:function` of this
+signature:
 
-    def my_advantage(x: Scores, *, strength: float = 1.0) -> Array  # [M]
-"""
+    def my_advantage(x: Scores, *, strength: float = 1.0) -> Array  # [M]"""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from tidemill.algorithms.token_rows import ByAttempt
 from tidemill.core.import_object import bound
 from tidemill.core.types import Array
 
-CORRECT = 1.0  # a reward from here on is a solved task, where only solved and not solved are told apart
+CORRECT = 1.0  # the least reward of a solved task, for functions that count only solved and not solved
 
 
 @dataclass(frozen=True, slots=True)
 class Scores(ByAttempt):
-    """What the advantages of a step are made of: n attempts, all of them scored, with M sampled tokens, row after row."""
+    """The scores of a step: n scored attempts with M sampled tokens, attempt after attempt."""
 
     rewards: Array  # [n] float64
-    cohorts: Array  # [n] int64: attempts of one number are compared with one another (the siblings of a prompt, of one seat)
+    cohorts: Array  # [n] int64: attempts with the same number are compared (those at one task, by seat)
     lengths: Array  # [n] int64, >= 1: sampled tokens (a tool's or user's tokens are not among them)
     parts: Mapping[str, Array] = field(default_factory=dict)  # [n] each: the named components of the reward
     greedy: Array | None = None  # [n] the reward of the greedy answer to the same prompt
-    given: Array | None = None  # [M] rewards given at tokens besides: of steps, of turns, -beta * KL; None: none
+    given: Array | None = None  # [M] further rewards at tokens: of steps, of turns, -beta * KL; None: none
     turns: Array | None = None  # [M] int64: the turn that each token belongs to, from 0 in each row
     values: Array | None = None  # [M] a critic's value before each token
     bootstrap: Array | None = None  # [n] the value after the last token; 0 where the episode ended
-    episodes: Array | None = None  # [n] int64: attempts of one number are the seats of one episode
+    episodes: Array | None = None  # [n] int64: attempts with the same number are seats of one episode
 
     def at_tokens(self) -> Array:
-        """[M] `given`, and the reward at the last token of each attempt."""
+        """[M] rewards at tokens: `given`, plus each attempt's reward at its last token."""
         rewards = np.zeros(int(self.lengths.sum())) if self.given is None else np.array(self.given, np.float64)
         rewards[np.cumsum(self.lengths) - 1] += self.rewards
         return rewards
 
 
 Advantage = Callable[[Scores], Array]
-"""-> [M] float64, one a sampled token"""
+"""Returns [M] float64, one number per sampled token."""
 
 
 def grpo(x: Scores, *, eps: float = 1e-6) -> Array:
@@ -315,16 +315,18 @@ def overlong(lengths: Array, limit: float, cache: float) -> Array:
 _ALONE = (none, reinforce, reinforce_pp, remax, gae, leave_one_out_seats)
 _AMONG = (grpo, grpo_batch, dr_grpo, rloo, reinforce_pp_baseline, maxrl, opo, gdpo, pass_at_k, pkpo, process, turn_level)
 ADVANTAGES: dict[str, Callable[..., Array]] = {f.__name__: f for f in (*_AMONG, *_ALONE)}
-COMPARING = frozenset(f.__name__ for f in _AMONG)  # they compare siblings: a cohort of one trains nothing
-ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # they compare the seats of an episode: one seat trains nothing
-OVER_THE_STEP = frozenset({"grpo_batch", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "gae"})  # others see one group
-USING_GIVEN = frozenset({"reinforce_pp", "remax", "gae", "process", "turn_level"})  # the others take no notice of `given`
-# what of Scores must not be None
+COMPARING = frozenset(f.__name__ for f in _AMONG)  # these compare attempts: a cohort of one trains nothing
+ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # these compare the seats of an episode: one seat trains nothing
+OVER_THE_STEP = frozenset(
+    {"grpo_batch", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "gae"}
+)  # the others read one group at a time
+USING_GIVEN = frozenset({"reinforce_pp", "remax", "gae", "process", "turn_level"})  # the others ignore `given`
+# the field of Scores that must not be None
 NEEDS = {"remax": "greedy", "gae": "values", "turn_level": "turns", "leave_one_out_seats": "episodes"}
 
 
 def advantage_by_name(name: str, constants: Mapping[str, Any]) -> Advantage:
-    """With its constants bound; also FILE.py:function. ValueError for an unknown name or constant."""
+    """The advantage of this name, or FILE.py:function, with `constants` bound. ValueError if unknown."""
     return bound("advantage", name, constants, ADVANTAGES)
 
 
@@ -345,14 +347,13 @@ def _index(cohorts: Array) -> Array:
 
 
 def _size(cohorts: Array) -> Array:
-    """[n] how many are in one's own cohort."""
+    """[n] size of each attempt's cohort."""
     index = _index(cohorts)
     return np.bincount(index)[index]
 
 
 def _centred(values: Array, cohorts: Array) -> Array:
-    """[n] minus the mean of the cohort. Counted from its first value, so that equal ones give 0: their mean, as a float,
-    need not be equal to them."""
+    """[n] values minus their cohort's mean, counted from its first value so that equal ones give 0."""
     _, first, index = np.unique(cohorts, return_index=True, return_inverse=True)
     offset = np.asarray(values, np.float64) - values[first][index]
     return offset - (np.bincount(index, offset) / np.bincount(index))[index]
@@ -365,7 +366,7 @@ def _normalised(values: Array, cohorts: Array, eps: float) -> Array:
 
 
 def _over(values: Array, by: Array | float) -> Array:
-    """values / by, and 0 where `by` is not positive."""
+    """values / by, or 0 where `by` is not positive."""
     return np.divide(values, by, out=np.zeros(len(values)), where=np.asarray(by) > 0)
 
 
@@ -379,7 +380,7 @@ def _whitened(values: Array, eps: float) -> Array:
 
 
 def _by_count(x: Scores, formula: Callable[[int, int, int], tuple[float, float]], k: int) -> Array:
-    """Of each cohort (n, c solved, k at most n): the values of what is not solved, and of what is."""
+    """[M] values by cohort: `formula(n, c solved, k <= n)` gives those for not solved and for solved."""
     solved, index = x.rewards >= CORRECT, _index(x.cohorts)
     counts = zip(np.bincount(index).tolist(), np.bincount(index, solved).tolist(), strict=True)
     table = np.array([formula(n, int(c), min(k, n)) for n, c in counts], np.float64).reshape(-1, 2)
@@ -394,7 +395,7 @@ def _gae(name: str, x: Scores, gamma: float, lam: Array | float) -> Array:
 
 
 def _discounted(values: Array, lengths: Array, factor: Array | float) -> Array:
-    """[M] sum over s >= t within the row of factor^(s-t) * values_s; `factor` is one number, or one a row."""
+    """[M] sum over s >= t within the row of factor^(s-t) * values_s; one `factor` for all or per row."""
     order = np.argsort(-lengths, kind="stable")  # the longest first: those that reach a column are then the first rows
     last = (np.cumsum(lengths) - 1)[order]
     factors = np.broadcast_to(np.asarray(factor, np.float64), lengths.shape)[order]

@@ -1,8 +1,8 @@
-"""Which gradient: a preset's name, and what is to differ from it. No torch here.
+"""Settings of the algorithm: a preset's name, and the values that differ from it.
 
-`algorithm = "grpo"` and `algorithm = { name = "grpo", clip_high = 0.28 }` are both accepted. A preset is nothing but names
-and values (see `presets`): what is read back from a resolved configuration is every value in force. Whatever does not apply
-to what was chosen is an error, because it would be ignored.
+`algorithm = "grpo"` and `algorithm = { name = "grpo", clip_high = 0.28 }` are both accepted. A preset consists of names
+and values only (see `presets`), so a resolved configuration holds every value in force. A setting that does not apply to
+the chosen functions is an error, because it would be ignored. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class CorrectionSettings(Config):
-    """`"tis"`, or `{ name = "tis", cap = 4 }`."""
+    """A correction for sampling from another policy: `"tis"`, or `{ name = "tis", cap = 4 }`."""
 
     name: str
     constants: dict[str, float] = Field(default_factory=dict)
@@ -49,7 +49,7 @@ class CorrectionSettings(Config):
 
 
 class ReferenceSettings(Config):
-    """Another policy beside the trained one, and what it is for: `"initial"`, a model folder, or a table."""
+    """A second policy and its use: `"initial"`, a model folder, or a table."""
 
     model: str = "initial"
     every: int = Field(default=0, ge=0)  # updates after which it is brought up to the policy; 0: never
@@ -73,7 +73,7 @@ class ReferenceSettings(Config):
 
 
 class CriticSettings(Config):
-    """What an answer is worth before each of its tokens: `"initial"`, `"policy"`, a folder, or a table."""
+    """The critic, which predicts returns: `"initial"`, `"policy"`, a model folder, or a table."""
 
     model: str = "initial"  # a model or reward model to begin as; initial: the policy's; policy: a head on its own decoder
     lr: float | None = Field(default=None, gt=0)  # None: the trainer's
@@ -84,15 +84,17 @@ class CriticSettings(Config):
 
 
 def begins_as(companion: ReferenceSettings | CriticSettings | None, initial: T, named: Callable[[str], T]) -> T | None:
-    """What a reference or a critic begins as: `initial`, or what `named` makes of its folder. None: there is none, or the
-    critic is a head on the policy's own decoder."""
+    """The initial weights of a reference or critic: `initial`, or `named` of its folder.
+
+    None if it is not configured, or if the critic is a head on the policy's own decoder.
+    """
     if companion is None or (isinstance(companion, CriticSettings) and companion.model == "policy"):
         return None
     return initial if companion.model == "initial" else named(companion.model)
 
 
 class OverlongSettings(Config):
-    """Attempts that were cut off: `"mask"`, or `{ treat = "penalty", cache = 64 }`."""
+    """Treatment of attempts that were cut off: `"mask"`, or `{ treat = "penalty", cache = 64 }`."""
 
     treat: Literal["keep", "filter", "mask", "penalty"] = "keep"  # see `prepare`
     cache: int | None = Field(default=None, ge=1)  # tokens before the limit over which the penalty grows; None: a fifth
@@ -105,7 +107,10 @@ class OverlongSettings(Config):
 
 
 class EntropySettings(Config):
-    """What the entropy weighs in the loss: `0.01`, or `{ target = 0.2 }`, of which its weight follows."""
+    """The entropy's weight in the loss: a constant such as `0.01`, or `{ target = 0.2 }`.
+
+    With a target, the weight changes from step to step.
+    """
 
     coefficient: float = 0.0  # times the entropy, to be kept high (or, below 0, low); with a target: in the first step
     target: float | None = Field(default=None, gt=0)  # nats a token, to be kept at or above; None: the weight is constant
@@ -120,14 +125,14 @@ class EntropySettings(Config):
         return self
 
     def next(self, coefficient: float, measured: float) -> float:
-        """After a step with this weight, in which this entropy was measured."""
+        """The weight for the next step, after a step with this weight and this measured entropy."""
         assert self.target is not None
         given = {} if self.change is None else {"change": self.change}
         return adaptive_entropy(coefficient, measured, target=self.target, **given)
 
 
 class UpdateSettings(Config):
-    """How often the optimizer moves in a step."""
+    """The number of optimizer updates in a step."""
 
     minibatches: int = Field(default=1, ge=1)  # parts of a step's groups, each with an update of its own
     epochs: int = Field(default=1, ge=1)  # times that a step's groups are gone over
@@ -192,25 +197,27 @@ class AlgorithmSettings(Config):
 
     @property
     def kl_in_reward(self) -> float:
-        """Its coefficient."""
+        """The coefficient of the KL penalty in the reward; 0 if there is none."""
         return self.reference.kl if self.reference is not None and self.reference.into == "reward" else 0.0
 
     @property
     def tells_tokens_apart(self) -> bool:
-        """Whether tokens of one attempt have different advantages."""
+        """True if the tokens of one attempt may have different advantages."""
         given = self.advantage in USING_GIVEN and bool(self.kl_in_reward)
         return given or self.advantage in PER_TOKEN_ADVANTAGES or self.constants.get("gamma", 1.0) != 1.0
 
     @property
     def compares(self) -> bool:
-        """Whether attempts are compared, so that rewards which are all equal train nothing."""
-        drops = ".py:" in self.advantage and self.zero_variance == "drop"  # who drops for a function of their own says so
+        """True if attempts are compared, so that equal rewards train nothing."""
+        drops = (
+            ".py:" in self.advantage and self.zero_variance == "drop"
+        )  # dropping with a function of one's own says that it compares
         alone = self.preference in PREFERENCES or self.advantage in COMPARING | ACROSS_SEATS or drops
         return alone and not self.distils and not self.kl_in_reward
 
     @property
     def scores(self) -> bool:
-        """Whether what is trained judges replies, instead of writing them."""
+        """True if the model in training judges replies (a reward model) instead of writing them."""
         return self.preference in OF_SCORES
 
     @property
@@ -219,16 +226,16 @@ class AlgorithmSettings(Config):
 
     @property
     def wants_greedy(self) -> bool:
-        """Whether attempts are compared with a greedy one at the same task."""
+        """True if the advantage needs a greedy attempt at each task."""
         return NEEDS.get(self.advantage) == "greedy"
 
     @property
     def reads_lags(self) -> bool:
-        """Whether the loss asks how old each token's weights are."""
+        """True if the loss reads the age of each token's weights."""
         return self.loss == "a3po" or ".py:" in self.loss
 
     def loss_spec(self, entropy: float | None = None) -> LossSpec:
-        """entropy: its weight in a step; None: that of the first."""
+        """The loss with its further terms. entropy: its weight in this step; None is the first step's."""
         also = []
         if (r := self.reference) is not None and r.kl and r.into == "loss":
             also.append(LossSpec(f"kl_{r.estimator or 'k3'}", {"importance": 1.0}, weight=r.kl))
@@ -240,7 +247,7 @@ class AlgorithmSettings(Config):
         return LossSpec(self.loss, numbers, also=tuple(also))
 
     def constants_for(self, part: Part) -> Constants:
-        """What that part takes of the constants; a user's own function gets what neither of the others takes."""
+        """The constants that one part takes; a user's own function gets those that no other part takes."""
         takes: dict[Part, Constants | None] = {
             "loss": LOSS_CONSTANTS.get(self.loss),
             "advantage": _taken(ADVANTAGES, self.advantage),
@@ -272,7 +279,7 @@ class AlgorithmSettings(Config):
             )
 
     def with_longest(self, max_tokens: int) -> AlgorithmSettings:
-        """The same, with what follows from the longest completion filled in where it was left open."""
+        """A copy in which values that depend on the longest completion are filled in."""
         filled: dict[str, Any] = {}
         if self.reduction == "fixed" and self.fixed_length is None:
             filled["fixed_length"] = max_tokens
@@ -286,7 +293,7 @@ PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
 
 
 def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
-    """Keys that are no setting's are constants."""
+    """The settings with all keys that are no setting moved into `constants`."""
     known, constants = dict[str, Any](), given.get("constants", {})
     if not isinstance(constants, dict):
         return given
@@ -305,12 +312,14 @@ EVERY_CONSTANT = {name for own in (*LOSS_CONSTANTS.values(), *map(constants_of, 
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """What was given, over the preset's values, over the chosen functions' own. The constants of a function that was
-    exchanged for another one go with it."""
+    """The given values over the preset's values over the chosen functions' defaults.
+
+    If a function of the preset is replaced by another one, its constants are dropped with it.
+    """
     preset = PRESETS[given["name"]]
     names = [given.get(key, "") for key in ("loss", "advantage", "preference")]
     if not all(isinstance(name, str) for name in names) or not isinstance(given["constants"], dict):
-        return {**preset, **given}  # to be refused for that
+        return {**preset, **given}  # validation will refuse it
     chosen = {"preference": "", **preset, **given}
     own: Constants = dict(LOSS_CONSTANTS.get(chosen["loss"], {}))
     table, name = (EVERY_PREFERENCE, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])

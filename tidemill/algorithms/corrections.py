@@ -1,10 +1,11 @@
-"""What repairs sampling from another policy than is trained: factors on the policy term, known before the gradient.
+"""Corrections for sampling from another policy: factors on each token's advantage.
 
 k = p_hat / mu is constant during a step: p_hat is the trainer's policy at its start, mu the engine's when the token was
-sampled. A correction is a function of k alone (and of signs and ages), so it is computed once, for the whole step, and
-multiplied into the advantages, which is exact for every policy loss: see `losses`. Terms of KL and entropy are untouched.
+sampled. A correction is a function of k alone (and of signs and ages), so it is computed once for the whole step and
+multiplied into the advantages. This is exact for every policy loss: see `losses`. KL and entropy terms are not
+corrected.
 
-A dropped token has a factor of 0. It stays in every denominator: the others do not become heavier.
+A dropped token has a factor of 0. It still counts in every denominator, so the other tokens do not become heavier.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Ratios(ByAttempt):
 
 
 Correction = Callable[[Ratios], Array]
-"""-> [M] float64 factors, >= 0"""
+"""Returns [M] float64 factors >= 0."""
 
 
 def tis(x: Ratios, *, cap: float = 2.0) -> Array:
@@ -56,7 +57,7 @@ def tis(x: Ratios, *, cap: float = 2.0) -> Array:
 def tis_sequence(x: Ratios, *, cap: float = 2.0) -> Array:
     """min(prod k, cap) for each attempt.
 
-    Source: as `tis`; of the product, which alone is unbiased for an attempt's reward where it is not cut.
+    Source: as `tis`, of the product, which alone is unbiased for an attempt's reward as long as it is not cut.
     When: short answers. The product of many factors has a large variance.
     Cost: p_hat, one more forward pass.
     """
@@ -65,7 +66,7 @@ def tis_sequence(x: Ratios, *, cap: float = 2.0) -> Array:
 
 
 def icepop(x: Ratios, *, low: float = 0.5, high: float = 5.0) -> Array:
-    """k where low <= k <= high, else 0, for each token: what is kept carries k.
+    """k where low <= k <= high, else 0, for each token: kept tokens carry the weight k.
 
     Source: IcePop, 2510.18855; the same as token-level masked importance sampling (MIS).
     When: a mixture of experts, or another precision in the engine, makes single tokens wrong by far.
@@ -78,7 +79,7 @@ def mis_sequence(x: Ratios, *, low: float = 0.0, high: float = 2.0) -> Array:
     """prod k where low <= prod k <= high, else 0, for each attempt.
 
     Source: masked importance sampling, richardli.xyz/rl-collapse.
-    When: attempts of a stale policy had better be left out than cut.
+    When: attempts of a stale policy are to be left out rather than cut.
     Cost: p_hat, one more forward pass.
     """
     return x.spread(_kept(x.per_row(x.log_k), low, high))
@@ -88,7 +89,7 @@ def mis_geometric(x: Ratios, *, low: float = 0.99, high: float = 1.01) -> Array:
     """1 where low <= exp(mean log k) <= high, else 0, for each attempt: a rejection, not a weight.
 
     Source: richardli.xyz/rl-collapse; usually together with `tis`, which gives the weight. Bounds are of p_hat / mu.
-    When: long answers, whose product says nothing any more.
+    When: long answers, for which the product of the ratios carries no information.
     Cost: p_hat, one more forward pass.
     """
     return x.spread((_kept(x.per_row(x.log_k) / x.lengths, low, high) > 0).astype(np.float64))
@@ -133,15 +134,15 @@ def m2po(x: Ratios, *, limit: float = 0.04) -> Array:
     left_out = ascending[np.searchsorted(means, limit, side="right") :]
     bound = left_out[0] if len(left_out) else np.inf
     factors = np.ones(len(x.log_k))
-    factors[outwards[squares >= bound]] = 0.0  # whoever comes first: rows have no order (I6)
+    factors[outwards[squares >= bound]] = 0.0  # all equal ones together: rows have no order (I6)
     return factors
 
 
 def age(x: Ratios, *, half_life: float = 4.0) -> Array:
     """0.5 ** (lag / half_life), by the oldest token of each attempt.
 
-    Source: ours. It is a weight on data, not a correction of its distribution: the gradient is biased towards the new.
-    When: nothing is known of p_hat, and what is old should count for less.
+    Source: ours. It weighs data and does not correct its distribution: the gradient is biased towards new samples.
+    When: p_hat is not known, and old samples should count for less.
     Cost: nothing.
     """
     _positive(half_life=half_life)
@@ -153,18 +154,24 @@ CORRECTIONS: dict[str, Callable[..., Array]] = {
     f.__name__: f for f in (tis, tis_sequence, icepop, mis_sequence, mis_geometric, veto, opsm, m2po, age)
 }
 PER_TOKEN = frozenset({"tis", "icepop", "m2po"})  # factors differ within an attempt
-SELECTING = frozenset({"m2po"})  # among all tokens of a step; the others see one attempt
+SELECTING = frozenset({"m2po"})  # these select among all tokens of a step; the others read one attempt
 WITHOUT_OLD = frozenset({"age"})  # the others are 1 everywhere unless p_hat is recomputed
 
 
 def correction_by_name(name: str, constants: dict[str, float]) -> Correction:
-    """With its constants bound; also FILE.py:function. ValueError for an unknown name or constant."""
+    """The correction of this name, or FILE.py:function, with its constants bound.
+
+    Raises ValueError for an unknown name or constant.
+    """
     return bound("correction", name, constants, CORRECTIONS)
 
 
 def correct(x: Ratios, corrections: Sequence[Correction]) -> tuple[Array, Metrics]:
-    """The product of all factors [M], and what it does: the mean factor, the share that is dropped, and the effective
-    share of the tokens, (sum w)^2 / (M sum w^2)."""
+    """([M] the product of all factors, metrics of their effect).
+
+    Metrics: the mean factor, the share of tokens dropped, and the effective share of the tokens, (sum w)^2 / (M sum
+    w^2).
+    """
     factors = np.ones(len(x.behaviour))
     for each in corrections:
         own = np.asarray(each(x), np.float64)

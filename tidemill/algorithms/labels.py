@@ -1,6 +1,7 @@
-"""Replies that are good or bad each by itself, as KTO learns them: its mismatched rows, and a step's advantages.
+"""KTO's learning from single replies that are labelled good or bad.
 
-rows -> and each prompt with the next one's reply -> log(pi / pi_ref) of these, on average: z -> advantages of the rows
+The rows, and each prompt paired with the next one's reply -> mean log(pi / pi_ref) of the mismatched pairs, z ->
+advantages.
 """
 
 from __future__ import annotations
@@ -15,12 +16,19 @@ from tidemill.algorithms.preferences import Unpaired, kto_baseline
 from tidemill.algorithms.token_rows import POLICY, REFERENCE, Logprobs, Measured
 from tidemill.core.types import Array, Metrics, Sample
 
-GOOD = 0.5  # a score above it
-_COLUMNS = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")  # of a row that nobody sampled
+GOOD = 0.5  # a reply with a higher score is good
+_COLUMNS = (
+    "tokens",
+    "mask",
+    "logprobs",
+    "versions",
+    "advantages",
+    "weights",
+)  # arrays of a row; the others are about sampling
 
 
 def mismatched(rows: Sequence[Sample]) -> list[Sample]:
-    """Each row's prompt with the next one's reply, and the last one's with the first's."""
+    """Rows of each row's prompt with the next row's reply; the last one takes the first's."""
     begins = [int(row.predicted.argmax()) for row in rows]
     found = []
     for row, begin, other, start in zip(rows, begins, [*rows[1:], *rows[:1]], [*begins[1:], *begins[:1]], strict=True):
@@ -30,7 +38,7 @@ def mismatched(rows: Sequence[Sample]) -> list[Sample]:
 
 
 def apart(rows: Sequence[Sample], logprobs: Logprobs, count: int) -> list[Measured]:
-    """The first `count` rows with their logprobs, and the mismatched ones after them with theirs."""
+    """[the first `count` rows with their logprobs, the mismatched rows after them with theirs]."""
     parts = slice(count), slice(count, None)
     return [(rows[part], {who: values[part] for who, values in logprobs.items()}) for part in parts]
 
@@ -38,7 +46,10 @@ def apart(rows: Sequence[Sample], logprobs: Logprobs, count: int) -> list[Measur
 def labelled(
     preference: Callable[..., Unpaired], scores: Scores, policy: Array, reference: Array | None, beside: Measured
 ) -> tuple[Array, Metrics]:
-    """Advantages [M] under one of `UNPAIRED`, and what is told. policy, reference: logprobs [M]; beside: mismatched rows."""
+    """(advantages [M] under a preference of `UNPAIRED`, metrics).
+
+    policy, reference: logprobs [M] of the rows. beside: the mismatched rows.
+    """
     assert reference is not None
     (others, theirs), good = beside, scores.rewards > GOOD
     pi, ref = (

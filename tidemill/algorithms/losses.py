@@ -1,13 +1,14 @@
-"""Per-token losses on flat tensors. A loss returns its terms; weighing and summing them is `evaluate`, for all alike.
+"""Per-token losses on flat tensors: each maps N tokens to N unreduced terms.
 
-Losses are minimised. pi is the live policy, p_hat the trainer's at the start of the step, mu the engine's when it sampled
-the token, A the advantage, sg[] a stop-gradient. Three ratios, never to be mixed: r = pi / p_hat moves with the optimizer
-inside a step, rho = pi / mu holds staleness, mismatch and drift together, k = p_hat / mu is constant in a step; rho = r k.
+`evaluate` weighs the terms and sums them, for all losses alike. Losses are minimised. pi is the live policy, p_hat the
+trainer's at the start of the step, mu the engine's when it sampled the token, A the advantage, sg[] a stop-gradient.
+Three ratios, never to be mixed: r = pi / p_hat moves with the optimizer inside a step, rho = pi / mu holds staleness,
+mismatch and drift together, k = p_hat / mu is constant in a step; rho = r k.
 
 On policy (pi = p_hat = mu) the terms of every policy loss add up to the gradient -A grad log pi. Every policy loss is
-positively homogeneous of degree 1 in A: loss(c A) = c loss(A) for a detached c >= 0, one a token (one a sequence for those
-in `presets.PER_SEQUENCE`). A correction for stale or mismatched tokens is such a factor: it is multiplied into the
-advantages before a loss sees them, which is exact, and no loss here knows of any.
+positively homogeneous of degree 1 in A: loss(c A) = c loss(A) for a detached c >= 0, one a token (one a sequence for
+those in `presets.PER_SEQUENCE`). A correction for stale or mismatched tokens is such a factor: it is multiplied into
+the advantages before a loss sees them, which is exact, and no loss here knows of any.
 
 Constants come as keyword arguments from a `LossSpec`; a user's own loss is `FILE.py:function` with the same signature:
 
@@ -31,7 +32,7 @@ LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows; the ratio is held cons
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """The trained tokens of some samples, flat. N tokens, in order within their sequence; sequences are whole."""
+    """The N trained tokens of some samples, flat and in order; every sequence is whole."""
 
     logprobs: Tensor  # [N] log pi, live: differentiable, as is the entropy
     behaviour: Tensor  # [N] log mu, as the engine recorded it
@@ -44,10 +45,10 @@ class LossInput:
     lag: Tensor | None = None  # [N] int64: updates between the weights that sampled the token and those being trained
     values: Tensor | None = None  # [N] a critic's value before the token, live
     old_values: Tensor | None = None  # [N] the same at the start of the step
-    returns: Tensor | None = None  # [N] what the critic is trained towards
+    returns: Tensor | None = None  # [N] the critic's targets
 
     def select(self, keep: Tensor) -> LossInput:
-        """Only the tokens where `keep` [N] bool. What is left out can reach neither the value nor the gradient."""
+        """Only the tokens where `keep` [N] is True; the others reach neither value nor gradient."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
         return replace(self, **{name: value[keep] for name, value in values.items() if isinstance(value, Tensor)})
 
@@ -62,7 +63,7 @@ LossFunction = Callable[[LossInput], Loss]
 
 
 def ratio(logprobs: Tensor, base: Tensor | float) -> Tensor:
-    """exp(logprobs - base), the log clamped to +-20. Differentiable in what its arguments are differentiable in."""
+    """exp(logprobs - base), with the log clamped to +-20; differentiable in both arguments."""
     return (logprobs - base).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
@@ -105,8 +106,9 @@ def aipo(x: LossInput, *, cap: float = 5.0) -> Loss:
 
 
 def a3po(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss:
-    """-sg[p_hat / mu] min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / p_hat, with a p_hat of its own:
-    log p_hat = alpha log mu + (1 - alpha) sg[log pi], alpha = 1 / lag of the token, 0 where the lag is 0.
+    """-sg[p_hat / mu] min(r A, clip(r, 1 - clip_low, 1 + clip_high) A), r = pi / p_hat.
+
+    Its own p_hat: log p_hat = alpha log mu + (1 - alpha) sg[log pi], alpha = 1 / lag of the token, 0 where the lag is 0.
 
     Source: A-3PO, 2512.06547. At lag 0 some code takes mu for p_hat; the paper takes pi.
     When: stale samples, clipped around a policy between mu and pi that follows each token's age.
@@ -121,8 +123,10 @@ def a3po(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss
 
 
 def gspo(x: LossInput, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Loss:
-    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean over the sequence of log r), r = pi / p_hat. Each
-    token has its sequence's term, so that the reduction "sequence" gives the paper's, 1 / |y| in its gradient.
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), s = exp(mean of log r over the sequence).
+
+    r = pi / p_hat. Each token has its sequence's term, so that the reduction "sequence" gives the paper's loss, with 1 /
+    |y| in its gradient.
 
     Source: GSPO, 2507.18071, bounds as there; elsewhere they default to PPO's 0.2, which clips nothing.
     When: one reward a sequence, mixture-of-experts models. A must not differ within a sequence.
@@ -184,7 +188,8 @@ def dppo_tv(x: LossInput, *, delta: float = 0.15) -> Loss:
 
 
 def dppo_kl(x: LossInput, *, delta: float = 0.05) -> Loss:
-    """-M rho A, rho = pi / mu; M = 0 where D > delta and rho has gone the way A pushes, else 1;
+    """-M rho A, rho = pi / mu; M = 0 where D > delta and rho has gone the way A pushes, else 1.
+
     D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi)).
 
     Source: DPPO, 2602.04879, binary KL. Some code gives it the delta of dppo_tv, which is too loose.
@@ -197,8 +202,10 @@ def dppo_kl(x: LossInput, *, delta: float = 0.05) -> Loss:
 
 
 def gmpo(x: LossInput, *, bound: float = 0.4) -> Loss:
-    """-A exp(mean over the sequence of l), l = min(log r, bound) where A > 0, else max(log r, -bound), r = pi / p_hat. Each
-    token has its sequence's term, so that the reduction "sequence" gives the paper's, 1 / |y| in its gradient.
+    """-A exp(mean over the sequence of l), l = min(log r, bound) where A > 0, else max(log r, -bound).
+
+    r = pi / p_hat. Each token has its sequence's term, so that the reduction "sequence" gives the paper's loss, with 1 /
+    |y| in its gradient.
 
     Source: GMPO, 2507.20673. The bound is one of log r; PPO's 0.2 means something else.
     When: single outlying tokens upset the ratios. A must not differ within a sequence.
@@ -326,11 +333,11 @@ def score(x: LossInput) -> Loss:
     return Loss(-x.advantages * _of_critic("score", x.values))
 
 
-_ON_MU = (reinforce, aipo, a3po, dppo_tv, dppo_kl, importance, topr, rollout_mask)  # or on nothing
+_ON_MU = (reinforce, aipo, a3po, dppo_tv, dppo_kl, importance, topr, rollout_mask)  # on mu, or on no other policy
 _ON_OLD = (ppo_clip, gspo, gspo_token, cispo, sapo, gmpo)
 _OTHERS = (cross_entropy, kl_k1, kl_k2, kl_k3, entropy, value, score)
 LOSSES: dict[str, Callable[..., Loss]] = {f.__name__: f for f in (*_ON_OLD, *_ON_MU, *_OTHERS)}
-PROPORTIONAL = frozenset(f.__name__ for f in (*_ON_OLD, *_ON_MU))  # multiples of A: a sequence where A = 0 has no gradient
+PROPORTIONAL = frozenset(f.__name__ for f in (*_ON_OLD, *_ON_MU))  # proportional to A: where A = 0 there is no gradient
 
 
 def loss_by_name(spec: LossSpec) -> LossFunction:
@@ -383,7 +390,7 @@ def _checked(result: Loss, x: LossInput) -> Loss:
 
 
 def _clip(r: Tensor, a: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """min(r A, clip(r, 1 - low, 1 + high) A), and where that has no gradient."""
+    """(min(r A, clip(r, 1 - low, 1 + high) A), [N] bool: True where that has no gradient)."""
     _bounds(low, high)
     objective = torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
     return objective, ((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 1 - low))

@@ -1,14 +1,14 @@
-"""One step of several environments, each with the algorithm that is its own.
+"""One step over several environments, each with its own algorithm.
 
     groups -> by algorithm -> each prepares its groups alone -> one loss for each, one scale for the step
 
-An algorithm's share of the gradient is its share of the step's groups, of what it would make of them alone:
+An algorithm contributes the gradient that it would compute from its groups alone, times its share of the step's groups:
 
     gradient = sum over algorithms a of groups_a / groups * scale_a * sum over a's samples i of weight_i * sum_t grad term_it
 
-The step has one scale, the greatest of groups_a / groups * scale_a, and what is left of the others weighs their losses:
-a float64 beside the samples, whose own weights are not rounded anew (I6). Advantages, statistics, drops and
-denominators never cross from one algorithm's groups to another's.
+The step has one scale, the greatest of groups_a / groups * scale_a. The remaining factors become weights of the
+algorithms' losses, float64 numbers beside the samples, so that the samples' own weights are not rounded again (I6).
+Advantages, statistics, drops and denominators never cross from one algorithm's groups to another's.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs
 from tidemill.core.types import Group, Metrics, PreparedStep, Sample, Update
 
-COMMON = ""  # the name of the recipe's own algorithm: of all groups whose environment has none
+COMMON = ""  # the name of the recipe's own algorithm, for groups whose environment has none
 ADDED = frozenset({"groups", "samples", "unscored", "zero_variance_groups", "pairs"})  # metrics; others are means
 
 
 class Mixture:
-    """What the controller asks of an algorithm, answered by several."""
+    """An `Algorithm` that gives each environment's groups to that environment's algorithm."""
 
     def __init__(self, algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> None:
         """algorithms: by environment, see `check_mixture`. Raises ValueError for functions that do not load."""
@@ -42,11 +42,11 @@ class Mixture:
 
     @property
     def by_group(self) -> bool:
-        """Not: what an algorithm's losses weigh follows from its share of the step."""
+        """Always False: the weight of an algorithm's loss depends on its share of the step."""
         return False
 
     def recall(self, recorded: Callable[[int], Metrics]) -> None:
-        """No step follows from those before it: what would is refused by `check_mixture`."""
+        """Do nothing: `check_mixture` refuses algorithms whose steps depend on earlier ones."""
 
     def drop_reason(self, group: Group) -> str | None:
         return self._parts[self._of(group)].drop_reason(group)
@@ -81,7 +81,10 @@ class Mixture:
 
 
 def algorithm_of(algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> ConfiguredAlgorithm | Mixture:
-    """The algorithm of a run, from those of its environments. Raises ValueError for functions that do not load."""
+    """The algorithm of a run, made from those of its environments.
+
+    Raises ValueError for functions that cannot be loaded.
+    """
     if set(algorithms) == {COMMON}:
         return ConfiguredAlgorithm(algorithms[COMMON], max_tokens)
     return Mixture(algorithms, max_tokens)
@@ -109,7 +112,7 @@ def check_mixture(algorithms: Mapping[str, AlgorithmSettings]) -> None:
 def _expect_alike(
     algorithms: Mapping[str, AlgorithmSettings], what: str, why: str, asked: Callable[[AlgorithmSettings], Any]
 ) -> None:
-    """What each asks for, where it asks for anything (None: it does not), must be the same."""
+    """Raise ValueError unless all algorithms that ask for something (not None) ask for the same."""
     wants = {name: want for name, each in algorithms.items() if (want := asked(each)) is not None}
     first = next(iter(wants), COMMON)
     if other := [name for name, want in wants.items() if want != wants[first]]:
@@ -126,7 +129,10 @@ def _called(name: str) -> str:
 
 
 def _merged(parts: Mapping[str, Metrics]) -> Metrics:
-    """Of the step: counts are added up, means weighed by samples; and of each algorithm under its environment's name."""
+    """Metrics of the step: counts are summed, means are weighted by samples.
+
+    Each algorithm's own metrics follow under its environment's name.
+    """
     merged = Metrics()
     for key in dict.fromkeys(key for each in parts.values() for key in each):
         having = [each for each in parts.values() if key in each]

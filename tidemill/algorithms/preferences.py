@@ -1,9 +1,9 @@
-"""Preferences as advantages: no pair needs to be in one micro-batch.
+"""Preferences as advantages, so that a pair need not share a micro-batch.
 
-A preference loss is a function of sums of log pi over sequences, so its gradient is the sum over sequences of
--A * grad log pi(y), with A = -dLoss / d log pi(y) known from log pi at the start of the step. A stands on every token of its
-sequence, under the loss `reinforce` (-A log pi), summed over tokens: the gradient of the mean over p pairs is that over p.
-It is exact for the weights at the start of the step, so a step is one update.
+A preference loss is a function of sums of log pi over sequences. Its gradient is therefore the sum over sequences of
+-A * grad log pi(y), with A = -dLoss / d log pi(y), computed from log pi at the start of the step. A is put on every
+token of its sequence, under the loss `reinforce` (-A log pi), summed over tokens; divided by p, that is the gradient of
+the mean over p pairs. It is exact for the weights at the start of the step, so a step is one update.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Preference:
     chosen: Array  # [p] advantages
     rejected: Array  # [p]
     loss: Array  # [p]
-    margin: Array  # [p] by how much the implicit reward of the chosen one is higher
+    margin: Array  # [p] implicit reward of the chosen answer minus that of the rejected one
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Unpaired:
     advantages: Array  # [n]
     loss: Array  # [n]
     reward: Array  # [n] implicit
-    margin: Array  # [n] by how much it is higher than z, where the answer is desirable, or lower
+    margin: Array  # [n] reward minus beta z for a desirable answer, beta z minus reward for another
 
 
 def dpo(x: Pairs, *, beta: float = 0.1, label_smoothing: float = 0.0) -> Preference:
@@ -128,7 +128,10 @@ def kto(
 
 
 def kto_baseline(logprobs: Array, reference: Array) -> float:
-    """max(0, mean of log(pi / pi_ref)), over answers put after another answer's prompt: sums over tokens. 0 of none."""
+    """max(0, mean of log(pi / pi_ref)) over mismatched answers; 0 if there are none.
+
+    logprobs, reference: sums over tokens, of answers put after another answer's prompt.
+    """
     return max(0.0, float(np.mean(np.asarray(logprobs, np.float64) - reference))) if len(logprobs) else 0.0
 
 
@@ -147,8 +150,11 @@ def bradley_terry(x: Pairs, *, margin: Array | float = 0.0, centre: float = 0.0)
 
 
 def pairs_of(rewards: Array, cohorts: Array, order: Array | None = None) -> tuple[Array, Array]:
-    """Rows (chosen, rejected), each [p] int64: best and worst attempt of each cohort where they differ, by cohort number; of
-    equals the first, by `order` [n] where it is given. Pairs for online DPO (2402.04792) from rollouts."""
+    """(chosen, rejected) rows, each [p] int64: the best and the worst attempt of each cohort.
+
+    Cohorts whose rewards are all equal give no pair; pairs are ordered by cohort number. Of equal attempts the first is
+    taken, by `order` [n] if it is given. Used for online DPO (2402.04792) from rollouts.
+    """
     order = np.arange(len(rewards)) if order is None else order
     best, worst = (np.lexsort((order, sign * np.asarray(rewards), cohorts)) for sign in (-1, 1))
     _, starts = np.unique(np.asarray(cohorts)[best], return_index=True)
@@ -158,8 +164,8 @@ def pairs_of(rewards: Array, cohorts: Array, order: Array | None = None) -> tupl
 
 
 PREFERENCES: dict[str, Callable[..., Preference]] = {f.__name__: f for f in (dpo, ipo, orpo, simpo)}
-UNPAIRED: dict[str, Callable[..., Unpaired]] = {"kto": kto}  # of answers that are good or bad each by itself
-OF_SCORES: dict[str, Callable[..., Preference]] = {"bradley_terry": bradley_terry}  # of what a head says, not of log pi
+UNPAIRED: dict[str, Callable[..., Unpaired]] = {"kto": kto}  # for answers labelled one by one
+OF_SCORES: dict[str, Callable[..., Preference]] = {"bradley_terry": bradley_terry}  # on a head's outputs instead of log pi
 EVERY_PREFERENCE: dict[str, Callable[..., Any]] = {**PREFERENCES, **UNPAIRED, **OF_SCORES}
 WITH_REFERENCE = frozenset({"dpo", "ipo", "kto"})
 

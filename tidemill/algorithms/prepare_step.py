@@ -1,9 +1,9 @@
-"""Groups in, a step's samples out: advantages and corrections on the trained tokens, the reduction's weights, one scale.
+"""Preparation of a step: groups become samples with advantages, weights and a scale.
 
     rows(groups) -> the trainer's logprobs of them, where they are asked for -> prepare(groups, rows, logprobs)
 
-A trajectory trains when it has a Score, was not cancelled and holds a token that was sampled, or given to be learnt; every
-other one is left out of the statistics, of the gradient and of its denominators (I5).
+A trajectory is trained on if it has a Score, was not cancelled, and holds a token that was sampled or given to be
+learnt. All others are left out of the statistics, the gradient and its denominators (I5).
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ from tidemill.core.types import (
     Update,
 )
 
-ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step, where the entropy has a target
+ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step whose entropy has a target
 OF_SAMPLING = ("unscored", "zero_variance_groups", "reward", "reward_std", "truncated")  # metrics that given replies lack
 Attempts = Sequence[tuple[Group, Trajectory]]
 
 
 class ConfiguredAlgorithm:
-    """The settings, as what the controller asks of an algorithm. Raises ValueError for functions that do not load."""
+    """An `Algorithm` made from settings. Raises ValueError for functions that cannot be loaded."""
 
     def __init__(self, settings: AlgorithmSettings, max_tokens: int) -> None:
         """max_tokens: the longest completion that may be sampled."""
@@ -59,21 +59,23 @@ class ConfiguredAlgorithm:
         self._corrections = [correction_by_name(each.name, each.constants) for each in settings.corrections]
         self._advantage = advantage_by_name(settings.advantage, settings.constants_for("advantage"))
         self._preference = settings.preference
-        self._entropies: tuple[int, Metrics] = -1, {}  # the latest step, and what the next one's entropy weight follows from
+        self._entropies: tuple[int, Metrics] = -1, {}  # the latest step, and its metrics for the next entropy weight
         self._recorded: Callable[[int], Metrics] = lambda _: {}
         self._reads_turns = settings.advantage in USING_GIVEN or ".py:" in settings.advantage
 
     @property
     def asks(self) -> tuple[str, ...]:
-        """Whose logprobs (the critic's values) of a step's rows `prepare` is to be given."""
+        """The policies whose logprobs of the rows `prepare` needs; for the critic, its values."""
         s = self.settings
         wanted = {POLICY: s.recomputes, REFERENCE: s.reference is not None, CRITIC: s.critic is not None}
         return tuple(who for who, is_wanted in wanted.items() if is_wanted)
 
     @property
     def by_group(self) -> bool:
-        """Whether a group's rows and samples are the same alone and among the step's others, and the step is one update. Of
-        functions of a user's own, nobody knows."""
+        """True if each group can be prepared alone with the same result, and the step is one update.
+
+        For a user's own function it is False, because nothing is known of it.
+        """
         s = self.settings
         if s.preference or s.entropy.target is not None or s.updates.count > 1:
             return False
@@ -81,11 +83,14 @@ class ConfiguredAlgorithm:
         return s.advantage in ADVANTAGES.keys() - OVER_THE_STEP and corrections <= CORRECTIONS.keys() - SELECTING
 
     def recall(self, recorded: Callable[[int], Metrics]) -> None:
-        """Where a step that an earlier process did has its metrics: what follows from them goes on where it stood."""
+        """Set the source of metrics of steps that an earlier process did.
+
+        After a resume, the entropy weight goes on from them.
+        """
         self._recorded = recorded
 
     def drop_reason(self, group: Group) -> str | None:
-        """Why this group is not worth a step, or None: "unscored" (nothing to train on) or "zero-variance"."""
+        """ "unscored" (nothing to train on) or "zero-variance" for a group without a gradient; else None."""
         attempts = list(self._attempts([group]))
         if not attempts:
             return "unscored"
@@ -94,8 +99,10 @@ class ConfiguredAlgorithm:
         return None
 
     def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
-        """What is trained at this step, in the order of the groups, without advantages and weights yet; after that the
-        mismatched rows, where the preference takes its measure from such: nothing of them is trained."""
+        """The rows trained at this step, in the groups' order, without advantages and weights yet.
+
+        For a preference of `UNPAIRED`, mismatched rows follow; they are measured and not trained on.
+        """
         lagging = self.settings.reads_lags
         found = [row_of(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
         if self.settings.scores:
@@ -103,7 +110,10 @@ class ConfiguredAlgorithm:
         return [*found, *mismatched(found)] if self._preference in UNPAIRED else found
 
     def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> PreparedStep:
-        """The samples of one step. `rows` are those of `groups`. Raises ValueError for what cannot be trained on."""
+        """The samples, updates and metrics of one step.
+
+        `rows` are those that `rows(groups, step)` returned. Raises ValueError for groups that cannot be trained on.
+        """
         s, attempts = self.settings, list(self._attempts(groups))
         (rows, logprobs), beside = apart(rows, logprobs, len(attempts))
         known, earned = _Known.of(rows, logprobs), self._scores(attempts)
@@ -137,8 +147,11 @@ class ConfiguredAlgorithm:
         return PreparedStep(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
 
     def _with_known(self, scores: Scores, known: _Known) -> Scores:
-        """Rewards less the KL that is in them, and the critic's values. The KL stands at its tokens for an advantage that
-        reads it there; else its sum is taken off each attempt's reward."""
+        """The scores with the KL penalty taken off the rewards, and with the critic's values.
+
+        The penalty is put at its tokens if the advantage reads rewards there; else its sum is taken off each attempt's
+        reward.
+        """
         s = self.settings
         if s.kl_in_reward and known.against is not None:
             penalty = -s.kl_in_reward * known.against
@@ -149,7 +162,10 @@ class ConfiguredAlgorithm:
         return scores if known.values is None else replace(scores, values=known.values)
 
     def _credited(self, scores: Scores, attempts: Attempts, known: _Known, beside: Measured) -> tuple[Array, Array, Metrics]:
-        """Advantages [M]; which attempts [n] count for the reduction; figures. beside: of mismatched rows, see `apart`."""
+        """(advantages [M], [n] bool: attempts that count for the reduction, metrics).
+
+        beside: the mismatched rows, see `apart`.
+        """
         s, against = self.settings, known.against
         every = np.ones(len(attempts), bool)
         if self._preference in UNPAIRED:
@@ -170,7 +186,10 @@ class ConfiguredAlgorithm:
         return advantages, counted, found
 
     def _entropy(self, step: int, behaviour: Array) -> tuple[float, Metrics]:
-        """What the entropy weighs in this step; and, where it has a target, what the next one's weight follows from."""
+        """(the entropy's weight in this step, metrics that the next step's weight follows from).
+
+        There are no such metrics unless the entropy has a target.
+        """
         s = self.settings.entropy
         if s.target is None or not len(behaviour):
             return s.coefficient, {}
@@ -202,7 +221,7 @@ class ConfiguredAlgorithm:
         given, turns = _by_turn(trajectories) if self._reads_turns else (None, None)
         return Scores(
             rewards,
-            cohorts=_numbered((g.id, t.seat) for g, t in attempts),  # seats are not alike
+            cohorts=_numbered((g.id, t.seat) for g, t in attempts),  # seats are not compared
             lengths=np.array([1 if s.scores else t.learnt.sum() for t in trajectories], np.int64),
             parts=_parts(trajectories),
             greedy=np.array([_baselines(g).get(t.seat, np.nan) for g, t in attempts]) if s.wants_greedy else None,
@@ -212,7 +231,7 @@ class ConfiguredAlgorithm:
         )
 
     def _told_apart(self, scores: Scores) -> Array:
-        """[n] bool: whether an attempt differs from the first one that it is compared with."""
+        """[n] bool: True if an attempt's reward differs from the first of those it is compared with."""
         if scores.given is not None:
             return np.ones(len(scores.rewards), bool)
         against = scores.episodes if self.settings.advantage in ACROSS_SEATS else scores.cohorts
@@ -225,9 +244,11 @@ class ConfiguredAlgorithm:
     def _preferred(
         self, scores: Scores, siblings: Array, policy: Array, reference: Array | None
     ) -> tuple[Array, Array, Metrics]:
-        """Advantages [M] of the best and the worst attempt of each cohort, 0 for the others, and which they are [n]. Twice
-        what the pair's loss has: the mean over pairs is to come out of one over their attempts.
-        siblings: the attempts' numbers [n], so that of equals it is always the same one."""
+        """(advantages [M], [n] bool: attempts in a pair, metrics) from each cohort's best and worst attempt.
+
+        The others get 0. Advantages are twice those of the pair's loss, because the mean over pairs is taken as a mean
+        over the attempts in them. siblings: the attempts' numbers [n], so that ties are always broken in the same way.
+        """
         chosen, rejected = pairs_of(scores.rewards, scores.cohorts, siblings)
         sums, lengths = scores.per_row(policy), scores.lengths
         pairs = Pairs(sums[chosen], sums[rejected], lengths[chosen], lengths[rejected])
@@ -246,7 +267,7 @@ class ConfiguredAlgorithm:
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """What is known of the trained tokens [M], row after row; None: was not asked for."""
+    """Numbers for each trained token [M], row after row; None for what was not asked for."""
 
     behaviour: Array  # as the engine recorded it
     old: Array | None  # p_hat, at the start of the step
@@ -260,7 +281,7 @@ class _Known:
 
     @property
     def policy(self) -> Array:
-        """The logprobs that stand for the policy's."""
+        """The policy's logprobs: the trainer's if they were computed, else the engine's."""
         return self.behaviour if self.old is None else self.old
 
     @property
@@ -284,24 +305,24 @@ def _expect_seats(advantage: str, groups: Sequence[Group]) -> None:
 
 
 def _baselines(group: Group) -> dict[int, float]:
-    """The rewards of the greedy attempt, by seat; without those that have no score."""
+    """The rewards of the greedy attempt by seat, without seats that have no score."""
     return {t.seat: t.reward for t in group.trajectories if t.sample == GREEDY and isinstance(t.outcome, Score)}
 
 
 def _numbered(keys: Iterable[tuple[int, int]]) -> Array:
-    """[n] int64: equal keys have one number, counted from 0 as they come."""
+    """[n] int64: equal keys get the same number, counted from 0 in order of appearance."""
     numbers = dict[tuple[int, int], int]()
     return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
 
 
 def _longest_reply(mask: Array) -> int:
-    """Tokens of the longest stretch that was sampled: a turn of the user or a tool stands between two replies."""
+    """The number of tokens in the longest reply: the longest stretch of sampled tokens."""
     edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
     return int((edges[1::2] - edges[::2]).max())
 
 
 def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
-    """Rows of `count` parts, of as many groups each as can be; no group is divided."""
+    """Slices of rows for `count` parts with about equally many groups; no group is divided."""
     starts = np.flatnonzero(np.diff(prompts, prepend=prompts[:1] - 1))  # of each group its first row
     firsts = [int(part[0]) for part in np.array_split(starts, min(count, len(starts)))] if len(starts) else [0]
     for first, last in zip(firsts, [*firsts[1:], len(prompts)], strict=True):
@@ -309,14 +330,14 @@ def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
 
 
 def _parts(attempts: Sequence[Trajectory]) -> dict[str, Array]:
-    """The named components of these scores; NaN where a score lacks one, as where a reward does not apply."""
+    """The named components of the scores; NaN where a score lacks one."""
     parts = [t.outcome.parts for t in attempts if isinstance(t.outcome, Score)]
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: np.array([part.get(name, np.nan) for part in parts], np.float64) for name in names}
 
 
 def _by_turn(attempts: Sequence[Trajectory]) -> tuple[Array | None, Array]:
-    """Rewards of turns, each at its last sampled token [M], None where no score has any; and every token's turn [M]."""
+    """([M] turns' rewards, each at its turn's last token, or None; [M] each token's turn)."""
     turns, given = [np.zeros(0, np.int64)], [np.zeros(0)]
     for t in attempts:
         assert isinstance(t.outcome, Score)
@@ -334,7 +355,10 @@ def _by_turn(attempts: Sequence[Trajectory]) -> tuple[Array | None, Array]:
 
 
 def _of_values(values: Array, target: Array) -> Metrics:
-    """explained_variance: 1 - Var(R - V) / Var(R), at most 1; 0 for a critic that knows no more than a constant."""
+    """Metrics of a critic: its mean value, and 1 - Var(R - V) / Var(R), the explained variance.
+
+    The latter is at most 1, and 0 for a critic that knows no more than a constant.
+    """
     if not len(target):
         return {}
     spread = float(target.var())

@@ -1,6 +1,7 @@
-"""Presets: published algorithms as sets of the functions here and their constants. No torch: what losses take is a table.
+"""Presets: published algorithms as sets of function names and constants.
 
-What a preset leaves out is the default of `AlgorithmSettings`; constants that it leaves out are those of the functions.
+A value that a preset leaves out is the default of `AlgorithmSettings`; a constant that it leaves out is its function's
+default. This module does not import torch, so the constants of losses are repeated here in a table.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ LOSS_CONSTANTS: dict[str, dict[str, float]] = {
     "topr": {"cap": 1.0},
     "rollout_mask": {"clip_low": 0.2, "clip_high": 0.28},
 }
-"""The policy losses and their constants; `losses` has the same, which a test holds."""
+"""The policy losses and their constants; a test holds that `losses` has the same."""
 
 ANCHORED = frozenset({"ppo_clip", "gspo", "gspo_token", "cispo", "sapo", "gmpo"})  # read p_hat, the others mu or neither
 PER_SEQUENCE = frozenset({"gspo", "gmpo", "topr"})  # one term for a whole attempt: its tokens have one advantage
 
-CROSS_ENTROPY = "cross_entropy"  # the loss of given answers; it knows no advantage
-SCORE = "score"  # that of a reward model
-ATTEMPTS = {"answers": 1, "pairs": 2, "labels": 1}  # that a task gives, by `AlgorithmSettings.given`
+CROSS_ENTROPY = "cross_entropy"  # the loss of given answers; it reads no advantage
+SCORE = "score"  # the loss of a reward model
+ATTEMPTS = {"answers": 1, "pairs": 2, "labels": 1}  # replies that a task gives, by `AlgorithmSettings.given`
 
 
 def _of(advantage: str, loss: str, reduction: str, **others: Any) -> dict[str, Any]:
-    """The functions that every preset names, and what else it sets."""
+    """A preset from the three functions that every preset names, and its other settings."""
     return {"advantage": advantage, "loss": loss, "reduction": reduction, **others}
 
 
@@ -116,4 +117,4 @@ NOTES = {
     "reward_model": "Bradley-Terry; a head on the model learns which of two replies is better: final/ is a reward model",
     "kto": "KTO, 2402.01306; nothing is sampled: each task's completion is good or bad, as its label says",
 }
-"""Of each: the paper; and what is to be known of it."""
+"""The paper of each preset, and what to know about it."""

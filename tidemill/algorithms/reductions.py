@@ -1,9 +1,9 @@
-"""How per-token terms become one number: a weight for each sample's tokens and one scale for the whole step (I6).
+"""Reductions: the weights of samples and the scale by which token terms are averaged (I6).
 
     gradient = scale * sum over samples i of weight_i * sum over its trained tokens t of grad term_it
 
-The denominators are those of the whole optimizer step, counted in tokens the loss was asked for, before a clip or a
-correction drops any: a dropped token has a zero gradient, it does not make the others heavier.
+Denominators are those of the whole optimizer step. They count the tokens that the loss was asked for, before a clip or a
+correction drops any: a dropped token has a zero gradient and does not make the others heavier.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy as np
 from tidemill.core.types import Array
 
 Division = tuple[Array | int, int]
-"""What the sum over each sample's tokens is divided by, [n] or one number, and then the sum over samples"""
+"""(divisor of each sample's sum over tokens, [n] or one number; divisor of the sum over samples)"""
 
 
 def token(lengths: Array, groups: Array, length: int | None) -> Division:
@@ -78,10 +78,10 @@ REDUCTIONS: dict[str, Callable[[Array, Array, int | None], Division]] = {
 
 
 def reduction(kind: str, lengths: Array, groups: Array, fixed: int | None = None) -> tuple[Array, float]:
-    """Weights [n] float64 and the scale, of n samples with `lengths` [n] trained tokens, `groups` [n] prompt ids.
+    """(weights [n] float64, scale) of n samples.
 
-    kind: see REDUCTIONS. fixed: the constant length of "fixed".
-    Samples without a trained token count in no denominator; a step without any has scale 0.
+    lengths [n]: trained tokens of each sample. groups [n]: prompt ids. kind: see REDUCTIONS. fixed: the constant length
+    of "fixed". Samples without a trained token count in no denominator; a step without any has scale 0.
     """
     lengths, groups = np.asarray(lengths, np.int64), np.asarray(groups)
     if lengths.shape != groups.shape or lengths.ndim != 1:

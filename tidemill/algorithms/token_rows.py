@@ -1,8 +1,8 @@
-"""Rows, as the trainer takes them: a trajectory becomes one, and numbers of its trained tokens go in and come out.
+"""Rows for the trainer, and conversion between per-row arrays and flat arrays of tokens.
 
     a trajectory -> row_of -> its row;  [T] of each row -> flat -> [M], of the trained tokens -> by_row -> [T] of each row
 
-What these numbers mean is not known here.
+The meaning of the numbers plays no role here.
 """
 
 from __future__ import annotations
@@ -16,25 +16,28 @@ from tidemill.core.types import Array, Group, Sample, Trajectory
 
 POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 Logprobs = Mapping[str, Sequence[Array]]
-"""Whose ("policy", "reference") -> [T] of each row; of the "critic" its values"""
+"""Policy name ("policy", "reference") -> [T] logprobs of each row; "critic" -> its values."""
 
 Measured = tuple[Sequence[Sample], Logprobs]
-"""Rows, and the logprobs of them"""
+"""Rows and their logprobs."""
 
 
 class ByAttempt:
-    """M tokens of n attempts, row after row: numbers of attempts become those of tokens, and the other way round."""
+    """Base of arrays over M tokens of n attempts; converts between per-attempt and per-token.
+
+    Tokens are stored attempt after attempt.
+    """
 
     __slots__ = ()
     lengths: Array  # [n] int64, >= 1
 
     @property
     def starts(self) -> Array:
-        """[n] the first token of each attempt."""
+        """[n] index of the first token of each attempt."""
         return np.cumsum(self.lengths) - self.lengths
 
     def spread(self, values: Array) -> Array:
-        """[M] of one value [n] for each attempt."""
+        """[M] the attempts' values [n], repeated for each token."""
         return np.repeat(values, self.lengths)
 
     def per_row(self, values: Array) -> Array:
@@ -43,7 +46,11 @@ class ByAttempt:
 
 
 def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
-    """Without advantages and weights yet; with lags where a step is given. Raises ValueError for greedy samples."""
+    """The trainer's row of a trajectory, without advantages and weights yet.
+
+    step: if given, the row holds each token's lag. Raises ValueError for a greedy sample, which has no logprob to train
+    on.
+    """
     if trajectory.temperature <= 0:
         raise ValueError(
             f"group {group.id} was sampled at temperature {trajectory.temperature}: greedy tokens have no logprob "
@@ -57,7 +64,7 @@ def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
         logprobs=trajectory.logprobs,
         versions=trajectory.versions,
         advantages=nothing,
-        weights=nothing if given is None else given.astype(np.float32),  # so that a forward pass tells of them
+        weights=nothing if given is None else given.astype(np.float32),  # so that a forward pass returns their logprobs
         loss=POLICY,
         temperature=trajectory.temperature,
         lags=None if step is None else np.where(mask, step - trajectory.versions, 0).astype(np.int32),
@@ -68,20 +75,20 @@ def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
 
 
 def ended(row: Sample) -> Sample:
-    """The row with a place after its last token, which alone is trained: there a head says what it thinks of the whole."""
+    """The row with one more position at its end, the only one trained: a head scores the row there."""
     names = ("tokens", "mask", "logprobs", "versions", "advantages")
     longer = {name: np.append(values := getattr(row, name), values.dtype.type(0)) for name in names}
     return replace(row, **longer, weights=np.append(np.zeros_like(row.weights), np.float32(1)))
 
 
 def flat(rows: Sequence[Sample], values: Sequence[Array]) -> Array:
-    """[M] float64: those of the trained tokens, row after row."""
+    """[M] float64 values of the trained tokens, row after row."""
     parts = [np.asarray(each, np.float64)[row.predicted] for row, each in zip(rows, values, strict=True)]
     return np.concatenate(parts) if parts else np.zeros(0)
 
 
 def by_row(rows: Sequence[Sample], values: Array) -> Iterator[Array]:
-    """`flat`, undone: [T] float32 of each row, 0 where nothing was sampled."""
+    """The inverse of `flat`: [T] float32 for each row, 0 where nothing is trained."""
     end = 0
     for row in rows:
         where = row.predicted
@@ -94,7 +101,7 @@ def by_row(rows: Sequence[Sample], values: Array) -> Iterator[Array]:
 def filled(
     rows: Sequence[Sample], advantages: Array, weights: Array, known: Mapping[str, Sequence[Array] | None]
 ) -> Iterator[Sample]:
-    """The rows with their advantages [M], weights [n] and what else is known of their tokens."""
+    """The rows with their advantages [M], weights [n] and other arrays per row."""
     for i, (row, own) in enumerate(zip(rows, by_row(rows, advantages), strict=True)):
         weight = np.where(row.predicted, np.float32(weights[i]), np.float32(0))
         others = {name: values[i] for name, values in known.items() if values is not None}

@@ -1,6 +1,6 @@
-"""That nothing was asked of an algorithm which something else would ignore: each function raises ValueError in one sentence.
+"""Checks that every setting of an algorithm has an effect on the chosen functions.
 
-What does not apply to what was chosen is an error, not a setting without an effect.
+A setting that would be ignored is an error: each function raises ValueError with one sentence.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tidemill.core.import_object import constants_of
 if TYPE_CHECKING:
     from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 
-OF_REFERENCE = ("model", "every", "decay", "kl", "estimator", "into", "distil")  # keys that are meant for its table
+OF_REFERENCE = ("model", "every", "decay", "kl", "estimator", "into", "distil")  # keys of the table `reference`
 Constants = dict[str, Any]
 """name -> number; weights of parts are a table"""
 
@@ -39,7 +39,7 @@ def check_applicable(s: AlgorithmSettings) -> None:
 
 
 def _takers(s: AlgorithmSettings) -> dict[str, Constants]:
-    """Who takes constants, and which, with their defaults."""
+    """The chosen functions that take constants, with these and their defaults."""
     takers = {f"the loss {s.loss!r}": LOSS_CONSTANTS.get(s.loss, {})}
     if s.preference:
         return takers | {f"the preference {s.preference!r}": constants_of(EVERY_PREFERENCE[s.preference])}
@@ -47,7 +47,7 @@ def _takers(s: AlgorithmSettings) -> dict[str, Constants]:
 
 
 def _expect_given(s: AlgorithmSettings) -> None:
-    """That what learns from given replies asks for nothing that only sampled ones have, and the other way round."""
+    """Refuse settings about sampling if given replies are learnt, and the other way round."""
     if not s.given:
         of_given = {CROSS_ENTROPY: "answers", SCORE: "pairs", **dict.fromkeys(UNPAIRED, "labels")}
         of_given |= dict.fromkeys(OF_SCORES, "pairs")
@@ -77,7 +77,7 @@ def _expect_given(s: AlgorithmSettings) -> None:
 
 
 def _expect_whole(s: AlgorithmSettings) -> None:
-    """That nothing was set which something else would ignore."""
+    """Refuse combinations in which one setting would be ignored or wrong."""
     recompute = s.recomputes
     if s.fixed_length is not None and s.reduction != "fixed":
         raise ValueError(f"fixed_length does not apply to the reduction {s.reduction!r}: it belongs to 'fixed'")
@@ -158,7 +158,7 @@ def expect_name(kind: str, name: str, known: Collection[str]) -> None:
 
 
 def expect_constants(given: Constants, takers: Mapping[str, Constants], of_reference: Collection[str] = ()) -> None:
-    """takers: who takes constants -> which."""
+    """Raise ValueError for a constant that no taker takes. takers: taker -> its constants."""
     for name in given:
         if not any(name in own for own in takers.values()):
             near = difflib.get_close_matches(name, [n for own in takers.values() for n in own], n=1)
