@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_formats import FORMATS, tokenizer_of
-from scripted_engine import CHATML, ScriptedEngine, chat_tokenizer
+from envs.scripted_engine import CHATML, ScriptedEngine, chat_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 

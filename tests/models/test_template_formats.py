@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from chat_formats import FORMATS, TOKENIZERS, Messages, conversation_of, split_again, tokenizer_of
-from scripted_engine import ScriptedEngine
+from envs.scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast, tokenization_utils_base
 
 from tidemill.core.errors import ConfigError

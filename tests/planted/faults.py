@@ -71,7 +71,7 @@ FAULTS = [
         "a streamed part is not held against the whole",
         "            self._expect(all(map(_same, self.samples, update.samples)))",
         "            pass",
-        "test_streaming.py",
+        "controller/test_streaming.py",
     ),
     # algorithms
     Fault(

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from test_controller import PublisherOf, Silent, World
+from controller.test_controller import PublisherOf, Silent, World
 from virtual_time import run_virtually
 
 from tidemill.controller.admission_buffer import Buffer

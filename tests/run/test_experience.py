@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from ledger_cases import group, task
+from ledger.ledger_cases import group, task
 
 from tidemill.core.types import Score
 from tidemill.ledger.ledger import SqliteLedger

@@ -115,8 +115,7 @@ class WarmUp:
             self._told, goal = time.monotonic(), self.settings
             found = "not looked at yet" if self.accuracy is None else f"{self.accuracy:.2f}"
             self.note(
-                f"warm-up: step {self.step:,} of at most {goal.steps:,}, accuracy {found} on training tasks "
-                f"(it ends at {goal.accuracy:.2f})"
+                f"warm-up: step {self.step:,}, accuracy {found} (ends at {goal.accuracy:.2f}, or {goal.steps:,} steps)"
             )
 
     def _why_failed(self, accuracy: float) -> str:
