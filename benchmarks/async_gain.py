@@ -29,6 +29,7 @@ from tidemill.controller.admission_buffer import Buffer
 from tidemill.controller.controller import Controller, Schedule
 from tidemill.core.types import (
     Finish,
+    GenerateRequest,
     Group,
     PreparedStep,
     SamplingParams,
@@ -100,7 +101,7 @@ async def token_seconds(model: Path) -> float:
     engine = NativeEngine(load_folder(model), settings, receiver=None, version=Version(0), name="engine-0", eos_ids=())
     params, prompt = SamplingParams(max_tokens=100, ignore_eos=True), np.arange(1, 9, dtype=np.int32)
     begin = time.perf_counter()
-    calls = (engine.generate(prompt, replace(params, seed=i), "policy", str(i)) for i in range(GROUPS * SAMPLES))
+    calls = (engine.generate(GenerateRequest(prompt, replace(params, seed=i), key=str(i))) for i in range(GROUPS * SAMPLES))
     await asyncio.gather(*calls)
     seconds = time.perf_counter() - begin
     await engine.close()

@@ -19,25 +19,18 @@ import numpy as np
 import torch
 from workloads import SIZES, VOCAB, decoder
 
-from tidemill.core.types import SamplingParams, Version
+from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 
 
 async def generate(engine: NativeEngine, prompts: list[np.ndarray], samples: int, tokens: int, seed: int) -> float:
+    def request(row: int, sample: int) -> GenerateRequest:
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed + row * samples + sample)
+        return GenerateRequest(prompts[row], params, key=f"{seed}/{row}/{sample}")
+
     start = time.perf_counter()
-    await asyncio.gather(
-        *(
-            engine.generate(
-                p,
-                SamplingParams(max_tokens=tokens, ignore_eos=True, seed=seed + i * samples + j),
-                "policy",
-                f"{seed}/{i}/{j}",
-            )
-            for i, p in enumerate(prompts)
-            for j in range(samples)
-        )
-    )
+    await asyncio.gather(*(engine.generate(request(i, j)) for i in range(len(prompts)) for j in range(samples)))
     return len(prompts) * samples * tokens / (time.perf_counter() - start)
 
 
@@ -52,7 +45,7 @@ async def steady(engine: NativeEngine, args: argparse.Namespace, vocab: int) -> 
             count = int(rng.integers(max(1, args.tokens // 2) if turn else 1, args.tokens + 1))
             prompt = rng.integers(0, vocab, args.prompt).astype(np.int32)
             params = SamplingParams(max_tokens=count, ignore_eos=True, seed=row * 1000 + turn)
-            await engine.generate(prompt, params, "policy", f"{row}/{turn}")
+            await engine.generate(GenerateRequest(prompt, params, key=f"{row}/{turn}"))
             total += count
 
     start = time.perf_counter()

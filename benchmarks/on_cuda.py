@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from harness import save, table
 
-from tidemill.core.types import LossSpec, Sample, SamplingParams, Version
+from tidemill.core.types import GenerateRequest, LossSpec, Sample, SamplingParams, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.architecture import Architecture
@@ -127,7 +127,10 @@ async def ours(model: Decoder, args: argparse.Namespace, profile: str | None) ->
         watcher = asyncio.create_task(watch())
         start = time.perf_counter()
         done = await asyncio.gather(
-            *(engine.generate(p, how, "policy", f"{seed}/{i}") for i, (p, how) in enumerate(zip(prompts, each, strict=True)))
+            *(
+                engine.generate(GenerateRequest(p, how, key=f"{seed}/{i}"))
+                for i, (p, how) in enumerate(zip(prompts, each, strict=True))
+            )
         )
         seconds = time.perf_counter() - start
         watcher.cancel()
@@ -314,7 +317,7 @@ async def _decode_on(engine: NativeEngine, args: argparse.Namespace, gaps: list[
             tokens = args.tokens if again else 1 + args.tokens * number // engine.settings.max_sequences
             params = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=again * 1000 + number)
             given = rng.integers(0, VOCAB, args.prompt).astype(np.int32) if fresh else prompt
-            await engine.generate(given, params, "policy", f"{number}/{again}")
+            await engine.generate(GenerateRequest(given, params, key=f"{number}/{again}"))
 
     rows = [asyncio.create_task(row(number)) for number in range(engine.settings.max_sequences)]
     try:

@@ -28,7 +28,7 @@ from harness import RESULTS, save, table, wait_until_quiet
 from workloads import VOCAB, decoder, write_model
 
 from tidemill.core.interfaces import Engine
-from tidemill.core.types import Finish, Group, SamplingParams, Score, Task, Trajectory, Version
+from tidemill.core.types import Finish, GenerateRequest, Group, SamplingParams, Score, Task, Trajectory, Version
 from tidemill.engine.native import native_engine
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -59,7 +59,7 @@ def ask(tokens: int, seed: int) -> SamplingParams:
 async def sampled(served: Any, prompts: list[np.ndarray], tokens: int) -> float:
     """Seconds for one completion of each."""
     begin = time.perf_counter()
-    await asyncio.gather(*(served.generate(p, ask(tokens, i), "policy", str(i)) for i, p in enumerate(prompts)))
+    await asyncio.gather(*(served.generate(GenerateRequest(p, ask(tokens, i), key=str(i))) for i, p in enumerate(prompts)))
     return time.perf_counter() - begin
 
 
@@ -102,7 +102,9 @@ def queue(quick: bool) -> Rows:
 
         prompts = [prompt(32, seed) for seed in range(128 + queued)]
         native_engine.run = run
-        calls = [asyncio.ensure_future(served.generate(p, ask(64, i), "policy", str(i))) for i, p in enumerate(prompts)]
+        calls = [
+            asyncio.ensure_future(served.generate(GenerateRequest(p, ask(64, i), key=str(i)))) for i, p in enumerate(prompts)
+        ]
         while served.progress() < 8:
             await asyncio.sleep(0)
         spent["computing"] = 0.0

@@ -29,7 +29,7 @@ import torch
 from harness import save, table, wait_until_quiet
 from workloads import SIZES, decoder, kv_mb, prompts
 
-from tidemill.core.types import SamplingParams, Version
+from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.hf_weights import empty_decoder, load_slices, serving_slices
@@ -125,7 +125,8 @@ async def pause(size: str, dtype: torch.dtype, updates: int, asked: Any) -> dict
     params = SamplingParams(max_tokens=MOST, ignore_eos=True, seed=0)
     texts = [np.array(prompt, np.int32) for prompt in prompts(size, ROWS, 32, 0)]
     running = [
-        asyncio.create_task(engine.generate(t, replace(params, seed=i), "policy", str(i))) for i, t in enumerate(texts)
+        asyncio.create_task(engine.generate(GenerateRequest(t, replace(params, seed=i), key=str(i))))
+        for i, t in enumerate(texts)
     ]
 
     async def steps(count: int) -> None:

@@ -25,7 +25,7 @@ import torch
 from harness import System, save, table, wait_until_quiet
 
 import tidemill
-from tidemill.core.types import SamplingParams, Task, Version
+from tidemill.core.types import GenerateRequest, SamplingParams, Task, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.build_environment import make_environment
@@ -85,7 +85,7 @@ async def _accuracy(model: Path, rows: list[dict[str, str]]) -> float:
     )
     greedy = SamplingParams(max_tokens=TOKENS, temperature=0.0)
     prompts = [prompt_tokens(folder.tokenizer, row["prompt"]) for row in rows]
-    done = await asyncio.gather(*(engine.generate(p, greedy, "policy", str(i)) for i, p in enumerate(prompts)))
+    done = await asyncio.gather(*(engine.generate(GenerateRequest(p, greedy, key=str(i))) for i, p in enumerate(prompts)))
     await engine.close()
     replies = [folder.tokenizer.decode(each.tokens.tolist(), skip_special_tokens=True) for each in done]
     return statistics.mean(score(reply, row["answer"]) for reply, row in zip(replies, rows, strict=True))

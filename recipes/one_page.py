@@ -19,7 +19,7 @@ import torch
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.core.seeding import derive_seed
-from tidemill.core.types import Completion, Group, SamplingParams, Score, Task, Trajectory, Version
+from tidemill.core.types import Completion, GenerateRequest, Group, SamplingParams, Score, Task, Trajectory, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.hf_weights import load_folder
@@ -48,7 +48,7 @@ async def sample(engine: NativeEngine, tokenizer, step: int, group_id: int) -> G
 
     async def attempt(i: int) -> Completion:
         params = SamplingParams(max_tokens=3, seed=derive_seed(0, "rollout", step, group_id, i))
-        return await engine.generate(tokens, params, "policy", f"{step}/{group_id}/{i}")
+        return await engine.generate(GenerateRequest(tokens, params, key=f"{step}/{group_id}/{i}"))
 
     completions = await asyncio.gather(*(attempt(i) for i in range(SIZE)))
     task = Task(f"{step}/{group_id}", prompt)

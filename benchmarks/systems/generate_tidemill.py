@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from serve import given, serve
 
-from tidemill.core.types import SamplingParams, Version
+from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.hf_weights import load_folder
@@ -45,7 +45,9 @@ def answer(prompts: list[list[int]], samples: int, tokens: int | list[int], seed
     async def run() -> list[list[int]]:
         each = [replace(params, max_tokens=n, seed=seed * 100_000 + i) for i, n in enumerate(counts)]
         calls = enumerate(zip(texts, each, strict=True))
-        done = await asyncio.gather(*(engine.generate(text, how, "policy", f"{seed}/{i}") for i, (text, how) in calls))
+        done = await asyncio.gather(
+            *(engine.generate(GenerateRequest(text, how, key=f"{seed}/{i}")) for i, (text, how) in calls)
+        )
         assert all(np.isfinite(each.logprobs).all() for each in done)
         return [each.tokens.tolist() for each in done]
 

@@ -24,7 +24,7 @@ class FakeEngine:
         self.error = error
         self.aborted: list[str] = []
 
-    async def generate(self, tokens, params, policy, key) -> Completion:
+    async def generate(self, request) -> Completion:
         if self.error is not None:
             raise self.error
         one = np.ones(1, np.int32)
@@ -64,9 +64,9 @@ async def test_a_baseline_is_one_greedy_attempt_more():
     asked = []
 
     class Listening(FakeEngine):
-        async def generate(self, tokens, params, policy, key) -> Completion:
-            asked.append((key, params.temperature))
-            return await super().generate(tokens, params, policy, key)
+        async def generate(self, request) -> Completion:
+            asked.append((request.key, request.params.temperature))
+            return await super().generate(request)
 
     async def judge(task, attempts):
         return [Score(float(i)) for i in range(len(attempts))]

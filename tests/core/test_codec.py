@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -11,6 +13,7 @@ from tidemill.core.serialization import CodecError, decode, encode
 from tidemill.core.types import (
     Completion,
     Finish,
+    GenerateRequest,
     Group,
     InfraError,
     Outcome,
@@ -56,6 +59,14 @@ def test_a_group_comes_back_equal(outcome):
     assert back.task == group.task
 
 
+@pytest.mark.parametrize("rest", [{}, {"policy": "teacher", "key": "g1/0", "constraint": "[0-9]+"}])
+def test_a_request_comes_back_equal(rest):
+    request = GenerateRequest(np.arange(3, dtype=np.int32), SamplingParams(seed=2**63, stop_ids=(1, 2)), **rest)
+    back = decode(encode((request,)), tuple[GenerateRequest])[0]
+    assert back.tokens.dtype == np.int32 and back.tokens.tolist() == [0, 1, 2]
+    assert replace(back, tokens=None) == replace(request, tokens=None)
+
+
 def test_arrays_are_writable_copies():
     back = decode(encode(trajectory(None)), Trajectory)
     back.tokens[0] = 9  # raises when it is a view of immutable bytes
@@ -63,7 +74,7 @@ def test_arrays_are_writable_copies():
 
 @given(st.binary(max_size=300))
 def test_hostile_bytes_are_refused(raw):
-    for kind in (Group, Sample, Completion, SamplingParams):
+    for kind in (Group, Sample, Completion, GenerateRequest, SamplingParams):
         try:
             decode(raw, kind)
         except CodecError as error:

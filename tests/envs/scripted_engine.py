@@ -8,7 +8,7 @@ import numpy as np
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from tidemill.core.types import Completion, Finish, SamplingParams, Support, Version
+from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Support, Version
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
@@ -55,11 +55,12 @@ class ScriptedEngine:
         self.completions: list[Completion] = []
         self.keys: set[str] = set()
 
-    async def generate(self, tokens: np.ndarray, params: SamplingParams, policy: str, key: str) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
+        tokens, params = request.tokens, request.params
         call = len(self.prompts)
         self.prompts.append(tokens.copy())
         self.params.append(params)
-        self.keys.add(key)
+        self.keys.add(request.key)
         room = min(params.max_tokens, self._context - len(tokens))
         ids = np.array(list(self._answer(tokens, params))[:room], np.int32)
         n = len(ids)

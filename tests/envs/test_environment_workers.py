@@ -44,14 +44,14 @@ class Engine(ScriptedEngine):
         self.aborted: list[str] = []
         self.cancelled = 0
 
-    async def generate(self, tokens, params, policy, key):
+    async def generate(self, request):
         await asyncio.sleep(0)
-        if "slow" in TOKENIZER.decode(tokens):
+        if "slow" in TOKENIZER.decode(request.tokens):
             try:
                 await asyncio.sleep(600)
             finally:
                 self.cancelled += 1
-        return await super().generate(tokens, params, policy, key)
+        return await super().generate(request)
 
     async def abort(self, key: str) -> None:
         self.aborted.append(key)

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from tidemill.core.config import build
-from tidemill.core.types import LossSpec, Sample, SamplingParams
+from tidemill.core.types import GenerateRequest, LossSpec, Sample, SamplingParams
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.new_model import SIZES, fresh_model
@@ -128,7 +128,7 @@ async def test_an_engine_takes_what_is_free_before_each_step_and_leaves_when_all
         engine, trainer, used = build_engine(spec), SharedCores(given["trainer"], Used()), Used()
         observer = SharedCores(given["trainer"], used)
         assert isinstance(engine, NativeEngine)
-        stream = engine.stream(np.array([3, 4]), SamplingParams(max_tokens=4, ignore_eos=True), "policy", "")
+        stream = engine.stream(GenerateRequest(np.array([3, 4]), SamplingParams(max_tokens=4, ignore_eos=True)))
         async for _ in stream:
             trainer.take()  # from the second step on
         observer.take()

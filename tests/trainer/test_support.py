@@ -7,7 +7,7 @@ import pytest
 import torch
 from trainer_cases import VOCAB, decoder, sample
 
-from tidemill.core.types import LossSpec, Sample, SamplingParams, Support, Version
+from tidemill.core.types import GenerateRequest, LossSpec, Sample, SamplingParams, Support, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.attention import packed_attention, packed_positions
@@ -21,7 +21,7 @@ async def sampled(params: dict[str, float], count: int = 6) -> list[Sample]:
     prompt, rows = np.arange(5, dtype=np.int32), []
     for i in range(count):
         asked = SamplingParams(max_tokens=4 + i, ignore_eos=True, seed=i, **params)
-        done = await engine.generate(prompt, asked, "policy", str(i))
+        done = await engine.generate(GenerateRequest(prompt, asked, key=str(i)))
         tokens = np.concatenate([prompt, done.tokens])
         mask = np.arange(len(tokens)) >= len(prompt)
         logprobs = np.zeros(len(tokens), np.float32)

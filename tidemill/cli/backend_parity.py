@@ -22,7 +22,7 @@ import torch
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import EngineStats
-from tidemill.core.types import Sample, SamplingParams, Version
+from tidemill.core.types import GenerateRequest, Sample, SamplingParams, Version
 from tidemill.engine.native.cache_size import page_bytes
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -148,7 +148,7 @@ async def _generate(
         SamplingParams(temperature=temperature, max_tokens=length - len(prompt), ignore_eos=True, seed=i)
         for i, (prompt, temperature) in enumerate(zip(prompts, temperatures, strict=True))
     ]
-    calls = [engine.generate(prompt, params, "policy", "") for prompt, params in zip(prompts, asked, strict=True)]
+    calls = [engine.generate(GenerateRequest(prompt, params)) for prompt, params in zip(prompts, asked, strict=True)]
     try:
         replies = await asyncio.gather(*calls)
         stats = await engine.stats()

@@ -13,6 +13,7 @@ from typing import Any, Protocol, runtime_checkable
 from tidemill.core.types import (
     Array,
     Completion,
+    GenerateRequest,
     Group,
     LossSpec,
     Metrics,
@@ -20,7 +21,6 @@ from tidemill.core.types import (
     PreparedStep,
     Published,
     Sample,
-    SamplingParams,
     Scored,
     Task,
     Telemetry,
@@ -64,10 +64,10 @@ class EngineStats:
 class Engine(Protocol):
     async def capabilities(self) -> Capabilities: ...
 
-    async def generate(self, tokens: Array, params: SamplingParams, policy: str, key: str) -> Completion:
-        """Sample a continuation of `tokens` [P] int32. `key` names the episode: sticky prefix salt, and abort.
+    async def generate(self, request: GenerateRequest) -> Completion:
+        """Sample one continuation.
 
-        Raises ValueError when the prompt does not fit the context.
+        Raises ValueError when the prompt does not fit the context, or when this engine cannot do what is asked.
         """
         ...
 

@@ -122,6 +122,17 @@ class SamplingParams:
                 raise ValueError(f"{name}={getattr(self, name)!r}: expected a value {expected}")
 
 
+@dataclass(frozen=True, slots=True)
+class GenerateRequest:
+    """One continuation to sample."""
+
+    tokens: Array  # [P] int32: the prompt
+    params: SamplingParams
+    policy: str = "policy"  # whose weights sample it
+    key: str = ""  # the episode: requests of one key share their prefix cache and are aborted together
+    constraint: str | None = None  # a grammar that the reply must follow; an engine without that capability refuses it
+
+
 @dataclass(slots=True)
 class Support:
     """The token ids each position was sampled from under top-p/top-k/min-p, as rows of one ragged array.

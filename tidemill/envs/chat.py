@@ -25,6 +25,7 @@ from tidemill.core.types import (
     Array,
     Completion,
     Finish,
+    GenerateRequest,
     Outcome,
     Said,
     SamplingParams,
@@ -196,7 +197,7 @@ class EpisodeChat:
         limit = min(max_tokens or self._params.max_tokens, self._context)  # any number travels to an engine
         params = replace(self._params, seed=self._seeds(self.turns), max_tokens=limit, last=last)
         try:
-            reply = await self._engine.generate(tokens, params, self._policy, self._key)
+            reply = await self._engine.generate(GenerateRequest(tokens, params, policy=self._policy, key=self._key))
         except Exception as error:
             self.failure = error
             raise

@@ -70,9 +70,9 @@ async def test_one_wrong_logprob_is_enough(parts):
     ours, theirs = parts("one", "one")
     generate = theirs.generate
 
-    async def one_off(tokens, params, policy, key):
-        reply = await generate(tokens, params, policy, key)
-        reply.logprobs[3] -= 1e-3 * (key == "doctor-2")
+    async def one_off(request):
+        reply = await generate(request)
+        reply.logprobs[3] -= 1e-3 * (request.key == "doctor-2")
         return reply
 
     theirs.generate = one_off

@@ -11,7 +11,7 @@ import torch
 from engine_cases import BASE, VOCAB, decoder, engine, kept, prompts, reference, reference_logprobs
 from gpu_in_pytorch import compute_again
 
-from tidemill.core.types import Finish, SamplingParams
+from tidemill.core.types import Finish, GenerateRequest, SamplingParams
 from tidemill.engine.native.logit_adjustments import Adjustment
 
 ENDS = tuple(range(0, VOCAB, 3))
@@ -58,7 +58,7 @@ async def test_logprobs_are_of_what_was_sampled_from(kind: str, monkeypatch: pyt
     under_test, model = engine(eos_ids=ENDS, max_sequences=12, batch_invariant=kind == "invariant"), decoder(BASE)
     text = prompts(1, 9, 10)[0]
     asked = [SamplingParams(max_tokens=24, seed=4, **case) for case in CASES.values()]
-    found = await asyncio.gather(*(under_test.generate(text, p, "policy", "") for p in asked))
+    found = await asyncio.gather(*(under_test.generate(GenerateRequest(text, p)) for p in asked))
     for (name, case), p, completion in zip(CASES.items(), asked, found, strict=True):
         n = len(completion.tokens)
         assert n >= max(p.min_tokens, 1) and (completion.finish is Finish.STOP) == (completion.tokens[-1] in ENDS), name
@@ -82,11 +82,11 @@ async def test_rows_beside_them_sample_what_they_sample_alone(monkeypatch: pytes
     compute_again(monkeypatch)
     texts, plain = prompts(4), [SamplingParams(max_tokens=30, seed=i) for i in range(4)]
     under_test = engine()
-    alone = [await under_test.generate(t, p, "policy", "") for t, p in zip(texts, plain, strict=True)]
-    calls = [asyncio.ensure_future(under_test.generate(t, p, "policy", "")) for t, p in zip(texts, plain, strict=True)]
+    alone = [await under_test.generate(GenerateRequest(t, p)) for t, p in zip(texts, plain, strict=True)]
+    calls = [asyncio.ensure_future(under_test.generate(GenerateRequest(t, p))) for t, p in zip(texts, plain, strict=True)]
     for i in range(6):
         changed = SamplingParams(max_tokens=3, seed=i, repetition_penalty=1.5)
-        await under_test.generate(texts[i % 4], changed, "policy", "")
+        await under_test.generate(GenerateRequest(texts[i % 4], changed))
     for before, beside in zip(alone, await asyncio.gather(*calls), strict=True):
         np.testing.assert_array_equal(before.tokens, beside.tokens)
     under_test._scheduler.check_integrity()
@@ -99,14 +99,14 @@ async def test_an_end_comes_as_soon_as_it_may() -> None:
 
     async def length(least: int, seed: int) -> int:
         params = SamplingParams(max_tokens=40, min_tokens=least, seed=seed)
-        return len((await under_test.generate(text, params, "policy", "")).tokens)
+        return len((await under_test.generate(GenerateRequest(text, params))).tokens)
 
     lengths = {least: [await length(least, seed) for seed in range(12)] for least in (0, 4, 12)}
     assert min(lengths[0]) < 4 < 12 < max(lengths[12]) < 40
     assert min(lengths[4]) >= 4 and min(lengths[12]) >= 12
-    everything = await under_test.generate(text, SamplingParams(min_tokens=5, stop_ids=tuple(range(VOCAB))), "policy", "")
+    everything = await under_test.generate(GenerateRequest(text, SamplingParams(min_tokens=5, stop_ids=tuple(range(VOCAB)))))
     assert everything.finish is Finish.STOP, "where all tokens are ends one of them has to be sampled"
-    assert (await under_test.generate(text, SamplingParams(max_tokens=3, ignore_eos=True), "policy", "")).tokens.size == 3
+    assert (await under_test.generate(GenerateRequest(text, SamplingParams(max_tokens=3, ignore_eos=True)))).tokens.size == 3
     await under_test.close()
 
 

@@ -16,7 +16,7 @@ from gpu_in_pytorch import compute_again
 import tidemill.engine.native.native_engine as core
 from tidemill.core.executors import background
 from tidemill.core.interfaces import Engine, EngineFailed, PolicyMismatch
-from tidemill.core.types import Finish, SamplingParams, Version
+from tidemill.core.types import Finish, GenerateRequest, SamplingParams, Version
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.observability.timeline import IDLE
@@ -53,19 +53,19 @@ def prompt(seed=0):
 async def test_ends(started):
     free = started()
     assert isinstance(free, Engine)
-    whole = await free.generate(prompt(), SamplingParams(max_tokens=200, seed=1), "policy", "")
+    whole = await free.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=200, seed=1)))
     assert whole.finish is Finish.CONTEXT and len(whole.tokens) == BASE.context - 10
     assert whole.engine == "engine-0" and whole.queued_s >= 0 and whole.sources == (Version(0),)
     assert (whole.versions == 0).all() and whole.tokens.dtype == whole.versions.dtype == np.int32
     stop = int(whole.tokens[7])
     first = int(np.flatnonzero(whole.tokens == stop)[0])
-    stopped = await free.generate(prompt(), SamplingParams(max_tokens=200, seed=1, stop_ids=(99, stop)), "policy", "")
+    stopped = await free.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=200, seed=1, stop_ids=(99, stop))))
     assert stopped.finish is Finish.STOP and stopped.tokens.tolist() == whole.tokens[: first + 1].tolist()
     last = SamplingParams(max_tokens=first + 1, seed=1, stop_ids=(stop,))
-    assert (await free.generate(prompt(), last, "policy", "")).finish is Finish.STOP, "stop comes before length"
+    assert (await free.generate(GenerateRequest(prompt(), last))).finish is Finish.STOP, "stop comes before length"
     with_eos = started(eos_ids=(stop,))
-    assert (await with_eos.generate(prompt(), SamplingParams(max_tokens=50, seed=1), "policy", "")).finish is Finish.STOP
-    ignoring = await with_eos.generate(prompt(), SamplingParams(max_tokens=50, seed=1, ignore_eos=True), "policy", "")
+    assert (await with_eos.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=50, seed=1)))).finish is Finish.STOP
+    ignoring = await with_eos.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=50, seed=1, ignore_eos=True)))
     assert ignoring.finish is Finish.LENGTH and ignoring.tokens.tolist() == whole.tokens[:50].tolist()
 
 
@@ -81,10 +81,12 @@ async def test_what_cannot_be_served_is_refused(started):
         (prompt(), "teacher", "'teacher' is not served"),
     ):
         with pytest.raises(ValueError, match=message):
-            await under_test.generate(tokens, params, policy, "")
+            await under_test.generate(GenerateRequest(tokens, params, policy))
+    with pytest.raises(ValueError, match="engine engine-0 cannot hold a reply to a grammar"):
+        await under_test.generate(GenerateRequest(prompt(), params, constraint="[0-9]+"))
     with pytest.raises(ValueError, match="temperature"):
         await under_test.score(prompt(), "policy", 0.0, 0)
-    assert len((await under_test.generate(np.zeros(95, np.int32), params, "policy", "")).tokens) == 1
+    assert len((await under_test.generate(GenerateRequest(np.zeros(95, np.int32), params))).tokens) == 1
     assert (await under_test.score(np.zeros(96, np.int32), "policy", 1.0, 0)).logprobs.shape == (96,)
     with pytest.raises(ValueError, match="kv_memory_mb"):
         started(kv_memory_mb=1, page_size=1 << 16)
@@ -93,7 +95,9 @@ async def test_what_cannot_be_served_is_refused(started):
 async def test_abort_and_cancel_give_everything_back(started):
     under_test = started(max_sequences=2)
     params = SamplingParams(max_tokens=80, seed=2)
-    calls = [asyncio.ensure_future(under_test.generate(prompt(i), params, "policy", "ab"[i % 2])) for i in range(6)]
+    calls = [
+        asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(i), params, key="ab"[i % 2]))) for i in range(6)
+    ]
     scheduler = under_test._scheduler
     await until(lambda: scheduler.running and min(scheduler.length[s] for s in scheduler.running) > 14)
     await under_test.abort("a")
@@ -113,18 +117,18 @@ async def test_abort_and_cancel_give_everything_back(started):
 async def test_stream(started):
     under_test = started()
     params = SamplingParams(max_tokens=9, seed=4, top_logprobs=2)
-    expected = await under_test.generate(prompt(), params, "policy", "")
-    stream = under_test.stream(prompt(), params, "policy", "k")
+    expected = await under_test.generate(GenerateRequest(prompt(), params))
+    stream = under_test.stream(GenerateRequest(prompt(), params, key="k"))
     got = [item async for item in stream]
     assert [g[0] for g in got] == expected.tokens.tolist() and stream.completion.finish is Finish.LENGTH
     np.testing.assert_allclose([g[1] for g in got], expected.logprobs, atol=1e-6)
     assert [i for i, _ in got[3][3]] == expected.top_ids[3].tolist()
     assert [item async for item in stream] == []
-    left = under_test.stream(prompt(), SamplingParams(max_tokens=80), "policy", "k")
+    left = under_test.stream(GenerateRequest(prompt(), SamplingParams(max_tokens=80), key="k"))
     assert isinstance((await anext(left))[0], int)
     await left.aclose()
     assert not under_test._requests
-    ending = under_test.stream(prompt(), SamplingParams(max_tokens=80), "policy", "k")
+    ending = under_test.stream(GenerateRequest(prompt(), SamplingParams(max_tokens=80), key="k"))
     await anext(ending)
     await under_test.abort("k")
     async for _ in ending:
@@ -147,7 +151,9 @@ async def update_now(under_test, published, monkeypatch):
 async def in_the_middle(under_test, receiver, new, monkeypatch, key="episode"):
     """A completion that is in flight while version 1 is committed."""
     published = receiver.publish(1, new)
-    call = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=75, seed=5), "policy", key))
+    call = asyncio.ensure_future(
+        under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=75, seed=5), key=key))
+    )
     scheduler = under_test._scheduler
     await until(lambda: scheduler.running and scheduler.length[next(iter(scheduler.running))] > 20)
     return call, await update_now(under_test, published, monkeypatch)
@@ -179,11 +185,11 @@ async def test_update_keep(started, monkeypatch):
     # The episode goes on with the salt of its first turn; a new one does not find KV of the old weights, nor does one
     # that is called by the same name and is another.
     history = np.concatenate([prompt(), completion.tokens, prompt()[:2]])
-    again = await under_test.generate(history, SamplingParams(max_tokens=4), "policy", "episode")
-    other = await under_test.generate(history, SamplingParams(max_tokens=4), "policy", "another")
+    again = await under_test.generate(GenerateRequest(history, SamplingParams(max_tokens=4), key="episode"))
+    other = await under_test.generate(GenerateRequest(history, SamplingParams(max_tokens=4), key="another"))
     assert again.cached_tokens >= len(history) - 8 and other.cached_tokens == 0
     np.testing.assert_allclose(other.logprobs, reference_logprobs(new, history, other.tokens), atol=2e-5)
-    namesake = await under_test.generate(prompt(), SamplingParams(max_tokens=4), "policy", "episode")
+    namesake = await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=4), key="episode"))
     np.testing.assert_allclose(namesake.logprobs, reference_logprobs(new, prompt(), namesake.tokens), atol=2e-5)
 
 
@@ -192,7 +198,9 @@ async def test_update_finish(started, monkeypatch):
     under_test = started(receiver=receiver, in_flight="finish", max_sequences=2)
     call, update = await in_the_middle(under_test, receiver, new, monkeypatch)
     await until(lambda: under_test._updates._draining is not None)
-    late = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=5, seed=5), "policy", "episode"))
+    late = asyncio.ensure_future(
+        under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=5, seed=5), key="episode"))
+    )
     assert (await call).sources == (Version(0),) and not (await call).versions.any()
     assert (await update).step == 1
     completion = await late
@@ -205,7 +213,7 @@ async def test_finish_commits_when_what_was_in_flight_is_aborted(started, monkey
     under_test = started(receiver=receiver, in_flight="finish", max_sequences=1)
     call, update = await in_the_middle(under_test, receiver, decoder(seed=1), monkeypatch)
     await until(lambda: under_test._updates._draining is not None)
-    late = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=5), "policy", ""))
+    late = asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=5))))
     await asyncio.sleep(0)
     await under_test.abort("episode")
     assert (await call).finish is Finish.CANCELLED and (await update).step == 1
@@ -231,14 +239,14 @@ async def test_updates_one_after_another_and_only_forward(started):
     receiver = MemoryReceiver()
     under_test = started(receiver=receiver)
     published = [receiver.publish(i, decoder(seed=i)) for i in (1, 2, 3)]
-    call = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=85), "policy", ""))
+    call = asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=85))))
     versions = await asyncio.gather(*(under_test.update(p) for p in published))
     assert [v.step for v in versions] == [1, 2, 3]
     await call
     with pytest.raises(PolicyMismatch, match="only go forward"):
         await under_test.update(published[1])
     assert (await under_test.stats()).version == published[2].version
-    after = await under_test.generate(prompt(), SamplingParams(max_tokens=5), "policy", "")
+    after = await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=5)))
     np.testing.assert_allclose(after.logprobs, reference_logprobs(decoder(seed=3), prompt(), after.tokens), atol=2e-5)
     telemetry = await under_test.telemetry()
     names = [s.name for s in telemetry.spans]
@@ -258,7 +266,7 @@ async def test_the_cache_does_not_fill_with_what_versions_long_gone_computed(sta
     counts = []
     for step in range(1, 31):
         await under_test.update(receiver.publish(step, decoder(seed=step)))
-        await under_test.generate(prompt(), SamplingParams(max_tokens=30, ignore_eos=True), "policy", str(step))
+        await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=30, ignore_eos=True), key=str(step)))
         counts.append(len(touched))
     assert counts[5] == counts[-1] < blocks.usable, counts
     for version in range(25, 31):  # those of the two latest may be found again
@@ -270,30 +278,31 @@ async def test_of_a_last_turn_the_prompt_is_kept_and_no_more(started, last):
     under_test = started(prefix_cache=True, page_size=4)
     blocks = under_test._scheduler.blocks
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, last=last)
-    whole = await under_test.generate(prompt(), params, "policy", "a")
+    whole = await under_test.generate(GenerateRequest(prompt(), params, key="a"))
     cached = {key.tokens for key in blocks._by_key}
     row = np.concatenate([prompt(), whole.tokens])
     pages = [row[at : at + 4].tobytes() for at in range(0, 36, 4)]  # its last token was not computed
     assert cached == set(pages[:2] if last else pages)
-    sibling = await under_test.generate(prompt(), replace(params, seed=2), "policy", "b")
+    sibling = await under_test.generate(GenerateRequest(prompt(), replace(params, seed=2), key="b"))
     assert sibling.cached_tokens == 8
-    following = await under_test.generate(row, replace(params, max_tokens=1), "policy", "a")  # asked for all the same
+    one = replace(params, max_tokens=1)
+    following = await under_test.generate(GenerateRequest(row, one, key="a"))  # asked for all the same
     assert following.cached_tokens == (8 if last else 36)
     again = started(prefix_cache=False)
-    fresh = await again.generate(row, replace(params, max_tokens=1), "policy", "")
+    fresh = await again.generate(GenerateRequest(row, one))
     assert following.tokens.tolist() == fresh.tokens.tolist()
 
 
 async def test_a_last_turn_that_was_preempted_finds_what_it_had_sampled(started):
     under_test = started(prefix_cache=True, page_size=4)
     params = SamplingParams(max_tokens=30, ignore_eos=True, seed=1, last=True)
-    asked = asyncio.ensure_future(under_test.generate(prompt(), params, "policy", "a"))
+    asked = asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(), params, key="a")))
     scheduler = under_test._scheduler
     await until(lambda: scheduler.running and scheduler.computed[0] == 30)
     under_test._settle()
     scheduler.preempt_all(renew=False)
     assert len(scheduler.blocks._by_key) == 7
-    plain = await started().generate(prompt(), params, "policy", "")
+    plain = await started().generate(GenerateRequest(prompt(), params))
     assert (await asked).tokens.tolist() == plain.tokens.tolist()
 
 
@@ -326,7 +335,7 @@ async def test_a_cancelled_update_leaves_the_spare_weights_alone_that_a_thread_w
 async def test_wrong_weights_are_refused_and_the_old_ones_served(started):
     receiver = MemoryReceiver()
     under_test = started(receiver=receiver)
-    before = await under_test.generate(prompt(), SamplingParams(max_tokens=8, seed=3), "policy", "")
+    before = await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=8, seed=3)))
     published = receiver.publish(1, decoder(seed=1))
     receiver.corrupt = True
     with pytest.raises(PolicyMismatch) as error:
@@ -337,7 +346,7 @@ async def test_wrong_weights_are_refused_and_the_old_ones_served(started):
         await under_test.update(published)
     with pytest.raises(PolicyMismatch, match="without a fingerprint"):
         await under_test.update(core.Published(Version(1), "memory", "1"))
-    again = await under_test.generate(prompt(), SamplingParams(max_tokens=8, seed=3), "policy", "")
+    again = await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=8, seed=3)))
     np.testing.assert_array_equal(before.tokens, again.tokens)
     assert (again.versions == 0).all() and (await under_test.stats()).version == Version(0)
     receiver.corrupt, receiver.models[1] = False, decoder(seed=1)
@@ -357,9 +366,9 @@ async def test_bfloat16_serves_what_was_published_in_bfloat16(started):
 async def test_a_failing_step_fails_everybody(started, monkeypatch):
     under_test = started(max_sequences=2)
     params = SamplingParams(max_tokens=80)
-    calls = [asyncio.ensure_future(under_test.generate(prompt(i), params, "policy", "")) for i in range(4)]
+    calls = [asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(i), params))) for i in range(4)]
     calls.append(asyncio.ensure_future(under_test.score(prompt(), "policy", 1.0, 0)))
-    stream = under_test.stream(prompt(), params, "policy", "")
+    stream = under_test.stream(GenerateRequest(prompt(), params))
     await until(lambda: under_test._scheduler.running)
     for way in ("run", "launch"):
         monkeypatch.setattr(core, way, lambda *a: (_ for _ in ()).throw(MemoryError("out of memory")))
@@ -368,7 +377,7 @@ async def test_a_failing_step_fails_everybody(started, monkeypatch):
     with pytest.raises(EngineFailed, match="out of memory"):
         async for _ in stream:
             pass
-    for call in (under_test.generate(prompt(), params, "policy", ""), under_test.score(prompt(), "policy", 1.0, 0)):
+    for call in (under_test.generate(GenerateRequest(prompt(), params)), under_test.score(prompt(), "policy", 1.0, 0)):
         with pytest.raises(RuntimeError, match=r"engine-0 has stopped.*out of memory"):
             await call
 
@@ -377,30 +386,30 @@ async def test_nan_weights_are_noticed(started):
     under_test = started()
     under_test._updates.weights.decoder.norm.weight[:] = torch.nan
     with pytest.raises(EngineFailed, match="not finite"):
-        await under_test.generate(prompt(), SamplingParams(), "policy", "")
+        await under_test.generate(GenerateRequest(prompt(), SamplingParams()))
 
 
 async def test_a_leak_is_noticed_when_the_engine_goes_idle(started):
     under_test = started()
     under_test._scheduler.blocks.allocate(1)
-    await under_test.generate(prompt(), SamplingParams(max_tokens=3), "policy", "")
+    await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=3)))
     await until(lambda: under_test._loop.done())
     with pytest.raises(RuntimeError, match="KV pages leaked"):
-        await under_test.generate(prompt(), SamplingParams(max_tokens=3), "policy", "")
+        await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=3)))
 
 
 async def test_sleep_and_wake(started):
     receiver = MemoryReceiver()
     under_test = started(receiver=receiver)
     params = SamplingParams(max_tokens=60, seed=8)
-    expected = await under_test.generate(prompt(), params, "policy", "")
-    call = asyncio.ensure_future(under_test.generate(prompt(), params, "policy", ""))
+    expected = await under_test.generate(GenerateRequest(prompt(), params))
+    call = asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(), params)))
     await until(lambda: under_test._scheduler.running)
     await under_test.sleep()
     await under_test.sleep()
     assert under_test._cache is None
     with pytest.raises(RuntimeError, match="asleep"):
-        await under_test.generate(prompt(), params, "policy", "")
+        await under_test.generate(GenerateRequest(prompt(), params))
     await asyncio.sleep(0)
     assert not call.done()
     await under_test.wake()
@@ -408,20 +417,20 @@ async def test_sleep_and_wake(started):
     await under_test.sleep()
     assert (await under_test.update(receiver.publish(1, decoder(seed=1)))).step == 1
     await under_test.wake()
-    assert (await under_test.generate(prompt(), params, "policy", "")).versions.tolist() == [1] * 60
+    assert (await under_test.generate(GenerateRequest(prompt(), params))).versions.tolist() == [1] * 60
 
 
 async def test_close_ends_what_is_pending():
     receiver = MemoryReceiver()
     under_test = engine(receiver=receiver)
-    call = asyncio.ensure_future(under_test.generate(prompt(), SamplingParams(max_tokens=80), "policy", ""))
+    call = asyncio.ensure_future(under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=80))))
     await until(lambda: under_test._scheduler.running)
     await under_test.close()
     await under_test.close()
     with pytest.raises(RuntimeError, match="was closed"):
         await call
     with pytest.raises(EngineFailed, match="was closed"):
-        await under_test.generate(prompt(), SamplingParams(), "policy", "")
+        await under_test.generate(GenerateRequest(prompt(), SamplingParams()))
     assert receiver.closed and under_test._loop.done()
 
 
@@ -429,7 +438,7 @@ async def test_a_lone_sequence_never_starves(monkeypatch, started):
     with_pages(monkeypatch, 4)
     under_test = started(max_sequences=3)
     done = await asyncio.gather(
-        *(under_test.generate(prompt(i), SamplingParams(max_tokens=50, seed=i), "policy", "") for i in range(3))
+        *(under_test.generate(GenerateRequest(prompt(i), SamplingParams(max_tokens=50, seed=i))) for i in range(3))
     )
     assert [c.finish for c in done] == [Finish.CONTEXT] * 3 and [len(c.tokens) for c in done] == [6] * 3
     assert (await under_test.capabilities()).context == 16

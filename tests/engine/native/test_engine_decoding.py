@@ -12,7 +12,7 @@ import pytest
 import torch
 from engine_cases import BASE, FAMILIES, decoder, engine, prompts, reference_logprobs
 
-from tidemill.core.types import SamplingParams, Version
+from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.engine.native.paged_attention import PagedCache, siblings_together
 from tidemill.engine.native.scheduler import Chunk, Plan
 from tidemill.engine.native.staged_weights import serve
@@ -135,7 +135,7 @@ async def test_an_engine_decodes_with_it(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(compiled, "decode", watch)
     arch = replace(BASE, head_dim=16)
     under_test, text = engine(arch, page_size=16), prompts(1, 20, 21)[0]
-    completion = await under_test.generate(text, SamplingParams(max_tokens=30, seed=1), "policy", "")
+    completion = await under_test.generate(GenerateRequest(text, SamplingParams(max_tokens=30, seed=1)))
     expected = reference_logprobs(decoder(arch), text, completion.tokens)
     np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
     assert steps == [1] * 29, "the first token comes of the prompt's step"
@@ -165,7 +165,7 @@ async def test_rows_decode_with_it_beside_prompts(chunk: int, monkeypatch: pytes
     async def one(i: int) -> None:
         for _ in range(4 * i):  # steps that those before it are ahead
             await asyncio.sleep(0)
-        completion = await under_test.generate(texts[i], SamplingParams(max_tokens=30, seed=i), "policy", "")
+        completion = await under_test.generate(GenerateRequest(texts[i], SamplingParams(max_tokens=30, seed=i)))
         expected = reference_logprobs(decoder(arch), texts[i], completion.tokens)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
 

@@ -17,7 +17,7 @@ from engine_cases import BASE, FAMILIES, MemoryReceiver, decoder, engine, prompt
 
 import tidemill.engine.native.native_engine as core
 from tidemill.core.errors import ConfigError
-from tidemill.core.types import Completion, SamplingParams, Scored, Version
+from tidemill.core.types import Completion, GenerateRequest, SamplingParams, Scored, Version
 from tidemill.engine.native.batch_invariant import BLOCK
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -74,7 +74,7 @@ def bits(result: Completion | Scored) -> str:
 async def answer(under_test: NativeEngine, ask: Ask) -> str:
     if ask.params is None:
         return bits(await under_test.score(ask.tokens, "policy", ask.temperature, ask.top_k))
-    return bits(await under_test.generate(ask.tokens, ask.params, "policy", ""))
+    return bits(await under_test.generate(GenerateRequest(ask.tokens, ask.params)))
 
 
 async def together(under_test: NativeEngine, given: list[Ask]) -> list[str]:
@@ -92,7 +92,9 @@ async def alone(arch, given: list[Ask], **settings) -> list[str]:
 async def with_company(under_test: NativeEngine, given: list[Ask]) -> list[str]:
     """Others run before, between and after, some of them greedy as an evaluation is, one aborted half-way."""
     others = [asyncio.ensure_future(answer(under_test, a)) for a in asks(777, 9)]
-    doomed = asyncio.ensure_future(under_test.generate(given[0].tokens, SamplingParams(max_tokens=50), "policy", "doomed"))
+    doomed = asyncio.ensure_future(
+        under_test.generate(GenerateRequest(given[0].tokens, SamplingParams(max_tokens=50), key="doomed"))
+    )
     results = []
     for one in given:
         results.append(asyncio.ensure_future(answer(under_test, one)))
@@ -245,7 +247,7 @@ async def test_it_is_the_trainer_s_policy(family):
     under_test = engine(arch, batch_invariant=True, prefill_chunk=11)
     texts = prompts(6, 2, 50, seed=8)
     params = [SamplingParams(max_tokens=30, seed=i, temperature=(1.0, 0.7)[i % 2]) for i in range(6)]
-    done = await asyncio.gather(*(under_test.generate(t, p, "policy", "") for t, p in zip(texts, params, strict=True)))
+    done = await asyncio.gather(*(under_test.generate(GenerateRequest(t, p)) for t, p in zip(texts, params, strict=True)))
     for text, asked, completion in zip(texts, params, done, strict=True):
         whole = np.concatenate([text, completion.tokens])
         row = torch.from_numpy(whole.astype(np.int64))
@@ -298,5 +300,5 @@ async def test_off_costs_nothing(monkeypatch):
     monkeypatch.setattr(core, "check_machine", never)
     monkeypatch.setattr(core, "run_invariant", never)
     under_test = engine()
-    await under_test.generate(prompts(1)[0], SamplingParams(max_tokens=3), "policy", "")
+    await under_test.generate(GenerateRequest(prompts(1)[0], SamplingParams(max_tokens=3)))
     await under_test.close()

@@ -22,7 +22,7 @@ from engine_cases import (
     with_pages,
 )
 
-from tidemill.core.types import Finish, SamplingParams
+from tidemill.core.types import Finish, GenerateRequest, SamplingParams
 from tidemill.engine.native.paged_attention import PagedCache, QuerySpan, _group, siblings_together
 from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.library import native
@@ -41,7 +41,7 @@ PATHS = {
 async def run(under_test, texts, params):
     keys = [f"k{i}" for i in range(len(texts))]
     return await asyncio.gather(
-        *(under_test.generate(t, p, "policy", k) for t, p, k in zip(texts, params, keys, strict=True))
+        *(under_test.generate(GenerateRequest(t, p, key=k)) for t, p, k in zip(texts, params, keys, strict=True))
     )
 
 
@@ -187,7 +187,7 @@ async def test_noise_does_not_depend_on_company(monkeypatch):
     texts = prompts(32)
     params = [SamplingParams(max_tokens=12, seed=1000 + i) for i in range(32)]
     alone = engine()
-    expected = [(await alone.generate(t, p, "policy", "")).tokens for t, p in zip(texts, params, strict=True)]
+    expected = [(await alone.generate(GenerateRequest(t, p))).tokens for t, p in zip(texts, params, strict=True)]
     await alone.close()
     together = engine(max_sequences=32)
     with_pages(monkeypatch, 40)
@@ -243,7 +243,7 @@ async def test_score(chunk):
     arch = FAMILIES["qwen3"]
     under_test = engine(arch, prefill_chunk=chunk)
     model = decoder(arch)
-    busy = asyncio.gather(*(under_test.generate(t, SamplingParams(max_tokens=30), "policy", "") for t in prompts(4)))
+    busy = asyncio.gather(*(under_test.generate(GenerateRequest(t, SamplingParams(max_tokens=30))) for t in prompts(4)))
     texts = [*prompts(6, 2, 90, seed=9), *prompts(2, 17, 18)]
     for text, got in zip(texts, await asyncio.gather(*(under_test.score(t, "policy", 0.8, 3) for t in texts)), strict=True):
         rows = log_softmax(reference(model, text)[:-1] / 0.8)
@@ -254,7 +254,7 @@ async def test_score(chunk):
     assert single.logprobs.tolist() == [0.0] and single.top_ids is None
     await busy
     before = (await under_test.stats()).cached_tokens
-    await under_test.generate(texts[0], SamplingParams(max_tokens=2), "policy", "")
+    await under_test.generate(GenerateRequest(texts[0], SamplingParams(max_tokens=2)))
     assert (await under_test.stats()).cached_tokens == before, "a score must not feed the prefix cache"
     await under_test.close()
 
@@ -262,9 +262,9 @@ async def test_score(chunk):
 async def test_next_turn_finds_its_history():
     under_test = engine()
     text = prompts(1, 20, 21)[0]
-    first = await under_test.generate(text, SamplingParams(max_tokens=14, seed=3), "policy", "episode")
+    first = await under_test.generate(GenerateRequest(text, SamplingParams(max_tokens=14, seed=3), key="episode"))
     history = np.concatenate([text, first.tokens, prompts(1, 5, 6)[0]])
-    second = await under_test.generate(history, SamplingParams(max_tokens=10, seed=4), "policy", "episode")
+    second = await under_test.generate(GenerateRequest(history, SamplingParams(max_tokens=10, seed=4), key="episode"))
     assert second.cached_tokens == (20 + 14 - 1) // 4 * 4  # all but the last token were computed, in full pages
     np.testing.assert_allclose(second.logprobs, reference_logprobs(decoder(), history, second.tokens), atol=2e-5)
     await under_test.close()

@@ -20,7 +20,7 @@ from engine_cases import MemoryReceiver, decoder, engine, prompts, reference_log
 
 from tidemill.core.executors import background
 from tidemill.core.interfaces import EngineFailed, PolicyMismatch
-from tidemill.core.types import Published, SamplingParams, Version
+from tidemill.core.types import GenerateRequest, Published, SamplingParams, Version
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.models.decoder import Decoder
@@ -76,7 +76,7 @@ async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_
         updating = asyncio.ensure_future(under_test.update(announce(sender, 1, decoder(seed=1))))
         assert await asyncio.to_thread(receiver.reached.wait, 30)
         updating.cancel()
-        between = await under_test.generate(text, params, "policy", "")
+        between = await under_test.generate(GenerateRequest(text, params))
         assert between.sources == (Version(0),)
         if sys.platform == "linux":
             assert receiver.priority == min(os.getpriority(os.PRIO_PROCESS, 0) + 5, 19), "staging goes behind what generates"
@@ -86,7 +86,7 @@ async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_
             await updating
         published = announce(sender, 2, new)
         assert await under_test.update(published) == published.version
-        after = await under_test.generate(text, params, "policy", "")
+        after = await under_test.generate(GenerateRequest(text, params))
         assert after.sources == (published.version,)
         np.testing.assert_allclose(after.logprobs, reference_logprobs(new, text, after.tokens), atol=2e-5)
     finally:
@@ -104,14 +104,16 @@ async def test_a_prompt_that_straddles_a_commit_is_computed_again(chunk, monkeyp
     scheduler, params = under_test._scheduler, SamplingParams(max_tokens=6, seed=3)
     text = prompts(1, 40, 41)[0]
     try:
-        calls = [asyncio.ensure_future(under_test.generate(text, params, "policy", f"episode{i}")) for i in range(2)]
+        calls = [
+            asyncio.ensure_future(under_test.generate(GenerateRequest(text, params, key=f"episode{i}"))) for i in range(2)
+        ]
         await until(lambda: scheduler.running and scheduler.computed[next(iter(scheduler.running))] > 8)
         published = receiver.publish(1, new)
         await under_test.update(published)
         for completion in await asyncio.gather(*calls):
             assert completion.sources == (published.version,)
             np.testing.assert_allclose(completion.logprobs, reference_logprobs(new, text, completion.tokens), atol=2e-5)
-        again = await under_test.generate(text, params, "policy", "late")
+        again = await under_test.generate(GenerateRequest(text, params, key="late"))
         assert again.cached_tokens > 0
         np.testing.assert_allclose(again.logprobs, reference_logprobs(new, text, again.tokens), atol=2e-5)
     finally:
@@ -135,7 +137,7 @@ async def test_weights_that_change_behind_the_commit_end_the_engine(dtype, monke
         with pytest.raises(PolicyMismatch, match=r"other weights are served: model\.norm\.weight differs"):
             await under_test.update(receiver.publish(2, decoder(seed=2), getattr(torch, dtype)))
         with pytest.raises(EngineFailed, match="other weights"):
-            await under_test.generate(prompts(1)[0], SamplingParams(), "policy", "")
+            await under_test.generate(GenerateRequest(prompts(1)[0], SamplingParams()))
     finally:
         await under_test.close()
 

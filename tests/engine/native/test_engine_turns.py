@@ -15,7 +15,7 @@ import torch
 from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts
 
 from tidemill.core.interfaces import EngineFailed, PolicyMismatch
-from tidemill.core.types import Completion, Published, SamplingParams, Version
+from tidemill.core.types import Completion, GenerateRequest, Published, SamplingParams, Version
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.between_steps import SHARE, TURN_S, in_turns
 from tidemill.engine.native.native_engine import NativeEngine
@@ -254,7 +254,7 @@ async def alone(seed: int, text: np.ndarray) -> Completion:
     """What an engine samples that never had other weights than these."""
     fresh = engine(ARCH, seed=seed)
     try:
-        return await fresh.generate(text, PARAMS, "policy", "")
+        return await fresh.generate(GenerateRequest(text, PARAMS))
     finally:
         await fresh.close()
 
@@ -265,7 +265,7 @@ def same(one: Completion, other: Completion, count: int | None = None) -> None:
 
 
 async def busy(under_test: NativeEngine, text: np.ndarray) -> asyncio.Future[Completion]:
-    call = asyncio.ensure_future(under_test.generate(text, PARAMS, "policy", ""))
+    call = asyncio.ensure_future(under_test.generate(GenerateRequest(text, PARAMS)))
     await until(lambda: under_test._activity.counters["generated_tokens"] >= 2)
     return call
 
@@ -291,7 +291,7 @@ async def test_weights_staged_between_steps_are_those_that_were_published(carrie
         if weights.decoding is not None:
             theirs = {name: copy.numbers.clone() for name, _, copy in weights.decoder.packed() if copy.numbers is not None}
             assert all(torch.equal(theirs[name], numbers) for name, numbers in packed(new).items())
-        same(await under_test.generate(text, PARAMS, "policy", "later"), await alone(1, text))
+        same(await under_test.generate(GenerateRequest(text, PARAMS, key="later")), await alone(1, text))
         assert version == weights.version
     finally:
         await under_test.close()
@@ -314,7 +314,7 @@ async def test_a_mismatch_between_steps_leaves_the_old_weights_served(a_piece_a_
             assert (await under_test.stats()).version == Version(0)
         memory.corrupt = False
         assert await under_test.update(published) == published.version
-        same(await under_test.generate(text, PARAMS, "policy", ""), await alone(1, text))
+        same(await under_test.generate(GenerateRequest(text, PARAMS)), await alone(1, text))
     finally:
         await under_test.close()
 
@@ -339,7 +339,7 @@ async def test_an_update_is_cancelled_between_two_pieces(carrier, busy_too, a_pi
         assert await waiting == published.version
         if call is not None:
             await call
-        same(await under_test.generate(text, PARAMS, "policy", "later"), await alone(2, text))
+        same(await under_test.generate(GenerateRequest(text, PARAMS, key="later")), await alone(2, text))
     finally:
         await under_test.close()
         sender.close()
@@ -416,7 +416,7 @@ async def test_rows_that_do_not_depend_on_neighbours_do_not_depend_on_staging(a_
     memory, text = MemoryReceiver(), prompts(1)[0]
     under_test, other = (engine(ARCH, receiver=memory, batch_invariant=True, in_flight="finish") for _ in range(2))
     try:
-        expected = await other.generate(text, PARAMS, "policy", "")
+        expected = await other.generate(GenerateRequest(text, PARAMS))
         call = await busy(under_test, text)
         await under_test.update(memory.publish(1, decoder(ARCH, seed=1)))
         same(await call, expected)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from openai import AsyncOpenAI, OpenAI
 
-from tidemill.core.types import Completion, SamplingParams, Scored, Version
+from tidemill.core.types import Completion, GenerateRequest, SamplingParams, Scored, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.server.app import make_app
@@ -85,7 +85,7 @@ def generate(folder: Path, tokens: Any, params: SamplingParams) -> Completion:
     async def run() -> Completion:
         engine = make_engine(folder)
         try:
-            return await engine.generate(np.asarray(tokens, np.int32), params, "policy", "")
+            return await engine.generate(GenerateRequest(np.asarray(tokens, np.int32), params))
         finally:
             await engine.close()
 

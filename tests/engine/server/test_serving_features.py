@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from serving_cases import CHATML, Running, byte_tokenizer, chat_model
 
-from tidemill.core.types import SamplingParams
+from tidemill.core.types import GenerateRequest, SamplingParams
 from tidemill.engine.server.chat_rendering import chat_tokens
 
 HELLO = [{"role": "user", "content": "hello"}]
@@ -171,7 +171,7 @@ def test_sampling_is_the_engines(chats: Running) -> None:
         params = SamplingParams(max_tokens=40, seed=derive_seed(3, "choice", 0), **{name: value})
         given = {"stop_ids": "stop_token_ids"}.get(name, name)
         found = complete(chats, return_token_ids=True, **{given: dict(value) if name == "logit_bias" else value})
-        expected = chats.call(chats.engine.generate(np.array(prompt, np.int32), params, "policy", "")).tokens.tolist()
+        expected = chats.call(chats.engine.generate(GenerateRequest(np.array(prompt, np.int32), params))).tokens.tolist()
         assert found["choices"][0]["token_ids"] == expected != plain, name
     of_all, of_more = (complete(chats, top_k=most)["choices"] for most in (259, 10**25))
     assert of_all == of_more, "no number is too large"

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from tidemill.core.config import load
 from tidemill.core.errors import ConfigError
-from tidemill.core.types import SamplingParams, Version
+from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.engine.native import cache_size
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -171,7 +171,7 @@ async def test_a_step_of_an_engine_is_bounded(
     monkeypatch.setattr(engine, "_step", watched)
     params = SamplingParams(max_tokens=20, ignore_eos=True, temperature=temperature)
     texts = [np.full(100, i, np.int32) for i in range(32)]
-    await asyncio.gather(*(engine.generate(text, params, "policy", str(i)) for i, text in enumerate(texts)))
+    await asyncio.gather(*(engine.generate(GenerateRequest(text, params, key=str(i))) for i, text in enumerate(texts)))
     await engine.close()
     monkeypatch.setattr(memory_model, "GATHER_BYTES", {"cpu": 1 << 20})  # so short rows and few have no more, nor such masks
     monkeypatch.setattr(memory_model, "MOST_PAIRS", 32 * 100 * 112)
@@ -447,7 +447,9 @@ async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
     model = sum(size for what, size in of(memory_model.engine_memory(config.engine, arch)).items() if "a step" not in what)
     async with start_engine(config, tmp_path / "model", tmp_path / "logs", 1) as engine:
         prompts = np.arange(48, dtype=np.int32).reshape(16, 3) % arch.vocab
-        replies = (engine.generate(prompt, SamplingParams(max_tokens=8), "policy", str(prompt)) for prompt in prompts)
+        replies = (
+            engine.generate(GenerateRequest(prompt, SamplingParams(max_tokens=8), key=str(prompt))) for prompt in prompts
+        )
         await asyncio.gather(*replies)
         pool = WorkerPool(workers=1)
         await pool.call("operator:eq", [1, 1])

@@ -16,7 +16,7 @@ import torch
 
 from tidemill.cli.commands.doctor_finding import DoctorFinding
 from tidemill.core.interfaces import Engine, Trainer
-from tidemill.core.types import Sample, SamplingParams, Score, Version
+from tidemill.core.types import GenerateRequest, Sample, SamplingParams, Score, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.reward_workers.reward_pool import WorkerPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
@@ -94,7 +94,7 @@ async def compare(trainer: Trainer, engine: Engine) -> DoctorFinding:
     for row in range(PROMPTS):
         prompt = np.arange(3, 8 + 3 * row, dtype=np.int32)
         params = SamplingParams(max_tokens=REPLY, ignore_eos=True, seed=row)
-        reply = await engine.generate(prompt, params, "policy", f"doctor-{row}")
+        reply = await engine.generate(GenerateRequest(prompt, params, key=f"doctor-{row}"))
         nothing, zeros = np.full(len(prompt), -1, np.int32), np.zeros(len(prompt), np.float32)
         tokens = np.concatenate([prompt, reply.tokens])
         sampled = np.arange(len(tokens)) >= len(prompt)

@@ -26,7 +26,7 @@ import torch
 from tidemill.core import fault_injection
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities, EngineFailed, EngineStats
-from tidemill.core.types import Array, Completion, Finish, InFlight, Published, SamplingParams, Scored, Telemetry, Version
+from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Published, Scored, Telemetry, Version
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.batch_invariant import run_invariant
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
@@ -124,13 +124,12 @@ class NativeEngine:
     async def capabilities(self) -> Capabilities:
         return Capabilities(context=self._scheduler.context, sleep=True)
 
-    async def generate(self, tokens: Array, params: SamplingParams, policy: str, key: str) -> Completion:
-        request = self._submit(tokens, params, policy, key, stream=False)
-        return await self._result(request)
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self._result(self._submit(request, stream=False))
 
-    def stream(self, tokens: Array, params: SamplingParams, policy: str, key: str) -> Stream:
+    def stream(self, request: GenerateRequest) -> Stream:
         """As `generate`, token by token. Close it (`aclose`, or cancel the iteration) to abort."""
-        return Stream(self._submit(tokens, params, policy, key, stream=True), self._forget)
+        return Stream(self._submit(request, stream=True), self._forget)
 
     async def score(self, tokens: Array, policy: str, temperature: float = 1.0, top_k: int = 0) -> Scored:
         """`top_k` alternatives at `temperature`; row 0, which nothing predicts, holds ids of -1."""
@@ -352,8 +351,10 @@ class NativeEngine:
 
     # -- requests --------------------------------------------------------------------------------------------------
 
-    def _submit(self, tokens: Array, params: SamplingParams, policy: str, key: str, *, stream: bool) -> ActiveRequest:
-        tokens = self._check(tokens, policy)
+    def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
+        if asked.constraint is not None:
+            raise ValueError(f"engine {self.name} cannot hold a reply to a grammar: leave out `constraint`")
+        tokens, params, key = self._check(asked.tokens, asked.policy), asked.params, asked.key
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
         sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, last=params.last)
         sequence.salt = self._episodes.salt(key, tokens)

@@ -14,15 +14,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from tidemill.core.types import Completion, Finish, SamplingParams, Scored
+from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Scored
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.request_state import Token
 from tidemill.engine.server.prometheus_metrics import Clock
 from tidemill.openai_api.detokenizer import Detokenizer, Marks, StopStrings
 from tidemill.openai_api.responses import TextPiece, TokenLogprob
 from tidemill.openai_api.vocabulary import Vocabulary
-
-POLICY = "policy"
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,12 +104,12 @@ async def sample(
     ends = asked.params.stop_ids if asked.params.ignore_eos else (*asked.params.stop_ids, *engine.eos_ids)
     assembler = Assembler(vocabulary, asked, ends)
     if not live and not asked.stops:
-        completion = await engine.generate(asked.tokens, asked.params, POLICY, "")
+        completion = await engine.generate(GenerateRequest(asked.tokens, asked.params))
         clock.first(completion.first_token_s)
         for token in _tokens(completion):
             yield assembler.push(token)
     else:
-        stream = engine.stream(asked.tokens, asked.params, POLICY, "")
+        stream = engine.stream(GenerateRequest(asked.tokens, asked.params))
         try:
             async for token in stream:  # bounded: by the tokens asked for
                 clock.first()

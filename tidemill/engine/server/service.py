@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.engine.native.native_engine import NativeEngine
-from tidemill.engine.server.choices import POLICY, Asked, goes_on, of_prompt, sample, whole
+from tidemill.engine.server.choices import Asked, goes_on, of_prompt, sample, whole
 from tidemill.engine.server.prometheus_metrics import Clock, Metrics
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.engine.server.prompts import Prompts
@@ -195,7 +195,7 @@ class Service:
     async def _echo(self, prompt: str | list[int], tokens: np.ndarray, body: CompletionBody) -> TextPiece:
         scored = None
         if body.logprobs is not None:
-            scored = await self.engine.score(tokens, POLICY, 1.0, body.logprobs)
+            scored = await self.engine.score(tokens, "policy", 1.0, body.logprobs)
         return of_prompt(tokens, self._vocabulary, prompt if isinstance(prompt, str) else None, scored)
 
 

@@ -28,9 +28,9 @@ from tidemill.core.interfaces import Checkable, Engine, Environment, Gold
 from tidemill.core.outcomes import SOLVED, clip
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import (
-    Array,
     Completion,
     Finish,
+    GenerateRequest,
     InfraError,
     Outcome,
     SamplingParams,
@@ -251,13 +251,13 @@ class _Script:
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._texts, self._tokenizer, self._turn = texts, tokenizer, 0
 
-    async def generate(self, tokens: Array, params: SamplingParams, policy: str, key: str) -> Completion:
+    async def generate(self, request: GenerateRequest) -> Completion:
         text = self._texts[min(self._turn, len(self._texts) - 1)]
         self._turn += 1
         text = text.encode(errors="replace").decode()  # half a surrogate pair: no policy says that
         said = np.array([*self._tokenizer.encode(text), self._tokenizer.eos_token_id], np.int32)
         nothing, finish = np.zeros(len(said), np.float32), Finish.STOP if self._turn < MOST_TURNS else Finish.CONTEXT
-        return Completion(said, nothing, nothing, np.zeros(len(said), np.int32), (Version(0),), finish, len(tokens))
+        return Completion(said, nothing, nothing, np.zeros(len(said), np.int32), (Version(0),), finish, len(request.tokens))
 
     async def abort(self, key: str) -> None:
         return None
