@@ -1,6 +1,6 @@
 """Data types that move through the system, from a task to a training sample.
 
-    Task -> Completion -> Trajectory -> Group -> Sample          (Batch is the trainer's own and never leaves it)
+    Task -> GenerateRequest -> Completion -> Trajectory -> Group -> Sample   (Batch is the trainer's own and never leaves it)
 
 Token truth (I7): token ids travel, text is derived. Provenance (`mask`, `logprobs`, `versions`) is written when a token
 is made and is never inferred from its value later; what a loss weighs is a separate array (`Sample.weights`).
