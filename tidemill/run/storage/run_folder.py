@@ -1,6 +1,6 @@
 """`runs/NAME/`: what a run leaves behind, and where.
 
-    config.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
+    config.json   format.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
     initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, where it was asked for
     warm-up/, until there is an initial/: checkpoints of the warm-up
     source/ (functions of the notebook or program that began it)    hub.json (commits of what the hub gave)
@@ -28,16 +28,15 @@ from tidemill.ledger.records import LedgerError, RunFolderError
 from tidemill.run.recipe import RunConfig, check_same_run
 from tidemill.run.recipe_files import absolute
 from tidemill.run.status_file import FAILURE, STATUS
+from tidemill.run.storage.folder_format import FILE, check_format, migrated, write_format
 from tidemill.run.storage.model_folder import MADE
 from tidemill.run.storage.run_files import RunReport, expect
 
 _BEFORE_CONFIG = {"config.json.partial"}
 """What a start that was killed may leave before there is a config.json."""
-_EVERY_START = {"config.json", "ledger.lock", "ledger.sqlite", "metrics.jsonl", "source", "hub.json", FAILURE}
+_EVERY_START = {"config.json", FILE, "ledger.lock", "ledger.sqlite", "metrics.jsonl", "source", "hub.json", FAILURE}
 _EMPTY = {"logs", "checkpoints", "trajectories"}
 """What every start makes before anything is computed: files, and folders that hold nothing yet."""
-_OLD_KEYS = (("warmup", "seconds"),)
-"""Tables and keys that recipes of older versions have."""
 
 
 _WRITTEN_LATE = {"checkpoints", "initial.partial", "logs", "metrics.jsonl", "trajectories", "weights", FAILURE, STATUS}
@@ -82,6 +81,7 @@ class RunFolder:
             raise ConfigError(f"run_dir {self.path} is not empty and holds no run: give another run_dir, or empty it")
         self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
+        check_format(self.path)
         if not self.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
             write_json(self.config, absolute(dump(config)))
         fault_injection.reach(ROLE, "config", path=self.config)
@@ -99,6 +99,7 @@ class RunFolder:
             os.rename(self.initial, beside)  # never half of it under its name
             shutil.rmtree(beside)
         write_json(self.config, absolute(dump(config)))
+        write_format(self.path)
 
     def withdraw(self) -> None:
         """Remove the folder of a start that was refused, if that start made it and all that is in it. Nothing here may hide
@@ -122,15 +123,12 @@ class RunFolder:
         folder = cls(path)
         if not folder.config.is_file():
             raise ConfigError(f"{path} is not a run: it has no config.json; give the run_dir of a recipe that was trained")
+        check_format(path)
         return folder
 
     def recipe(self) -> dict[str, Any]:
         """As it was resolved, without keys that are none any more: they were of what is over before a run begins."""
-        tree = read_json(self.config)
-        for table, key in _OLD_KEYS:
-            if isinstance(tree.get(table), dict):
-                tree[table].pop(key, None)
-        return tree
+        return migrated(read_json(self.config), check_format(self.path))
 
     def summary(self) -> dict[str, Any] | None:
         """The report of a run that came to its end; None before that."""

@@ -1,0 +1,65 @@
+"""Format version of a run folder: read, written, refused where it is newer, and migrated where it is older.
+
+format.json   {"format": 2, "tidemill": "0.2.0"}        a folder without one has format 1
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+import tidemill
+from tidemill.core.atomic_files import write_json
+from tidemill.core.errors import ConfigError
+
+FORMAT = 2
+FILE = "format.json"
+
+
+class FolderFormat(msgspec.Struct):
+    """The content of `format.json`."""
+
+    format: int
+    tidemill: str = "an unknown version"  # the version that wrote it
+
+
+def check_format(folder: Path) -> int:
+    """The format of `folder`, 1 where it names none. Raises ConfigError for one that this version does not know."""
+    path = folder / FILE
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=FolderFormat)
+    except FileNotFoundError:
+        return 1
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise ConfigError(f'{path} is not readable: {error}; expected {{"format": {FORMAT}}}') from None
+    if not 1 <= found.format <= FORMAT:
+        raise ConfigError(
+            f"{folder} has run folder format {found.format}, written by Tidemill {found.tidemill}: expected at most "
+            f"{FORMAT}; use that version, or a newer one"
+        )
+    return found.format
+
+
+def write_format(folder: Path) -> None:
+    """Mark `folder` as one of this version's format."""
+    if not (folder / FILE).exists() or check_format(folder) != FORMAT:
+        write_json(folder / FILE, {"format": FORMAT, "tidemill": tidemill.__version__})
+
+
+def migrated(recipe: dict[str, Any], written: int) -> dict[str, Any]:
+    """The recipe of a folder of format `written`, as this format has it."""
+    for number in range(written, FORMAT):
+        MIGRATIONS[number](recipe)
+    return recipe
+
+
+def _without_a_clock(recipe: dict[str, Any]) -> None:
+    """Format 1 to 2: a warm-up had a limit in seconds, which ended before training began."""
+    if isinstance(recipe.get("warmup"), dict):
+        recipe["warmup"].pop("seconds", None)
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _without_a_clock}
