@@ -16,7 +16,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Support
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.cluster import Parts, start_parts
-from tidemill.run.recipe import RunConfig, check_same_run
+from tidemill.run.recipe import RunConfig
+from tidemill.run.recipe_changes import check_same_run
 from tidemill.run.roles import TrainerSpec, placed
 
 LETTERS = "abcd"

@@ -9,7 +9,8 @@ import pytest
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
 from tidemill.envs.environment_settings import environments_of
-from tidemill.run.recipe import check_same_run, load_recipe
+from tidemill.run.recipe import load_recipe
+from tidemill.run.recipe_changes import check_same_run
 from tidemill.run.recipe_files import absolute, same_file
 
 ENVS = {

@@ -8,7 +8,7 @@ from ledger.ledger_cases import group, task
 
 from tidemill.core.types import Score
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.run.recipe import ReplaySettings
+from tidemill.run.recipe_tables import ReplaySettings
 from tidemill.run.replay_buffer import Experience
 
 

@@ -10,7 +10,8 @@ import pytest
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
 from tidemill.run import recipe
-from tidemill.run.recipe import MAY_CHANGE, RunConfig, check_same_run, load_recipe
+from tidemill.run.recipe import RunConfig, load_recipe
+from tidemill.run.recipe_changes import MAY_CHANGE, check_same_run
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
 

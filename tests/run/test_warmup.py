@@ -15,7 +15,8 @@ from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Task, Version
 from tidemill.run import sft_warmup
-from tidemill.run.recipe import RunConfig, WarmupSettings
+from tidemill.run.recipe import RunConfig
+from tidemill.run.recipe_tables import WarmupSettings
 from tidemill.run.sft_warmup import WarmUp, supervised
 
 TASKS = [Task(f"t{i}", f"p{i}", {"answer": str(i)}) for i in range(50)]

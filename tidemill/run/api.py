@@ -1,14 +1,14 @@
-"""Tidemill from Python: a run in a few lines, in a script or a notebook.
+"""The Python interface: `tidemill.train` starts a run from a script or a notebook.
 
     def score(completion: str, answer: str) -> float:
         return float(completion.strip() == answer)
 
     tasks = [{"prompt": "2 + 2 =", "answer": "4"}, ...]      # or a datasets.Dataset
     run = tidemill.train(env=score, tasks=tasks, model="path/to/model", run_dir="runs/sums")
-    run                                                      # what came of it, in a few lines
+    run                                                      # its results in a few lines
     run.report["accuracy_after"]
 
-`run.final` is the trained model's Hugging Face folder. What a recipe can say, keyword arguments can.
+`run.final` is the trained model's Hugging Face folder. Keyword arguments set any key of a recipe.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tidemill.run.session import EnvironmentMaker, RunEnded, run
 from tidemill.run.storage.run_folder import RunFolder
 
 Reward = str | Callable[..., Any]
-LOOK_S = 0.2  # between two looks for a signal, while a run goes on in another thread
+LOOK_S = 0.2  # between two looks for a signal while a run goes on in another thread
 CALLED_ELSEWHERE = {
     "reward_funcs": "env=[f, g], with reward_weights=[...]",
     "train_dataset": "tasks=dataset, or a table with the splits train and eval",
@@ -49,11 +49,11 @@ CALLED_ELSEWHERE = {
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """A run that has ended. Printed, it says what came of it; `report` has every figure."""
+    """A run that has ended. Printing it shows its results; `report` has every figure."""
 
     folder: Path
     steps: int
-    complete: bool  # False when it was stopped before its last step; the same call goes on
+    complete: bool  # False when it was stopped before its last step; the same call resumes it
     report: dict[str, Any]
 
     @property
@@ -76,14 +76,14 @@ def train(
     quiet: bool = False,
     **settings: Any,
 ) -> Run:
-    """Train `model` on `env` and return what came of it. Goes on when `run_dir` holds a run of the same settings.
+    """Train `model` on `env` and return the result. Resumes if `run_dir` holds the same run.
 
-    env: what a recipe's `env` may say; an environment; or a reward function, or a list of them, with `tasks`: rows with a
-    "prompt", or a `datasets.Dataset`, of which a tenth is held out; or a table of both splits (train; eval or test).
-    reward_weights: of a list of reward functions, else 1 each: the reward is the weighted sum, as with TRL's reward_funcs.
-    callbacks: called with (step, metrics) after each step. settings: any key of a recipe, tables as
-    dictionaries: steps=200, max_lag=2, algorithm="dapo", rollout={"group_size": 16}.
-    Raises ConfigError when the settings, the model or the environment are not usable.
+    env: a value that a recipe's `env` may have; an environment; or a reward function, or a list of them, with `tasks`.
+    tasks: rows with a "prompt", or a `datasets.Dataset`, of which a tenth is held out; or a table of both splits (train;
+    eval or test). reward_weights: weights of a list of reward functions, 1 each by default; the reward is the weighted sum,
+    as with TRL's reward_funcs. callbacks: called with (step, metrics) after each step. settings: any key of a recipe,
+    tables as dictionaries: steps=200, max_lag=2, algorithm="dapo", rollout={"group_size": 16}. Raises ConfigError when the
+    settings, the model or the environment are not usable.
     """
     check_not_loading("tidemill.train() is called")
     if theirs := [key for key in settings if key in CALLED_ELSEWHERE]:
@@ -98,18 +98,18 @@ def train(
 
 
 def _to_the_end(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
-    """Run it here; where a loop runs already, as in a notebook, in a thread of its own."""
+    """Run a coroutine to its end, in a new thread if an event loop runs here, as in a notebook."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
         here = True
     else:
         here = False
-    return asyncio.run(running) if here else _in_a_thread(running)  # outside: its errors have nothing to do with that one
+    return asyncio.run(running) if here else _in_a_thread(running)  # outside of the handler
 
 
 def _in_a_thread(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
-    """The same; what interrupts the wait for it, such as a notebook's button, stops it."""
+    """Run a coroutine in a thread. An interrupt of the wait, such as a notebook's button, stops it."""
     stop, ended = list[Callable[[], object]](), list[RunEnded | BaseException]()
 
     async def tracked() -> RunEnded:
@@ -121,7 +121,7 @@ def _in_a_thread(running: Coroutine[Any, Any, RunEnded]) -> RunEnded:
     def work() -> None:
         try:
             ended.append(asyncio.run(tracked()))
-        except BaseException as error:  # told to who waits
+        except BaseException as error:  # raised in the waiting thread
             ended.append(error)
 
     thread = threading.Thread(target=work, name="tidemill.train")
@@ -146,7 +146,7 @@ def _joined(thread: threading.Thread) -> None:
 def _environment(
     env: Any, tasks: TaskSource | None, weights: Sequence[float]
 ) -> tuple[str | dict[str, Any] | list[Any], EnvironmentMaker | None]:
-    """What the recipe says of it, and how it is made where it is no recipe's."""
+    """The recipe's `env`, and the maker of the environment if it comes from Python objects."""
     several = isinstance(env, list | tuple) and bool(env) and (tasks is not None or any(callable(each) for each in env))
     if weights and not several:
         raise ConfigError("reward_weights are of a list of reward functions: give env=[f, g]")

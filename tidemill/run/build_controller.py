@@ -1,4 +1,4 @@
-"""A session's parts, and the controller made of them.
+"""Builds the controller of a session and runs it to its end.
 
 standing (see `resume`, `deterministic_resume`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller -> steps done
 """
@@ -45,12 +45,12 @@ from tidemill.run.task_source import giving, remembered
 from tidemill.runtime.placement import Placement
 
 Evaluation = Callable[[Version], Awaitable[Metrics]]
-"""of what is served: raises PolicyMismatch when another version answers"""
+"""Evaluates the served version. Raises PolicyMismatch when another version answers."""
 
 
 @dataclass(slots=True)
 class Session:
-    """What a run keeps while trainer and engines come and go."""
+    """The parts of a run that live on while trainer and engines come and go."""
 
     config: RunConfig
     folder: RunFolder
@@ -64,24 +64,28 @@ class Session:
     _remembered: Curriculum | None = None
 
     def tell(self, kind: str, detail: dict[str, Any]) -> None:
-        """An event that the user should see, and the ledger keep."""
+        """Record an event in the ledger and show it to the user."""
         self.ledger.event(kind, detail)
         self.note(worded(kind, detail).partition("\n")[0])
 
     def curriculum(self) -> Curriculum:
-        """Of the training tasks, as at the beginning of a run."""
+        """A new curriculum of the training tasks, as at the beginning of a run."""
         data, environment = self.config.data, self.environment
         weights = environment.weights if isinstance(environment, Several) else None
         return Curriculum(environment.tasks("train"), self.config.seed, data.order, data.retire, weights)
 
     def remembered(self) -> Curriculum:
-        """The same with what the ledger holds of their groups, as far as it matters. That is read once: whatever is recorded
-        after that, the curriculum is told of at the same moment, and a long run's record takes seconds to read."""
+        """The curriculum with the ledger's record of its tasks' groups, as far as it matters.
+
+        The record is read once, because reading a long one takes seconds. The curriculum is told of everything recorded
+        later.
+        """
         if self._remembered is None:
             self._remembered = remembered(self.curriculum(), self.ledger)
         return self._remembered
 
     def held_out(self, count: int) -> Sequence[Task]:
+        """The first `count` held-out tasks."""
         return self.environment.tasks("eval")[:count]
 
     def episodes(self) -> EpisodeSetup:
@@ -89,11 +93,12 @@ class Session:
 
     @property
     def context(self) -> int:
+        """The engines' context in tokens."""
         return self.config.engine.context_of(self.model.architecture.context)
 
 
 def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> EpisodeSetup:
-    """How this recipe plays an episode with this model: the same in training and in every evaluation."""
+    """The recipe's episodes with this model; training and every evaluation share them."""
     r = config.rollout
     params = SamplingParams(r.temperature, r.top_p, r.top_k, r.min_p, r.max_tokens, model.stop_ids)
     known = model.architecture
@@ -102,14 +107,17 @@ def make_episodes(config: RunConfig, environment: Environment, model: ModelFolde
 
 
 def context_cut(config: RunConfig, policy: Architecture) -> str:
-    """What is used where more is asked for than the model can hold; else empty."""
+    """A sentence for the user if the recipe asks for a longer context than the model has, else ""."""
     asked, has = config.engine.context or 0, policy.context
     said = f"engine.context = {asked:,}, but the model has {has:,} positions (max_position_embeddings): {has:,} are used"
     return said if asked > has else ""
 
 
 async def train(session: Session, parts: Parts) -> int:
-    """Train from where the run stands to its end, or until it is asked to stop. Returns the number of steps done."""
+    """Train from where the run stands to its end, or until it is asked to stop.
+
+    Returns the number of steps done.
+    """
     config, ledger = session.config, session.ledger
     pool = parts.pool
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
@@ -118,7 +126,7 @@ async def train(session: Session, parts: Parts) -> int:
     kept |= {"replays": replay.within if replay.share else 0}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
     engines = [engine for each in parts.pools for engine in each.engines]
-    contexts = [(await engine.capabilities()).context for engine in engines]  # less than the model's where KV is short
+    contexts = [(await engine.capabilities()).context for engine in engines]  # shorter if the KV cache is small
     episodes = replace(session.episodes(), context=min(contexts))
     if config.given:
         roller = Given(config.given, session.model.tokenizer)
@@ -218,8 +226,11 @@ def _eval_every(config: RunConfig) -> int:
 
 
 def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None) -> Evaluation:
-    """What is judged is attempted, greedily; what is given is looked at, by the trainer: it has the weights of the version,
-    for they do not move before its publication has ended."""
+    """The evaluation of a published version.
+
+    Environments with a reward are attempted greedily by the engines. For offline replies the trainer computes metrics: it
+    has the weights of the version, because they do not move before its publication has ended.
+    """
     config = session.config
 
     async def evaluate(version: Version) -> Metrics:
@@ -233,7 +244,7 @@ def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None
 
 
 def _made_up(session: Session, publisher: PoolPublisher, evaluate: Evaluation) -> Callable[[Version], Awaitable[None]]:
-    """What is done with weights that are trained again: they are evaluated where an end by force kept that from its end."""
+    """The evaluation of versions that are trained again, if a crash kept it from finishing."""
     evaluated = {each.step for each in session.ledger.evaluations()}
 
     async def reached(version: Version) -> None:
@@ -264,11 +275,11 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluate: E
 
 @asynccontextmanager
 async def _stop_on_signals(session: Session, stop: Callable[[], None]) -> AsyncIterator[None]:
-    """The first Ctrl-C or SIGTERM ends the run after its step, with a checkpoint; the second one ends it now.
+    """Stop the run on Ctrl-C or SIGTERM: first after its step, with a checkpoint; then at once.
 
-    A first one that came before the trainer was lost still holds.
+    A signal that came before the trainer was lost still counts.
     """
-    if threading.current_thread() is not threading.main_thread():  # there the signals are somebody else's
+    if threading.current_thread() is not threading.main_thread():  # in another thread the caller handles signals
         yield
         return
     loop, task = asyncio.get_running_loop(), asyncio.current_task()

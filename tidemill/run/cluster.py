@@ -1,6 +1,6 @@
-"""A run's processes, started together, watched, and stopped together.
+"""The processes of a run: started together, watched, and stopped together.
 
-trainer + engines (+ engines that serve the reference) -> Parts: the proxies, and who starts an engine again
+trainer + engines (+ engines that serve the reference) -> Parts: the proxies, and the supervisors that restart engines
 """
 
 from __future__ import annotations
@@ -33,24 +33,29 @@ from tidemill.runtime.placement import Handle, Placement
 from tidemill.runtime.wire_format import PeerDied
 
 T = TypeVar("T")
-GRACE_S = 1.0  # for the news of a process's end to arrive
+GRACE_S = 1.0  # for the report of a process's end to arrive
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
+    """The trainer and the engine pools of a run, with their supervisors."""
+
     trainer: Trainer
-    pools: list[EnginePool]  # that of the rollouts, then that of a reference that is served
-    supervisors: list[Supervisor]  # of each of them
-    handles: Callable[[], list[Handle[Any]]]  # of the processes there are now: the trainer's, then the engines'
+    pools: list[EnginePool]  # the rollouts' pool, then a served reference's
+    supervisors: list[Supervisor]  # one for each pool
+    handles: Callable[[], list[Handle[Any]]]  # the present processes: the trainer's, then the engines'
 
     @property
     def pool(self) -> EnginePool:
-        """That rollouts are sampled from."""
+        """The engine pool that rollouts are sampled from."""
         return self.pools[0]
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Engines that end are started again; when one cannot be, or the trainer ends, so does the body: with that cause."""
+        """Restart engines that end while the body runs.
+
+        When an engine cannot be restarted, or the trainer ends, the body ends with that cause.
+        """
         try:
             async with asyncio.TaskGroup() as group:
                 works = [*(each.run() for each in self.supervisors), self._trainer_ends()]
@@ -60,7 +65,7 @@ class Parts:
                     each.cancel()
         except BaseExceptionGroup as failures:
             cause = first_cause(failures)
-            if isinstance(cause, PolicyMismatch):  # an engine may be the first to notice: then the weights are gone
+            if isinstance(cause, PolicyMismatch):  # perhaps because the trainer ended
                 ending = asyncio.ensure_future(self._trainer_ends())
                 await asyncio.wait({ending}, timeout=GRACE_S)
                 if ending.done():
@@ -77,9 +82,9 @@ class Parts:
 async def start_parts(
     config: RunConfig, trainer: TrainerSpec, placement: Placement, tell: Callable[[str, dict[str, Any]], None]
 ) -> AsyncIterator[Parts]:
-    """Trainer and engines, started at the same time where they are processes, and stopped at the end however it comes.
+    """Start trainer and engines side by side, and stop them at the end, however it comes.
 
-    tell: is told of engines that were lost and that came back (kind of event, details).
+    tell: called with (kind of event, details) for each engine that was lost or came back.
     """
     settings, supervise = config.placement, config.supervise
     carrier, threads = settings.sync.carrier, settings.engine_threads
@@ -127,7 +132,7 @@ async def start_parts(
 
 
 async def _stop_all(handles: list[Handle[Any]]) -> None:
-    """Side by side; those that have ended are done at once."""
+    """Stop all processes side by side. Raises the first failure once all have been tried."""
     results = await asyncio.gather(*(handle.stop() for handle in handles), return_exceptions=True)
     if failed := [result for result in results if isinstance(result, BaseException)]:
         raise failed[0]

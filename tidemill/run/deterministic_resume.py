@@ -1,15 +1,16 @@
-"""A deterministic run goes on by doing again, from its newest checkpoint, what the ledger says was done, to the last bit.
+"""Resumes a deterministic run: repeats the recorded steps to the last bit.
 
-    admit, roll out, drop, begin a step: recorded already -> held against the record, its trajectories taken from it
+    admit, roll out, drop, begin a step: recorded already -> compared with the record, its trajectories taken from it
                                          not recorded yet -> done, and recorded
 
-So one loop serves the first attempt and every later one. What differs from the record is an error: the run was not
-deterministic after all. Which version samples a group follows from the group alone, because a version is published only
-after everything that the one before it is to sample has been recorded (`Buffer.settled`); a checkpoint is taken then, too.
+The run repeats, from its newest checkpoint, the steps that the ledger holds, so one loop serves the first attempt and every
+later one. A difference from the record is an error: the run was not deterministic after all. The version that samples a
+group follows from the group alone, because a version is published only after everything that the one before it is to sample
+has been recorded (`Buffer.settled`). A checkpoint is taken then, too.
 
-A group that cannot be read is sampled again, by the version that sampled it, and so with the same bits, which is held
-against its row. That needs the version: of a group from before the checkpoint it is gone, and the run goes on like any
-other (`resume`), saying so.
+An unreadable group is sampled again by the version that sampled it, and so with the same bits, which is checked against its
+row. For a group from before the checkpoint that version is gone: then the run resumes like any other (`resume`), and says
+so.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ from tidemill.run.storage.checkpoints import Checkpoints
 async def take_up_exactly(
     ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer, note: Callable[[str], None]
 ) -> Standing | None:
-    """Bring the trainer to the newest checkpoint, and say what had been admitted by then without being trained on. None
-    where what was done since cannot be repeated to the last bit, which is noted and recorded."""
+    """Bring the trainer to the newest checkpoint, and return where the run stands.
+
+    Returns None if the steps since cannot be repeated to the last bit, which is noted and recorded. Raises ConfigError for a
+    checkpoint of more steps than the ledger knows.
+    """
     begun, latest = ledger.next_step(), await checkpoints.newest()
     if latest is None:
         step = next_id = incarnation = 0
@@ -48,7 +52,7 @@ async def take_up_exactly(
         return None
     if step < begun:
         note(f"doing {begun - step} recorded steps again (from step {step}), to the last bit; nothing is sampled for them")
-    # In flight are, if any, groups of the version to be published next: those of a checkpoint that a stop asked for.
+    # Groups in flight exist only at a checkpoint that a stop asked for. They belong to the version to be published next.
     left = [
         ledger.load(group_id) if ledger.has_finished(group_id) else (group_id, ledger.task_of(group_id))
         for group_id in ledger.waiting_at(step, next_id)
@@ -58,7 +62,7 @@ async def take_up_exactly(
 
 
 def _unrepeatable(ledger: SqliteLedger, step: int, next_id: int, incarnation: int) -> str:
-    """Why the steps since the checkpoint cannot be done again as they were; empty where they can."""
+    """The reason why the steps since the checkpoint cannot be repeated; "" if they can."""
     if incarnation != ledger.incarnation():
         return "steps since the checkpoint were trained again before"
     waited = ledger.waiting_at(step, next_id)
@@ -75,7 +79,7 @@ def _unrepeatable(ledger: SqliteLedger, step: int, next_id: int, incarnation: in
 
 
 class Recorded:
-    """`protocols.Ledger` and `protocols.Roller` over a ledger in which the beginning is written already."""
+    """`interfaces.Ledger` and `interfaces.Roller` over a ledger that already holds the beginning."""
 
     def __init__(self, ledger: SqliteLedger, roller: Roller) -> None:
         self._ledger, self._roller = ledger, roller
@@ -91,10 +95,10 @@ class Recorded:
         return await self._roller.rollout(group_id, task)
 
     async def _sampled_again(self, group_id: int, task: Task, reason: str) -> Group:
-        """By the same weights with the same seeds: what cannot be read is made again."""
+        """Sample an unreadable group again, with the same weights and the same seeds."""
         group = await self._roller.rollout(group_id, task)
         if not self._ledger.record_again(group):
-            self._ledger.event("sampled_otherwise", {"group": group_id})  # the next start does not try it again
+            self._ledger.event("sampled_otherwise", {"group": group_id})  # the next start does not try this again
             raise _differs(f"group {group_id} cannot be read ({reason}), and sampled again it is another")
         self._ledger.event("payload_made_again", {"group": group_id, "reason": reason})
         return group
@@ -126,7 +130,7 @@ class Recorded:
         self._ledger.end_step(step, incarnation, metrics)
 
     def publish(self, version: Version) -> None:
-        self._ledger.publish(version)  # which refuses another fingerprint than before
+        self._ledger.publish(version)  # it refuses a fingerprint that differs from the recorded one
 
     def evaluation(self, step: int, results: Metrics) -> None:
         self._ledger.evaluation(step, results)

@@ -1,7 +1,8 @@
-"""Keys that people bring along from other projects, and keys of what does not exist here yet. Data, no code.
+"""Keys known from other projects, and keys of features that do not exist here yet.
 
-`recipe` gives both to `config`, which looks an unknown key up here before it guesses. A name with dots is one place in a
-recipe; a name without stands for itself wherever it is given. docs/from_trl.md and docs/from_others.md list the first kind.
+Data, no code. `recipe` gives both to `config`, which looks up an unknown key here before it guesses. A name with dots is one
+place in a recipe; a name without dots stands for itself wherever it is given. docs/from_trl.md and docs/from_others.md list
+the first kind.
 """
 
 from __future__ import annotations
@@ -222,12 +223,12 @@ NOT_YET |= {
     for project, tables in _TABLES.items()
     for table in tables.split()
 }
-"""By name; `TABLE.*` is of any key in that table that nothing else is known of."""
+"""By name; `TABLE.*` matches any other key in that table."""
 
 NOT_YET_VALUES = {
     "placement": dict.fromkeys(("ray", "slurm", "cluster", "kubernetes", "multi_node"), _MACHINES),
     "engine": dict.fromkeys(("vllm", "sglang", "hf", "transformers", "tgi", "trt-llm"), _ENGINES),
     "trainer": dict.fromkeys(("fsdp", "fsdp2", "deepspeed", "megatron"), _SHARDS) | {"lora": _LORA, "qlora": _LORA},
 }
-"""Values of a table's `kind`, or given in place of the table."""
+"""Values of a table's `kind`, also when given in place of the table."""
 NOT_YET_VALUES |= {f"{table}.kind": values for table, values in NOT_YET_VALUES.items()}

@@ -1,4 +1,4 @@
-"""A recipe whose names on the hub are folders: fetched before anything is made of them, at commits that a run records."""
+"""Replaces names on the hub in a recipe by folders, at commits that the run records."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ RECORD = "hub.json"  # in a run's folder: KIND NAME -> commit
 def fetched(
     config: RunConfig, run: Path | None = None, note: Callable[[str], None] | None = None, *, data: bool = True
 ) -> RunConfig:
-    """The recipe with a folder for every name on the hub. Raises ConfigError, in one sentence, for what cannot be had.
+    """The recipe with a folder for every hub name. Raises ConfigError for one that cannot be fetched.
 
-    run: a run's folder, whose recorded commits are taken, and which records those that are new. data: else the model alone,
-    and of it all but the weights: for who reads no tasks and trains nothing.
+    run: a run's folder, whose recorded commits are used, and which records new ones. data: fetch the data, too; if False
+    only the model without its weights is fetched, for callers that read no tasks and train nothing.
     """
     record = run / RECORD if run is not None else None
     known: dict[str, Any] = read_json(record) if record is not None and record.is_file() else {}

@@ -1,6 +1,7 @@
-"""Files that a recipe names: in the current folder, or beside the recipe; from a run, wherever they were when it began.
+"""Finds the files that a recipe names: in the current folder, or beside the recipe.
 
-FILE.py:NAME and data files of `env` and `algorithm` -> `found` (where they are), or `absolute` (for the record of a run)
+FILE.py:NAME and data files of `env` and `algorithm` -> `found` (where they are), or `absolute` (for the record of a run,
+which finds them wherever it is resumed from)
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ DATA = ("data", "eval_data")  # keys of an environment of rows
 
 
 def found(config: S, folders: Sequence[Path]) -> S:
-    """The same settings, with the places of files that are not in the current folder, but in one of `folders`.
+    """The recipe with the places of files that lie not in the current folder but in `folders`.
 
     Raises ConfigError, with all the folders that were tried, where FILE.py of FILE.py:NAME is in none of them.
     """
@@ -29,12 +30,12 @@ def found(config: S, folders: Sequence[Path]) -> S:
 
 
 def absolute(tree: dict[str, Any]) -> dict[str, Any]:
-    """The same tree, with the whole paths of the files that there are."""
+    """Copy of the tree with absolute paths for the files that exist."""
     return _each(tree, lambda place, _: str(Path(place).resolve()) if _there(Path(place)) else place)
 
 
 def same_file(key: str, old: Any, new: Any) -> bool:
-    """Whether two values of a key name the same file, one by its whole path."""
+    """True when two values of a key name the same file, one of them by its absolute path."""
     if isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
         return all(a == b or same_file(key, a, b) for a, b in zip(old, new, strict=True))
     if isinstance(old, dict) and isinstance(new, dict) and old.keys() == new.keys():
@@ -48,7 +49,7 @@ def same_file(key: str, old: Any, new: Any) -> bool:
 def _look(place: str, folders: Sequence[Path], code: bool) -> str:
     path, here = Path(place), Path.cwd()
     others = [folder for folder in dict.fromkeys(each.resolve() for each in folders) if folder != here]
-    if _there(path) or not others or place.startswith("~"):  # a home is no matter of folders
+    if _there(path) or not others or place.startswith("~"):  # a path in the home folder is absolute
         return place
     tries = [folder / (path.name if path.is_absolute() else path) for folder in (here, *others)]
     if at := next((each for each in tries if _there(each)), None):
@@ -62,7 +63,7 @@ def _look(place: str, folders: Sequence[Path], code: bool) -> str:
 def _there(path: Path) -> bool:
     try:
         return path.is_file()
-    except OSError:  # a name that is longer than the system takes, a folder that may not be looked into
+    except OSError:  # a name too long for the system, or a folder without permission
         return False
 
 

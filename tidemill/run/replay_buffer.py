@@ -1,11 +1,11 @@
-"""Groups that are trained once more: of those that the latest steps trained, the ones that had the most to teach.
+"""Replay buffer: picks groups of recent steps that are worth training once more.
 
-    ledger (what each step was made of, what it earned, what was trained again) -> choose(step) -> groups
+    ledger (each step's groups, their rewards, their replays so far) -> choose(step) -> groups
 
-A group is worth the standard deviation of its rewards: where all attempts earn the same there is nothing to compare. It is
-a function of the record alone, so nothing has to be kept for a resume. What is trained again is outside the bound on
-staleness, on purpose: it may be `within` steps older. Its logprobs are those of the policy that sampled it, so ratios and
-corrections treat it as what it is. One whose payload cannot be read any more is passed over, and that is recorded.
+A group is worth the standard deviation of its rewards: if all attempts earn the same there is nothing to compare. The choice
+is a function of the record alone, so a resume needs nothing else. Replayed groups are outside the bound on staleness, on
+purpose: they may be `within` steps older. Their logprobs are those of the policy that sampled them, so ratios and
+corrections account for their age. A group whose payload cannot be read any more is passed over, which is recorded.
 """
 
 from __future__ import annotations
@@ -15,17 +15,19 @@ import numpy as np
 from tidemill.core.types import Group
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost
-from tidemill.run.recipe import ReplaySettings
+from tidemill.run.recipe_tables import ReplaySettings
 
 
 class Experience:
+    """Chooser of replayed groups. Call it with a step to load that step's groups."""
+
     def __init__(self, ledger: SqliteLedger, settings: ReplaySettings, groups: int) -> None:
-        """groups: a step's fresh ones, of which `settings.share` is how many come on top."""
+        """Replay `settings.share` times as many groups as the `groups` fresh ones of a step."""
         self._ledger, self._settings, self._count = ledger, settings, int(settings.share * groups)
-        self._lost = set[int]()  # what was found to be unreadable
+        self._lost = set[int]()  # groups that could not be read
 
     def choose(self, step: int) -> list[int]:
-        """The ids of what `step` is to train again, the most valuable first; of equals the latest."""
+        """The ids of the groups that `step` is to replay, the most valuable first, then the latest."""
         return self._ranked(step)[: self._count]
 
     def __call__(self, step: int) -> list[Group]:

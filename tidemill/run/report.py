@@ -1,4 +1,4 @@
-"""`report.json`: a run in figures, every one of them measured."""
+"""`report.json`: the measured figures of a run."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.warm_start import WarmStart
 from tidemill.run.zero_reward import unearned
 
-MOST_CUTS = 10  # limits that cut replies off
-CLEARLY = 2.0  # standard errors, from which on a fall of held-out accuracy is no chance
+MOST_CUTS = 10  # limits in the list of those that cut replies off
+CLEARLY = 2.0  # standard errors beyond which a fall of held-out accuracy is not chance
 
 
 def make_report(
@@ -34,8 +34,11 @@ def make_report(
     before: int,
     wall_s: float,
 ) -> dict[str, Any]:
-    """before: steps that earlier processes began. wall_s: of this process, warm-up and start of the parts included. Counts
-    of groups are the whole run's, by ledger."""
+    """Build the report of a run, as JSON data.
+
+    before: steps that earlier processes began. wall_s: seconds of this process, including the warm-up and the start of the
+    parts. Counts of groups are the whole run's, from the ledger.
+    """
     counts, evaluations, last = ledger.counts(), ledger.evaluations(), ledger.last_step()
     begin, end = _extent(trace)
     matched, lagged = totals.matched.metrics(), totals.mismatch.lagged.metrics()
@@ -85,14 +88,14 @@ def make_report(
 
 
 def _given(evaluations: Sequence[EvalRecord]) -> dict[str, dict[str, float]] | None:
-    """The first and the last held-out figures of replies that the tasks give, where these are learnt."""
+    """The first and the last held-out metrics of offline replies, or None if none are learnt."""
     names = ("loss", *FIGURES)
     found = [{name: e.metrics[name] for name in names if name in e.metrics} for e in (*evaluations[:1], *evaluations[-1:])]
     return {"before": found[0], "after": found[1]} if found and all(found) else None
 
 
 def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:
-    """The first and the last evaluation where accuracy fell by more than chance explains, else None."""
+    """The first and the last accuracy if it fell by more than chance explains, else None."""
     if not evaluations:
         return None
     first, last = evaluations[0], evaluations[-1]
@@ -107,7 +110,7 @@ def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:
 
 
 def advice(totals: Totals, config: RunConfig, policy: Architecture) -> dict[str, Any] | None:
-    """The one change that would help most, by what was measured."""
+    """The one change that would help most, judged by measurements, or None."""
     placement = config.placement
     setup = Setup(
         max_lag=config.max_lag,
@@ -129,26 +132,29 @@ def advice(totals: Totals, config: RunConfig, policy: Architecture) -> dict[str,
 
 
 def tokens_per_step(totals: Totals) -> float:
-    """That an engine computed, on average; 0 where none told."""
+    """Mean tokens in an engine step; 0 if no engine reported any."""
     engines = [done for name, done in totals.counters.items() if done.get("steps") and not name.startswith(REFERENCE)]
     tokens = sum(done["generated_tokens"] + done["prompt_tokens"] - done["cached_tokens"] for done in engines)
     return tokens / max(sum(done["steps"] for done in engines), 1)
 
 
 def judging(totals: Totals) -> dict[str, Any]:
-    """The attempts of this process: how many have a score, why the others have none (the commonest reasons), pauses."""
+    """Counts of this process's attempts with and without a score, the commonest reasons, and pauses."""
     counts = {kind: totals.outcomes[kind] for kind in ("scored", "unscorable", "infra_errors")}
     reasons = dict(totals.reasons.most_common(5))
     return {**counts, "reasons": reasons, "pauses": totals.pauses, "paused_s": round(totals.paused_s, 1)}
 
 
 def cut_off(totals: Totals) -> list[dict[str, Any]]:
-    """How many attempts of this process which limit cut off, the commonest first."""
+    """Counts of this process's attempts by the limit that cut them off, the commonest first."""
     return [{"by": kind, "tokens": n, "attempts": count} for (kind, n), count in totals.cut.most_common(MOST_CUTS)]
 
 
 def time_shares(spent: Account, trace: Trace, begin: float, end: float) -> dict[str, float]:
-    """Shares of the two pools' time; `reward` is the controller's, of the wall time between `begin` and `end`."""
+    """Shares of the engines' and the trainer's time, and the share of wall time with a reward.
+
+    `reward` counts the controller's spans between `begin` and `end` (seconds).
+    """
     if end <= begin:
         return {}
     judged = busy_seconds(trace.spans(CONTROLLER), {REWARD}, begin, end) / (end - begin)
@@ -156,7 +162,7 @@ def time_shares(spent: Account, trace: Trace, begin: float, end: float) -> dict[
 
 
 def engine_and_trainer(trace: Trace, begin: float, end: float) -> float:
-    """Share of the time in which the trainer trains while an engine generates: asynchrony, measured."""
+    """The share of time in which the trainer trains while an engine generates."""
     training = [s for s in trace.spans("trainer") if s.name in TRAIN]
     others = [name for name in trace.processes if name not in ("trainer", CONTROLLER)]
     generating = [s for name in others for s in trace.spans(name) if s.name in GENERATE]
@@ -164,13 +170,13 @@ def engine_and_trainer(trace: Trace, begin: float, end: float) -> float:
 
 
 def _extent(trace: Trace) -> tuple[float, float]:
-    """From the first to the last thing that any pool did."""
+    """The start of the first and the end of the last span of any process but the controller."""
     every = [span for name in trace.processes if name != CONTROLLER for span in trace.spans(name)]
     return (min(s.start for s in every), max(s.end for s in every)) if every else (0.0, 0.0)
 
 
 def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[str]:
-    """A run in a few lines: how far it came, what it learnt, where the model is, what to do next."""
+    """A run in a few lines: its steps, its results, its model, and what to do next."""
     before, after, n = report.get("accuracy_before"), report.get("accuracy_after"), report.get("held_out")
     lines = [f"run {folder}: {report['steps']} steps, {'done' if complete else 'stopped; the same call goes on'}"]
     if after is not None and n:

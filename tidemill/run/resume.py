@@ -1,10 +1,10 @@
-"""Where a run stands and how it goes on: newest checkpoint, steps begun after it, what was admitted and is undecided.
+"""Resumes a run from its newest checkpoint and its ledger.
 
 Steps that are in the ledger but in no checkpoint are trained again from the recorded trajectories, under a new incarnation;
 nothing is sampled for them. Finished groups without a fate are used as they are; those in flight are sampled again.
 
-Where a trajectory of such a step cannot be read, the steps before it are trained again, and from there on everything is
-sampled anew: that step and those after it are undone in the ledger, for no weights hold them.
+If a trajectory of such a step cannot be read, the steps before it are trained again. That step and those after it are undone
+in the ledger, because no weights hold them, and sampled anew.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ from tidemill.run.storage.checkpoints import Checkpoints
 
 @dataclass(slots=True)
 class Standing:
-    """What the controller needs to go on. A new run stands at the beginning."""
+    """The state from which the controller starts. A new run stands at the beginning."""
 
     step: int = 0
     incarnation: int = 0
     next_id: int = 0
     left: list[Group | tuple[int, Task]] = field(default_factory=list)  # admitted without a fate, in order
     versions: dict[tuple[int, int], Version] = field(default_factory=dict)
-    saved: int = 0  # step of the checkpoint that was taken up; 0: there was none
+    saved: int = 0  # step of the loaded checkpoint; 0: there was none
 
     @property
     def live(self) -> list[int]:
+        """The ids of the groups that were admitted and have no fate."""
         return [each.id if isinstance(each, Group) else each[0] for each in self.left]
 
 
@@ -46,8 +47,10 @@ async def take_up(
     note: Callable[[str], None],
     reached: Callable[[Version], Awaitable[None]],
 ) -> Standing:
-    """Bring the trainer to where the ledger says the run was, and say where that is. `reached` is awaited with each version
-    on the way, while the trainer has its weights."""
+    """Bring the trainer to where the ledger says the run was, and return where that is.
+
+    reached: awaited with each version on the way, while the trainer has its weights.
+    """
     last, latest = ledger.last_step(), await checkpoints.newest()
     begun = 0 if last is None else last + 1
     first = 0
@@ -69,7 +72,7 @@ async def take_up(
 
 
 def expect_known(folder: Path, step: int, begun: int) -> None:
-    """Raises ConfigError where a checkpoint is of more steps than the ledger knows of."""
+    """Raise ConfigError if a checkpoint has more steps than the ledger knows."""
     if step > begun:
         why = lost_log(begun, f"{folder} is a checkpoint of step {step}")
         raise ConfigError(
@@ -79,15 +82,17 @@ def expect_known(folder: Path, step: int, begun: int) -> None:
 
 
 async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:
-    lost = ledger.unreadable(ledger.trained_again(step))  # of these the gradient is in the weights already
+    lost = ledger.unreadable(ledger.trained_again(step))  # their gradients were applied when they were trained first
     fresh, again = ([ledger.load(group_id) for group_id in ids] for ids in ledger.replay_step(step, incarnation, lost))
     prepared, _, metrics = await train_on(trainer, algorithm, fresh, again, step)
     ledger.end_step(step, incarnation, prepared.metrics | metrics)
 
 
 def _undo_unreadable(ledger: SqliteLedger, first: int, begun: int, note: Callable[[str], None]) -> int:
-    """The first step that cannot be trained again, because not all of its groups can be read. It and those after it are
-    undone. `begun` where there is none."""
+    """Undo the steps from the first one with unreadable groups on, and return its number.
+
+    Returns `begun` if every group can be read.
+    """
     lost = {step: found for step in range(first, begun) if (found := ledger.unreadable(ledger.groups_of(step)))}
     if not lost:
         return begun
@@ -104,8 +109,10 @@ def _undo_unreadable(ledger: SqliteLedger, first: int, begun: int, note: Callabl
 
 
 def _left(ledger: SqliteLedger, known: Mapping[tuple[int, int], Version]) -> list[Group | tuple[int, Task]]:
-    """What was admitted and has no fate. A group is sampled again where a kill came between its sampling and the record of
-    the weights that sampled it."""
+    """The groups that were admitted and have no fate, loaded if they had finished.
+
+    A finished group is sampled again if a kill kept the publication of the weights that sampled it from being recorded.
+    """
     left: list[Group | tuple[int, Task]] = []
     for each in ledger.pending():
         group = ledger.load(each.id) if each.finished else None

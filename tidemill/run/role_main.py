@@ -1,6 +1,6 @@
-"""The main module of the processes that roles play in: `python -m tidemill.run.role_main`, started by `runtime.local`.
+"""Main module of the fork server, from which `runtime.local` starts a run's processes.
 
-It is the fork server; what is forked from it becomes an engine, a trainer, or what prepares a run.
+A process forked from it becomes an engine, a trainer, or the preparation of a run.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Where concrete classes are known: settings in, running parts out.
+"""Builds a run's roles from plain specs: engine, trainer and preparation.
 
 A role is described by a spec, plain data, so that the same function builds it in this process (`inline`) or in a process of
-its own (`local`, by way of `role_main`). Heavy imports happen here, when a role is built, and nowhere on the way; the
-process that roles are forked from does them before (`import_roles`).
+its own (`local`, by way of `role_main`). Heavy imports happen here, when a role is built. The process that roles are forked
+from does them before (`import_roles`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tidemill.core.types import Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.observability.operator_profiler import attach
 from tidemill.run.preflight.probe_process import Preparation, Preparer
-from tidemill.run.recipe import PlacementSettings, RunConfig, SuperviseSettings
+from tidemill.run.recipe import RunConfig
+from tidemill.run.recipe_tables import PlacementSettings, SuperviseSettings
 from tidemill.runtime.cpu_sharing import Cores, Seat, SharedCores
 from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local
@@ -37,17 +38,19 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-UNPUBLISHED = Version(-1)  # what an engine holds before the first publication; nothing may be sampled from it
+UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
 START_S = 300.0  # to import torch and read the weights
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0}
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0}  # a row waits for all those of its step
-PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "check_memory"), START_S)  # which import, too
+PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "check_memory"), START_S)  # these import torch, too
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
     ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export"), 3600.0
 )
 
 
 class EngineSpec(Config):
+    """Spec of an engine that samples, or that serves a reference."""
+
     role: str = "engine"
     name: str = "engine-0"
     model: Path
@@ -55,10 +58,12 @@ class EngineSpec(Config):
     carrier: str | None = None  # None: an engine that is never updated
     cached_versions: int = 2  # see `NativeEngine`
     seat: Seat | None = None  # None: its cores are its own
-    profile: Path | None = None  # where `operator_profiler` puts what it recorded
+    profile: Path | None = None  # folder for `operator_profiler`
 
 
 class TrainerSpec(Config):
+    """Spec of the trainer."""
+
     role: str = "trainer"
     name: str = "trainer"
     model: Path
@@ -66,24 +71,29 @@ class TrainerSpec(Config):
     steps: int
     reference: ReferenceSettings | None = None
     critic: CriticSettings | None = None
-    scores: bool = False  # it is the critic that is exported
-    checkpoints: bool = True  # are written beside training: see `NativeTrainer`
+    scores: bool = False  # the critic is exported, as a reward model
+    checkpoints: bool = True  # written beside training: see `NativeTrainer`
     sync: SyncSettings
     folder: Path  # for carriers that need one
     seed: int = 0
     seat: Seat | None = None
-    threads: int = 1  # that may have a micro-batch of their own
+    threads: int = 1  # parallel micro-batches
     profile: Path | None = None
 
 
 class PreparationSpec(Config):
+    """Spec of the process that prepares a run."""
+
     role: str = "preparation"
     name: str = "preparation"
     recipe: RunConfig
 
 
 def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
-    """The object that `spec` describes. offload: blocking work goes to a thread, so that the caller's loop stays free."""
+    """Build the object that `spec` describes.
+
+    offload: do blocking work in a thread, so that the caller's event loop stays free. Raises ValueError for an unknown role.
+    """
     match spec["role"]:
         case "engine" | "reference":
             return build_engine(build(EngineSpec, spec)), Engine
@@ -159,14 +169,14 @@ def build_preparer(spec: PreparationSpec, offload: bool) -> Preparer:
 
 
 def _cores(seat: Seat | None, device: str) -> Cores:
-    """On a device there is little to share: what is left for a core does not take turns."""
+    """The role's share of the cores. A role on a GPU needs few of them and does not take turns."""
     from tidemill.engine.native.cache_size import device_of
 
     if seat is None or device_of(device) != "cpu":
         return Cores()
     try:
         return SharedCores(seat, use_threads)
-    except OSError:  # memory that this process may not open: it goes without
+    except OSError:  # it may not open the shared memory, so it does without
         return Cores()
 
 
@@ -183,12 +193,12 @@ def _reference(spec: TrainerSpec) -> Reference | None:
 
 
 def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:
-    """Whose weights a reference or a critic begins with; None where it has none of its own."""
+    """The folder of a reference's or critic's first weights; None if it has none of its own."""
     return begins_as(companion, initial, lambda named: Path(named).expanduser())
 
 
 def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
-    """policy: the decoder that is trained."""
+    """The trainer's critic, or None. policy: the decoder that is trained."""
     from tidemill.models.value_model import ValueModel, load_value_model
     from tidemill.trainer.critic import Critic
 
@@ -200,7 +210,7 @@ def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
 
 
 def import_roles() -> None:
-    """All that building a role and running it imports, so that a process forked from this one finds it done."""
+    """Import everything that roles need, so that processes forked from this one find it done."""
     import tidemill.engine.native.native_engine
     import tidemill.models.hf_weights
     import tidemill.models.tokenizer
@@ -208,30 +218,33 @@ def import_roles() -> None:
     import tidemill.weight_sync.transport  # noqa: F401
     from tidemill.models.kernels.library import native
 
-    native()  # compiled, if ever, before the first child needs it
+    native()  # compile them, if need be, before the first child needs them
 
 
 def use_threads(count: int) -> None:
-    """Compute with so many: after `import_roles` the environment is not read any more."""
+    """Compute with `count` threads. After `import_roles` the environment variables have no effect."""
     import torch
 
     torch.set_num_threads(count)
 
 
 def one_thread() -> Callable[[Callable[[], T]], asyncio.Future[T]]:
-    """Runs blocking functions one after another in one thread."""
+    """An executor that runs blocking functions one after another in one thread."""
     executor = ThreadPoolExecutor(1, thread_name_prefix="compute")
     return lambda function: asyncio.get_running_loop().run_in_executor(executor, function)
 
 
 def budget_of(supervise: SuperviseSettings) -> Budget:
-    """A new one, of whatever may be started again."""
+    """A new restart budget by the recipe's `supervise`."""
     return Budget(supervise.restarts, supervise.window_s, supervise.backoff_s)
 
 
 @asynccontextmanager
 async def placed(settings: PlacementSettings, logs: Path, supervise: SuperviseSettings) -> AsyncIterator[Placement]:
-    """Where roles are started. What the first start needs is begun at once, beside whatever the caller does until then."""
+    """The placement on which roles are started.
+
+    The preparation of the first start begins at once, beside the caller's own work.
+    """
     if settings.kind == "inline":
         placement: Placement = Inline(build_role)
     else:
@@ -246,7 +259,7 @@ async def placed(settings: PlacementSettings, logs: Path, supervise: SuperviseSe
 
 @asynccontextmanager
 async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int) -> AsyncIterator[Engine]:
-    """One engine that serves a folder's weights as they are, as version 0, and is never updated."""
+    """Start one engine that serves a folder's weights as version 0 and is never updated."""
     spec = EngineSpec(model=model, engine=config.engine)
     async with placed(config.placement, logs, config.supervise) as placement:
         handle = await start_role(placement, Engine, spec, "engine-0", threads, ENGINE_DEADLINES)
@@ -258,7 +271,10 @@ async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int)
 
 @asynccontextmanager
 async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Preparation]:
-    """A process that holds nothing, so it is ended by force: an orderly exit takes longer than its start and its work."""
+    """Start the process that prepares a run.
+
+    It holds nothing, so it is killed at the end: an orderly exit takes longer than its start and its work.
+    """
     spec = PreparationSpec(recipe=config)
     handle = await start_role(placement, Preparation, spec, "preparation", None, PREPARATION_DEADLINES)
     try:
@@ -271,5 +287,6 @@ async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Pr
 async def start_role(
     placement: Placement, protocol: type[T], spec: Config, name: str, threads: int | None, deadlines: dict[str, float]
 ) -> Handle[T]:
+    """Start a role. deadlines: seconds by method of `protocol`. threads: CPU threads, or None."""
     tree = spec.model_dump(mode="json", exclude={"role", "name"})
     return await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)

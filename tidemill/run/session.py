@@ -1,8 +1,8 @@
-"""One training run, from a recipe to a folder: what `tidemill train` and `tidemill.train()` do.
+"""One training run, from a recipe to a folder with the trained model and its report.
 
     folder -> environment -> model (made, or given) -> warm-up -> parts -> controller -> final/ and report.json
 
-A run that was interrupted goes on where its ledger says it was, see `resume`.
+`tidemill train` and `tidemill.train()` call `run`. An interrupted run resumes where its ledger says it was, see `resume`.
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ from tidemill.runtime.process_logs import warnings_to
 from tidemill.runtime.workers import keeper
 
 T = TypeVar("T")
-FETCH_S = 7 * 86_400.0  # for what the hub has: a connection that stands still ends long before
+FETCH_S = 7 * 86_400.0  # deadline of a download; a stalled connection ends long before
 LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
 
 
 @dataclass(frozen=True, slots=True)
 class RunEnded:
-    """How a run ended."""
+    """The result of a run: steps done, whether it is complete, and the report."""
 
     steps: int
     complete: bool
@@ -72,15 +72,15 @@ class RunEnded:
 
 
 EnvironmentMaker = Callable[[WorkerPool, Path], Environment]
-"""Of the scoring workers, and a folder for the source that they import."""
+"""Makes the environment from the scoring workers, and a folder for the source that they import."""
 
 
 async def run(
     config: RunConfig, display: Display, callbacks: Sequence[Callback] = (), make: EnvironmentMaker | None = None
 ) -> RunEnded:
-    """Train. Raises ConfigError for what the user can mend, and the first cause of anything else.
+    """Train. Raises ConfigError for mistakes that the user can mend, else the first cause.
 
-    callbacks: called with (step, metrics). make: an environment from Python objects instead of `config.env`.
+    callbacks: called with (step, metrics). make: makes the environment from Python objects instead of `config.env`.
     """
     try:
         return await _in_folder(config, display, callbacks, make)
@@ -120,7 +120,7 @@ async def _in_folder(
             record_failure(folder.path, cause)
             if cause is error:
                 raise
-            raise cause from None  # what else was cancelled says nothing
+            raise cause from None  # the other exceptions are only cancellations
 
 
 _GONE = "{folder} was renamed or deleted while its run went on: put it back and start the same command again, or begin anew"
@@ -128,7 +128,7 @@ FILES, FILES_EACH = 40, 4  # open files of a controller, and for each process th
 
 
 def _expect_files(config: RunConfig) -> None:
-    """That this process may open as many files as the run needs, where it can be allowed to."""
+    """Raise ConfigError if this process may not open as many files as the run needs."""
     placed_at, scorers = config.placement, config.scoring.workers if config.judged else 0
     players = usable_cores() if placed_at.environment.workers is None else placed_at.environment.workers
     count = placed_at.engines + placed_at.reference_engines + players + scorers + 2
@@ -163,7 +163,7 @@ async def _with_environment(
             display.note(keeper.UNKEPT)
         try:
             expect_model(config.model)
-            import_tokenizers()  # here, while the fork server imports what it needs
+            import_tokenizers()  # now, while the fork server imports its modules
             async with preparing(config, placement) as preparation:
                 model = await _open_model(config, folder, preparation)
                 session = Session(config, folder, ledger, environment, model, monitor, placement, display.note)
@@ -189,7 +189,7 @@ async def _open_model(config: RunConfig, folder: RunFolder, preparation: Prepara
 
 @contextmanager
 def _in_one_sentence() -> Iterator[None]:
-    """What the user can mend is told without a traceback, in whichever process it is found."""
+    """Turn a ValueError into a ConfigError, so that the user sees no traceback."""
     try:
         yield
     except ValueError as error:
@@ -197,7 +197,7 @@ def _in_one_sentence() -> Iterator[None]:
 
 
 def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], None]) -> Callable[[str], float]:
-    """What is done when an environment worker was lost: say it, record it, and pay for another."""
+    """The handler of a lost environment worker: it tells, records, and spends a restart."""
     budget = budget_of(config.supervise)
 
     def lost(reason: str) -> float:
@@ -209,7 +209,7 @@ def _lost_worker(config: RunConfig, ledger: SqliteLedger, note: Callable[[str], 
 
 
 async def _describe(session: Session, preparation: Preparation) -> None:
-    """Check what can be checked before anything is started, and say what is about to run."""
+    """Check the tasks and the memory before anything is started, and show what is about to run."""
     config, environment, architecture = session.config, session.environment, session.model.architecture
     train, held_out = environment.tasks("train"), session.held_out(max(config.eval.final_tasks, config.eval.tasks))
     tokenizer, given = session.model.tokenizer, config.given
@@ -245,9 +245,11 @@ async def _describe(session: Session, preparation: Preparation) -> None:
 
 
 def _expect_same_tasks(session: Session) -> None:
-    """Which task a group gets follows from its number and the tasks: other tasks would repeat some and leave out
-    others. In an order that follows from what was learnt of each, that is known by the tasks' names: they must be
-    there, as they were."""
+    """Raise ConfigError if the tasks are not those that the run was begun with.
+
+    A group's task follows from its number and the tasks, so other tasks would repeat some and leave out others. If the order
+    follows from results, the tasks are compared by name: each must still be there, unchanged.
+    """
     ledger, admitted, curriculum = session.ledger, session.ledger.next_group_id(), session.curriculum()
     looked_at = {*range(0, admitted, -(-admitted // LOOKED_AT)), admitted - 1}
     if not curriculum.by_number:
@@ -265,7 +267,7 @@ def _expect_same_tasks(session: Session) -> None:
 
 
 async def _vouch(session: Session) -> None:
-    """Of each environment by itself, for its verifier is its own."""
+    """Check the reward of each environment by itself, because each has its own verifier."""
     config = session.config
     for environment in parts_of(session.environment):
         tasks = environment.tasks("train")
@@ -298,13 +300,13 @@ async def _run(session: Session) -> RunEnded:
 
 
 async def _despite_losses(session: Session, budget: Budget, work: Callable[[], Awaitable[T]]) -> T:
-    """The result of `work`, which begins again from the record when the trainer is lost: under `supervise`, on a budget."""
+    """The result of `work`, which is repeated when the trainer is lost, within a restart budget."""
     while True:
         try:
             return await work()
         except PeerLost as lost:
             task = asyncio.current_task()
-            if not session.config.supervise.resume or (task and task.cancelling()):  # a task group tells of the loss alone
+            if not session.config.supervise.resume or (task and task.cancelling()):  # the group hides a cancellation
                 raise
             cause = str(lost).partition("\n")[0]
             session.ledger.event("run_resumed", {"cause": cause})
@@ -314,7 +316,10 @@ async def _despite_losses(session: Session, budget: Budget, work: Callable[[], A
 
 
 async def _attempt(session: Session, start: WarmStart) -> int:
-    """Start the processes, train from where the record stands, end the processes. The number of steps done."""
+    """Start the processes, train from where the record stands, and stop the processes.
+
+    Returns the number of steps done.
+    """
     config, folder = session.config, session.folder
     spec = TrainerSpec(
         model=start.path,
@@ -323,7 +328,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         reference=config.reference,
         critic=config.critic,
         scores=config.scores,
-        checkpoints=0 < config.record.checkpoint_every < config.steps,  # the last one is written when all else is over
+        checkpoints=0 < config.record.checkpoint_every < config.steps,  # the last is not beside training
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,
@@ -338,7 +343,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
 
 
 async def _start(session: Session) -> WarmStart:
-    """The weights that reinforcement learning begins with; those of a run that has begun are its own `initial`."""
+    """The weights that reinforcement learning begins with; a resumed run has them in `initial`."""
     config, folder = session.config, session.folder
     if session.ledger.next_group_id() > 0:
         return kept_start(folder.initial)
@@ -347,12 +352,12 @@ async def _start(session: Session) -> WarmStart:
         Warming(config, folder, session.placement, session.model, tasks, session.episodes(), session.note)
     )
     folder.keep_initial(start.path, copy=start.warmed is not None)
-    return start if start.warmed is None else replace(start, path=folder.initial)  # what is kept elsewhere may go
+    return start if start.warmed is None else replace(start, path=folder.initial)  # the cache may be deleted
 
 
 @contextmanager
 def _ledger(folder: RunFolder) -> Iterator[SqliteLedger]:
-    """A start that is refused takes its folder away, unless something was found out that is recorded there."""
+    """Open the ledger. If the start is refused, its folder is removed, unless events were recorded."""
     ledger, refused = SqliteLedger(folder.path, mode="open" if has_ledger(folder.path) else "create"), False
     try:
         yield ledger

@@ -1,8 +1,9 @@
-"""Supervised training on the tasks' own answers, before reinforcement learning: the same trainer, engine and publication.
+"""Warm-up: supervised training on the tasks' own answers before reinforcement learning.
 
-A model that never solves a task earns no reward to learn from. The warm-up ends as soon as greedy accuracy on training tasks
-reaches `accuracy`, and fails where it has not after `steps`. Held-out tasks are not touched. Looks come by steps, never by
-the clock: what a warm-up gives does not depend on how busy the machine is.
+It uses the same trainer, engine and publication. A model that never solves a task earns no reward to learn from. The warm-up
+ends as soon as greedy accuracy on training tasks reaches `accuracy`, and fails if that takes more than `steps`. Held-out
+tasks are not touched. Accuracy is measured every few steps, never by the clock, so the result does not depend on how busy
+the machine is.
 """
 
 from __future__ import annotations
@@ -24,21 +25,23 @@ from tidemill.core.types import Array, LossSpec, Sample, Task, Version
 from tidemill.envs.task_order import task_order
 from tidemill.models.conversations import as_messages, conversation, unknown_token
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.run.recipe import WarmupSettings
+from tidemill.run.recipe_tables import WarmupSettings
 
-LOOK_EVERY = 10  # steps between two looks at the accuracy, which goes from a tenth to two thirds within fifty
+LOOK_EVERY = 10  # steps between two measurements of accuracy, which can rise from 0.1 to 0.67 within fifty
 LOOK_TASKS = 256
 TELL_S = 4.0  # between two lines of progress
-SAVE_S, SAVE_SHARE = 3.0, 10  # between two checkpoints, and at least so many times what the last one took
-SUPERVISED = "supervised"  # its loss
+SAVE_S, SAVE_SHARE = 3.0, 10  # seconds between two checkpoints, and at least this many times the duration of the last one
+SUPERVISED = "supervised"  # name of its loss
 
 Row = tuple[Array, Array]  # tokens [T] int32, loss mask [T] bool
-Save = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]  # steps done -> when the state is copied: what writes it
+Save = Callable[[int], Awaitable[Coroutine[Any, Any, None]]]  # steps done -> writer of the copied state
 
 
 @dataclass(frozen=True, slots=True)
 class WarmedUp:
-    seconds: float  # of the process that ended it
+    """The result of a warm-up."""
+
+    seconds: float  # in the process that finished it
     steps: int
     accuracy: float  # on training tasks, at the end
 
@@ -47,8 +50,8 @@ class WarmedUp:
 class WarmUp:
     """A warm-up that may begin where an earlier process left it.
 
-    Its looks depend on steps alone. When it tells of its progress, and when its state is saved, depends on the time: neither
-    changes what comes out.
+    Its result depends on steps alone. Only its progress lines and its checkpoints go by time, and neither changes the
+    result.
     """
 
     settings: WarmupSettings
@@ -59,16 +62,19 @@ class WarmUp:
     evaluator: Evaluator
     seed: int
     note: Callable[[str], None]
-    save: Save | None = None  # None: nothing is kept of it on the way
+    save: Save | None = None  # None: no checkpoints
     step: int = 0  # steps done
-    accuracy: float | None = None  # at the latest look of this process
+    accuracy: float | None = None  # the latest measured in this process
     _begin: float = field(default_factory=lambda: time.monotonic())
     _told: float = field(default_factory=lambda: time.monotonic())
     _save_at: float = field(default_factory=lambda: time.monotonic() + SAVE_S)
     _saving: asyncio.Task[None] | None = None
 
     async def run(self) -> WarmedUp:
-        """Train until the target is reached; the trainer then holds the result. Raises RunFailed at the limit of steps."""
+        """Train until the target is reached; the trainer then holds the result.
+
+        Raises RunFailed at the limit of steps.
+        """
         batches, probe = _batches(self.tasks, self.tokenizer, self.settings.batch, self.seed, self.step), self._probe()
         async with asyncio.TaskGroup() as group:
             while not await self._reached(probe):
@@ -83,7 +89,10 @@ class WarmUp:
         return WarmedUp(time.monotonic() - self._begin, self.step, self.accuracy or 0.0)
 
     async def _reached(self, probe: Sequence[Task]) -> bool:
-        """Whether accuracy is what it is to be, where it is time to look. Raises RunFailed when it is not, at the limit."""
+        """Measure the accuracy if it is time to, and return True at the target.
+
+        Raises RunFailed if the limit of steps is reached first.
+        """
         last = self.step >= self.settings.steps
         if self.step % LOOK_EVERY and not last:
             return False
@@ -94,7 +103,7 @@ class WarmUp:
         return accuracy >= self.settings.accuracy
 
     async def _save(self, group: asyncio.TaskGroup) -> None:
-        """Begin a checkpoint when the one before is over and a tenth of the time pays for it."""
+        """Begin a checkpoint if the previous one is done and it costs at most a tenth of the time."""
         begin, over = time.monotonic(), self._saving is None or self._saving.done()
         if self.save is not None and over and begin >= self._save_at:
             self._saving = group.create_task(await self.save(self.step))
@@ -105,12 +114,12 @@ class WarmUp:
         self._save_at = now + max(SAVE_S, SAVE_SHARE * (now - begin))
 
     def _probe(self) -> list[Task]:
-        """The training tasks that are looked at, always the same ones."""
+        """The training tasks on which accuracy is measured, always the same ones."""
         count = min(LOOK_TASKS, len(self.tasks))
         return [self.tasks[task_order(len(self.tasks), self.seed + 1, i)] for i in range(count)]
 
     def _tell(self, always: bool = False) -> None:
-        """A line of progress now and then."""
+        """Note the progress, every few seconds."""
         if always or time.monotonic() - self._told >= TELL_S:
             self._told, goal = time.monotonic(), self.settings
             found = "not looked at yet" if self.accuracy is None else f"{self.accuracy:.2f}"
@@ -130,9 +139,10 @@ class WarmUp:
 
 
 def supervised(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, LossSpec], float]:
-    """Samples, losses and scale of a cross-entropy step on `(tokens [T] int32, loss_mask [T] bool)`: a mean over tokens.
+    """Samples, losses and scale of a cross-entropy step: the mean over the trained tokens.
 
-    Nothing was sampled, so `mask` is all False; only `weights` say what is trained.
+    rows: (tokens [T] int32, loss_mask [T] bool). Nothing was sampled, so `mask` is all False; only `weights` say what is
+    trained. Raises ValueError for shapes that differ, or a loss on a row's first token.
     """
     samples, trained = [], 0
     for tokens, loss_mask in rows:
@@ -151,7 +161,7 @@ def supervised(rows: Sequence[Row]) -> tuple[list[Sample], dict[str, LossSpec], 
 
 
 def _batches(tasks: Sequence[Task], tokenizer: Tokenizer, size: int, seed: int, done: int) -> Iterator[list[Row]]:
-    """The rows of each step from number `done` on."""
+    """The rows of each step, from step number `done` on."""
     position = done * size
     while True:
         chosen = [tasks[task_order(len(tasks), seed, position + i)] for i in range(size)]
@@ -160,7 +170,7 @@ def _batches(tasks: Sequence[Task], tokenizer: Tokenizer, size: int, seed: int, 
 
 
 def _row(task: Task, tokenizer: Tokenizer) -> Row:
-    """Prompt, answer and end token; the loss is on the last two."""
+    """A task's row: prompt, answer and end token, with the loss on the last two."""
     answer = task.data.get("answer")
     if not isinstance(answer, str):
         raise ConfigError(
@@ -170,7 +180,7 @@ def _row(task: Task, tokenizer: Tokenizer) -> Row:
 
 
 def check_answers(tasks: Sequence[Task], tokenizer: Tokenizer, vocab: int) -> None:
-    """Raises ConfigError, which names the task, for an answer that is none, or has ids from `vocab` on."""
+    """Raise ConfigError, which names the task, for a missing answer or one with ids >= `vocab`."""
     for task in tasks:
         tokens, _ = _row(task, tokenizer)
         if unknown := unknown_token(tokens, tokenizer, vocab):

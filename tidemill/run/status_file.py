@@ -1,9 +1,9 @@
-"""What a run says of itself while it lives, and the last it said: `status.json` and `failure.json` in its folder.
+"""`status.json` and `failure.json`: the state of a living run, and its last error.
 
-    status.json    once a second: where it is, which processes it has, who waits for whom and since when
-    failure.json   once, when it ends by an error: the first cause, with the traceback of whichever process it came from
+    status.json    once a second: the step, the processes, the open waits and since when
+    failure.json   once, when the run ends by an error: the first cause, with the traceback from the process where it arose
 
-`tidemill why` reads both. Neither is needed to go on.
+`tidemill why` reads both. A resume needs neither.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ _INTERRUPTIONS = (asyncio.CancelledError, KeyboardInterrupt)
 async def reporting(
     folder: Path, handles: Callable[[], list[Handle[Any]]], more: Callable[[], dict[str, Any]]
 ) -> AsyncIterator[None]:
-    """Keep `status.json` up to date while the body runs. more: what else to say, as JSON data."""
+    """Keep `status.json` up to date while the body runs. more: further entries, as JSON data."""
     started = time.time()
 
     def write() -> None:
         processes = [asdict(handle.vitals()) for handle in handles()]
         about = {"pid": os.getpid(), "started": started, "at": time.time(), "processes": processes, "waits": _together()}
-        with contextlib.suppress(OSError):  # a full disk is the ledger's to report
+        with contextlib.suppress(OSError):  # the ledger reports a full disk
             write_json(folder / STATUS, about | more(), lasting=False)  # in the event loop: no waiting for the disk
 
     async def keep_writing() -> None:
@@ -56,7 +56,7 @@ async def reporting(
 
 
 def record_failure(folder: Path, error: BaseException) -> None:
-    """The first cause, for whoever asks later. Nothing here may hide the error itself."""
+    """Write the first cause of a run's end to `failure.json`. Never hides the error itself."""
     with contextlib.suppress(OSError):
         about = {
             "at": time.time(),
@@ -69,23 +69,23 @@ def record_failure(folder: Path, error: BaseException) -> None:
 
 
 def _trace(error: BaseException) -> str:
-    """Its traceback and its causes', with the notes, which hold the tracebacks of other processes."""
+    """The traceback of an error and of its causes, with notes that hold other processes' tracebacks."""
     parts, each = list[str](), error
     while True:
         parts.insert(0, "".join(traceback.format_exception(each, chain=False)))
-        if each.__cause__ is None or isinstance(each.__cause__, BaseExceptionGroup):  # a group says what else was cancelled
+        if each.__cause__ is None or isinstance(each.__cause__, BaseExceptionGroup):  # cancellations
             return "\nwhich led to:\n\n".join(parts)
         each = each.__cause__
 
 
 def forget_end(folder: Path) -> None:
-    """What an earlier process said is nothing that the one which goes on says."""
+    """Remove the status and the failure that an earlier process left."""
     for name in (FAILURE, STATUS):
         (folder / name).unlink(missing_ok=True)
 
 
 def _together() -> list[dict[str, Any]]:
-    """Equal waits as one, with their number; the longest first."""
+    """Open waits, equal ones as one with their number, the longest first."""
     groups: dict[tuple[str, str], list[Wait]] = {}
     for wait in open_waits():
         groups.setdefault((wait.peer, wait.what), []).append(wait)

@@ -1,4 +1,4 @@
-"""Tasks for the controller: a curriculum that knows what the ledger recorded, as a function of the admission id."""
+"""Source of the controller's tasks: a curriculum that knows what the ledger recorded."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from tidemill.ledger.ledger import SqliteLedger
 
 
 def remembered(curriculum: Curriculum, ledger: SqliteLedger) -> Curriculum:
-    """The curriculum with what the ledger recorded of its tasks' groups, as far as it matters."""
+    """Tell the curriculum what the ledger recorded of its tasks' groups, as far as it matters."""
     for group_id, env, name, rewards in ledger.history(curriculum.matters_from(ledger.next_group_id())):
         if (task := curriculum.task_of(env, name)) is not None:
             curriculum.give(group_id, task)
             if rewards is not None:
                 curriculum.learn(group_id, task, rewards)
-    curriculum.figures()  # what was expected of these is of the past
+    curriculum.figures()  # forget the figures of recorded groups: they belong to earlier steps
     return curriculum
 
 
 def giving(curriculum: Curriculum) -> Callable[[int], Task]:
-    """Admission id -> task. Raises RunFailed when none is left."""
+    """Function from admission id to task. It raises RunFailed when no task is left."""
 
     def task_at(group_id: int) -> Task:
         task = curriculum.choose(group_id)

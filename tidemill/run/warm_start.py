@@ -1,7 +1,7 @@
-"""The folder that reinforcement learning starts from: the model itself, or the result of a warm-up, which is kept.
+"""The weights that a run starts from: the model itself, or a cached warm-up's result.
 
 A warm-up is identified by everything that decides its result, so that the second run of a recipe finds it done. Only one
-that reached its target is kept. One that was cut off goes on from a checkpoint of its own, in the run's folder.
+that reached its target is kept. One that was interrupted resumes from its own checkpoint in the run's folder.
 """
 
 from __future__ import annotations
@@ -34,12 +34,14 @@ from tidemill.run.warmup_cache import RECORD, WarmStartCache, record
 from tidemill.runtime.placement import Placement
 from tidemill.trainer.trainer_settings import TrainerSettings
 
-RAMP_UPDATES = 20  # over which the warm-up's learning rate rises
-RESULT = "result"  # of a warm-up, beside its checkpoints
+RAMP_UPDATES = 20  # updates over which the warm-up's learning rate rises
+RESULT = "result"  # folder of the result, beside the warm-up's checkpoints
 
 
 @dataclass(frozen=True, slots=True)
 class WarmStart:
+    """The folder that reinforcement learning starts from, and the warm-up that made it."""
+
     path: Path
     warmed: WarmedUp | None  # None: there was no warm-up
     cached: bool = False
@@ -47,7 +49,7 @@ class WarmStart:
 
 @dataclass(frozen=True, slots=True)
 class Warming:
-    """What a warm-up needs of its session."""
+    """The parts of a session that a warm-up needs."""
 
     config: RunConfig
     folder: RunFolder
@@ -59,13 +61,13 @@ class Warming:
 
 
 def kept_start(initial: Path) -> WarmStart:
-    """What a run that has begun started from."""
+    """The start of a run that has already begun."""
     record = initial / RECORD
     return WarmStart(initial, WarmedUp(**read_json(record)) if record.is_file() else None, cached=True)
 
 
 async def warm_start(warming: Warming) -> WarmStart:
-    """Where the run starts from. Raises RunFailed when the warm-up does not reach its target."""
+    """Find or make the weights to start from. Raises RunFailed if the warm-up misses its target."""
     config, folder, note = warming.config, warming.folder, warming.note
     if config.warmup.accuracy == 0:
         return WarmStart(warming.model.path, None)
@@ -78,7 +80,7 @@ async def warm_start(warming: Warming) -> WarmStart:
         return WarmStart(kept, warmed, cached=True)
     own = folder.warm_up / name
     for other in folder.warm_up.glob("*"):
-        if other != own:  # of another recipe, which was given up
+        if other != own:  # left by another recipe
             shutil.rmtree(other)
     made = cache.folder / f"{name}.{config.run_dir.name}.partial" if usable else own / RESULT  # this run's own
     shutil.rmtree(made, ignore_errors=True)  # cut off by a kill
@@ -130,7 +132,7 @@ def _spec(config: RunConfig, model: ModelFolder, folder: RunFolder) -> TrainerSp
 
 
 async def _taken_up(checkpoints: Checkpoints, parts: Parts, own: Path, tell: Callable[[str], None]) -> int:
-    """The steps that an earlier process did of this warm-up, which the trainer then has; 0 where none can be used."""
+    """Load the newest checkpoint of this warm-up, and return its step; 0 if none can be used."""
     try:
         latest = await checkpoints.newest()
         if latest is None:
@@ -145,7 +147,7 @@ async def _taken_up(checkpoints: Checkpoints, parts: Parts, own: Path, tell: Cal
 
 
 class _Unrecorded:
-    """In place of a ledger, for checkpoints that are gone when the run begins: they are no part of its record."""
+    """Stand-in for a ledger: the warm-up's checkpoints are no part of the run's record."""
 
     def event(self, kind: str, detail: dict[str, Any]) -> None:
         pass
@@ -158,8 +160,10 @@ class _Unrecorded:
 
 
 def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str:
-    """Of everything that decides the result: settings, the model's files, every task's prompt and answer. Not of the limit
-    of steps: a warm-up that came to it goes on under a higher one."""
+    """Digest of everything that decides the result: settings, model files, prompts and answers.
+
+    The limit of steps is left out: a warm-up that reached it resumes under a higher one.
+    """
     tree = dump(config)
     decides = {key: tree[key] for key in ("seed", "trainer", "engine", "rollout", "env", "deterministic")}
     decides["warmup"] = {key: value for key, value in tree["warmup"].items() if key != "steps"}

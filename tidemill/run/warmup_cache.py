@@ -1,10 +1,10 @@
-"""`runs/warm-starts/DIGEST/`: results of warm-ups, for later runs of the same recipe.
+"""Cache of warm-up results for later runs of the same recipe: `runs/warm-starts/DIGEST/`.
 
-    find(name)          the entry, when it is private and every byte is as it was written; else None, and why is told
+    find(name)          the entry, if it is private and every byte is as written; else None, and the reason is noted
     keep(made, name)    seal the folder `made`, with its record, and put it there
 
-What lies there becomes a policy, so it is read only where nobody else can have written it: folder and files belong to this
-user, and no one else may write to them. An entry has the manifest of a checkpoint, whose step is that of the warm-up.
+An entry becomes a policy, so it is read only if nobody else can have written it: folder and files belong to this user, and
+no one else may write to them. An entry has the manifest of a checkpoint, whose step is the warm-up's.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 @dataclass(frozen=True, slots=True)
 class WarmStartCache:
+    """The folder of cached warm-ups."""
+
     folder: Path
     note: Callable[[str], None]
 
     def prepare(self) -> bool:
-        """Make the folder, private. False where it cannot be trusted or written: then there is no cache, which is told."""
+        """Make the folder, private. Returns False, with a note, if it cannot be trusted or written."""
         try:
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             _expect_own(self.folder, self.folder.stat())
@@ -47,7 +49,7 @@ class WarmStartCache:
         return True
 
     def find(self, name: str) -> WarmedUp | None:
-        """What is recorded of an entry that can be used. One that cannot is removed."""
+        """The record of a usable entry, or None. An unusable entry is removed."""
         entry = self.folder / name
         if not os.path.lexists(entry):
             return None
@@ -59,7 +61,10 @@ class WarmStartCache:
             return None
 
     def keep(self, made: Path, name: str) -> Path:
-        """The entry. Of two runs that warmed up at the same time, the first one's result is kept."""
+        """Move a result into the cache and return the entry.
+
+        If two runs warmed up at the same time, the first one's result is kept.
+        """
         entry = self.folder / name
         if (entry / RECORD).is_file():
             shutil.rmtree(made)
@@ -69,7 +74,7 @@ class WarmStartCache:
 
 
 def record(folder: Path, warmed: WarmedUp) -> None:
-    """Write what came of the warm-up beside the model in `folder`, seal it, and make all of it private."""
+    """Write the result's record beside the model in `folder`, seal it, and make all of it private."""
     write_json(folder / RECORD, asdict(warmed))
     fault_injection.reach(ROLE, "warm-start", path=folder / RECORD)
     seal(folder, Position(warmed.steps, 0, 0), threading.Event())
@@ -78,7 +83,7 @@ def record(folder: Path, warmed: WarmedUp) -> None:
 
 
 def read_kept(folder: Path) -> WarmedUp:
-    """What is recorded of a result that is whole and this user's own. Raises CheckpointError."""
+    """The record of a result that is whole and this user's own. Raises CheckpointError."""
     try:
         for path in (folder, *folder.rglob("*")):
             _expect_own(path, path.lstat())

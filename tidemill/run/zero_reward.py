@@ -1,8 +1,8 @@
-"""A run whose policy never earned anything to learn from: that it is one, and the likely cause, from its own record.
+"""Detects a run that never earned anything to learn from, and names the likely cause.
 
     rewards of all attempts, how they ended, the norms of gradients, the check of the reward -> Unearned, or None
 
-Such a run came to its end, and its result is a model that learnt nothing. It says so, last of all.
+Such a run reaches its end with a model that learnt nothing. It says so, last of all.
 """
 
 from __future__ import annotations
@@ -16,18 +16,20 @@ from tidemill.ledger.records import Earned
 from tidemill.observability.diagnosis.cuts import REMEDIES, Limit, by
 from tidemill.run.recipe import RunConfig
 
-MOST = 0.5  # of the replies, cut off: the first thing to mend
+MOST = 0.5  # share of replies cut off beyond which that is the first thing to mend
 TEST = "`tidemill reward test RECIPE`"
 
 
 @dataclass(frozen=True, slots=True)
 class Unearned:
+    """The likely cause, by name and as a sentence for the user."""
+
     cause: str  # judging, solved, cut, reward, left out, alike, sampling, unsolved
     text: str
 
 
 def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None = None) -> dict[str, Any] | None:
-    """What `report.json` says under this name; None of a run that had something to learn from, or needs no rewards.
+    """The entry `unearned` of report.json; None if there was something to learn, or no reward.
 
     cut: attempts of this process by the limit that ended their last reply.
     """
@@ -37,7 +39,7 @@ def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None
     alike = earned.best == earned.worst
     if not earned.attempts or not (alike or norm == 0):
         return None
-    if alike and norm and (earned.best or 0) > 0:  # learnt from all the same, where attempts are not compared
+    if alike and norm and (earned.best or 0) > 0:  # equal rewards teach, too, if attempts are not compared
         return None
     evaluations, checks = ledger.evaluations(), ledger.events("reward_check")
     found = cause_of(
@@ -63,8 +65,10 @@ def _what(earned: Earned, steps: int) -> str:
 def cause_of(
     earned: Earned, config: RunConfig, begun_with: float | None, vouched: bool, cut: Counter[Limit] | None = None
 ) -> Unearned:
-    """The likeliest cause, with what to do. begun_with: held-out accuracy before the first step. vouched: a right answer was
-    seen to earn the full score."""
+    """The likeliest cause, with what to do.
+
+    begun_with: held-out accuracy before the first step. vouched: True if a right answer was seen to earn the full score.
+    """
     asked = config.rollout
     if not earned.scored:
         errors = f"{earned.infra_errors:,} infrastructure errors, {earned.unscorable:,} unscorable"
@@ -109,7 +113,7 @@ def _cut(earned: Earned, config: RunConfig, cut: Counter[Limit]) -> str:
     if cut:
         kind, by_limit = by(cut)
         return f"{said}{by_limit}, before they ended; {REMEDIES[kind]}, {learns}"
-    if earned.cut_context > earned.cut / 2:  # what follows is of an earlier process, and goes by the record
+    if earned.cut_context > earned.cut / 2:  # an earlier process sampled them: only the record is left
         used = f", now {config.engine.context:,}" if config.engine.context else ""
         return f"{said} where the context was full; raise it (engine.context{used}), shorten prompts, {learns}"
     if earned.longest_cut is not None and earned.longest_cut < limit:

@@ -1,9 +1,10 @@
-"""Memory that a run takes, process by process, from the shapes of its models: for `explain`, and to refuse what cannot fit.
+"""Estimates the memory of each of a run's processes from the shapes of its models.
 
-Bytes of weights, optimizer and caches are exact. Activations are an upper bound for the largest micro-batch, or the largest
-step of an engine, that there can be: the tensors that a layer keeps for the backward pass, with what padding adds to its
-attention, or those that are alive at a time. Of Python and torch each process counts with what little ones share with no
-other. The rest of that, and buffers of matrix products, come on top.
+`explain` shows the estimate, and a run that cannot fit is refused. Bytes of weights, optimizer and caches are exact.
+Activations are an upper bound for the largest micro-batch, or the largest step of an engine: the tensors that a layer keeps
+for the backward pass, with the padding of its attention, or those that are alive at a time. For Python and torch each
+process counts with the memory that a small process shares with no other. The rest of it, and buffers of matrix products,
+come on top.
 """
 
 from __future__ import annotations
@@ -34,28 +35,31 @@ from tidemill.trainer.trainer_settings import TrainerSettings
 MIB, GIB = 2**20, 2**30
 ONE_MACHINE = "This machine is the end: a run on several does not exist yet"
 ITEM = {"float32": 4, "bfloat16": 2}  # bytes of a number
-ATTEMPT = 5 << 10  # bytes of one that is under way, in the controller: its coroutines, calls and record, without its tokens
-PYTHON = 16 << 20  # bytes of Python and torch that a process shares with no other: its own heap, and what it wrote to
-AUTOCAST = 0.8  # of what is kept in float32, at most: norms and attention stay in it, on CPU
+ATTEMPT = 5 << 10  # bytes of an attempt under way in the controller: its coroutines, calls and record, without its tokens
+PYTHON = 16 << 20  # bytes of Python and torch that a process does not share: its heap, and pages that it wrote to
+AUTOCAST = 0.8  # upper bound of kept bytes relative to float32: norms and attention stay in float32 on CPU
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Memory of one process, and what for."""
+    """An amount of one process's memory, and its use."""
 
     what: str
     bytes: int
-    lever: str = ""  # what a user could change to need less of it
-    lazy: bool = False  # taken as it is used, and sized by what is free
+    lever: str = ""  # the change that would lower it
+    lazy: bool = False  # grows with use, and is sized by the free memory
     host: bool = False  # in the machine's own memory, wherever the process computes
 
     @property
     def said(self) -> str:
+        """The amount and its use, in words."""
         return f"{in_words(self.bytes)} {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
 class Process:
+    """Processes of one kind on one device, with the memory of each."""
+
     name: str
     count: int
     device: str  # cpu, cuda
@@ -63,7 +67,7 @@ class Process:
 
     @property
     def bytes(self) -> int:
-        """Of one of them."""
+        """Bytes of one such process."""
         return sum(h.bytes for h in self.held)
 
 
@@ -73,20 +77,24 @@ class Models:
 
     policy: Architecture
     reference: Architecture | None = None
-    critic: Architecture | None = None  # one of its own
+    critic: Architecture | None = None  # a critic with a model of its own
 
     @classmethod
     def of(cls, config: RunConfig, policy: Architecture) -> Models:
+        """The architectures that a recipe names, for a given policy."""
         return cls(policy, *(begins_as(each, policy, architecture_of) for each in (config.reference, config.critic)))
 
     def complete(self, config: RunConfig) -> bool:
-        """Whether all that the recipe asks for are known."""
+        """True when every architecture that the recipe asks for is known."""
         own_critic = config.critic is not None and config.critic.model != "policy"
         return (self.reference is not None) is (config.reference is not None) and (self.critic is not None) is own_critic
 
 
 def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Process]:
-    """longest: tokens of the longest row, where that is known: one beyond the budget is a micro-batch by itself."""
+    """The processes of a run, with their memory.
+
+    longest: tokens of the longest row, or 0. A row longer than the token budget makes up a micro-batch alone.
+    """
     placement, on, free = config.placement, config.engine.device, free_memory(device_of(config.engine.device))
     own = placement.kind == "local"  # they are processes
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
@@ -106,8 +114,10 @@ def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Proce
 
 
 def _processes(name: str, count: int, device: str, held: list[Held], lever: str | None) -> list[Process]:
-    """So many alike, and beside a device what they keep in the machine's own memory. lever: to have fewer of them; None:
-    they are no processes."""
+    """Equal processes; on a GPU, also the part of their memory that lies in the host's memory.
+
+    lever: advice to have fewer of them; None: they are not processes of their own.
+    """
     device = device_of(device)
     held = held if lever is None else [*held, Held("Python itself", PYTHON, lever, host=True)]
     if device == "cpu":
@@ -117,9 +127,9 @@ def _processes(name: str, count: int, device: str, held: list[Held], lever: str 
 
 
 def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> None:
-    """Raises ConfigError, with what to change, when a run needs more than is free now on one of its devices.
+    """Raise ConfigError, with advice, if a run needs more memory than is free on a device.
 
-    A cache that is sized by what is free is left out: it makes do with what there is.
+    Caches that are sized by the free memory are left out: they adapt.
     """
     if why := refusal(processes(config, Models.of(config, policy), longest)):
         raise ConfigError(str(why))
@@ -127,15 +137,15 @@ def check_memory(config: RunConfig, policy: Architecture, longest: int = 0) -> N
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """On one device. free: None where this machine lacks it."""
+    """Bytes that a run needs on one device. free: None if this machine lacks the device."""
 
-    needed: int  # without caches that make do with what there is
+    needed: int  # without caches that adapt to the free memory
     total: int
     free: int | None
 
 
 def demands(found: Sequence[Process]) -> dict[str, Demand]:
-    """Of these processes, by device."""
+    """The memory that these processes need, by device."""
     return {
         device: Demand(
             sum(p.count * h.bytes for p in found if p.device == device for h in p.held if not h.lazy),
@@ -148,7 +158,7 @@ def demands(found: Sequence[Process]) -> dict[str, Demand]:
 
 @dataclass(frozen=True, slots=True)
 class MemoryRefusal:
-    """Why a run cannot fit: what is too large, and the settings that would help, the one that saves most first."""
+    """The reason why a run cannot fit, and the settings that would help, the best first."""
 
     too_large: str
     helps: tuple[str, ...] = ()
@@ -159,7 +169,7 @@ class MemoryRefusal:
 
 
 def refusal(found: Sequence[Process]) -> MemoryRefusal | None:
-    """Of these processes; None where they fit."""
+    """The first reason why these processes do not fit, or None."""
     for device, demand in demands(found).items():
         if demand.free is None:
             names = " and ".join(p.name for p in found if p.device == device)
@@ -186,7 +196,7 @@ def _owner(process: Process) -> str:
 
 
 def attempts_memory(config: RunConfig) -> Held:
-    """Of what has been admitted and is not trained yet, see `buffer`."""
+    """Memory of attempts that were admitted and are not trained yet, in the controller."""
     rollout = config.rollout
     count = min(config.slots, config.steps * rollout.groups) * rollout.group_size
     lever = f"fewer rollout.groups (now {rollout.groups:,}), or a lower max_lag"
@@ -200,14 +210,18 @@ def trainer_memory(
     critic: Architecture | None = None,
     longest: int = 0,
 ) -> list[Held]:
-    """reference, critic: those of the other policy and of a critic of its own, where there are any whose folder is known."""
+    """Memory of the trainer.
+
+    reference, critic: architectures of a reference and of a critic with its own model, if there are any and they are known.
+    longest: tokens of the longest row, or 0.
+    """
     own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
     held = [Held("weights", own, smaller), Held("gradients", own, smaller), Held("two moments", 2 * own, smaller)]
     moves = 0
     if asked is not None and reference is not None and not config.placement.reference_engines:
         held.append(Held("reference", 4 * parameters(reference), "a smaller algorithm.reference.model"))
         moves = 4 * parameters(reference) if asked.every else 0
-    if critic is not None:  # without the head, a vocabulary's worth, where that is not the embedding
+    if critic is not None:  # without a head of its own
         size = 4 * (parameters(critic) - (0 if critic.tied else critic.vocab * critic.hidden))
         held.append(Held("critic, its gradients and moments", 4 * size, "algorithm.critic.model = 'policy'"))
         moves += 3 * size
@@ -218,63 +232,69 @@ def trainer_memory(
         held.append(Held("two versions on their way to engines", size, lever, host=True))
     settings = config.trainer
     every, budget = most_rows(config) * config.engine.context_of(arch.context), settings.micro_batch_tokens
-    fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as the trainer's `Compute.pack` does
+    fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as in `Compute.pack`
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
     lanes = max(trainer_lanes(each) for each in (config, *([config.warming_up] if config.warmup.accuracy else [])))
     alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
     checkpointing = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {budget:,}){checkpointing}: no result depends on it"
-    if longest > budget:  # which is a micro-batch by itself: a smaller one splits no row
+    if longest > budget:  # the row is a micro-batch by itself: a smaller budget splits no row
         shorter = "shorter rows" if config.given else f"a lower rollout.max_tokens (now {config.rollout.max_tokens:,})"
         lever = shorter + checkpointing
     return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
 
 
 def trainer_lanes(config: RunConfig) -> int:
-    """Micro-batches that the trainer runs at a time, at most."""
+    """The most micro-batches that the trainer runs in parallel."""
     return lanes_for(config.lanes if device_of(config.trainer.device) == "cpu" else 1, config.trainer.micro_batch_tokens, 0)
 
 
 def most_rows(config: RunConfig) -> int:
-    """That the trainer is given together, at most: a step's, some of the warm-up, or some of the held-out tasks."""
+    """The most rows that the trainer gets at once: of a step, the warm-up, or held-out tasks."""
     warmup = config.warmup.batch if config.warmup.accuracy else 0
     return max(step_rows(config), warmup, HELD_OUT_ROWS if config.given else 0)
 
 
 def step_rows(config: RunConfig) -> int:
-    """That a step runs forward, at most: its groups, those that it trains once more, and as many mismatched ones."""
+    """The most rows that a step runs forward.
+
+    They are its own groups, the replayed ones, and as many mismatched ones if the algorithm needs them.
+    """
     mismatched = any(each.preference in UNPAIRED for each in config.algorithms.values())
     return (config.rollout.groups + config.replayed) * config.rollout.group_size * (2 if mismatched else 1)
 
 
 def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lanes: int = 1) -> int:
-    """Bytes alive between the passes of a micro-batch, or of so many that hold those tokens together, at most; with the
-    head's chunks of logits and what products widen.
+    """The most bytes alive between the passes of the micro-batches that together hold `tokens`.
 
-    A layer keeps, for each token: its input and, with what the attention adds, its middle, the projections q|k|v, q and k
-    rotated, what attention gives, and gate|up; where these are not compiled, both norms' outputs, the product of gate and
-    up, rotated, padded and normed copies and silu besides.
+    The head's chunks of logits and the widened operands of products are included. A layer keeps, for each token: its input,
+    its input plus the attention, the projections q|k|v, rotated q and k, the attention's output, and gate|up. Without
+    compiled kernels it also keeps both norms' outputs, the product of gate and up, rotated, padded and normed copies, and
+    silu.
     """
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     on_cpu, narrows = device_of(settings.device) == "cpu", settings.dtype == "bfloat16"
     if on_cpu and native() is not None and Native.trains(torch.float32, arch.head_dim):
-        narrow = 2 * (q + kv + arch.intermediate)  # what comes out of products, or of attention
+        narrow = 2 * (q + kv + arch.intermediate)  # outputs of products and of attention
         layer, share = 2 * arch.hidden + q + kv + arch.heads + narrow * (0.5 if narrows else 1), 1.0
     else:
         layer = 4 * (arch.hidden + arch.intermediate) + 7 * q + 9 * kv + (q + kv) * arch.qk_norm + 8
         share = AUTOCAST if narrows else 1.0
     copies = 2 * parameters(arch) if narrows else 0
     if narrows and on_cpu and pairs_are_ours():
-        copies *= 2  # as products read them, and as their ways back do
+        copies *= 2  # one for the forward products, one for the backward ones
     elif narrows and on_cpu and floats_are_quicker():
-        copies = 8 * lanes * max(n * k for n, k in matrices(arch)[:-1])  # one at a time: widened, and its gradient
+        copies = 8 * lanes * max(n * k for n, k in matrices(arch)[:-1])  # one matrix at a time: widened, and its gradient
     kept = layer + arch.layers * arch.hidden if settings.checkpointing else arch.layers * layer
     logits = 3 * 4 * min(tokens, lanes * chunk_rows(arch.vocab, device_of(settings.device))) * arch.vocab
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
 
 
 def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None, updated: bool = True) -> list[Held]:
-    """Of one engine, at most. free: memory that its KV cache takes a share of; None: not known. updated: versions come."""
+    """The most memory of one engine.
+
+    free: bytes of which the KV cache takes a share; None: not known. updated: whether the engine receives new versions.
+    """
     size = ITEM[settings.dtype]
     own, on_cpu = size * parameters(arch), device_of(settings.device) == "cpu"
     packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
@@ -300,11 +320,11 @@ def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None
 
 
 def step_memory(settings: EngineSettings, arch: Architecture) -> int:
-    """Bytes alive at a time in an engine's step, at most, where all rows choose among the whole vocabulary.
+    """The most bytes alive during an engine's step, if all rows sample from the whole vocabulary.
 
-    For each token: its input and what is added to it, q|k|v, as they come and rotated, what attention gives, gate|up and
-    their product; where these are not compiled, normed copies and silu besides, and what is gathered. Of each row that
-    samples its logits, and where no kernel does, their logarithms, with and without the temperature, and probabilities.
+    For each token: its input and the sum added to it, q|k|v before and after rotation, the attention's output, gate|up and
+    their product; without compiled kernels also normed copies, silu, and gathered keys and values. For each row that
+    samples: its logits, and without a kernel their logarithms, with and without the temperature, and probabilities.
     """
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     size, on_cpu = ITEM[settings.dtype], device_of(settings.device) == "cpu"
@@ -313,16 +333,17 @@ def step_memory(settings: EngineSettings, arch: Architecture) -> int:
     layer = 3 * arch.hidden + 2 * q + 2 * arch.head_dim + (2 if compiled else 4) * (q + 2 * kv)
     layer += (3 if compiled else 4) * arch.intermediate
     tokens, keys = settings.prefill_chunk + settings.max_sequences, settings.context_of(arch.context) * 2 * kv * 4
-    gathered = 0 if compiled else 2 * max(GATHER_BYTES["cpu"], keys) + 5 * MOST_PAIRS  # a mask is bytes, and floats
+    gathered = 0 if compiled else 2 * max(GATHER_BYTES["cpu"], keys) + 5 * MOST_PAIRS  # a mask, as bytes and as floats
     logits = settings.max_sequences * (size * arch.hidden + (1 if compiled else 4) * 4 * arch.vocab)
-    return max(size * tokens * layer, logits) + gathered  # one after the other, and what is gathered stays for the next
+    return max(size * tokens * layer, logits) + gathered  # layers and logits follow one another; the gathered buffer stays
 
 
 def row_tokens(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:
-    """That a row may hold, at most."""
+    """The most tokens that a row may hold."""
     pages, _ = kv_pages(settings, arch, free)
     return max(2, min(settings.context_of(arch.context), (pages - 1) * settings.page_size))
 
 
 def in_words(size: int) -> str:
+    """A size in MiB or GiB, as text."""
     return f"{size / GIB:,.1f} GiB" if size >= GIB else f"{size / MIB:,.1f} MiB"

@@ -1,1 +1,1 @@
-"""Checks before a run starts: memory, tokenizer, and what a reward says of known replies."""
+"""Checks before a run starts: memory, tokenizer, and the reward on known replies."""

@@ -1,7 +1,7 @@
-"""What of a run's beginning needs torch: it is done in a process that ends, so that the controller never imports it.
+"""A short-lived process that does the part of a run's start that needs torch.
 
-Imported, torch takes more private memory than all else that a controller holds, and a processor for two seconds; on a
-device, to ask what is free there takes a part of it for as long as the process lives.
+It spares the controller the import: torch takes more private memory than all else that a controller holds, and two seconds
+of a processor. On a GPU, asking for the free memory takes a part of it for as long as the process lives.
 """
 
 from __future__ import annotations
@@ -20,25 +20,31 @@ if TYPE_CHECKING:
 
 
 class Preparation(Protocol):
-    async def open_model(self, beside: str) -> str | None:
-        """Make the model if it is to be made in the folder `beside`, and see that it can be opened and that its
-        companions read the same tokens. Raises what `ModelFolder.open` and `check_companions` do.
+    """Interface of the process that prepares a run."""
 
-        What it returns is the class of its tokenizer, see `class_name`: to choose one, transformers imports torch.
+    async def open_model(self, beside: str) -> str | None:
+        """Open the model, and check that its companions read the same tokens.
+
+        The model is made first if the recipe asks for a new one; it lies in the folder `beside`. Returns the class of its
+        tokenizer, see `class_name`: to choose one, transformers imports torch. Raises what `ModelFolder.open` and
+        `check_companions` raise.
         """
         ...
 
     async def check_memory(self, model: str, longest: int) -> None:
-        """See `memory.check_memory`; `model` is the policy's folder."""
+        """Check the run's memory: see `memory_model.check_memory`. model: the policy's folder."""
         ...
 
 
 class Preparer:
-    """Of the runs of one recipe."""
+    """The preparation of one recipe's run, in this process."""
 
     def __init__(self, config: RunConfig, offload: Offload) -> None:
-        """offload: calls what blocks; in a process of its own, in a thread, for a device or a slow disk may take longer than
-        is waited for a heartbeat."""
+        """Prepare a run of `config`.
+
+        offload: calls blocking functions. In a process of its own it uses a thread, because a device or a slow disk may
+        take longer than a heartbeat.
+        """
         self._config, self._offload = config, offload
 
     async def open_model(self, beside: str) -> str | None:

@@ -1,12 +1,12 @@
-"""A reward's verdicts on replies whose worth is known, before anything is trained on them.
+"""Reward audit: tests a reward on replies of known worth before a run trains on it.
 
     tasks x (gold, empty, garbage, the user's own) -> episodes without a model -> the environment's judge -> a verdict a kind
 
-Gold is what the environment says must earn the full score; it fails when more than `WRONG` of it does not. Garbage is no
-answer to anything, so it passes when it earns the full score every time, or more often than a constant reply could: more
-than the commonest gold reply would by two standard errors. Partial scores are nobody's business here. Where the gold reply
-of no task is known there is nothing to be right or wrong about: that is said, and nothing is checked. A reply that could
-not be judged is neither. Token ids, where a reward asks for them, are one for each byte of the reply: no model is needed.
+The environment says which gold replies must earn the full score; gold fails when more than `WRONG` of them do not. Garbage
+answers nothing, so it passes, wrongly, when it earns the full score every time, or more often than a constant reply could:
+more than the commonest gold reply would by two standard errors. Partial scores are not examined. If no task has a known gold
+reply, that is said and nothing is checked. A reply that could not be judged neither passes nor fails. If a reward asks for
+token ids, it gets one for each byte of the reply: no model is needed.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ from tidemill.core.types import (
 )
 from tidemill.models.tokenizer import EOS, Tokenizer, byte_tokenizer
 
-WRONG = 0.05  # of the gold replies may fall short: a few wrong labels are in every set of tasks
-HOPELESS = 3  # replies in a row, from the first on, that could not be judged: the others would not be either
+WRONG = 0.05  # share of gold replies that may fall short: every set of tasks has a few wrong labels
+HOPELESS = 3  # unjudged replies in a row, from the first on, after which no more are tried
 MOST_TURNS = 64
-QUICK_TASKS, QUICK_S = 8, 10.0  # of the check that a run begins with
+QUICK_TASKS, QUICK_S = 8, 10.0  # tasks and seconds of the check that a run begins with
 OWN = "own"
 LONG = 20_000  # characters of the longest garbage
 REFUSAL = "I'm sorry, but I can't help with that."
@@ -54,16 +54,18 @@ Verdict = Literal["ok", "fails", "passes", "not judged", "not checked"]
 
 @dataclass(frozen=True, slots=True)
 class Own:
-    """A reply of the user's, and what it must earn."""
+    """A reply of the user's own, and the verdict that it must get."""
 
     text: str
     expect: Literal["pass", "fail"]
     task: str = ""  # an id; empty: any
-    formatted: bool = False  # an answer, to be put into the form of a gold reply
+    formatted: bool = False  # `text` is an answer, to be put into the form of a gold reply
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
+    """A reply that was tried, with its outcome."""
+
     task: Task
     kind: str
     reply: str
@@ -74,7 +76,7 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """What came of one kind of reply."""
+    """The result of one kind of reply."""
 
     kind: str
     n: int
@@ -88,20 +90,23 @@ class Line:
 
     @property
     def bad(self) -> bool:
+        """True when the verdict speaks against the reward, or there is none."""
         return self.verdict in ("fails", "passes", "not judged")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
+    """The results of an audit, a line for each kind of reply."""
+
     environment: str
     tasks: int
     lines: list[Line]
 
     def refused(self, accepted: Sequence[str] = ()) -> dict[str, str]:
-        """What training must not begin with: "gold" or "garbage" -> why, without what the user accepts by name."""
+        """Reasons not to train, by "gold" or "garbage", without those that the user accepts."""
         gold = [line.why for line in self.lines if line.kind == "gold" and line.bad]
         passing = [line.why for line in self.lines if line.verdict == "passes" and not line.kind.startswith(OWN)]
-        named = {"gold": gold, "garbage": passing}  # what could not be judged got no score
+        named = {"gold": gold, "garbage": passing}  # garbage that could not be judged got no score
         return {name: whys[0] for name, whys in named.items() if whys and name not in accepted}
 
 
@@ -114,9 +119,10 @@ async def vouch(
     record: Callable[[str, dict[str, Any]], None],
     note: Callable[[str], None],
 ) -> None:
-    """Before a run begins: the quick form. Raises ConfigError when gold fails or garbage passes, unless `accepted` names it.
+    """Run the quick audit before a run. Raises ConfigError when gold fails or garbage passes.
 
-    record: an event for the ledger, what was accepted included. note: what the user should see.
+    accepted: names of failures that do not stop the run. record: takes an event for the ledger, including accepted failures.
+    note: shows a sentence to the user.
     """
     found = await check(environment, tasks[:QUICK_TASKS], limit_s=limit_s, budget_s=QUICK_S)
     wrong, refused = found.refused(), found.refused(accepted)
@@ -146,7 +152,7 @@ async def check(
 ) -> Check:
     """Try every kind of reply on `tasks`, for about `budget_s` seconds. limit_s: of one episode.
 
-    without_gold: try garbage also where no gold reply is known; else nothing is tried then.
+    without_gold: try garbage even where no gold reply is known; by default nothing is tried there.
     """
     golds = {task.id: _gold(environment, task) for task in tasks}
     tokenizer = cast(Tokenizer, byte_tokenizer(EOS, literal=True))
@@ -181,7 +187,7 @@ def _hopeless(tried: Sequence[Tried]) -> bool:
 @dataclass(frozen=True, slots=True)
 class _Reply:
     kind: str
-    texts: list[str]  # one a turn, the last one again and again
+    texts: list[str]  # one a turn; the last is repeated
     expect: Literal["pass", "fail"] = "fail"
 
 
@@ -204,7 +210,7 @@ def _replies(environment: Environment, task: Task, gold: Gold, own: Sequence[Own
 
 
 def _garbage(task: Task) -> dict[str, str]:
-    """Replies that answer nothing, the same for a task each time."""
+    """Replies that answer nothing, always the same for a task."""
     draw = Random(derive_seed("garbage", task.id))
     words = ["".join(draw.choices(string.ascii_lowercase, k=draw.randint(2, 9))) for _ in range(LONG // 5)]
     prompt = task.prompt if isinstance(task.prompt, str) else str(task.prompt[-1]["content"])
@@ -218,7 +224,7 @@ def _garbage(task: Task) -> dict[str, str]:
 
 
 def _formatted(environment: Environment, task: Task, answer: str) -> str | None:
-    """`answer` in the form of a gold reply, where the environment derives that from the task's `answer`; else None."""
+    """An answer in the form of a gold reply, if the environment derives that from `answer`, else None."""
     first, second, wanted = (
         _gold(environment, replace(task, data={**task.data, "answer": each})) for each in ("one", "two", answer)
     )
@@ -226,7 +232,7 @@ def _formatted(environment: Environment, task: Task, answer: str) -> str | None:
 
 
 async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) -> list[Tried]:
-    """Play and judge these replies as one group; when that fails as a whole, each by itself, so that none hides another."""
+    """Play and judge these replies as one group, or each by itself if the group fails as a whole."""
     begin = time.monotonic()
     attempts = [await _play(episodes, task, reply) for reply in replies]
     await episodes.judge(task, attempts)
@@ -241,12 +247,15 @@ async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) ->
 
 
 async def _play(episodes: EpisodeSetup, task: Task, reply: _Reply) -> Trajectory:
-    engine = cast(Engine, _Script(reply.texts, episodes.tokenizer))  # an episode asks it for nothing but replies
+    engine = cast(Engine, _Script(reply.texts, episodes.tokenizer))  # an episode only asks the engine for replies
     return await episodes.play(task, engine, f"check/{reply.kind}", lambda turn: turn)
 
 
 class _Script:
-    """Says what is written, a reply a turn, then the last one again; the context is full after MOST_TURNS."""
+    """An engine that says written replies, one a turn, and repeats the last.
+
+    The context is full after MOST_TURNS.
+    """
 
     def __init__(self, texts: Sequence[str], tokenizer: Tokenizer) -> None:
         self._texts, self._tokenizer, self._turn = texts, tokenizer, 0
@@ -254,7 +263,7 @@ class _Script:
     async def generate(self, request: GenerateRequest) -> Completion:
         text = self._texts[min(self._turn, len(self._texts) - 1)]
         self._turn += 1
-        text = text.encode(errors="replace").decode()  # half a surrogate pair: no policy says that
+        text = text.encode(errors="replace").decode()  # no policy can say half a surrogate pair
         said = np.array([*self._tokenizer.encode(text), self._tokenizer.eos_token_id], np.int32)
         nothing, finish = np.zeros(len(said), np.float32), Finish.STOP if self._turn < MOST_TURNS else Finish.CONTEXT
         return Completion(said, nothing, nothing, np.zeros(len(said), np.int32), (Version(0),), finish, len(request.tokens))
@@ -293,7 +302,7 @@ def _line(kind: str, those: Sequence[Tried], verdict: Verdict, why: str) -> Line
 
 
 def _verdict(kind: str, tried: Sequence[Tried], chance: float) -> tuple[Verdict, str]:
-    """See the module; `why` names an example."""
+    """The verdict on one kind of reply, and a reason with an example: see the module."""
     scored = [(t, t.outcome.value) for t in tried if isinstance(t.outcome, Score)]
     if not scored:
         reason = next(t.outcome.reason for t in tried if not isinstance(t.outcome, Score))

@@ -1,6 +1,6 @@
-"""The files that judge a run, and a note when they changed between two starts of it.
+"""Notes when the code that judges a run changed between two of its starts.
 
-A resume goes on with the reward as it is now. Its scores and accuracies are then no longer comparable with those before.
+A resume uses the reward as it is now. Its scores and accuracies are then no longer comparable with those before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ META = "judging_code"
 
 
 def judging_code(env: EnvSettings) -> dict[str, str]:
-    """The digest of every FILE.py that the recipe's environments and rewards name, by its path."""
+    """Digest of every FILE.py that the recipe's environments and rewards name, by its path."""
     named = [each.path if isinstance(each, PythonSettings) else each.reward for each in _of_users(env)]
     references = [name for names in named for name in ([names] if isinstance(names, str) else names)]
     files = [Path(reference.rpartition(":")[0]) for reference in references if ".py:" in reference]
@@ -25,7 +25,7 @@ def judging_code(env: EnvSettings) -> dict[str, str]:
 
 
 def tell_changes(env: EnvSettings, ledger: SqliteLedger, note: Callable[[str], None]) -> None:
-    """Record the code of this start; say which files are others than at the start before."""
+    """Record the code of this start, and note which files differ from the start before."""
     now, before = judging_code(env), json.loads(ledger.meta().get(META, "{}"))
     if changed := sorted(path for path, digest in now.items() if before.get(path, digest) != digest):
         ledger.event("judging_code_changed", {"files": changed})

@@ -1,1 +1,1 @@
-"""What lies on disk: run folders, model folders, checkpoints and their manifests."""
+"""Files of a run on disk: run folders, model folders, checkpoints and their manifests."""

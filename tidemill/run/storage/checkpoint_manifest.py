@@ -1,4 +1,4 @@
-"""`manifest.json`: what a checkpoint is, and every file of it with its size and a hash of its contents.
+"""A checkpoint's `manifest.json`: its position, and the size and hash of every file.
 
     seal(folder, position)     hash and flush every file, then write the manifest, last of all
     verify(folder)             sizes, then hashes; the position, or CheckpointError with the reason
@@ -39,25 +39,32 @@ Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$", max_length=64)]
 
 @dataclass(frozen=True, slots=True)
 class Position:
+    """The position of a checkpoint in its run."""
+
     step: int  # steps done: the weights are version `step`
     incarnation: int
-    next_id: int  # admission id: with the ledger, all there is to know about the data position
+    next_id: int  # next admission id: with the ledger, it is the whole data position
 
 
 class File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Size and hash of one file."""
+
     size: Count
-    blake2b: Hash  # of the hashes of its parts, `_PART` bytes each
+    blake2b: Hash  # hash of the hashes of its parts, `_PART` bytes each
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The contents of `manifest.json`."""
+
     format: Literal[2]
     step: Count
     incarnation: Count
     next_id: Count
     files: Annotated[dict[str, File], msgspec.Meta(min_length=1, max_length=MAX_FILES)]  # by path, with slashes
-    blake2b: Hash  # of the manifest itself, with "" here
+    blake2b: Hash  # hash of the manifest itself, computed with "" here
 
     def own_digest(self) -> str:
+        """The hash of the manifest with an empty `blake2b`."""
         return blake2b(msgspec.json.encode(msgspec.structs.replace(self, blake2b="")), digest_size=32).hexdigest()
 
     @property
@@ -69,18 +76,21 @@ _decoder = msgspec.json.Decoder(CheckpointManifest, strict=True)
 
 
 def name_of(step: int) -> str:
+    """The folder name of a step's checkpoint."""
     return f"step-{step:06d}"
 
 
 def step_of(name: str) -> int | None:
-    """The step that a folder's name says, or None when it is not the name of a checkpoint."""
+    """The step in a checkpoint's folder name, or None if it is no such name."""
     found = _NAME.fullmatch(name)
     return int(found[1]) if found and name == name_of(int(found[1])) else None
 
 
 def seal(folder: Path, position: Position, stop: threading.Event) -> Path:
-    """Make what is in `folder` last, and the manifest with it. Returns the manifest's path. stop: give up, as soon as it is
-    set. Raises OSError."""
+    """Flush all files in `folder` and write their manifest. Returns the manifest's path.
+
+    stop: gives up as soon as it is set. Raises OSError.
+    """
     files = {name: File(path.stat().st_size, _digest(path, stop)) for name, path in _files(folder).items()}
     manifest = CheckpointManifest(FORMAT, position.step, position.incarnation, position.next_id, files, "")
     manifest = msgspec.structs.replace(manifest, blake2b=manifest.own_digest())
@@ -91,8 +101,11 @@ def seal(folder: Path, position: Position, stop: threading.Event) -> Path:
 
 
 def verify(folder: Path, step: int | None = None) -> Position:
-    """Raises CheckpointError unless every file that the manifest names is there, byte for byte, and no other one is in a
-    folder of it, where it might be read for one of ours. step: as for `read_manifest`."""
+    """Raise CheckpointError unless the folder holds exactly the manifest's files, byte for byte.
+
+    Further files directly in the folder are allowed; in folders of it they might be read for one of ours. step: as for
+    `read_manifest`.
+    """
     manifest = read_manifest(folder, step)
     try:
         found, entries = _files(folder), _entries(folder)
@@ -112,8 +125,10 @@ def verify(folder: Path, step: int | None = None) -> Position:
 
 
 def read_manifest(folder: Path, step: int | None = None) -> CheckpointManifest:
-    """Raises CheckpointError when there is none, or it is not one of ours, or it is not this folder's. step: whose manifest
-    it must be; else that of the step in the folder's name."""
+    """Read a folder's manifest. Raises CheckpointError if it is missing, damaged, or another's.
+
+    step: the step that the manifest must have; None: the step in the folder's name.
+    """
     path = folder / MANIFEST
     try:
         raw = _read(path)
@@ -128,13 +143,13 @@ def read_manifest(folder: Path, step: int | None = None) -> CheckpointManifest:
 
 
 def strangers(folder: Path) -> list[str]:
-    """Paths below `folder` that its manifest does not name: nobody of us put them there."""
+    """Paths below `folder` that its manifest does not name, so that Tidemill did not write them."""
     ours = {*read_manifest(folder).files, MANIFEST}
     return sorted(name for name in _entries(folder) if name not in ours)
 
 
 def _read(path: Path) -> bytes:
-    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe there must not hold us up
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)  # a pipe at this path must not block
     with open(descriptor, "rb") as file:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             raise ValueError("it is no file")
@@ -145,12 +160,12 @@ def _read(path: Path) -> bytes:
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    """Regular files below `folder` by their relative paths, except the manifest. Links are no files."""
+    """Regular files below `folder` by their relative paths, without the manifest and links."""
     return {name: p for name, p in _entries(folder).items() if name != MANIFEST and stat.S_ISREG(p.lstat().st_mode)}
 
 
 def _entries(folder: Path) -> dict[str, Path]:
-    """Everything below `folder` that is no folder. No link is followed."""
+    """Everything below `folder` that is no folder. Links are not followed."""
     if folder.is_symlink():
         raise NotADirectoryError(f"{folder} is a link")
     found = (Path(place, name) for place, folders, files in os.walk(folder) for name in [*folders, *files])
@@ -158,8 +173,11 @@ def _entries(folder: Path) -> dict[str, Path]:
 
 
 def _digest(path: Path, stop: threading.Event | None = None) -> str:
-    """BLAKE2b, 32 bytes, of those of the file's parts, which half of the cores compute: one would take minutes for the state
-    of a large model. Raises InterruptedError, an OSError, when it is to stop."""
+    """The hash of a file: BLAKE2b, 32 bytes, of the hashes of its parts.
+
+    Half of the cores compute it, because one would take minutes for the state of a large model. Raises InterruptedError, an
+    OSError, when `stop` is set.
+    """
     begins = range(0, path.stat().st_size, _PART)
     if len(begins) <= 1:
         parts = [_digest_part(path, begin, stop) for begin in begins]
@@ -175,7 +193,7 @@ def _digest_part(path: Path, begin: int, stop: threading.Event | None) -> bytes:
     with open(path, "rb", buffering=0) as file:
         file.seek(begin)
         left = _PART
-        while chunk := file.read(min(_CHUNK, left)):  # which may be less than was asked for
+        while chunk := file.read(min(_CHUNK, left)):  # a read may return less than was asked for
             if stop is not None and stop.is_set():
                 raise InterruptedError(f"{path}: stopped while it was read")
             total.update(chunk)

@@ -1,13 +1,14 @@
-"""`checkpoints/step-000123/`: moments of a run from which it can go on.
+"""Checkpoints: states of a run from which it can resume, in `checkpoints/step-000123/`.
 
     begin: the trainer copies its state, beside the next step's gradient -> training goes on; beside it:
     step-000123.partial/tidemill.checkpoint -> trainer/ -> manifest.json -> all of it flushed -> renamed to step-000123
 
 A checkpoint is {weights, optimizer, schedule, trainer's random states} in trainer/, and in the manifest {step, incarnation,
-next admission id}: with the ledger, all there is to know about the data position. Rollouts need no random state: every seed
-derives from the run's seed and an admission id.
+next admission id}: with the ledger, the whole data position. Rollouts need no random state: every seed derives from the
+run's seed and an admission id.
 
-What has no marker (`tidemill.checkpoint`) is not ours and is never touched. A damaged checkpoint is set aside, not deleted.
+A folder without the marker `tidemill.checkpoint` is not ours and is never touched. A damaged checkpoint is set aside, not
+deleted.
 """
 
 from __future__ import annotations
@@ -42,16 +43,18 @@ _PARTIAL, _DAMAGED = ".partial", ".damaged"
 
 
 class CheckpointRecord(Protocol):
-    """Where it is recorded which checkpoints there were: a run's ledger."""
+    """Record of a run's checkpoints: its ledger."""
 
     def event(self, kind: str, detail: dict[str, Any]) -> None: ...
     def events(self, kind: str | None = None) -> list[Event]: ...
     def retain(self, *, checkpoint: int) -> object:
-        """Nothing before the step `checkpoint` is trained again."""
+        """Allow the ledger to forget what only steps before `checkpoint` need."""
         ...
 
 
 class Checkpoints:
+    """The checkpoints of one run: written, verified, and deleted when they are too many."""
+
     def __init__(
         self,
         folder: Path,
@@ -61,17 +64,20 @@ class Checkpoints:
         keep_every: int = 0,
         replays: int = 0,
     ) -> None:
-        """keep: how many are kept. keep_every: those of every such step are kept for good, too; 0: none. replays: a step may
-        train again what so many steps before it trained, so that a resume needs these too."""
+        """Manage the checkpoints in `folder`.
+
+        keep: how many are kept. keep_every: those of every such step are kept for good, too; 0: none. replays: how many
+        steps back a step may replay groups, which a resume needs, too.
+        """
         self.folder, self._ledger, self._note = folder, ledger, note
         self._keep, self._keep_every, self._replays = keep, keep_every, replays
         self._told: set[str] = set()
         self._stopped = threading.Event()
 
     async def begin(self, trainer: Trainer, position: Position) -> Coroutine[Any, Any, None]:
-        """Copy the trainer's state. Awaiting the result writes the copy, which the next steps do not change.
+        """Copy the trainer's state. Awaiting the result writes the copy, which later steps do not change.
 
-        One at a time: call this when the result of the call before has been awaited.
+        One at a time: call this only after the previous result has been awaited.
         """
         await trainer.snapshot()
         return self._write(trainer, position)
@@ -79,8 +85,8 @@ class Checkpoints:
     async def newest(self) -> tuple[Path, Position] | None:
         """The newest checkpoint that is whole; None when there never was one.
 
-        Damaged ones are told of and set aside when there is an older one to go on from. When there is none, nothing is
-        touched and it raises CheckpointError: a run does not begin again by accident.
+        Damaged ones are noted, and set aside if there is an older one to resume from. If there is none, nothing is touched
+        and it raises CheckpointError: a run does not begin again by accident.
         """
         await self._in_thread(self._clean)
         damaged: list[tuple[Path, str]] = []
@@ -106,7 +112,7 @@ class Checkpoints:
         return None
 
     def complete(self) -> list[Path]:
-        """Oldest first. Their manifests are readable; their files were not looked at."""
+        """Checkpoints with a readable manifest, oldest first. Their files are not verified."""
         return [folder for folder in self._ours() if _is_complete(folder)]
 
     async def _write(self, trainer: Trainer, position: Position) -> None:
@@ -129,7 +135,10 @@ class Checkpoints:
         self._ledger.retain(checkpoint=max(0, oldest - self._replays))
 
     async def _in_thread(self, function: Callable[..., T], *args: Any) -> T:
-        """Cancelled, it waits for its end: whoever goes on with the run must find nobody else in the folder."""
+        """Run a blocking function in a thread. When cancelled it waits for the function's end.
+
+        A process that resumes the run must find nobody else in the folder.
+        """
         return await in_thread(function, *args, stop=self._stopped)
 
     def _prepare(self, partial: Path, final: Path) -> None:
@@ -147,8 +156,10 @@ class Checkpoints:
         flush(self.folder)
 
     def _retire(self) -> int:
-        """Delete what is no longer kept. Returns the step of the oldest that a resume would fall back on: the steps from
-        there on may be trained again."""
+        """Delete checkpoints that are no longer kept.
+
+        Returns the step of the oldest one that a resume may fall back on: steps from there on may be trained again.
+        """
         complete = self.complete()
         for folder in complete[: -self._keep]:
             step = step_of(folder.name)
@@ -160,18 +171,18 @@ class Checkpoints:
         return read_manifest(complete[-self._keep :][0]).step
 
     def _delete(self, folder: Path) -> None:
-        """One whose manifest, marker and files are ours and all there is in it."""
+        """Delete a checkpoint if its manifest, marker and files are ours and nothing else is in it."""
         if not (folder / MARKER).is_file():
             self._tell_once(f"{folder} is not deleted: it holds no {MARKER}")
         elif others := strangers(folder):
             self._tell_once(f"{folder} is not deleted: it holds {others[0]}, which is not of the checkpoint")
         else:
             doomed = folder.with_name(folder.name + _PARTIAL)
-            os.rename(folder, doomed)  # cut off by a kill, it is no damaged checkpoint
+            os.rename(folder, doomed)  # if a kill interrupts the deletion, no damaged checkpoint is left
             remove_marked(doomed, MARKER)
 
     def _clean(self) -> None:
-        """Remove what a kill cut off. Nothing reads it."""
+        """Remove partial checkpoints that a kill left. Nothing reads them."""
         for partial in sorted(self.folder.glob(f"step-*{_PARTIAL}")):
             if not remove_left(partial, MARKER):
                 self._tell_once(f"{partial} is left alone: it holds no {MARKER}, so it is not ours")

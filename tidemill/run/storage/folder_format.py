@@ -1,6 +1,6 @@
-"""Format version of a run folder: read, written, refused where it is newer, and migrated where it is older.
+"""Format version of a run folder: written, checked, and migrated from older ones.
 
-format.json   {"format": 2, "tidemill": "0.2.0"}        a folder without one has format 1
+format.json   {"format": 2, "tidemill": "0.2.0"}        a folder without one has format 1; a newer format is refused
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class FolderFormat(msgspec.Struct):
 
 
 def check_format(folder: Path) -> int:
-    """The format of `folder`, 1 where it names none. Raises ConfigError for one that this version does not know."""
+    """The format of `folder`, or 1 if it names none. Raises ConfigError for an unknown format."""
     path = folder / FILE
     try:
         found = msgspec.json.decode(path.read_bytes(), type=FolderFormat)
@@ -50,7 +50,7 @@ def write_format(folder: Path) -> None:
 
 
 def migrated(recipe: dict[str, Any], written: int) -> dict[str, Any]:
-    """The recipe of a folder of format `written`, as this format has it."""
+    """The recipe of a folder of format `written`, in the present format."""
     for number in range(written, FORMAT):
         MIGRATIONS[number](recipe)
     return recipe

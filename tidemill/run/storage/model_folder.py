@@ -1,4 +1,4 @@
-"""A Hugging Face folder as a run sees it: architecture, tokenizer, stop ids. A random model is made on demand."""
+"""Opens a Hugging Face model folder, or makes a random model on demand."""
 
 from __future__ import annotations
 
@@ -15,12 +15,14 @@ from tidemill.models.tokenizer import EOS, PAD, UNK, Tokenizer, generation_confi
 from tidemill.run.recipe import RunConfig
 
 ALPHABET = string.ascii_lowercase + string.digits + string.punctuation + " \n"
-NEW, MADE = "new:", "new-"  # of a model that is to be made; of its folder
+NEW, MADE = "new:", "new-"  # prefix of a model that is to be made, and of its folder
 NEW_CONTEXT = 512
 
 
 @dataclass(frozen=True, slots=True)
 class ModelFolder:
+    """A model's folder with its architecture, tokenizer and stop ids."""
+
     path: Path
     architecture: Architecture
     tokenizer: Tokenizer
@@ -28,9 +30,9 @@ class ModelFolder:
 
     @classmethod
     def open(cls, path: Path, of_class: str | None = None) -> ModelFolder:
-        """Raises ValueError, in one sentence, when the folder is missing or is not one that can be trained.
+        """Open a model's folder. Raises ValueError if it is missing or cannot be trained.
 
-        of_class: its tokenizer's, see `load_tokenizer`.
+        of_class: the tokenizer's class, see `load_tokenizer`.
         """
         expect_folder(path)
         architecture = Architecture.from_folder(path)
@@ -39,7 +41,7 @@ class ModelFolder:
 
 
 def expect_folder(path: Path) -> None:
-    """Raises ConfigError where there is no model's folder."""
+    """Raise ConfigError if there is no folder at `path`."""
     if not path.is_dir():
         raise ConfigError(
             f"model {str(path)!r} is not a folder: give the path of a Hugging Face model, its name on the hub, or 'new:2m'"
@@ -47,14 +49,17 @@ def expect_folder(path: Path) -> None:
 
 
 def expect_model(model: str) -> None:
-    """Raises what `ModelFolder.open` would say before it came to the tokenizer."""
+    """Raise the errors that `ModelFolder.open` would raise before it reads the tokenizer."""
     if architecture_of(model) is None:
         expect_folder(Path(model).expanduser())
 
 
 def expect_readable(config: RunConfig) -> None:
-    """Raises ValueError, in one sentence, for what a run would refuse of its models' folders when it reads them: weights
-    that are missing or have other shapes, the tokenizer, the chat template. No weight is read, but torch is imported."""
+    """Raise ValueError if a run could not read its models' folders.
+
+    Checked are missing weights or shapes, the tokenizer and the chat template, also of reference, critic and reward model.
+    No weight is read, but torch is imported.
+    """
     from tidemill.models.hf_weights import check_folder
 
     if not config.model.startswith(NEW) and (path := Path(config.model).expanduser()).is_dir():
@@ -83,7 +88,7 @@ def _expect_template(folder: ModelFolder) -> None:
 
 
 def named_folder(model: str, beside: Path, seed: int) -> Path:
-    """The folder that `model` names; of `new:SIZE` one in the folder `beside`."""
+    """The folder that `model` names; for `new:SIZE` a folder in `beside`."""
     if not model.startswith(NEW):
         return Path(model).expanduser()
     _new_size(model)
@@ -91,7 +96,7 @@ def named_folder(model: str, beside: Path, seed: int) -> Path:
 
 
 def resolve_model(model: str, beside: Path, seed: int) -> Path:
-    """`named_folder`, made where it is to be."""
+    """The folder that `model` names, with a new model made if need be."""
     folder = named_folder(model, beside, seed)
     if model.startswith(NEW) and not folder.is_dir():
         fresh_model(folder, alphabet=ALPHABET, lowercase=True, context=NEW_CONTEXT, seed=seed, **_new_size(model))
@@ -99,7 +104,7 @@ def resolve_model(model: str, beside: Path, seed: int) -> Path:
 
 
 def architecture_of(model: str) -> Architecture | None:
-    """Of what `model` names, without a weight being made or read; None where there is no such folder."""
+    """The architecture that `model` names, or None if its folder is missing. No weight is read."""
     if not model.startswith(NEW):
         folder = Path(model).expanduser()
         return Architecture.from_folder(folder) if folder.is_dir() else None
@@ -107,22 +112,24 @@ def architecture_of(model: str) -> Architecture | None:
 
 
 def vocabulary_of(model: str) -> dict[int, str]:
-    """The tokens of what `model` names, by id. Raises ValueError where there is no tokenizer."""
+    """The tokens of the model's vocabulary by id. Raises ValueError if there is no tokenizer."""
     if model.startswith(NEW):
         return dict(enumerate((PAD, EOS, UNK, *ALPHABET)))
     return {i: token for token, i in load_tokenizer(Path(model).expanduser()).get_vocab().items()}
 
 
 def check_companions(reference: ReferenceSettings | None, critic: CriticSettings | None, model: str) -> None:
-    """Raises ConfigError for a reference or a critic that is no folder, or that reads other tokens than the policy: their
-    logprobs and values are of its answers. `model`: the policy's."""
+    """Raise ConfigError for a reference or a critic that is missing or reads other tokens.
+
+    Their logprobs and values are of the policy's answers, so they must read its tokens. model: the policy's.
+    """
     for key, each in (("algorithm.reference.model", reference), ("algorithm.critic.model", critic)):
         if (given := begins_as(each, None, str)) is not None:
             _check_companion(key, given, model)
 
 
 def _check_companion(key: str, given: str, model: str) -> None:
-    """Where the policy's is no folder here, there is nothing to compare."""
+    """Compare one companion's tokens with the policy's, if the policy's folder is here."""
     what = f"{key} = {given!r}"
     other = None if given.startswith(NEW) else architecture_of(given)
     if other is None:

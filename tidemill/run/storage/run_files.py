@@ -1,4 +1,7 @@
-"""What the JSON files of a run hold at least. A file that was made by hand, or damaged, is refused in one sentence."""
+"""Checks that a run's JSON files hold the keys that are read from them.
+
+A file that was made by hand, or is damaged, is refused in one sentence.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class _Process(msgspec.Struct):
 
 
 class Status(msgspec.Struct):
-    """`status.json`, see `status_file`."""
+    """`status.json`: see `status_file`."""
 
     pid: int
     at: float
@@ -36,7 +39,7 @@ class Status(msgspec.Struct):
 
 
 class Failure(msgspec.Struct):
-    """`failure.json`, see `status_file`."""
+    """`failure.json`: see `status_file`."""
 
     at: float
     kind: str
@@ -45,7 +48,7 @@ class Failure(msgspec.Struct):
 
 
 class Recipe(msgspec.Struct):
-    """`config.json`: the one key that is read before the whole is checked."""
+    """`config.json`: only the key that is read before the whole is checked."""
 
     steps: int
 
@@ -59,7 +62,7 @@ class _Groups(msgspec.Struct):
 
 
 class RunReport(msgspec.Struct):
-    """`report.json` and `interrupted.json`: what is shown of every run."""
+    """`report.json` and `interrupted.json`: the entries that are shown of every run."""
 
     steps: int
     wall_s: float
@@ -70,7 +73,7 @@ class RunReport(msgspec.Struct):
 
 
 def expect(path: Path, value: dict[str, Any], kind: type[msgspec.Struct]) -> dict[str, Any]:
-    """`value`, when it holds what a run writes there. Raises ConfigError, which names the file and what is wrong."""
+    """Return `value` if it holds what a run writes there. Raises ConfigError, which names the file."""
     try:
         msgspec.convert(value, kind)
     except msgspec.ValidationError as error:

@@ -1,11 +1,11 @@
-"""`runs/NAME/`: what a run leaves behind, and where.
+"""The run folder, `runs/NAME/`: names and places of the files that a run leaves.
 
     config.json   format.json   ledger.sqlite   trajectories/   metrics.jsonl   trace.json   report.json   logs/   weights/
-    initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, where it was asked for
+    initial/ and final/ (Hugging Face folders)    checkpoints/step-000123/    profile.json.gz, if it was asked for
     warm-up/, until there is an initial/: checkpoints of the warm-up
-    source/ (functions of the notebook or program that began it)    hub.json (commits of what the hub gave)
+    source/ (functions of the notebook or program that began it)    hub.json (commits of models and data from the hub)
 
-The folder is private to its owner. It belongs to one recipe: `open` refuses to go on under another one.
+The folder is private to its owner. It belongs to one recipe: `claim` refuses to resume under another one.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.serialization import CodecError, parse_json
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.records import LedgerError, RunFolderError
-from tidemill.run.recipe import RunConfig, check_same_run
+from tidemill.run.recipe import RunConfig
+from tidemill.run.recipe_changes import check_same_run
 from tidemill.run.recipe_files import absolute
 from tidemill.run.status_file import FAILURE, STATUS
 from tidemill.run.storage.folder_format import FILE, check_format, migrated, write_format
@@ -33,27 +34,29 @@ from tidemill.run.storage.model_folder import MADE
 from tidemill.run.storage.run_files import RunReport, expect
 
 _BEFORE_CONFIG = {"config.json.partial"}
-"""What a start that was killed may leave before there is a config.json."""
+"""Files that a killed start may leave before there is a config.json."""
 _EVERY_START = {"config.json", FILE, "ledger.lock", "ledger.sqlite", "metrics.jsonl", "source", "hub.json", FAILURE}
 _EMPTY = {"logs", "checkpoints", "trajectories"}
-"""What every start makes before anything is computed: files, and folders that hold nothing yet."""
+"""Files, and empty folders, that every start makes before anything is computed."""
 
 
 _WRITTEN_LATE = {"checkpoints", "initial.partial", "logs", "metrics.jsonl", "trajectories", "weights", FAILURE, STATUS}
-"""What processes make anew in a folder that was renamed or deleted under them."""
+"""Names that processes create again in a folder that was renamed or deleted under them."""
 
 
 class RunFolderGone(LedgerError):
-    """It was renamed or deleted while its run went on. The message is for the user as it is."""
+    """The folder was renamed or deleted during the run. The message is a sentence for the user."""
 
 
 class RunFolder:
+    """The files of one run, by name."""
+
     def __init__(self, path: Path) -> None:
         self.path = path
         self.config = path / "config.json"
         self.metrics = path / "metrics.jsonl"
         self.trace = path / "trace.json"
-        self.profile, self.profiled = path / "profile", path / "profile.json.gz"  # while it is recorded; when it is whole
+        self.profile, self.profiled = path / "profile", path / "profile.json.gz"  # in parts; complete
         self.report = path / "report.json"
         self.interrupted = path / "interrupted.json"
         self.initial = path / "initial"
@@ -61,14 +64,14 @@ class RunFolder:
         self.final = path / "final"
         self.checkpoints = path / "checkpoints"
         self.logs = path / "logs"
-        self.warnings = self.logs / "warnings.log"  # of the controller, such as what an environment raised
+        self.warnings = self.logs / "warnings.log"  # the controller's, such as exceptions of an environment
         self.source = path / "source"
-        self.weights = path / "weights"  # of the checkpoint carrier
+        self.weights = path / "weights"  # files of the checkpoint transport
         self._made = False  # by this process
 
     @classmethod
     def open(cls, config: RunConfig) -> RunFolder:
-        """Create the folder, or take up one that holds a run."""
+        """Create the folder, or take up one that holds a run. Raises ConfigError."""
         folder = cls(config.run_dir)
         try:
             folder._make(config)
@@ -82,18 +85,21 @@ class RunFolder:
         self._made = not self.path.exists()
         self.path.mkdir(parents=True, exist_ok=True, mode=0o700)
         check_format(self.path)
-        if not self.config.exists():  # first of all: it makes the folder a run's, also when the start is killed here
+        if not self.config.exists():  # first, so that the folder counts as a run's even if the start is killed here
             write_json(self.config, absolute(dump(config)))
         fault_injection.reach(ROLE, "config", path=self.config)
         self.logs.mkdir(exist_ok=True)
         self.checkpoints.mkdir(exist_ok=True)
 
     def claim(self, config: RunConfig, begun: bool) -> None:
-        """Write the recipe; one that has begun (admitted a group) goes on only under its own. Under the ledger's lock."""
+        """Write the recipe. A run that has begun is resumed only under its own recipe.
+
+        Call it while holding the ledger's lock. begun: True once a group was admitted. Raises ConfigError.
+        """
         if begun:
             check_same_run(_as_known_now(self.recipe()), dump(config), self.path)
         elif self.initial.is_symlink():
-            self.initial.unlink()  # of a start that failed
+            self.initial.unlink()  # left by a start that failed
         elif self.initial.exists():
             beside = self._beside_initial()
             os.rename(self.initial, beside)  # never half of it under its name
@@ -102,14 +108,16 @@ class RunFolder:
         write_format(self.path)
 
     def withdraw(self) -> None:
-        """Remove the folder of a start that was refused, if that start made it and all that is in it. Nothing here may hide
-        why it was refused."""
+        """Remove the folder of a refused start, if that start made it and everything in it.
+
+        Nothing here may hide the reason of the refusal.
+        """
         names = {p.name for p in self.path.iterdir() if not p.name.startswith(MADE)} if self._made else set[str]()
         if not self._made or names - _EVERY_START - _EMPTY:
             return
         if any(p.is_file() and p.stat().st_size for name in _EMPTY for p in (self.path / name).rglob("*")):
             return
-        with contextlib.suppress(RunFolderError, OSError):  # another start has taken it up, or the disk is to blame
+        with contextlib.suppress(RunFolderError, OSError):  # another start has taken it, or the disk fails
             lock = FolderLock(self.path)  # until it is gone
             try:
                 away = self.path.with_name(f".{self.path.name}.withdrawn")
@@ -120,6 +128,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
+        """The folder of a run that has begun. Raises ConfigError if there is none."""
         folder = cls(path)
         if not folder.config.is_file():
             raise ConfigError(f"{path} is not a run: it has no config.json; give the run_dir of a recipe that was trained")
@@ -127,7 +136,7 @@ class RunFolder:
         return folder
 
     def recipe(self) -> dict[str, Any]:
-        """As it was resolved, without keys that are none any more: they were of what is over before a run begins."""
+        """The resolved recipe, migrated from the format that the folder was written in."""
         return migrated(read_json(self.config), check_format(self.path))
 
     def summary(self) -> dict[str, Any] | None:
@@ -135,28 +144,28 @@ class RunFolder:
         return self.reported() if self.final.is_dir() else None
 
     def reported(self) -> dict[str, Any] | None:
-        """The same, also where `final` was removed since."""
+        """The report of a run that came to its end, even if `final` was removed since."""
         return expect(self.report, read_json(self.report), RunReport) if self.report.is_file() else None
 
     @property
     def gone(self) -> bool:
-        """Whether it was renamed or deleted while this process used it."""
+        """True when the folder was renamed or deleted while this process used it."""
         return not self.config.exists()
 
     def sweep(self) -> None:
-        """Remove what processes wrote at the old place of a folder that is gone, where nothing else stands there."""
+        """Remove what processes wrote at the old place of a folder that is gone, if nothing else is there."""
         with contextlib.suppress(OSError):
             if self.gone and {p.name for p in self.path.iterdir()} <= _WRITTEN_LATE:
                 shutil.rmtree(self.path)
 
     def write_report(self, report: dict[str, Any], complete: bool) -> None:
-        """`report.json` of a run that came to its end, `interrupted.json` of one that has yet to go on."""
+        """Write `report.json` for a complete run, or `interrupted.json` for one that can be resumed."""
         write_json(self.report if complete else self.interrupted, report)
         if complete:
             self.interrupted.unlink(missing_ok=True)
 
     def keep_initial(self, start: Path, copy: bool) -> None:
-        """`initial` is the folder that reinforcement learning began with: a copy of it, or a link to it."""
+        """Make `initial` a copy of, or a link to, the folder that reinforcement learning began with."""
         if self.initial.is_symlink() or self.initial.exists():
             return
         if not copy:
@@ -170,19 +179,20 @@ class RunFolder:
         shutil.rmtree(self.warm_up, ignore_errors=True)
 
     def _beside_initial(self) -> Path:
-        """Where there is nothing yet: what stood there was cut off by a kill."""
+        """A free path for making `initial`; anything that a kill left there is removed."""
         beside = self.path / "initial.partial"
         shutil.rmtree(beside, ignore_errors=True)
         return beside
 
     async def write_final(self, export: Callable[[str], Awaitable[None]]) -> None:
-        """`final` as `export` writes it: whole, in place of an earlier one."""
+        """Let `export` write `final`: whole, in place of an earlier one."""
         fault_injection.reach(ROLE, "final")
         await export(str(self.final))
         fault_injection.reach(ROLE, "report")
 
 
 def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file. Raises ConfigError."""
     try:
         value = parse_json(path.read_bytes())
     except (OSError, CodecError) as error:
@@ -193,7 +203,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _as_known_now(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe that an older version wrote: settings that it did not know are at their defaults, for so it ran."""
+    """A recipe of an older version, with settings that it did not know at their defaults."""
     try:
         return dump(build(RunConfig, recipe))
     except ConfigError:
