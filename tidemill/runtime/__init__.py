@@ -1,1 +1,1 @@
-"""Processes and the calls between them: where a role runs, how it is started, watched and reaped."""
+"""Role processes: start, watch, call and reap them, in this process or others."""

@@ -1,14 +1,16 @@
-"""The cores of one machine, shared by processes that would compute with more threads than there are cores.
+"""CPU sharing between processes that want more threads than there are cores.
 
-    board: for each process, with how many threads it would compute now; 0 while it computes nothing
+    board: one number per process, the threads it would use now; 0 while it computes nothing
 
-Before each piece of its work, an engine's step or a trainer's micro-batch, a process writes down what it wants, reads what
-the others want, and takes its share: all of it while there are cores for everybody, else a part in proportion, one at least.
-So whoever computes alone has the machine, and those who compute together have as many threads as cores, or one each: threads
-of one process wait for one another at every product, and where three share two cores, all three do. Nobody waits, and nobody
-is told: a number that is out of date costs a core for as long as a piece of work takes; that of a process that died, until
-another one takes its place. What goes on beside the work, such as staging weights and writing checkpoints, is not counted.
-It changes the order in which sums are added up.
+The board is shared memory. Before each piece of work (an engine's step, a trainer's micro-batch) a process writes how many
+threads it wants, reads what the others want, and takes its share: everything it wants while there are cores for all,
+otherwise a proportional part, but at least one thread. A process that computes alone has the whole machine. Processes that
+compute together use as many threads as there are cores, or one each: the threads of one process wait for one another at
+every matrix product, so three threads on two cores would all be slow.
+
+Nobody waits and nobody is notified. An outdated number costs a core for one piece of work; the number of a dead process
+stays until a successor takes its seat. Background work, such as staging weights and writing checkpoints, is not counted.
+Sharing changes the number of threads, and so the order in which sums are added.
 """
 
 from __future__ import annotations
@@ -22,12 +24,12 @@ from tidemill.core.config import Config
 from tidemill.core.hardware import usable_cores
 from tidemill.core.shared_memory_file import anonymous_memory
 
-MOST = 0xFFFF  # threads that a board can tell of
-_ITEM = 2  # bytes of its numbers
+MOST = 0xFFFF  # the largest number of threads a board can hold
+_ITEM = 2  # bytes per number
 
 
 class Seat(Config):
-    """A process's place at a board, as plain data. Whoever takes it after another has ended wipes what that left."""
+    """A process's place on a board, as plain data. A new holder clears what a dead one left there."""
 
     board: str
     place: int
@@ -36,29 +38,29 @@ class Seat(Config):
 
 
 class Cores:
-    """Those of a process that shares them with none: it computes with as many threads as it was given."""
+    """The cores of a process that shares them with nobody: it uses all threads it was given."""
 
     def share(self) -> int | None:
-        """With how many threads this process computes from now on; None: with all that it was given."""
+        """The number of threads to compute with from now on; None for all that were given."""
         return None
 
     def take(self) -> None:
-        """Before a piece of work, in the thread that computes it."""
+        """Take this process's share; call before a piece of work, in the thread that computes it."""
 
     def leave(self) -> None:
-        """There is nothing to compute, until further notice."""
+        """Give the cores up: there is nothing to compute for now."""
 
 
 class SharedCores(Cores):
     def __init__(self, seat: Seat, use: Callable[[int], None]) -> None:
-        """use: is told with how many threads to compute from now on, in the thread that takes them."""
+        """use: called with the new number of threads whenever it changes, in the thread that calls `take`."""
         fd = os.open(seat.board, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._board = memoryview(mmap.mmap(fd, os.fstat(fd).st_size)).cast("H")
         finally:
             os.close(fd)
         self._seat, self._use, self._used = seat, use, 0
-        self.leave()  # what another one left there when it died
+        self.leave()  # clears what a dead holder left there
 
     def share(self) -> int:
         seat = self._seat
@@ -77,10 +79,10 @@ class SharedCores(Cores):
 
 @contextmanager
 def seats(wanted: dict[str, int]) -> Iterator[dict[str, Seat]]:
-    """Places at a board of this process's, for processes by name with so many threads each, while the context is open.
+    """Seats at a new board for the processes named in `wanted`, valid while the context is open.
 
-    None for anybody where there is a core for each thread, where nobody has threads to do without, and where processes
-    can share no memory.
+    wanted: threads by process name. The result is empty where there is a core for each thread, where every process has
+    one thread only, and where processes cannot share memory.
     """
     cores, made = usable_cores(), None
     if sum(wanted.values()) > cores and 1 < max(wanted.values()) <= MOST:

@@ -1,10 +1,11 @@
-"""The controller's side of the fork server: start it, have it fork, hear how its children ended.
+"""Client of the fork server: starts it, asks it to fork, learns how its children ended.
 
-    ForkServer(command, log)   its imports begin    await fork(launch, ...) -> Child    await child.wait() -> how it ended
+    ForkServer(command, log)   its imports begin    await fork(launch, ...) -> child    await child.wait() -> how it ended
 
-Every question to the server has a deadline, and a server that misses one is killed: its children die with it, and are not
-said to have ended before they have. A child's end is known before it is reaped, and nothing is signalled after that. The
-descriptors that a child needs travel with the question; the socket has no name that anybody else could connect to.
+Every request to the server has a deadline, and a server that misses one is killed. Its children die with it, and are
+reported as ended only once they have. The controller learns of a child's end before the child is reaped, and sends no
+signal after that. The descriptors that a child needs travel with the request. The socket has no name, so no other process
+can connect to it.
 """
 
 from __future__ import annotations
@@ -45,22 +46,25 @@ from tidemill.runtime.wire_format import PeerTimeout
 
 T = TypeVar("T")
 NAME = "the fork server"
-FORK_S = 30.0  # for a fork, which takes milliseconds: the server has nothing else to do
-NOTICE_S = 5.0  # to say that a child which has ended has ended
-KILL_S = 10.0  # for the kernel to end a process that was sent SIGKILL
-_LAST_S = 1.0  # from the end of its channel to its own
+FORK_S = 30.0  # limit of one fork, which takes milliseconds: the server does nothing else
+NOTICE_S = 5.0  # limit for the server to report that a child has ended
+KILL_S = 10.0  # limit for the kernel to end a process that was sent SIGKILL
+_LAST_S = 1.0  # from the end of the server's channel to the end of the server
 _LOOK_S = 0.01
 _THREADLESS = {"OPENBLAS_NUM_THREADS": "1", "BLIS_NUM_THREADS": "1", "GOTO_NUM_THREADS": "1"}
 
 
 def role_environment() -> dict[str, str]:
-    """Threads that wait for one another sleep: spinning, two of them are five times slower on a shared core. And what one
-    has given back another may take: with an arena of glibc's for each, a trainer of 0.3 GB keeps 50 MB more."""
+    """Environment of a role: OpenMP threads sleep while they wait, and share one malloc arena.
+
+    Two threads that spin on a shared core are five times slower. With one glibc arena per thread, a trainer of 0.3 GB keeps
+    50 MB more.
+    """
     return {"OMP_WAIT_POLICY": "PASSIVE", "MALLOC_ARENA_MAX": "1"} | os.environ
 
 
 def server_environment() -> dict[str, str]:
-    """Libraries that begin a pool of threads when they are imported begin none, or nothing could be forked."""
+    """Environment of the fork server: libraries start no threads on import, for then it could not fork."""
     return role_environment() | _THREADLESS
 
 
@@ -68,11 +72,11 @@ class ForkedProcess:
     """A process that the server forked."""
 
     def __init__(self, pid: int, untold: Callable[[], None]) -> None:
-        """untold: is called when it has ended by SIGKILL and the server did not say so."""
+        """untold: called when the process was ended by SIGKILL and the server did not report that."""
         self.pid, self._untold, self._orphaned = pid, untold, False
         self._ended: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         try:
-            self._process = psutil.Process(pid)  # known by its start too, so never taken for a later one of the same id
+            self._process = psutil.Process(pid)  # compares the start time too: a later process of the same id is another one
         except psutil.NoSuchProcess:
             self._process = None
 
@@ -81,23 +85,26 @@ class ForkedProcess:
         return not self._ended.done()
 
     async def wait(self) -> str:
-        """How it ended, once it has."""
+        """Wait for the process to end; returns how it ended."""
         return await asyncio.shield(self._ended)  # bounded: by the server's end, and that by `ForkServer.close`
 
     def signal(self, number: int) -> None:
-        """To it and whatever it started in its session. Only until its end is known, for then its id may be another's."""
+        """Send a signal to the process and its group; a no-op once its end is known.
+
+        From then on its id may belong to another process.
+        """
         if self._orphaned or self._ended.done():
             return
         with contextlib.suppress(ProcessLookupError):
             try:
                 os.killpg(self.pid, number)
-            except ProcessLookupError:  # just forked: it leads no group yet
+            except ProcessLookupError:  # just forked, not yet the leader of a group
                 os.kill(self.pid, number)
         if number == signal.SIGKILL:
             asyncio.get_running_loop().call_later(NOTICE_S, self._look)
 
     def orphaned(self) -> None:
-        """Its parent has gone: it ends, and whoever reaps it asks nobody."""
+        """Note that the server is gone: the process ends, and the system may reap it at any time."""
         self._orphaned = True
 
     def ended(self, how: str) -> None:
@@ -105,14 +112,14 @@ class ForkedProcess:
             self._ended.set_result(how)
 
     def running(self) -> bool:
-        """By the system's word."""
+        """Ask the system if the process still runs (a zombie does not)."""
         try:
             return self._process is not None and self._process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
 
     def kill_orphan(self) -> None:
-        """Its id may be another's by now: the time of its start decides whether it is."""
+        """Kill the process unless its id belongs to another by now (psutil compares start times)."""
         with contextlib.suppress(psutil.NoSuchProcess):
             if self._process is not None:
                 self._process.kill()
@@ -120,20 +127,23 @@ class ForkedProcess:
     def _look(self) -> None:
         if self._ended.done():
             return
-        if self.running():  # in the kernel, giving back its memory
+        if self.running():  # the kernel is still freeing its memory
             asyncio.get_running_loop().call_later(NOTICE_S, self._look)
         else:
             self._untold()
 
 
 class ForkServer:
-    """One server process, from its start to its end; `gone` says how it ended. Needs a running loop, and belongs to it."""
+    """One server process, from start to end; `gone` says how it ended.
+
+    It needs a running event loop and belongs to it.
+    """
 
     def __init__(self, command: Sequence[str], log: Log) -> None:
         loop = asyncio.get_running_loop()
         self.gone, self._log, self._killed = "", log, ""
         self._process: subprocess.Popen[bytes] | None = None
-        self._serving: asyncio.Future[str] = loop.create_future()  # its result: why not
+        self._serving: asyncio.Future[str] = loop.create_future()  # "" once it serves, else why it does not
         self._asked: dict[int, asyncio.Future[ForkedProcess | str]] = {}
         self._children: dict[int, ForkedProcess] = {}
         self._ids = itertools.count()
@@ -149,10 +159,10 @@ class ForkServer:
     async def fork(
         self, launch: Launch, descriptors: list[int], threads: int | None, more: Mapping[str, str], seconds: float
     ) -> ForkedProcess:
-        """A child that has begun to be `launch`. descriptors: for its report, of its log, of its working directory.
+        """Fork a child that runs `launch`. descriptors: its report pipe, its log, its working directory.
 
-        Its environment is this process's, and `more`. Raises StartFailed when there can be none, PeerTimeout when the server
-        is not ready within `seconds`, or does not answer; it is then killed.
+        Its environment is that of this process plus `more`. Raises StartFailed when the server cannot fork, and PeerTimeout
+        when it is not ready within `seconds` or does not answer; the server is then killed.
         """
         if why := await self._answer(self._serving, "start", seconds):
             raise StartFailed(f"{launch.name} did not start: {why}")
@@ -164,7 +174,7 @@ class ForkServer:
         try:
             self._send(ForkRequest(key, launch, threads, variables), descriptors)
             child = await self._answer(answer, "fork", min(seconds, FORK_S))
-        except BaseException:  # whoever asked has left: nobody would ever end it
+        except BaseException:  # the caller has left: nobody else would end the child
             if answer.done() and isinstance(child := answer.result(), ForkedProcess):
                 child.signal(signal.SIGKILL)
             raise
@@ -175,13 +185,16 @@ class ForkServer:
         return child
 
     def kill(self, why: str) -> None:
-        """End it now, with all of its children; `gone` will then say why."""
+        """Kill the server with all its children; `gone` will then say why."""
         self._killed = self._killed or why
         if self._process is not None and self._process.poll() is None:
             self._process.kill()
 
     async def close(self) -> None:
-        """Safe to call again. Raises PeerTimeout when the kernel does not end it."""
+        """Kill the server and wait for its end. Safe to call again.
+
+        Raises PeerTimeout when the kernel does not end it.
+        """
         self.kill("was closed")
         done, _ = await asyncio.wait({self._living}, timeout=2 * KILL_S)
         if not done:
@@ -195,7 +208,7 @@ class ForkServer:
             raise PeerTimeout(NAME, what, seconds)
         return future.result()
 
-    # --- its life ---
+    # --- the server's life ---
 
     async def _live(self, command: Sequence[str], theirs: socket.socket) -> None:
         how = ""
@@ -220,14 +233,17 @@ class ForkServer:
             await self._end(how or self._killed)
 
     def _start(self, command: Sequence[str], theirs: socket.socket) -> subprocess.Popen[bytes]:
-        """Not by asyncio: another thread would reap it, and then a signal could be one too many. `_live` alone does."""
+        """Start the server without asyncio, which would reap it in another thread.
+
+        Only `_live` reaps it, so a signal never reaches a process id that was given to another.
+        """
         with open(self._log.path, "ab") as output:
             return subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
-                start_new_session=True,  # Ctrl-C is for the controller alone
+                start_new_session=True,  # Ctrl-C must reach the controller alone
                 env=server_environment(),
             )
 
@@ -237,7 +253,10 @@ class ForkServer:
             await asyncio.sleep(_LOOK_S)
 
     async def _end(self, how: str) -> None:
-        """Its children end with it, by the kernel's word or within half a second. Only then is it said that they have."""
+        """Wait for the children to end with the server, then report their end and fail open requests.
+
+        The kernel ends them with the server; elsewhere than on Linux they notice within half a second.
+        """
         children, self._children = list(self._children.values()), {}
         limit = time.monotonic() + KILL_S
         self.gone = f"{NAME} {how}"
@@ -258,10 +277,10 @@ class ForkServer:
             while self._outgoing:
                 _close(self._outgoing.popleft()[1])
 
-    # --- what is said ---
+    # --- messages ---
 
     async def _listen(self) -> None:
-        """Until the end of the channel, or of its sense."""
+        """Read notices until the channel ends or a message cannot be decoded."""
         try:
             while True:
                 length = int.from_bytes(await self._exactly(LENGTH), "big")
@@ -286,14 +305,14 @@ class ForkServer:
             case ProcessEnded(pid, code):
                 if child := self._children.pop(pid, None):
                     child.ended(describe(code))
-                self._send(Reap(pid))  # only now, for until it is reaped its id is its own
+                self._send(Reap(pid))  # last: until it is reaped, nobody else can get its id
 
     def _tell(self, key: int, answer: ForkedProcess | str) -> None:
         future = self._asked.get(key)
         if future is not None and not future.done():
             future.set_result(answer)
         elif isinstance(answer, ForkedProcess):
-            answer.signal(signal.SIGKILL)  # whoever asked has left
+            answer.signal(signal.SIGKILL)  # the caller has left
 
     def _untold(self) -> None:
         self.kill(f"did not say within {NOTICE_S:g} s that a process had ended, and was killed")
@@ -301,14 +320,17 @@ class ForkServer:
     async def _exactly(self, size: int) -> bytes:
         data, loop = bytearray(), asyncio.get_running_loop()
         while len(data) < size:
-            more = await loop.sock_recv(self._socket, size - len(data))  # a watch: questions have deadlines
+            more = await loop.sock_recv(self._socket, size - len(data))  # a watch: requests have deadlines
             if not more:
                 raise EOFError
             data += more
         return bytes(data)
 
     def _send(self, message: Request, descriptors: Sequence[int] = ()) -> None:
-        """In order and whole, whatever becomes of the one who asked. Copies of the descriptors go with the first byte."""
+        """Queue a message; it goes out in order and whole even if the caller is cancelled.
+
+        Copies of the descriptors go with its first byte.
+        """
         raw = frame(message)
         self._outgoing.append((memoryview(raw), [os.dup(each) for each in descriptors]))
         self._flush()
@@ -318,7 +340,7 @@ class ForkServer:
         try:
             while self._outgoing:
                 data, descriptors = self._outgoing[0]
-                if descriptors:  # the server reads them with the head, so that is what takes them along
+                if descriptors:  # the server receives them with the head, so send them with it
                     sent = socket.send_fds(self._socket, [data[:LENGTH]], descriptors, socket.MSG_DONTWAIT)
                 else:
                     sent = self._socket.send(data, socket.MSG_DONTWAIT)
@@ -329,7 +351,7 @@ class ForkServer:
             loop.remove_writer(self._socket)
         except BlockingIOError:
             loop.add_writer(self._socket, self._flush)
-        except OSError:  # it has gone, which `_live` tells
+        except OSError:  # the server is gone, which `_live` reports
             loop.remove_writer(self._socket)
 
 

@@ -1,12 +1,12 @@
-"""The process that roles are forked from: it imports once what they need, and from then on forks and does nothing else.
+"""Fork server: imports what roles need once, then only forks role processes from itself.
 
-    controller -> Fork + 3 descriptors | Reap          its stdin is the socket; MessagePack, each with its length
-    controller <- Serving, Forked | Refused, Ended     Serving: the imports are done
+    controller -> ForkRequest + 3 descriptors | Reap                 stdin is the socket; MessagePack, length first
+    controller <- Serving, Forked | ForkRefused, ProcessEnded        Serving: the imports are done
 
-A fork copies the thread that calls it and no other, whatever locks and pools the others hold. So this process has one
-thread, computes nothing, touches no device, and `serve_forks` returns in the children only: what they do begins on a
-stack with nothing of the server's left on it. A child that has ended is reaped when the controller says that it knows,
-for until then its id cannot become another process's. The server ends with the controller, and its children with it.
+A fork copies only the thread that calls it, whatever locks and pools other threads hold. So this process has one thread,
+computes nothing and touches no device. `serve_forks` returns in the children only, so that their stack holds nothing of the
+server's. A child that has ended is reaped when the controller has confirmed that it knows: until then no other process can
+get its id. The server ends with the controller, and its children end with the server.
 """
 
 from __future__ import annotations
@@ -27,16 +27,19 @@ import msgspec
 
 from tidemill.core import fault_injection
 
-DESCRIPTORS = 3  # of a Fork: where the child reports, its log, its working directory
-LENGTH = 4  # bytes before a message that say how long it is
-MOST = 16 << 20  # bytes of a message: a launch, and an environment, of which the system takes a few megabytes
+DESCRIPTORS = 3  # sent with a ForkRequest: the child's report pipe, its log, its working directory
+LENGTH = 4  # bytes of the length before each message
+MOST = 16 << 20  # bytes per message: a launch and an environment, which systems limit to a few megabytes
 _PR_SET_PDEATHSIG = 1
 
 Pid = Annotated[int, msgspec.Meta(gt=1)]  # signals to 0, 1 or -1 would go to others
 
 
 class Launch(msgspec.Struct, frozen=True):
-    """What a child is to be. It travels through the socket: on a command line every user could read it."""
+    """Description of a child to start, token included.
+
+    It travels through the socket: every user could read it on a command line.
+    """
 
     controller: Pid
     token: str
@@ -48,12 +51,12 @@ class Launch(msgspec.Struct, frozen=True):
 class ForkRequest(msgspec.Struct, frozen=True, tag="fork"):
     id: int
     launch: Launch
-    threads: int | None  # of numerical libraries; None: as many as they like
+    threads: int | None  # for numerical libraries; None: their own default
     environment: list[tuple[bytes, bytes]]
 
 
 class Reap(msgspec.Struct, frozen=True, tag="reap"):
-    """The controller knows that it ended, and sends it no more signals."""
+    """Confirmation that the controller knows of a process's end and sends it no more signals."""
 
     pid: Pid
 
@@ -83,7 +86,7 @@ Notice = Serving | Forked | ForkRefused | ProcessEnded
 
 @dataclass(frozen=True)
 class Birth:
-    """What a child knows when it begins."""
+    """Everything a forked child knows when it begins."""
 
     launch: Launch
     threads: int | None
@@ -93,7 +96,7 @@ class Birth:
 
 
 def frame(message: Request | Notice) -> bytes:
-    """Raises ValueError when it is too long."""
+    """Encode a message with its length before it. Raises ValueError when it is too long."""
     raw = msgspec.msgpack.encode(message)  # JSON has no infinity
     if len(raw) > MOST:
         raise ValueError(f"a message of {len(raw)} bytes to start a process; at most {MOST} travel: is its spec that large?")
@@ -101,30 +104,33 @@ def frame(message: Request | Notice) -> bytes:
 
 
 def serve_forks(preload: Callable[[], None]) -> Birth:
-    """Import, then fork on request until the controller ends. Returns in the children, and nowhere else."""
+    """Import, then fork on request until the controller ends. Returns in the children only."""
     with _channel() as channel:
-        die_with_parent()  # where the kernel cannot: at the end of the channel
+        die_with_parent()  # where the kernel cannot do that, the end of the channel ends this process
         preload()
         if (threads := thread_count()) != 1:
             sys.exit(f"cannot fork: {threads} threads run after the imports, expected 1; which of them starts threads?")
         gc.collect()
-        gc.freeze()  # or the first collection of every child would write to, and so copy, all that they share
+        gc.freeze()  # otherwise the first collection in each child would write to, and so copy, all shared pages
         return _Server(channel).run()
 
 
 def thread_count() -> int:
-    """Of this process; those that Python did not start only where the system tells."""
+    """The number of threads of this process; outside Linux only those that Python started."""
     tasks = "/proc/self/task"
     return len(os.listdir(tasks)) if os.path.isdir(tasks) else threading.active_count()
 
 
 def die_with_parent() -> bool:
-    """Have the kernel kill us when the thread that started us ends. False where it cannot."""
+    """Have the kernel kill this process when the thread that started it ends; False where it cannot."""
     return sys.platform == "linux" and ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) == 0
 
 
 def _channel() -> socket.socket:
-    """What came as stdin, which is then empty, so that nothing imported can read from the socket."""
+    """Take the socket that came as stdin, and put an empty stdin in its place.
+
+    Nothing that is imported can then read from the socket.
+    """
     try:
         channel = socket.socket(fileno=os.dup(0))
     except OSError:
@@ -142,12 +148,12 @@ def _to_null(descriptor: int) -> None:
 class _Server:
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
-        self._children: dict[int, bool] = {}  # by process id: its end was told
+        self._children: dict[int, bool] = {}  # by process id: True once its end was reported
         self._woken, self._waking = socket.socketpair()
         self._woken.setblocking(False)
         self._waking.setblocking(False)
         signal.set_wakeup_fd(self._waking.fileno(), warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, lambda *_: None)  # the wakeup is all that is wanted
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # the signal only has to wake `select`
 
     def run(self) -> Birth:
         self._tell(Serving())
@@ -172,7 +178,7 @@ class _Server:
         return None
 
     def _fork(self, request: ForkRequest, descriptors: list[int]) -> Birth | None:
-        sys.stdout.flush()  # or the child would write it once more
+        sys.stdout.flush()  # otherwise the child would write the buffer again
         sys.stderr.flush()
         server = os.getpid()
         try:
@@ -202,7 +208,10 @@ class _Server:
             self._end()
 
     def _receive(self) -> tuple[Request, list[int]]:
-        """Ends the process with the channel, or with what cannot be read: there is nobody else to serve."""
+        """Read one request and its descriptors.
+
+        Ends this process when the channel ends or a message cannot be read: there is nobody else to serve.
+        """
         try:
             # bounded: there is something to read, and the rest of a message follows its head
             head, descriptors, _, _ = socket.recv_fds(self._channel, LENGTH, DESCRIPTORS + 1)
@@ -228,11 +237,11 @@ class _Server:
         return bytes(data)
 
     def _end(self) -> None:
-        """The controller has gone. At once: the children end with this process, and nothing needs an orderly exit."""
+        """Exit at once because the controller is gone: the children end with this process."""
         os._exit(0)
 
     def _close(self) -> None:
-        """In a child: what is the server's is not its own."""
+        """Close the server's signal handlers and sockets, in a child."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         for each in (self._channel, self._woken, self._waking):
@@ -240,7 +249,10 @@ class _Server:
 
 
 def _end_of(pid: int) -> int | None:
-    """How a child ended, None while it runs. It is left as it is, where the system can do that."""
+    """Exit status of a child or its signal's number, negative; None while it runs.
+
+    The child is not reaped, where the system can look without that.
+    """
     if not hasattr(os, "waitid"):  # macOS before Python 3.13
         found, status = os.waitpid(pid, os.WNOHANG)
         return os.waitstatus_to_exitcode(status) if found else None
@@ -251,10 +263,10 @@ def _end_of(pid: int) -> int | None:
 
 
 def _begin(request: ForkRequest, descriptors: list[int], server: int) -> Birth:
-    """Make of a fork what a process is that was started by itself: session, streams, folder, environment."""
+    """Turn a fork into a process of its own: session, output streams, folder, environment."""
     bound = die_with_parent()
     if os.getppid() != server:
-        os._exit(1)  # it went before the kernel was asked to tell us
+        os._exit(1)  # the server ended before `die_with_parent` took effect
     os.setsid()
     report, log, folder = descriptors
     os.dup2(log, 1)
@@ -264,5 +276,5 @@ def _begin(request: ForkRequest, descriptors: list[int], server: int) -> Birth:
     os.close(folder)
     os.environ.clear()
     os.environb.update(request.environment)
-    fault_injection.arm(os.environ)  # the server's are those of another time
+    fault_injection.arm(os.environ)  # again, for this child's environment
     return Birth(request.launch, request.threads, report, server, bound)

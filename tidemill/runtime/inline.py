@@ -1,6 +1,6 @@
-"""Everything in one process: the proxy is the object itself, so that `breakpoint()` works everywhere.
+"""Inline placement: every role in this process, so that `breakpoint()` works everywhere.
 
-There is no wire, hence no deadline on calls: a peer in one's own process cannot die alone.
+The proxy is the object itself. There is no wire, hence no deadline on calls: a peer in the same process cannot die alone.
 """
 
 from __future__ import annotations
@@ -59,14 +59,14 @@ class Inline:
         role: str,
         name: str,
         spec: dict[str, Any],
-        threads: int | None = None,  # the threads of this process are its own affair
+        threads: int | None = None,  # ignored: the threads of this process are not changed
         deadlines: Mapping[str, float] | None = None,  # checked, then not needed
     ) -> InlineHandle[T]:
         check_deadlines(protocol, deadlines)
         try:
             built = self._build(spec | {"role": role, "name": name})
             target, served = await built if inspect.isawaitable(built) else built  # bounded: it is this process's own start
-        except Exception as error:  # the same as from a process of its own
+        except Exception as error:  # fail as a role in its own process does
             if keeps_its_type(error):
                 raise
             raise StartFailed(f"{name} did not start: {type(error).__name__}: {error}") from error
@@ -75,7 +75,7 @@ class Inline:
         return InlineHandle(name, cast(T, target), "close" in methods_of(protocol))
 
     def begin(self) -> None:
-        """Nothing is needed."""
+        """Do nothing: no start needs preparation."""
 
     async def close(self) -> None:
-        """Nothing is left: what was started is this process's own."""
+        """Do nothing: everything that was started lives in this process."""

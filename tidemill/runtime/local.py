@@ -1,13 +1,13 @@
-"""Roles as processes of this machine: started, watched, and always reaped.
+"""Local placement: roles as processes of this machine, started, watched and always reaped.
 
     start -> the fork server (`fork_server.py`) forks a child -> it builds, reports on a pipe -> connect -> proxy
     watcher: the process ended -> every pending call fails with PeerDied, naming the signal and the end of the log
-    heartbeats: silent, stopped, or without progress in a call -> killed, so that dead is all that a process can be
+    heartbeats: a process that is silent, stopped, or without progress in a call is killed, so it can only be alive or dead
     stop:    close() -> SIGTERM -> SIGKILL
 
-A child is the leader of its own session, so that Ctrl-C reaches the controller alone. It dies with the fork server, and
-that with the thread that started it: start from a thread that lives as long as the run. Once connected, the socket's folder
-is removed, so nothing is left behind however the run ends.
+A child leads a session of its own, so that Ctrl-C reaches the controller alone. It dies with the fork server, and the fork
+server with the thread that started it: start roles from a thread that lives as long as the run. The socket's folder is
+removed once connected, so nothing is left behind however the run ends.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tidemill.runtime.workers.stopped import stopped_instead
 
 T = TypeVar("T")
 MODULE = "tidemill.run.role_main"
-START_S = 120.0  # a cold import of torch from a network disk takes its time
-_PIPE_S = 1.0  # to read what a process wrote before it ended
-_STACKS_S = 0.5  # to write the stacks of all threads
+START_S = 120.0  # a cold import of torch from a network disk is slow
+_PIPE_S = 1.0  # limit for reading what a process wrote before it ended
+_STACKS_S = 0.5  # time for a process to write the stacks of all its threads
 _MOST_REPORT = 1 << 20  # bytes
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "VECLIB_MAXIMUM_THREADS", "NUMEXPR_NUM_THREADS")
 
@@ -85,16 +85,19 @@ class LocalProcess(Generic[T]):
         self._process.signal(signal.SIGKILL)
 
     async def stop(self, deadline: float = 10.0) -> str:
-        """Half of `deadline` (seconds) is for the object's close(), a quarter for leaving after SIGTERM; then SIGKILL."""
+        """End the process within `deadline` seconds: close(), then SIGTERM, then SIGKILL.
+
+        The object's close() may take half of that time, an exit of its own or by SIGTERM a quarter each.
+        """
         self._stopping = self._stopping or "was stopped"
         try:
             if self._closable and self.alive and await self._closes(deadline / 2):
                 await self._ended(deadline / 4)
-            self._process.signal(signal.SIGTERM)  # to nobody, if it has left by now
+            self._process.signal(signal.SIGTERM)  # a no-op if it has ended by now
             if not await self._ended(deadline / 4):
                 self._stopping += f"; it did not end within {deadline:g} s and was killed"
                 self._process.signal(signal.SIGKILL)
-        finally:  # also when we are cancelled: nothing of ours keeps running
+        finally:  # also when this call is cancelled: no process keeps running
             if self._listening is not None:
                 self._listening.cancel()
             if not await self._ended(0):
@@ -110,7 +113,7 @@ class LocalProcess(Generic[T]):
             return True
         except (PeerDied, TimeoutError):
             return False
-        except Exception as error:  # whatever it was, it goes down all the same, but say so
+        except Exception as error:  # the process ends all the same, but report the error
             reason, _, _ = str(error).partition("\n")
             self._stopping = f"was stopped; its close() failed: {reason}"
             return False
@@ -129,7 +132,7 @@ class LocalProcess(Generic[T]):
         return how
 
     async def _listen(self, liveness: Liveness) -> None:
-        """Heartbeats, until one is missing, or until they tell of no progress for too long."""
+        """Ask for heartbeats, and kill the process when one is missing or there is no progress for too long."""
         moved, since = -1.0, time.monotonic()
         while True:
             asked = time.monotonic()
@@ -141,7 +144,7 @@ class LocalProcess(Generic[T]):
                 self._beat = answer.result()
             except PeerTimeout:
                 if time.monotonic() - asked > 1.5 * liveness.silent_s:
-                    continue  # it is we who were stopped, or starved: the answer may be lying here
+                    continue  # this process was itself stopped or starved: the answer may have arrived meanwhile
                 self.kill(f"was silent for {liveness.silent_s:g} s ({_state(self.pid)}) and was killed")
                 return
             except (PeerDied, RemoteError, ValueError):
@@ -154,7 +157,7 @@ class LocalProcess(Generic[T]):
             elif now - since > liveness.stuck_s:
                 method = self._beat.busy[0][0]
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGUSR1)  # `role_host` has it write all its stacks to the log
+                    os.kill(self.pid, signal.SIGUSR1)  # `role_host` made this write all stacks to the log
                 await asyncio.sleep(_STACKS_S)  # bounded: once, then it is killed
                 self.kill(f"made no progress for {liveness.stuck_s:g} s in {method}() and was killed")
                 return
@@ -162,7 +165,10 @@ class LocalProcess(Generic[T]):
 
 
 class Local:
-    """Each role a process of this machine, its log in `logs`. All are forked from one process, which `close` ends too."""
+    """Placement that runs each role as a process of this machine, with its log in `logs`.
+
+    All roles are forked from one fork server, which `close` ends too.
+    """
 
     def __init__(
         self,
@@ -172,9 +178,9 @@ class Local:
         start_deadline: float = START_S,
         liveness: Liveness | None = None,
     ) -> None:
-        """command: runs a module that calls `hosting.host`; None: `python -m tidemill.run.role_main`.
+        """command: runs a module that calls `role_host.host`; None: `python -m tidemill.run.role_main`.
 
-        deadline: of a call, start_deadline: of a start, with that of the fork server where there is none; seconds.
+        deadline: limit of a call; start_deadline: limit of a start, that of the fork server included. Both in seconds.
         """
         self._logs, self._command, self._deadline = logs, command or [sys.executable, "-m", MODULE], deadline
         self._start_deadline, self._liveness = start_deadline, liveness
@@ -195,10 +201,11 @@ class Local:
         threads: int | None = None,
         deadlines: Mapping[str, float] | None = None,
     ) -> LocalProcess[T]:
-        """`spec` is plain data. `threads` bounds the numerical libraries. What it prints goes to `logs/name.log`.
+        """Fork a child, have it build the role, and connect to it. Its output goes to `logs/name.log`.
 
-        Raises what building the object raised when that is of the ValueError family, else StartFailed; PeerTimeout, with the
-        name of who was waited for, when it takes longer than `start_deadline`. The child is then gone.
+        spec: plain data. threads: limit for the numerical libraries. Raises what building the object raised when that is of
+        the ValueError family, else StartFailed; PeerTimeout, naming the peer, when the start takes longer than its deadline.
+        The child is then gone.
         """
         if not name or "/" in name:
             raise ValueError(f"process name {name!r}: expected one that can name a file")
@@ -230,7 +237,7 @@ class Local:
         return handle
 
     async def close(self) -> None:
-        """Ends the fork server, and with it whatever was not stopped. Safe to call again."""
+        """End the fork server and with it every role that was not stopped. Safe to call again."""
         self._closed = True
         for server in self._servers:
             server.kill("was closed")
@@ -238,7 +245,7 @@ class Local:
         await asyncio.gather(*(handle.wait() for handle in self._started))  # bounded: their processes have ended
 
     def _server(self) -> ForkServer:
-        """The one that serves; a new one when there is none, or none any more."""
+        """The running fork server; a new one when there is none."""
         assert not self._closed, "a placement that was closed starts nothing"
         if not self._servers or not self._servers[-1].usable:
             self._logs.mkdir(parents=True, exist_ok=True)
@@ -250,7 +257,7 @@ class Local:
 async def _fork(
     server: ForkServer, launch: Launch, report: int, log: Path, threads: int | None, seconds: float
 ) -> ForkedProcess:
-    """A child that prints to `log` and works in the directory that this process works in."""
+    """Fork a child that prints to `log` and has the working directory of this process."""
     folder = os.open(".", os.O_RDONLY)
     try:
         with open(log, "ab") as output:
@@ -261,10 +268,10 @@ async def _fork(
 
 
 async def _reported(fd: int, process: ForkedProcess, name: str, log: Log) -> Ready:
-    """What the child says of its start."""
+    """Read the child's report of its start. Raises the error that it reports, or StartFailed."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
-    pipe = os.fdopen(fd, "rb", buffering=0)  # the transport's from here on
+    pipe = os.fdopen(fd, "rb", buffering=0)  # from here on asyncio's transport owns and closes it
     transport, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), pipe)
     reading, ended = asyncio.create_task(_read(reader)), asyncio.create_task(process.wait())
     try:
@@ -295,7 +302,7 @@ async def _read(reader: asyncio.StreamReader) -> bytes:
 
 
 async def _greet(connection: Connection[Any], folder: str, seconds: float) -> None:
-    """Once the peer has answered, its socket needs no file any more."""
+    """Wait for the peer's first answer, then remove its socket's folder, which nobody needs any more."""
     try:
         await connection.hello(seconds)
     except BaseException:
@@ -316,7 +323,7 @@ async def _end(process: ForkedProcess, name: str) -> None:
 
 
 def _state(pid: int) -> str:
-    """What the system says of a process that does not answer."""
+    """The system's word for the state of a process that does not answer."""
     try:
         return f"its state is {psutil.Process(pid).status()!r}"
     except psutil.NoSuchProcess:

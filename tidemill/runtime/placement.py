@@ -1,4 +1,7 @@
-"""Where a role runs. `Inline` and `Local` start the same objects behind the same handle; callers cannot tell them apart."""
+"""Placement protocol: starts roles in this process or in others, behind the same handle.
+
+`Inline` and `Local` start the same objects; callers cannot tell them apart.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +15,16 @@ T_co = TypeVar("T_co", covariant=True)
 
 @dataclass(frozen=True, slots=True)
 class Liveness:
-    """How a process is watched, in seconds."""
+    """Limits by which a process is watched, in seconds."""
 
     every_s: float = 1.0  # between two heartbeats
-    silent_s: float = 60.0  # it does not answer one: stopped, or starved
-    stuck_s: float = 900.0  # it answers, but a call of it makes no progress
+    silent_s: float = 60.0  # without an answer to a heartbeat: the process is stopped or starved
+    stuck_s: float = 900.0  # with answers, but without progress in a running call
 
 
 @dataclass(slots=True)
 class Vitals:
-    """What is known of a process now."""
+    """Current state of a process."""
 
     name: str
     pid: int
@@ -32,10 +35,10 @@ class Vitals:
 
 
 Built = tuple[object, type]
-"""An object, and the protocol whose methods of it may be called."""
+"""An object, and the protocol that names its callable methods."""
 
 Factory = Callable[[dict[str, Any]], Built | Awaitable[Built]]
-"""Makes the object that a spec describes (plain data, `role` and `name` among its keys), in a running event loop."""
+"""Builds the object that a spec describes (plain data, `role` and `name` among its keys), in a running event loop."""
 
 
 class Handle(Protocol[T_co]):
@@ -47,7 +50,7 @@ class Handle(Protocol[T_co]):
     def proxy(self) -> T_co: ...
 
     async def wait(self) -> str:
-        """How it ended, once it has."""
+        """Wait for the role to end; returns how it ended."""
         ...
 
     def vitals(self) -> Vitals: ...
@@ -57,7 +60,7 @@ class Handle(Protocol[T_co]):
         ...
 
     async def stop(self, deadline: float = 10.0) -> str:
-        """End it, by force when it does not within `deadline` seconds; returns how it ended. Safe to call again."""
+        """End the role, by force after `deadline` seconds; returns how it ended. Safe to call again."""
         ...
 
 
@@ -71,17 +74,17 @@ class Placement(Protocol):
         threads: int | None = None,
         deadlines: Mapping[str, float] | None = None,
     ) -> Handle[T]:
-        """Start `name` in `role`. Raises what building it raised: ValueError family as it is, else StartFailed."""
+        """Start `name` in `role`. Raises ValueErrors of its construction as they are, else StartFailed."""
         ...
 
     def begin(self) -> None:
-        """Make ready what the first start needs, without waiting for it."""
+        """Begin to prepare what the first start needs, without waiting for it."""
         ...
 
     async def close(self) -> None:
-        """Leave nothing behind; what was not stopped ends. Safe to call again, but nothing starts any more."""
+        """End every role that was not stopped. Safe to call again; nothing can be started afterwards."""
         ...
 
 
 class StartFailed(RuntimeError):
-    """A role could not be started, for a reason that is not the configuration's."""
+    """A role could not be started, and the configuration is not the reason."""

@@ -1,4 +1,4 @@
-"""What a process leaves behind: its log, and how it ended."""
+"""Process logs: the tail of a log, exit codes in words, warnings to a file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 _TAIL_BYTES = 4096
 _TAIL_LINES = 15
-MOST_BYTES = 4 << 20  # of a file of warnings, of which there are two: an environment may fail a million times
+MOST_BYTES = 4 << 20  # per file of warnings (there are two): an environment may fail a million times
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,12 @@ class Log:
         return cls(path, path.stat().st_size if path.exists() else 0)
 
     def tail(self) -> str:
-        """Where it is, and its last lines, indented; at most `_TAIL_BYTES` are read."""
+        """The log's path and its last lines, indented; at most `_TAIL_BYTES` are read."""
         try:
             with open(self.path, "rb") as file:
                 file.seek(max(self.since, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
                 lines = file.read(_TAIL_BYTES).decode(errors="replace").splitlines()[-_TAIL_LINES:]
-        except OSError as error:  # nothing here may hide what is told beside it
+        except OSError as error:  # must not hide the error that this is part of
             return f"its log: {self.path} (cannot be read: {error.strerror})"
         if not lines:
             return f"its log: {self.path} (empty)"
@@ -39,7 +39,7 @@ class Log:
 
 
 def describe(code: int) -> str:
-    """An exit status, or a signal's number, negative."""
+    """An exit code in words. code: an exit status, or a signal's number, negative."""
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
 
 
@@ -57,12 +57,12 @@ class _Warnings(RotatingFileHandler):
             begun(self._path)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """A warning that cannot be written is lost: a full disk ends the run with a sentence of its own."""
+        """Drop a warning that cannot be written: a full disk ends the run with an error of its own."""
 
 
 @contextmanager
 def warnings_to(path: Path, begun: Callable[[Path], None]) -> Iterator[None]:
-    """Send the warnings of this process to a file, with their tracebacks. `begun` is told of the first."""
+    """Write the warnings of this process to a file, with their tracebacks; `begun` is called at the first."""
     handler, logger = _Warnings(path, begun), logging.getLogger("tidemill")
     logger.addHandler(handler)
     try:

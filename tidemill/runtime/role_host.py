@@ -1,11 +1,11 @@
-"""The child's side of `local`: forked from the server that imported everything, build a role, serve it until told to close.
+"""Role host: in a forked child, builds a role and serves its calls until it is closed.
 
     if __name__ == "__main__":
-        host(build, preload)   # build(spec) -> (object, protocol); preload() imports all that it needs
+        host(build, preload)   # build(spec) -> (object, protocol); preload() imports everything that `build` needs
 
-A child never outlives the server it was forked from, nor that its controller, however they ended: the kernel kills it
-(Linux), or a thread notices (elsewhere). SIGTERM closes the object and ends the process; Ctrl-C is the controller's affair
-and does not reach it. What is printed goes to the log.
+A child never outlives the fork server, nor the fork server its controller, however they end: the kernel kills it (Linux), or
+a thread notices (elsewhere). SIGTERM closes the object and ends the process. Ctrl-C does not reach it: the controller
+handles that. Its output goes to the log.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from tidemill.runtime.rpc import RpcServer
 from tidemill.runtime.wire_format import Failed, failure, methods_of
 
 _POLL_S = 0.5
-_CLOSE_S = 5.0  # for the target's own close() after a SIGTERM
+_CLOSE_S = 5.0  # limit of the target's own close() after a SIGTERM
 _FILELESS = sys.platform == "linux"
 _LONGEST_FOLDER = 80  # a Unix socket's path holds 103 bytes on macOS
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
     address: str
-    folder: str  # holds the socket, "" for none; whoever has connected removes it
+    folder: str  # holds the socket, "" for none; the client removes it once connected
 
 
 Report = Ready | Failed
@@ -50,24 +50,24 @@ REPORT_LENGTH = 4  # bytes that say how long the report is
 def host(
     build: Factory, preload: Callable[[], None] = lambda: None, use_threads: Callable[[int], None] = lambda _: None
 ) -> None:
-    """Be a fork server; in each process forked from it, serve what `build` makes of the launch.
+    """Run a fork server; in each process forked from it, build a role and serve it.
 
-    preload: imports, before the first fork; it may not start threads. use_threads: is told in a child how many threads it
-    may compute with, since libraries that are imported already do not look at the environment again.
-    A child ends with status 0 after a close, 1 when it did not start.
+    preload: the imports before the first fork; it must not start threads. use_threads: called in a child with the number of
+    threads it may compute with, since libraries that are already imported do not read the environment again.
+    A child exits with status 0 after a close, with 1 when the role did not start.
     """
     birth = serve_forks(preload)  # from here on this is a child
     if not birth.bound:
         threading.Thread(target=_watch_parent, args=(birth.parent,), daemon=True).start()
     faulthandler.enable()
-    faulthandler.register(signal.SIGUSR1)  # all stacks, for whoever finds us stuck
+    faulthandler.register(signal.SIGUSR1)  # writes all stacks: the watcher sends it to a process that is stuck
     fault_injection.belong_to(birth.launch.controller)
     if birth.threads is not None:
         use_threads(birth.threads)
     code = asyncio.run(_serve(build, birth.launch, birth.report))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # taking an interpreter apart writes to, and so copies, all that was shared with the server until then
+    os._exit(code)  # an orderly exit of the interpreter would write to, and so copy, all pages shared with the server
 
 
 async def _serve(build: Factory, launch: Launch, report: int) -> int:
@@ -76,7 +76,7 @@ async def _serve(build: Factory, launch: Launch, report: int) -> int:
     try:
         target, protocol = await _built(build, launch)
         server = RpcServer(target, protocol, launch.token)
-    except Exception as error:  # reported to the parent, whatever it is
+    except Exception as error:  # any error is reported to the parent
         traceback.print_exc()
         _report(report, failure(0, error))
         return 1
@@ -89,7 +89,7 @@ async def _serve(build: Factory, launch: Launch, report: int) -> int:
             shutil.rmtree(folder, ignore_errors=True)
     if not server.closed and "close" in methods_of(protocol):
         await asyncio.wait_for(target.close(), _CLOSE_S)  # type: ignore[attr-defined]
-    loop.remove_signal_handler(signal.SIGTERM)  # from here on it kills: nothing is left to lose
+    loop.remove_signal_handler(signal.SIGTERM)  # from here on it kills this process: everything is closed
     return 0
 
 
@@ -112,13 +112,16 @@ async def _run(server: RpcServer, stopping: asyncio.Event) -> None:
 
 def _report(fd: int, report: Report) -> None:
     raw = serialization.encode(report)
-    with open(fd, "wb") as file:  # with its length: a fork of ours may hold the pipe open
+    with open(fd, "wb") as file:  # length first: a fork of this process may hold the pipe open
         file.write(len(raw).to_bytes(REPORT_LENGTH, "big") + raw)
 
 
 def _place() -> tuple[str, str]:
-    """A socket's address, and the folder that it lies in. On Linux there is none: its name is in no file system, so that the
-    kernel takes it back when its process ends, whatever ended it. `RpcServer.bind` says who may connect."""
+    """A new address for a socket, and the folder that holds it ("" on Linux).
+
+    On Linux the name is in no file system, and the kernel frees it when the process ends, however it ends. `RpcServer.bind`
+    limits who may connect.
+    """
     if _FILELESS:
         return f"ipc://@tidemill-{secrets.token_hex(16)}", ""
     root = tempfile.gettempdir()
@@ -128,5 +131,5 @@ def _place() -> tuple[str, str]:
 
 def _watch_parent(parent: int) -> None:
     while os.getppid() == parent:
-        time.sleep(_POLL_S)  # bounded: a watch, for which nobody waits
+        time.sleep(_POLL_S)  # bounded: a watch that nobody waits for
     os._exit(1)

@@ -1,11 +1,11 @@
-"""Calls to an object in another process, over ZeroMQ: many in flight, answered in any order.
+"""Remote calls to an object in another process, over ZeroMQ: many in flight, answered in any order.
 
-    Server(target, protocol, token).bind(address) ; await run()        connection = connect(protocol, address, token, name)
+    RpcServer(target, protocol, token).bind(address) ; await run()     connection = connect(protocol, address, token, name)
                                                                         await connection.proxy.method(...)
 
-Every call has a deadline (I4). A local cancellation, or a deadline that passed, cancels the remote task. Whoever watches the
-process says `died(how)`, and all pending calls fail at once. A server accepts frames with this run's token and of bounded
-size only; bytes it cannot read are counted and dropped, or answered with an error when they name a call.
+Every call has a deadline (I4). A local cancellation or a deadline that passed cancels the remote task. The watcher of the
+process calls `died(how)`, and all pending calls fail at once. A server accepts only frames with this run's token and of
+bounded size. It counts and drops bytes that it cannot read, or answers with an error when they name a call.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ from tidemill.runtime.wire_format import (
 T = TypeVar("T")
 DEADLINE_S = 60.0
 _NO_COPY = 1 << 16  # bytes from which handing a frame over is cheaper than copying it
-_LINGER_MS = 2000  # how long a closing server may take to hand over its last replies
+_LINGER_MS = 2000  # limit for a closing server to send its last replies
 
 
 class RpcServer:
-    """Serves `target`'s methods that `protocol` declares, until its `close` was called or `stop`."""
+    """Serves the methods of `target` that `protocol` declares, until `close` or `stop` is called."""
 
     def __init__(self, target: object, protocol: type, token: str, max_frame: int = MAX_FRAME) -> None:
         self._target, self._methods, self._token = target, methods_of(protocol), token.encode()
@@ -65,13 +65,13 @@ class RpcServer:
         self._stopping = asyncio.Event()
         self._busy: dict[tuple[bytes, int], tuple[str, float]] = {}  # method, when it came; oldest first
         self._answered = 0  # calls
-        self.closed = False  # the target's own `close` was called, and returned
-        self.refused = 0  # messages that were not ours or not readable
+        self.closed = False  # True once the target's own `close` has returned
+        self.refused = 0  # messages with another token or not readable
 
     def bind(self, address: str) -> str:
-        """Returns the address with its port filled in, when it ended in `:0` or `:*`.
+        """Listen at `address`; returns it with its port filled in when it ended in `:0` or `:*`.
 
-        On Linux the kernel says who connects to a Unix socket, and only processes of this user may."""
+        On Linux the kernel lets only processes of this user connect to a Unix socket."""
         if address.startswith("ipc:") and sys.platform == "linux":
             self._socket.setsockopt(zmq.IPC_FILTER_UID, os.geteuid())
         self._socket.bind(address)
@@ -131,7 +131,7 @@ class RpcServer:
             result = await self._perform(request, payload)
         except asyncio.CancelledError as error:
             reply = failure(request.id, error)
-        except Exception as error:  # whatever it is, it is the caller's to handle
+        except Exception as error:  # any error goes to the caller
             reply = failure(request.id, error)
         finally:
             if self._busy.pop((identity, request.id), None):
@@ -165,19 +165,19 @@ class RpcServer:
         try:
             await _send(self._socket, [identity, serialization.encode(reply), result])
         except zmq.ZMQError as error:
-            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # those: the caller has gone, nobody waits for this
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):  # both mean that the caller is gone
                 raise
 
 
 async def serve(target: object, protocol: type, address: str, token: str, max_frame: int = MAX_FRAME) -> None:
-    """Host `target` at `address` until its `close` was called."""
+    """Serve `target` at `address` until its `close` is called."""
     server = RpcServer(target, protocol, token, max_frame)
     server.bind(address)
     await server.run()
 
 
 class Connection(Generic[T]):
-    """A client's end. `proxy` has the protocol's methods; everything else about the peer is here."""
+    """Client side of a connection to one peer; `proxy` has the protocol's methods."""
 
     def __init__(
         self,
@@ -211,17 +211,17 @@ class Connection(Generic[T]):
         return serialization.decode(raw, method.result)
 
     async def hello(self, seconds: float) -> None:
-        """Raises ValueError when the peer serves other methods than this side calls."""
+        """Wait for the peer. Raises ValueError when it lacks methods of the protocol."""
         raw = await self._request(Hello(next(self._ids)), b"", "hello", seconds)
         if missing := set(self._methods) - set(serialization.decode(raw, list[str])):
             raise ValueError(f"{self.name} does not serve {', '.join(sorted(missing))}")
 
     async def ping(self, seconds: float) -> Beat:
-        """Raises PeerTimeout when the peer's event loop does not turn for so long."""
+        """Ask for a heartbeat. Raises PeerTimeout when the peer's event loop does not answer in time."""
         return serialization.decode(await self._request(Ping(next(self._ids)), b"", "ping", seconds), Beat)
 
     def died(self, how: str) -> None:
-        """Fail every pending call, and every later one, with PeerDied. The first reason stands."""
+        """Fail every pending and every later call with PeerDied. The first reason is kept."""
         if self._gone is not None:
             return
         self._gone = how
@@ -277,7 +277,7 @@ class Connection(Generic[T]):
                 continue
             future = self._pending.get(reply.id)
             if future is None or future.done():
-                continue  # of a call that was cancelled here
+                continue  # the call was cancelled here
             if isinstance(reply, Failed):
                 future.set_exception(rebuild(reply, self.name))
             else:
@@ -285,7 +285,7 @@ class Connection(Generic[T]):
 
 
 def check_deadlines(protocol: type, deadlines: Mapping[str, float] | None) -> dict[str, float]:
-    """Raises ValueError when one is for a method that the protocol does not have, or would be a wait without end."""
+    """Check deadlines by method. Raises ValueError for an unknown method and for an endless wait."""
     if unknown := set(deadlines or {}) - set(methods_of(protocol)):
         raise ValueError(f"deadlines for {sorted(unknown)}: {protocol.__name__} has {sorted(methods_of(protocol))}")
     for method, seconds in (deadlines or {}).items():
@@ -309,8 +309,8 @@ def connect(
 ) -> Connection[T]:
     """A connection to the object served at `address`; `.proxy` has its methods.
 
-    `deadline` is a call's, in seconds; `deadlines` overrides it by method. Calls raise what the remote method raised
-    (see `wire_format`), PeerTimeout or PeerDied. Needs a running event loop, and belongs to it.
+    deadline: limit of a call in seconds; deadlines: limits by method, which override it. Calls raise what the remote method
+    raised (see `wire_format`), PeerTimeout or PeerDied. A connection needs a running event loop and belongs to it.
     """
     return Connection(protocol, address, token, name, deadline, deadlines, max_frame)
 
@@ -329,7 +329,7 @@ def _proxy(protocol: type, connection: Connection[Any]) -> object:
 
 
 async def _send(socket: zmq.asyncio.Socket, frames: list[bytes]) -> None:
-    """Raises zmq.Again when there is no connection to send on; it never waits for one."""
+    """Send without waiting. Raises zmq.Again when there is no connection to send on."""
     await socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=len(frames[-1]) < _NO_COPY)
 
 
@@ -337,5 +337,5 @@ def _socket(context: zmq.asyncio.Context, kind: int, max_frame: int) -> zmq.asyn
     socket = context.socket(kind)
     socket.setsockopt(zmq.MAXMSGSIZE, max_frame)
     for option in (zmq.SNDHWM, zmq.RCVHWM):
-        socket.setsockopt(option, 0)  # a full queue would drop replies silently; what is in flight is bounded by admission
+        socket.setsockopt(option, 0)  # unlimited: a full queue would drop replies silently; admission bounds them
     return socket

@@ -1,9 +1,9 @@
-"""What travels between two processes: calls, replies and failures, decoded by declared types. Never pickle.
+"""Messages of remote calls: calls, replies and failures, decoded by declared type, never pickle.
 
-    call    [token, Call | Cancel | Hello, arguments]        reply    [Done | Failed, result]
+    call    [token, Call | Cancel | Hello | Ping, arguments]        reply    [Done | Failed, result]
 
-A failure is (type names, message, traceback). Errors that mean something to the caller, the ValueError family first of all,
-become the same type again; every other one is a `RemoteError` that shows the traceback of the other side.
+A failure is (type names, message, traceback). Errors that the caller can handle, above all the ValueError family, become the
+same type again; every other one becomes a `RemoteError` that shows the traceback of the other side.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tidemill.core.serialization import CodecError
 from tidemill.models.architecture import UnsupportedModel
 
 MAX_FRAME = 1 << 30  # bytes; a step of 512 rows of 32k tokens is about 400 MB
-_MAX_TRACE = 20_000  # characters of a traceback that travel; its end is what matters
+_MAX_TRACE = 20_000  # characters of a traceback that are sent, counted from its end
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
@@ -35,19 +35,19 @@ class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Asks for the names of the methods that are served."""
+    """Request for the names of the served methods."""
 
     id: int
 
 
 class Ping(msgspec.Struct, frozen=True, tag="ping"):
-    """Asks for a Beat: answered by the event loop itself, whatever else the peer is doing."""
+    """Request for a Beat, answered by the peer's event loop whatever else it does."""
 
     id: int
 
 
 class Beat(msgspec.Struct, frozen=True):
-    """What a peer says of itself."""
+    """Heartbeat of a peer: its progress and its running calls."""
 
     progress: float  # grows while work is being done
     busy: list[tuple[str, float]]  # calls in flight, oldest first: method, seconds since it came
@@ -85,7 +85,7 @@ class PeerDied(PeerLost):
 
 
 class RemoteError(RuntimeError):
-    """The other side raised something that has no meaning here; `trace` is its traceback."""
+    """The other side raised an exception of a type unknown here; `trace` is its traceback."""
 
     def __init__(self, peer: str, kind: str, message: str, trace: str) -> None:
         super().__init__(f"{peer} raised {kind}: {message}\n--- traceback in {peer} ---\n{trace}")
@@ -108,7 +108,7 @@ def failure(call: int, error: BaseException) -> Failed:
 
 
 def keeps_its_type(error: Exception) -> bool:
-    """Whether `rebuild` makes it the same type, or an ancestor that means as much, and not a RemoteError."""
+    """True when `rebuild` restores the error's type or a known ancestor, not a RemoteError."""
     return any(kind.__name__ in _REBUILT for kind in type(error).__mro__)
 
 
@@ -132,7 +132,10 @@ class Method:
 
 @cache
 def methods_of(protocol: type) -> dict[str, Method]:
-    """The public async methods a protocol declares. Raises TypeError for one that cannot be called from another process."""
+    """The public async methods that a protocol declares, by name.
+
+    Raises TypeError for one that cannot be called from another process.
+    """
     return {
         name: _method(protocol, name, function)
         for name, function in inspect.getmembers(protocol, inspect.isfunction)

@@ -1,1 +1,1 @@
-"""Transports that carry weights from the trainer to the engines, and the manifest of a version."""
+"""Weight sync: transports that carry weights from the trainer to the engines, and their manifest."""

@@ -1,9 +1,9 @@
-"""Weights through files, for engines that share nothing with the trainer but a disk.
+"""Checkpoint transport: weights as files, for engines that share only a disk with the trainer.
 
     folder/v000012.0/    manifest.json    part-0000.safetensors ...        (step 12, incarnation 0)
 
-A version is written under a temporary name, synced to the disk and then renamed, so that it is complete wherever it is seen.
-The last `keep` versions stay. Only folders that hold our marker are ever removed.
+A version is written under a temporary name, synced to the disk and then renamed, so a version that can be seen is complete.
+The last `keep` versions stay. Only folders that hold the marker of this module are ever removed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tidemill.weight_sync.manifest import MAX_BYTES, Block, WeightManifest
 _MARKER = ".tidemill-weights"
 _UNFINISHED = ".sending-"
 _NAME = re.compile(r"v(\d{6,})\.(\d+)")
-PART_BYTES = 1 << 30  # bounds what is held in memory until it is written: what was cast, or came from a device
+PART_BYTES = 1 << 30  # bounds the copies (cast, or from a device) that are held in memory until they are written
 
 
 class CheckpointSender:
@@ -39,11 +39,11 @@ class CheckpointSender:
         self._folder, self._keep, self._part_bytes = folder, keep, part_bytes
         self._policy: str | None = None
         folder.mkdir(parents=True, exist_ok=True)
-        for left in folder.glob(f"{_UNFINISHED}*"):  # of a sender that was killed
+        for left in folder.glob(f"{_UNFINISHED}*"):  # left by a sender that was killed
             remove_left(left, _MARKER)
 
     def send(self, version: Version, slices: Iterable[Slice]) -> Published:
-        """Raises ValueError when the slices do not make whole tensors; then nothing has become visible."""
+        """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         if version.policy != (self._policy or version.policy):
             raise ValueError(f"{self._folder} holds {self._policy!r}: send {version.policy!r} to a folder of its own")
         self._policy = version.policy
@@ -64,12 +64,12 @@ class CheckpointSender:
         return Published(manifest.version, "checkpoint", str(target), sum(b.length for b in manifest.blocks))
 
     def close(self) -> None:
-        """Removes every version: they were on their way to engines, not kept for anyone."""
+        """Remove every version: they only existed to reach the engines."""
         for path in self._versions():
             _remove(path)
 
     def _versions(self) -> list[Path]:
-        """Ours, oldest first: by incarnation, then step."""
+        """The folders of this sender's versions, oldest first: by incarnation, then step."""
         found = [(int(m[2]), int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name)) and _is_ours(p)]
         return [path for _, _, path in sorted(found)]
 
@@ -102,7 +102,7 @@ def _write_parts(folder: Path, version: Version, slices: Iterable[Slice], part_b
     for item in slices:
         host = replace(item, tensor=item.tensor.detach().cpu().contiguous())
         block = Block.of(host, part=part)
-        coverage.add(host)  # here already: safetensors does not take tensors that overlap
+        coverage.add(host)  # checked this early because safetensors refuses overlapping tensors
         if block.key in pending:
             raise ValueError(f"{block.key} was given twice")
         if pending and held + block.length > part_bytes:
@@ -122,7 +122,10 @@ def _part_name(part: int) -> str:
 
 
 def _publish(unfinished: Path, target: Path) -> None:
-    """Rename into place. A version sent before (after a resume) gives way; who has it open keeps what it has."""
+    """Rename a finished version into place.
+
+    A version of the same name (sent again after a resume) is replaced; a reader that has it open keeps its files.
+    """
     if target.exists():
         if not _is_ours(target):
             raise FileExistsError(f"{target} exists and is not a version of ours: choose another folder for weights")
@@ -139,12 +142,12 @@ def _is_ours(path: Path) -> bool:
 
 
 def _remove(version: Path) -> None:
-    """One of ours. Cut off by a kill, it is no version."""
+    """Remove a version. It is renamed first, so that a kill halfway leaves no broken version."""
     remove_left(version.rename(_unused(version.parent)), _MARKER)
 
 
 def _unused(folder: Path) -> Path:
-    """In it, for what is no version: what is left there by a kill is removed by the next sender."""
+    """A new path in `folder` that is no version's: the next sender removes what a kill leaves there."""
     return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 

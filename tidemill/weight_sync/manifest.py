@@ -1,11 +1,11 @@
-"""What a version consists of: every block's name, place and dtype. Written by the sender, held against what is found.
+"""Manifest of a weights version: name, place and dtype of every block, checked by the receiver.
 
-    sender:    blocks while streaming -> Manifest -> encode          receiver: decode -> check -> each block's check
+    sender: blocks while streaming -> WeightManifest -> encode      receiver: decode -> check -> check of each block
 
-A manifest from elsewhere is only data: decoding is strict and bounded, and `check` refuses one whose blocks do not tile
-their tensors exactly. That the bytes are right, positions included, is proved by the fingerprint in `version`: the trainer
-takes it from its own parameters, the engine from what it would serve, so it covers every copy on the way. When they differ,
-`total` tells which tensor it is.
+A manifest from elsewhere is untrusted data: decoding is strict and bounded, and `check` refuses one whose blocks do not tile
+their tensors exactly. The fingerprint in `version` verifies the bytes and their positions: the trainer takes it from its own
+parameters, the engine from what it would serve, so it covers every copy on the way. When the two differ, `total` tells which
+tensor is wrong.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Coverage, Slice
 
 FORMAT = "tidemill-weights-1"
-MAX_BYTES = 64 << 20  # of an encoded manifest; a 400-layer model cut into 16 needs about 10 MB
-MAX_CUTS = 1024  # blocks of one tensor
-MAX_ELEMENTS = 1 << 56  # of one tensor
+MAX_BYTES = 64 << 20  # per encoded manifest; a 400-layer model cut into 16 needs about 10 MB
+MAX_CUTS = 1024  # blocks per tensor
+MAX_ELEMENTS = 1 << 56  # per tensor
 
 DTYPES = {
     str(d).removeprefix("torch."): d
@@ -46,20 +46,20 @@ Outline = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, int
 
 
 class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One slice as it lies in its carrier."""
+    """One slice as it lies in its transport."""
 
     name: _Name
     shape: _Dims  # of the whole tensor
-    offset: _Dims  # where the block begins in it
+    offset: _Dims  # where the block begins in the tensor
     size: _Dims  # of the block
     dtype: str
-    total: int | None  # the fingerprint of the whole tensor, by its owner
-    part: _Count = 0  # which file of the carrier holds it
-    start: _Count = 0  # its first byte there; a safetensors file has an index of its own
+    total: int | None  # fingerprint of the whole tensor, computed by its owner
+    part: _Count = 0  # number of the transport's file that holds it
+    start: _Count = 0  # its first byte there; unused by safetensors files, which have an index of their own
 
     @classmethod
     def of(cls, item: Slice, part: int = 0, start: int = 0) -> Block:
-        """Raises ValueError when the slice's dtype cannot travel."""
+        """The block that describes a slice. Raises ValueError when its dtype cannot be sent."""
         dtype = str(item.tensor.dtype).removeprefix("torch.")
         if dtype not in DTYPES:
             raise ValueError(f"{item.name}: weights of dtype {dtype} cannot be sent; known: {', '.join(DTYPES)}")
@@ -67,21 +67,21 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def length(self) -> int:
-        """In bytes."""
+        """The size of the block in bytes."""
         return prod(self.size) * DTYPES[self.dtype].itemsize
 
     @property
     def key(self) -> str:
-        """Its name among blocks: the Hugging Face name, and the offset when it is not the whole tensor."""
+        """Unique name: the tensor's Hugging Face name, with the offset if this is only a part of it."""
         return self.name if self.size == self.shape else f"{self.name}@{','.join(map(str, self.offset))}"
 
     @property
     def outline(self) -> Outline:
-        """This block without its elements."""
+        """The fields of this block that are equal in every version (all but `total`)."""
         return self.name, self.shape, self.offset, self.size, self.dtype, self.part, self.start
 
     def slice(self, tensor: Tensor) -> Slice:
-        """`tensor` as this block. Raises PolicyMismatch when it is another one."""
+        """Wrap `tensor` as the slice of this block. Raises PolicyMismatch when shape or dtype differ."""
         if tensor.shape != self.size or tensor.dtype != DTYPES[self.dtype]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             raise PolicyMismatch(
@@ -91,7 +91,7 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    version: Version  # with the fingerprint of what the blocks should come to
+    version: Version  # with the fingerprint that the blocks together must have
     blocks: list[Block]
     format: str = FORMAT
 
@@ -103,7 +103,7 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @classmethod
     def decode(cls, raw: bytes) -> WeightManifest:
-        """Raises PolicyMismatch when `raw` is not a sound manifest."""
+        """Decode and check a manifest. Raises PolicyMismatch when `raw` is not a sound one."""
         if len(raw) > MAX_BYTES:
             raise PolicyMismatch(f"manifest of {len(raw)} bytes: at most {MAX_BYTES} are read")
         try:
@@ -120,11 +120,11 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         _check_layout(self.layout())
 
     def layout(self) -> tuple[Outline, ...]:
-        """What of it is the same in every version of a policy."""
+        """The outlines of all blocks: equal in every version of a policy."""
         return tuple(block.outline for block in self.blocks)
 
     def expect(self, published: Published) -> None:
-        """Raise PolicyMismatch unless this is the manifest of exactly that version, fingerprint included."""
+        """Raise PolicyMismatch unless this manifest is of exactly that version, fingerprint included."""
         if self.version != published.version or not self.version.fingerprint:
             raise PolicyMismatch(
                 f"{published.location} holds {self.version} (fingerprint {self.version.fingerprint[:16] or 'none'}), "
@@ -132,7 +132,7 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             )
 
 
-@lru_cache(maxsize=4)  # those of a policy's versions are all the same
+@lru_cache(maxsize=4)  # all versions of a policy have the same layout
 def _check_layout(layout: tuple[Outline, ...]) -> None:
     if not layout:
         raise ValueError("no weights in it")

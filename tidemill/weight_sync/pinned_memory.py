@@ -1,4 +1,4 @@
-"""Shared memory that a CUDA device writes to by itself: else its driver copies through memory of its own, more slowly."""
+"""Pinned shared memory, which a CUDA device writes to directly and therefore faster."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Pinned:
-    """Keeps a mapping's pages where they are until it is closed. Where that is not to be had, nothing changes."""
+    """Pins a mapping's pages for CUDA until closed; where CUDA refuses, `held` is False."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._memory = torch.frombuffer(mapping, dtype=torch.uint8)

@@ -1,14 +1,14 @@
-"""Weights through the memory of one machine: written once by the trainer, read in place by every engine.
+"""Shared-memory transport: the trainer writes weights once, every engine reads them in place.
 
     slot = [header | blocks, 64-byte aligned | manifest]        two slots, written in turn
 
-While version v is written to one slot, engines may still read v - 1 from the other. The header goes in last and is wiped
-first, so that a send that failed half-way is never visible and a slot that was overwritten under a reader is noticed: the
-receiver compares the header before and after each block is used. Blocks are read in place, through a read-only mapping.
+While version v is written to one slot, engines may still read v - 1 from the other. The header is wiped first and written
+last, so that a send that failed halfway is never visible. The receiver compares the header before and after each block is
+used, and so notices a slot that was overwritten meanwhile. Blocks are read in place, through a read-only mapping.
 
-A slot is anonymous memory, gone with the last process that has it open, or else a file in the folder given. Python's own
-`SharedMemory` is not used: its resource tracker unlinks segments that another process still uses, and leaks them when the
-tracker is killed too.
+A slot is anonymous memory, which goes away with the last process that has it open, or else a file in a given folder.
+Python's own `SharedMemory` is not used: its resource tracker unlinks segments that another process still uses, and leaks
+them when the tracker is killed too.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ _FIRST = 4096  # where the blocks begin
 _ALIGN = 64
 _FILE = "tidemill-{}.slot"
 
-with warnings.catch_warnings():  # torch warns once a process that it cannot protect read-only memory; here the mapping does
+with warnings.catch_warnings():  # torch warns once per process that a buffer is read-only; here the mapping protects it
     warnings.simplefilter("ignore")
     torch.frombuffer(b"\0", dtype=torch.uint8)
 
 
 class SharedMemorySender:
-    """Files, where anonymous memory is not to be had or not wanted, are made in `folder`."""
+    """Sender with two slots; they are files in `folder` without anonymous memory."""
 
     def __init__(self, folder: Path, anonymous: bool = True) -> None:
         self._slots = [_Slot(folder, anonymous), _Slot(folder, anonymous)]
         self._next = 0
 
     def send(self, version: Version, slices: Iterable[Slice]) -> Published:
-        """Raises ValueError when the slices do not make whole tensors; then nothing has become visible."""
+        """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         assert self._slots, "send() after close()"
         slot = self._slots[self._next]
         slot.wipe()
@@ -81,7 +81,10 @@ class SharedMemoryReceiver:
         self._mappings: dict[tuple[int, int], _Mapping] = {}  # by device and inode; mapping anew costs page faults
 
     def receive(self, published: Published) -> Iterator[Slice]:
-        """Tensors are read-only views (writing to one is a segmentation fault), valid until the iterator moves on."""
+        """Iterate over the slices as read-only views, each valid until the iterator moves on.
+
+        Writing to one is a segmentation fault. Raises PolicyMismatch for another version than `published`.
+        """
         location = published.location
         with _opened(location) as fd:
             header = _read_header(fd, location)
@@ -97,8 +100,11 @@ class SharedMemoryReceiver:
         self._mappings.clear()  # unmapped with the last view of it
 
     def _mapping(self, fd: int, end: int) -> _Mapping:
-        """Of at least its first `end` bytes. One that reaches so far is kept, though the slot may have grown by a longer
-        manifest: to give up a mapping of 100 MB takes 5 ms, in which no step is taken."""
+        """A mapping of at least the first `end` bytes of a slot.
+
+        A known mapping that reaches so far is kept even if the slot has grown by a longer manifest: closing a mapping of
+        100 MB takes 5 ms, and the engine takes no step meanwhile.
+        """
         status = os.fstat(fd)
         key = status.st_dev, status.st_ino
         known = self._mappings.pop(key, None)
@@ -111,7 +117,7 @@ class SharedMemoryReceiver:
 
 
 class _Mapping:
-    """A slot as a receiver sees it."""
+    """A receiver's mapping of one slot, with views of its blocks."""
 
     def __init__(self, memory: mmap.mmap) -> None:
         self.memory = memory
@@ -119,7 +125,7 @@ class _Mapping:
         self._views: list[Tensor] = []
 
     def views(self, manifest: WeightManifest, location: str) -> list[Tensor]:
-        """Of each block. They are made once for all versions of the same layout."""
+        """A view of each block, made once for all versions of the same layout."""
         if (layout := manifest.layout()) != self._layout:
             self._views = [_view(self.memory, block, location) for block in manifest.blocks]
             self._layout = layout
@@ -135,7 +141,7 @@ class _Header(NamedTuple):
 
 
 class _Slot:
-    """The sender's end of one slot. It only ever grows, so that no reader's mapping loses its memory."""
+    """The sender's side of one slot. It never shrinks, so that no reader's mapping loses its memory."""
 
     def __init__(self, folder: Path, anonymous: bool) -> None:
         made = anonymous_memory("tidemill-weights") if anonymous else None
@@ -161,7 +167,7 @@ class _Slot:
                 into = torch.frombuffer(self._map, dtype=tensor.dtype, offset=start, count=tensor.numel())
                 into = self._blocks[start] = into.view(tensor.shape)
             into.copy_(tensor)
-        else:  # a write reports a full memory as OSError, a store to the mapping would kill the process
+        else:  # a write reports full memory as OSError, while a store to the mapping would kill the process
             _write(self.fd, raw_bytes(tensor.cpu()).data, start)
 
     def commit(self, manifest: bytes, start: int) -> None:
@@ -173,7 +179,7 @@ class _Slot:
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, secrets.token_bytes(16), start, len(manifest), digest), 0)
 
     def _let_go(self) -> None:
-        """Of the map."""
+        """Release the mapping and everything that refers to it."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
@@ -188,7 +194,10 @@ class _Slot:
 
 
 def _named(folder: Path) -> tuple[int, str]:
-    """(descriptor, location) of a new file of ours in `folder`, locked while we live; those whose maker died are removed."""
+    """Create a slot file in `folder`, locked while this process lives; returns (descriptor, location).
+
+    Files whose maker died are removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(_FILE.format("*")):
         with open(old, "rb") as file:

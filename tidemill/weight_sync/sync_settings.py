@@ -1,4 +1,4 @@
-"""How weights travel from the trainer to the engines. No torch here: the command line reads it."""
+"""Settings of weight sync, in a module without torch because the command line reads it."""
 
 from __future__ import annotations
 
@@ -11,4 +11,4 @@ from tidemill.core.config import Config
 
 class SyncSettings(Config):
     carrier: Literal["shared_memory", "checkpoint"] = "shared_memory"  # checkpoint: files, for engines sharing only a disk
-    keep: int = Field(default=2, ge=2)  # versions the checkpoint carrier keeps on disk: engines may yet read the one before
+    keep: int = Field(default=2, ge=2)  # versions kept on disk with checkpoint: engines may still read the previous one

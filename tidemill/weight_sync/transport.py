@@ -1,4 +1,4 @@
-"""The carriers by name."""
+"""Factories of senders and receivers by the name of their transport."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from tidemill.weight_sync.sync_settings import SyncSettings
 
 
 def make_sender(settings: SyncSettings, folder: Path) -> Sender:
-    """`folder` is used by the checkpoint carrier, and by shared memory where the system has no anonymous memory."""
+    """The sender for `settings`. folder: for checkpoints, and for shared memory that cannot be anonymous."""
     if settings.carrier == "checkpoint":
         return CheckpointSender(folder, settings.keep)
     return SharedMemorySender(folder)
 
 
 def make_receiver(carrier: str) -> Receiver:
-    """The receiver for `Published.carrier`. Raises ValueError when there is no such carrier."""
+    """The receiver for `Published.carrier`. Raises ValueError when there is no such transport."""
     match carrier:
         case "shared_memory":
             return SharedMemoryReceiver()

@@ -1,1 +1,1 @@
-"""Processes that run a user's code, and may be killed at any time: the part that every kind of them shares."""
+"""Worker processes for user code, which may be killed at any time: what all kinds share."""

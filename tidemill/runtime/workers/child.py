@@ -1,4 +1,7 @@
-"""One worker process, seen from the process that started it: start, frames, kill with everything it started, last words."""
+"""Parent's side of one worker process: start it, exchange frames, kill it with all it started.
+
+It also keeps the end of the worker's output, to say why a worker ended.
+"""
 
 from __future__ import annotations
 
@@ -20,12 +23,12 @@ import psutil
 from tidemill.runtime.workers import guard, keeper
 from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, framed, size_of
 
-STARTUP_LIMIT_S = 120.0  # to start Python and to import what the user's code imports
-REAP_LIMIT_S = 5.0  # for a killed process to be gone
+STARTUP_LIMIT_S = 120.0  # limit for starting Python and importing what the user's code imports
+REAP_LIMIT_S = 5.0  # limit for a killed process to be gone
 MOST_OUTPUT = 64 << 20  # bytes that a worker may print from one frame to the next
-_LAST_WORDS_S = 0.2  # for the pipe of a process that is gone to be read to its end
-_STACKS_S = 2.0  # for a process, starved perhaps, to say where it is
-_TAIL = 16384  # bytes of a worker's output that are kept, for the reason of a failure
+_LAST_WORDS_S = 0.2  # limit for reading the pipe of a dead process to its end
+_STACKS_S = 2.0  # limit for a process, perhaps a starved one, to write its stack
+_TAIL = 16384  # bytes of a worker's output that are kept to explain a failure
 _TRACED = "(most recent call first):\n"  # as faulthandler writes it
 _FRAME = re.compile(r'  File "(.*?)", line (\d+) in (\S+)\n')
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -36,26 +39,29 @@ _numbers = itertools.count()
 
 
 async def closed(stdin: asyncio.StreamWriter) -> None:
-    """Until a process's stdin, which was closed, is. What it did not read is lost with it, which nobody but asyncio would
-    tell of: once more when the pipe is collected, in the middle of whatever goes on then."""
+    """Wait until a stdin that was closed is really closed.
+
+    An error for bytes that the process did not read is swallowed here. Otherwise asyncio would report it when the pipe is
+    garbage collected, in the middle of unrelated work.
+    """
     with suppress(OSError):
         await asyncio.wait_for(asyncio.shield(stdin.wait_closed()), REAP_LIMIT_S)
 
 
 class WorkerProcess:
-    """Use as: `await start(...)`, `await send(...)` and `await receive(...)`, `kill()`, `await reap()`."""
+    """A running worker: `await start(...)`, `send(...)`, `receive(...)`; `kill()`, `await reap()`."""
 
     def __init__(self, process: asyncio.subprocess.Process, title: str, mark: str) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        self.pid, self.title, self._mark = process.pid, title, mark  # pid: the worker's, once it has said it
+        self.pid, self.title, self._mark = process.pid, title, mark  # pid: the worker's own, once it has reported it
         self._process, self._stdin, self._stdout = process, process.stdin, process.stdout
         self._output, self._printed = bytearray(), 0
         self._draining = asyncio.ensure_future(self._drain(process.stderr))
 
     @classmethod
     async def start(cls, module: str, title: str, memory_mb: int) -> Self:
-        """Run MODULE as a worker below its keepers. title: what messages call it."""
-        # A fixed hash seed: what a user's code makes of a set must not differ from run to run.
+        """Run MODULE as a worker below its keepers. title: the worker's name in messages."""
+        # A fixed hash seed: the order of a set in a user's code must not differ from run to run.
         mark = f"{MARK}{next(_numbers)}."
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", keeper.__name__, module, str(memory_mb), str(os.getpid())),
@@ -75,13 +81,13 @@ class WorkerProcess:
         return child
 
     async def _introduced(self) -> None:
-        """Learn the worker's process id. One that ended before it said that is found to have ended by who asks it."""
+        """Read the worker's process id. A worker that ended before it sent one is noticed at the first call."""
         with suppress(asyncio.IncompleteReadError, TimeoutError):
             async with asyncio.timeout(STARTUP_LIMIT_S):
                 (self.pid,) = keeper.PID.unpack(await self._stdout.readexactly(keeper.PID.size))
 
     def post(self, body: bytes) -> None:
-        """Send one frame without waiting for the worker to read it. To a worker that is gone it goes nowhere."""
+        """Send one frame without waiting for the worker to read it. A frame to a dead worker is lost."""
         self._printed = 0
         self._stdin.write(framed(body))
 
@@ -90,15 +96,20 @@ class WorkerProcess:
         await self._stdin.drain()  # bounded: by the caller, and by the worker's death
 
     async def receive(self, most: int) -> bytes:
-        """The next frame. Raises CodecError when it is longer than `most` bytes, IncompleteReadError when none comes."""
+        """The next frame, at most `most` bytes long.
+
+        Raises CodecError when it is longer, IncompleteReadError when the worker closes its stdout.
+        """
         # bounded: by the caller, and by the worker's death
         header = await self._stdout.readexactly(HEADER_BYTES)
         # bounded: as above
         return await self._stdout.readexactly(size_of(header, most))
 
     def kill(self) -> None:
-        """Kill the worker and its process group. What else it started its keepers kill, and the system's parent of orphans
-        elsewhere than on Linux."""
+        """Kill the worker and its process group.
+
+        Its keepers kill what else it started. Elsewhere than on Linux there are none, so its children are killed here.
+        """
         if self._process.returncode is None:
             if not keeper.KEEPERS:
                 self._kill_children()
@@ -110,7 +121,7 @@ class WorkerProcess:
     async def reap(self) -> None:
         """Wait until the killed process and all that it started are gone, and its pipes are closed."""
         self._stdin.close()
-        if await self._exited() is None:  # its keepers were stopped
+        if await self._exited() is None:  # its keepers are stopped (SIGSTOP)
             self._process.kill()
             await self._exited()
         deadline = time.monotonic() + REAP_LIMIT_S
@@ -130,11 +141,11 @@ class WorkerProcess:
                 _signal(os.kill, child.pid)
 
     async def epitaph(self) -> str:
-        """How it ended, and the last of what it said."""
+        """Describe how the worker ended, with the last line of its output."""
         code = await self._exited()
         if code is None:
             return f"{self.title} closed its pipe"
-        await asyncio.wait([self._draining], timeout=_LAST_WORDS_S)  # longer only while others hold the pipe
+        await asyncio.wait([self._draining], timeout=_LAST_WORDS_S)  # runs out only when others hold the pipe open
         if self._printed > MOST_OUTPUT:
             return f"{self.title} printed more than {MOST_OUTPUT >> 20} MiB in one call and was killed"
         how = f"exited with status {code}" if code >= 0 else f"was killed by {signal.Signals(-code).name}"
@@ -142,16 +153,16 @@ class WorkerProcess:
         return f"{self.title} {how}" + (f"; its last words: {last}" if last else "")
 
     def last_words(self) -> str:
-        """The last line of its output; where it was, when a crash or `where` wrote that down."""
+        """The last line of the worker's output, or its place in the code if a stack was written."""
         output = bytes(self._output).decode(errors="replace")
         _, traced, frames = output.rpartition(_TRACED)
-        if traced and (calls := _FRAME.findall(frames)):  # of the innermost call first: that of the user's own code, if any
+        if traced and (calls := _FRAME.findall(frames)):  # innermost first; the user's own code if there is any
             file, line, function = next((c for c in calls if not c[0].startswith(_LIBRARIES)), calls[0])
             return f"in {function}, {file}:{line}"
         return output.strip().rsplit("\n", 1)[-1][-300:]
 
     async def where(self) -> str:
-        """What a worker that registered `faulthandler` for SIGUSR1 is doing now; empty when it can not say."""
+        """The line a worker is at now, if it registered `faulthandler` for SIGUSR1; else perhaps empty."""
         if self._process.returncode is not None:
             return "it is gone"
         if psutil.Process(self.pid).status() == psutil.STATUS_STOPPED:
@@ -165,7 +176,10 @@ class WorkerProcess:
         return self.last_words()
 
     async def _exited(self) -> int | None:
-        """Its exit status, or None when it does not end. `Process.wait` would also wait for every holder of its stderr."""
+        """Its exit status, or None when it does not end within REAP_LIMIT_S.
+
+        `Process.wait` would also wait for every other process that holds its stderr.
+        """
         deadline = time.monotonic() + REAP_LIMIT_S
         while self._process.returncode is None and time.monotonic() < deadline:
             await asyncio.sleep(0.005)
@@ -176,7 +190,7 @@ class WorkerProcess:
         while chunk := await stderr.read(1 << 16):
             self._output = (self._output + chunk)[-_TAIL:]
             self._printed += len(chunk)
-            if self._printed > MOST_OUTPUT:  # reading on would keep this process busy with nothing
+            if self._printed > MOST_OUTPUT:  # reading on would only keep this process busy
                 self.kill()
                 return
 
@@ -184,5 +198,5 @@ class WorkerProcess:
 def _signal(send: Callable[[int, int], None], target: int) -> None:
     try:
         send(target, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # gone; macOS says EPERM of a group of zombies
+    except (ProcessLookupError, PermissionError):  # gone; macOS raises EPERM for a group of zombies
         return

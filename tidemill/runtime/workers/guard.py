@@ -1,8 +1,9 @@
-"""The process that outlives the pool by a moment: when its stdin ends, it kills the process groups it was told of.
+"""Guard process: kills the workers that are left when the process that started it dies.
 
-Reads lines `+GROUP` and `-GROUP`. It is run by its path, without site packages (`python -I -S`), so it is small, and
-it covers what a worker's keepers do not: those that were stopped or killed together, and systems that have none.
-Its argument is the mark of this run's workers: who carries it belongs to one of them, wherever it has gone.
+It reads lines `+GROUP` and `-GROUP` from stdin and kills those process groups when stdin ends. It is run by its path,
+without site packages (`python -I -S`), so it is small. It covers what a worker's keepers do not: keepers that were stopped
+or killed together, and systems without keepers. Its argument is the mark of this run's workers: a process with the mark in
+its environment was started by one of them, wherever it is now.
 """
 
 import os
@@ -11,13 +12,13 @@ import sys
 import time
 
 PROC = os.path.isdir("/proc/self")
-KEEPER = b"tidemill-keeper"  # what the keepers of a worker are called
-KEEPING_S = 5.0  # for them to end, with all that is below them
+KEEPER = b"tidemill-keeper"  # process name of a worker's keepers
+KEEPING_S = 5.0  # limit for keepers to end, with all processes below them
 
 
 def main() -> None:
     groups: set[int] = set()
-    for line in sys.stdin:  # bounded: it lives as long as who started it
+    for line in sys.stdin:  # bounded: it lives as long as the process that started it
         group = int(line[1:])
         (groups.add if line[0] == "+" else groups.discard)(group)
     for group in groups:
@@ -31,9 +32,10 @@ def main() -> None:
 
 
 def strike(mark: bytes, keepers: bool) -> bool:
-    """Kill every process there is now that was started with `mark` in its environment. Linux. False: there is none.
+    """Kill every process that was started with `mark` in its environment; False when there is none.
 
-    A worker's keepers are only told to end, for they kill what has no mark any more. keepers: kill them as well.
+    Linux only. A worker's keepers are asked to end (SIGTERM), because they kill the processes without a mark.
+    keepers: kill the keepers as well.
     """
     found = [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and mark in _read(pid, "environ")] if PROC else []
     for pid in found:
@@ -47,7 +49,10 @@ def strike(mark: bytes, keepers: bool) -> bool:
 
 
 def _read(pid: str, name: str) -> bytes:
-    """A file of /proc, an environment as it was at its start; empty of a process that is gone, dead or somebody else's."""
+    """A file of /proc; empty for a process that is gone, dead or another user's.
+
+    An environment is that of the process's start.
+    """
     try:
         with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()

@@ -1,4 +1,4 @@
-"""A pool's hold on its guard process, which kills what is left of its workers should this process die (see `guard`)."""
+"""Client of the guard process, which kills a pool's workers if this process dies (see `guard`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tidemill.runtime.workers.child import MARK, REAP_LIMIT_S, closed
 
 
 class Guard:
-    """Started with the first worker that it is told of."""
+    """Handle of a guard process: `await start()`, then `add` and `discard` process groups."""
 
     def __init__(self) -> None:
         self._process: asyncio.subprocess.Process | None = None

@@ -1,13 +1,13 @@
-"""The two processes above a worker that outlive whatever it starts.
+"""Keepers: two processes above each worker that kill everything it started when it ends.
 
     python -m tidemill.runtime.workers.keeper MODULE MEMORY_MB PARENT
 
-    who starts it -> outer keeper -> inner keeper -> the worker (MODULE) -> whatever the user's code starts
+    starter -> outer keeper -> inner keeper -> the worker (MODULE) -> whatever the user's code starts
 
-Linux gives the orphans below a process back to it if it asks (PR_SET_CHILD_SUBREAPER). So whoever leaves its parent, its
-session and its environment behind comes to the inner keeper, which kills all that is below it when the worker ends, and
-when who started it does. Either keeper does so when the other is killed. Elsewhere there are no keepers: this process
-becomes the worker. The worker's process id is the first thing on its stdout.
+Linux hands orphans to the nearest ancestor that asks for them (PR_SET_CHILD_SUBREAPER). So a process that leaves its parent,
+its session and its environment becomes a child of the inner keeper. A keeper kills everything below it when the worker or
+the starter ends; each does so also when the other keeper is killed. Other systems have no keepers: this process becomes the
+worker. The worker's process id is the first thing on its stdout.
 """
 
 import ctypes
@@ -22,12 +22,12 @@ from contextlib import suppress
 from typing import NoReturn
 
 PID = struct.Struct("<I")
-NAME = b"tidemill-keeper"  # as /proc/PID/comm shows it: 15 bytes are what there is room for
+NAME = b"tidemill-keeper"  # as /proc/PID/comm shows it, which has room for 15 bytes
 KEEPERS = sys.platform == "linux"
 UNKEPT = "a program that a reward or an environment starts in a session of its own can outlive the run on this system"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 1, 15, 36
 _HEARD = {signal.SIGCHLD, signal.SIGTERM}
-_LIMIT_S = 30.0  # for what was killed to be gone: the kernel may hold on to a process
+_LIMIT_S = 30.0  # limit for killed processes to be gone: the kernel may hold on to one
 _LOOK_S = 0.005
 
 
@@ -43,7 +43,7 @@ def main(module: str, memory_mb: str, parent: str) -> None:
 
 
 def keep(parent: int) -> None:
-    """Returns in the worker alone."""
+    """Become the two keepers and the worker. Returns in the worker only."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.pthread_sigmask(signal.SIG_BLOCK, _HEARD)
@@ -51,7 +51,7 @@ def keep(parent: int) -> None:
     outer = os.getpid()
     if child := os.fork():
         _watch(child)
-    os.setsid()  # what is sent to the worker's group is not for its keepers
+    os.setsid()  # signals to the worker's group must not reach its keepers
     _become(NAME, signal.SIGTERM, outer)
     inner = os.getpid()
     if child := os.fork():
@@ -62,7 +62,7 @@ def keep(parent: int) -> None:
 
 
 def _become(name: bytes, when: int, parent: int) -> None:
-    """Take a name, take orphans in, and be sent the signal `when` the parent ends."""
+    """Take a name, adopt orphans, and have the signal `when` sent here at the parent's end."""
     prctl = ctypes.CDLL(None).prctl
     prctl(_PR_SET_NAME, name)
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -72,7 +72,7 @@ def _become(name: bytes, when: int, parent: int) -> None:
 
 
 def _watch(child: int) -> NoReturn:
-    """Until the child ends, or this keeper is told to end. Then nothing below it stays."""
+    """Wait until the child ends or this keeper is told to end; then kill everything below and exit."""
     null = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -83,7 +83,7 @@ def _watch(child: int) -> NoReturn:
     end_all()
     if how is not None and how.si_code == os.CLD_EXITED:
         os._exit(how.si_status)
-    number = signal.SIGTERM if how is None else how.si_status  # end as it ended
+    number = signal.SIGTERM if how is None else how.si_status  # end as the child ended
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
@@ -92,7 +92,7 @@ def _watch(child: int) -> NoReturn:
 
 
 def end_all() -> None:
-    """Kill this process's children until there are none: those that they leave become its own."""
+    """Kill this process's children until there are none: it adopts the orphans they leave."""
     deadline, before = time.monotonic() + _LIMIT_S, set[int]()
     while time.monotonic() < deadline:
         children = _children()
@@ -110,7 +110,7 @@ def end_all() -> None:
 
 
 def _children() -> set[int]:
-    """Those that there are now. No number of them can become another process's: this process has not waited for it."""
+    """Process ids of the present children. None can be reused: this process has not waited for them."""
     me = os.getpid()
     with suppress(OSError), open(f"/proc/{me}/task/{me}/children") as file:
         return set(map(int, file.read().split()))

@@ -1,6 +1,6 @@
-"""What travels between a process and the workers it started: bytes behind their length, over the worker's stdin and stdout.
+"""Frames between a process and its workers: a length, then bytes, over stdin and stdout.
 
-A frame of a worker longer than its reader takes is a failure; nothing a worker writes can be more than refused.
+A reader refuses a frame that is longer than it allows; a worker can do no more harm than that by what it writes.
 """
 
 from __future__ import annotations

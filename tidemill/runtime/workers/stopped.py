@@ -1,4 +1,4 @@
-"""Telling a process that was stopped (SIGSTOP) from one that is slow: it would not go on by itself."""
+"""Detection of a stopped process (SIGSTOP), which unlike a slow one never goes on by itself."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 import psutil
 
-LOOK_S, LOOKS = 0.25, 6  # between two looks at one that does not answer; as many in a row that find it stopped are enough
+LOOK_S, LOOKS = 0.25, 6  # seconds between two looks; so many in a row must find the process stopped
 
 
 async def stopped_instead(pid: int, answer: asyncio.Future[Any]) -> bool:
-    """Wait for the answer of a process, or until it is seen to be stopped and to do nothing at all.
+    """Wait for a process's answer, or until the process is stopped and does nothing; True if stopped.
 
-    One that is starved by stopping it time and again runs in between, and one that a debugger holds is in another state. We
-    may have been stopped ourselves, with everything else: a look that comes late says nothing of the time before it.
+    A process that is stopped and continued over and over still runs in between, and one that a debugger holds is in another
+    state. This process may have been stopped too: a look that comes late says nothing about the time before it.
     """
     looks, seen, looked = 0, None, time.monotonic()
     while not (await asyncio.wait({answer}, timeout=LOOK_S))[0]:
@@ -28,7 +28,10 @@ async def stopped_instead(pid: int, answer: asyncio.Future[Any]) -> bool:
 
 
 def stopped_at(pid: int) -> tuple[Any, ...] | None:
-    """How far a stopped process has come: it has not run between two equal ones. None: it is not stopped, or not there."""
+    """CPU time and context switches of a stopped process; None when it is gone or not stopped.
+
+    The process has not run between two equal results.
+    """
     try:
         process = psutil.Process(pid)
         far = process.cpu_times(), process.num_ctx_switches()

@@ -1,8 +1,8 @@
-"""The same process from within: what a program that runs a user's code does before it does so.
+"""Setup inside a worker process before it runs a user's code: limits, pipes, end with the parent.
 
 The code is not trusted to behave. Its prints go to stderr so that they cannot corrupt a frame, its stdin is empty, and
-processes that it forks lose the frames. The process dies with who started it: its keepers see to that (Linux, see `keeper`),
-or the end of file does.
+processes that it forks lose the frames. The process dies with the one that started it: its keepers see to that (Linux, see
+`keeper`), elsewhere the end of its input.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ from tidemill.core import fault_injection
 from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, framed, size_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-kept = False  # set by `keeper`: this process ends when its keepers do, and they when who started it does
+kept = False  # set by `keeper`: this process ends with its keepers, and they with the starter
 
 
 def settle(memory_mb: int, parent: int) -> tuple[int, int]:
-    """Limits, the tie to the parent, and the file descriptors of the frames: (in, out)."""
+    """Set limits, tie this process to its parent, and return the frames' descriptors (in, out).
+
+    memory_mb: MiB of address space, 0 for no limit.
+    """
     if not kept:
         die_with(parent)
     _stand_apart()
@@ -36,7 +39,7 @@ def settle(memory_mb: int, parent: int) -> tuple[int, int]:
 
 
 def die_with(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends. Linux."""
+    """Have the kernel kill this process when its parent ends (Linux only)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it died before the line above
@@ -45,7 +48,7 @@ def die_with(parent: int) -> None:
 
 def read(pipe: BinaryIO) -> bytes:
     """The next frame; empty at the end of file."""
-    header = pipe.read(HEADER_BYTES)  # bounded: it lives as long as who started it
+    header = pipe.read(HEADER_BYTES)  # bounded: it lives as long as the process that started it
     return pipe.read(size_of(header)) if len(header) == HEADER_BYTES else b""  # bounded: as above
 
 
@@ -73,7 +76,7 @@ def _take_pipes() -> tuple[int, int]:
 
 
 def _stand_apart() -> None:
-    """Linux: what its children leave behind comes back to it, where it is seen; and memory runs out here first."""
+    """On Linux, adopt the orphans of children, and be the first to be killed when memory runs out."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:  # not everywhere allowed
