@@ -1,4 +1,4 @@
-"""The durable record of a run (I3): `SqliteLedger`, documented for its readers in docs/ledger.md."""
+"""Ledger: the durable record of a run (I3), described for users in docs/ledger.md."""
 
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger

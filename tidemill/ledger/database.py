@@ -1,4 +1,4 @@
-"""The file `ledger.sqlite`: how it is opened, and whether what is in it is a ledger of a schema that is known."""
+"""Opens the file `ledger.sqlite` and checks that it holds a ledger of a known schema."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ from pathlib import Path
 from tidemill.ledger.records import MEND, LedgerError, RunFolderError, explained
 from tidemill.ledger.schema import SCHEMA, SCHEMAS, VERSION
 
-BUSY_S = 10.0  # how long a write waits for somebody's sqlite3 session
+BUSY_S = 10.0  # how long a write waits for a lock that another sqlite3 session holds
 
 
 def has_ledger(folder: str | Path) -> bool:
-    """Whether a run began in this folder: False also for what a start left that was killed before its first commit."""
+    """True when a run began in this folder.
+
+    False also for the remains of a start that was killed before its first commit.
+    """
     folder = Path(folder)
     if not (folder / "ledger.sqlite").exists():
         return False
@@ -23,7 +26,10 @@ def has_ledger(folder: str | Path) -> bool:
 
 
 def connect(folder: Path, mode: str) -> sqlite3.Connection:
-    """mode: create, open or read, see `SqliteLedger`. Raises RunFolderError where the folder cannot hold a ledger."""
+    """Connect to the ledger of `folder`. mode: create, open or read, see `SqliteLedger`.
+
+    Raises RunFolderError where the folder cannot hold a ledger.
+    """
     if sqlite3.sqlite_version_info < (3, 37):
         raise RunFolderError(f"SQLite {sqlite3.sqlite_version} is too old for the ledger: use a Python with SQLite >= 3.37")
     access = {"create": "rwc", "open": "rw", "read": "ro"}[mode]
@@ -38,13 +44,16 @@ def connect(folder: Path, mode: str) -> sqlite3.Connection:
             raise RunFolderError(
                 f"{str(folder)!r} cannot hold a ledger (journal mode {journal!r}): put run_dir on a local disk"
             )
-        db.execute("PRAGMA fullfsync = 1")  # once: it makes SQLite compile every statement anew
-        db.execute("PRAGMA synchronous = NORMAL")  # a commit waits for the disk when it says so: see `SqliteLedger`
+        db.execute("PRAGMA fullfsync = 1")  # only once: it makes SQLite recompile every statement
+        db.execute("PRAGMA synchronous = NORMAL")  # a commit waits for the disk only on request: see `SqliteLedger`
     return db
 
 
 def expect_file(folder: Path, mode: str) -> None:
-    """Raises RunFolderError where a ledger is to be, and there is none; or where there is none, and one was lost."""
+    """Check that `ledger.sqlite` exists where it must.
+
+    Raises RunFolderError when it is missing for open and read, and for create when the folder shows that one was lost.
+    """
     exists = (folder / "ledger.sqlite").exists()
     if mode != "create" and not exists:
         raise RunFolderError(f"{str(folder)!r} is not a run folder: there is no ledger.sqlite in it")
@@ -58,7 +67,10 @@ def expect_file(folder: Path, mode: str) -> None:
 
 
 def create_tables(db: sqlite3.Connection, folder: Path) -> None:
-    """Of the newest schema, in one transaction. Raises RunFolderError where there are some."""
+    """Create the tables of the newest schema in one transaction.
+
+    Raises RunFolderError when the folder holds a ledger already.
+    """
     if _tables(db):
         raise RunFolderError(f"{str(folder)!r} holds a ledger already: open it to go on, or choose another run_dir")
     facts = {"schema": str(VERSION), "created": repr(time.time())}
@@ -67,7 +79,10 @@ def create_tables(db: sqlite3.Connection, folder: Path) -> None:
 
 
 def expect_schema(db: sqlite3.Connection, folder: Path) -> None:
-    """Raises RunFolderError for a schema that is not known, LedgerError for tables that are not those of their schema."""
+    """Check the schema of a ledger.
+
+    Raises RunFolderError for an unknown schema, LedgerError when the tables differ from those of their schema.
+    """
     if not _tables(db):
         raise RunFolderError(f"{str(folder)!r} holds an empty ledger: a start was interrupted; start it again")
     schema = dict(map(tuple, db.execute("SELECT key, value FROM meta"))).get("schema")
@@ -88,5 +103,5 @@ def _tables(db: sqlite3.Connection) -> int:
 
 
 def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
-    made = "name NOT GLOB 'lost_and_found*'"  # by `sqlite3 .recover`, for what it could not place
+    made = "name NOT GLOB 'lost_and_found*'"  # tables that `sqlite3 .recover` makes for rows it cannot place
     return sorted(map(tuple, db.execute(f"SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master WHERE {made}")))

@@ -1,10 +1,10 @@
-"""Whether `ledger.sqlite` is whole, and whether it is the newest there was: what a writer looks at before it goes on.
+"""Integrity checks before a writer goes on: is `ledger.sqlite` undamaged and the newest state?
 
-    pages, indexes, references -> LedgerError;  a record older than the folder around it -> its log was lost -> a doubt
+    damaged pages, indexes, references -> LedgerError;   a record older than the folder around it (its log was lost) -> doubt
 
-SQLite keeps no checksum of a page, so a changed digit in a figure is not seen; what it would contradict is. The log
-(`ledger.sqlite-wal`) holds the latest transactions until they are copied into the file. A folder that is copied without
-it, or from which somebody removed it, has a ledger of some time before: whole, and not told apart by SQLite.
+SQLite keeps no checksum of a page, so a changed digit in a figure is noticed only where it contradicts something else. The
+log (`ledger.sqlite-wal`) holds the latest transactions until they are copied into the file. If a folder is copied without
+the log, or somebody removes it, the ledger falls back to an earlier state, which SQLite cannot tell from the newest one.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 from tidemill.core.types import Trajectory
 from tidemill.ledger.records import MEND, LedgerError
 
-CHECK_S = 30.0  # for the whole file: some GB; what a longer check would find is not looked for
-_INSTRUCTIONS = 100_000  # of SQLite's, between two looks at the clock
+CHECK_S = 30.0  # limit of the check, enough for some GB; a check that takes longer is given up
+_INSTRUCTIONS = 100_000  # of SQLite's virtual machine, between two looks at the clock
 
 
 def check_pages(db: sqlite3.Connection, folder: Path) -> None:
-    """Raises LedgerError when pages, indexes, constraints or references are damaged."""
+    """Raise LedgerError when pages, indexes, constraints or references are damaged."""
     deadline = time.monotonic() + CHECK_S
     db.set_progress_handler(lambda: time.monotonic() > deadline, _INSTRUCTIONS)
     try:
@@ -44,7 +44,7 @@ def check_pages(db: sqlite3.Connection, folder: Path) -> None:
 
 
 def sums_doubt(lost: int, trained_twice: int) -> str:
-    """A doubt where the record does not add up, as after a repair; empty where it does."""
+    """A sentence of doubt when the record does not add up, as after a repair; else empty."""
     if not lost and not trained_twice:
         return ""
     return (
@@ -54,7 +54,10 @@ def sums_doubt(lost: int, trained_twice: int) -> str:
 
 
 def log_doubt(known: int, trajectories: Iterable[Trajectory]) -> str:
-    """A doubt where what was sampled is by weights of more steps than the ledger knows of; empty where there is none."""
+    """A sentence of doubt when trajectories come from later weights than the ledger knows; else empty.
+
+    known: the number of steps in the ledger.
+    """
     newest = max((source.step for each in trajectories for source in each.sources), default=0)
     if newest <= known:
         return ""

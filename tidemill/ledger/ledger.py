@@ -1,18 +1,18 @@
-"""The durable record of a run (I3): SQLite for what happened, segments for the tokens.
+"""SqliteLedger, the durable record of a run (I3): SQLite for events, segments for tokens.
 
     admit -> finish (payloads written; rows follow) -> begin_step (fate 'trained', before the update) -> end_step
                                                      \\-> drop (fate 'dropped', with its reason)
 
-Every call survives the death of this process at any instant once it has returned. Only the admission of a group that has not
-finished may be lost, and nothing with it: an id that nobody heard of is admitted again. The rows of admitted and of finished
-groups wait for a call about something else or any that finds them too old (`pending_rows`), and are written with it: a group
-has finished as soon as its payloads lie in a segment, and `open` writes the rows that waited when the last writer died.
+Once a call has returned, its effect survives the death of this process. The one exception is the admission of a group that
+has not finished: it may be lost without harm, because the id is then admitted again. The rows of admitted and of finished
+groups are written together with a later call, at the latest with one that finds them too old (`pending_rows`). A group has
+finished as soon as its payloads lie in a segment; `open` writes the rows that still waited when the last writer died.
 
-With durability "power" (the default) a call survives a power cut as well, from the next call on that is not about a single
-group: those (a step that begins, a version, an event ...) flush the payloads, and then the log of all transactions up to
-their own. So nothing is ever trained on that is not on the medium. What a power cut can take is sampled again, or
-pending again when it had been dropped: `open` puts groups back in flight whose row outlived their payload. With "process"
-nothing is flushed. In both the database itself stays consistent.
+Durability "power" (the default) also protects against power cuts. Calls about more than a single group (a step that begins,
+a version, an event ...) first flush the payloads to the medium, and then the log of all transactions up to their own; they
+cover the calls about single groups before them. So nothing is trained on that is not on the medium. Groups that a power cut
+takes are sampled again, and dropped ones may be pending again: `open` puts groups back in flight whose row outlived their
+payload. With "process" nothing is flushed. The database itself stays consistent with both.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ KEEP_BYTES = 4 << 30
 
 
 class SqliteLedger(LedgerReads):
-    """`protocols.Ledger`, and the reads of `LedgerReads`. Thread-safe; every call blocks for about one disk write."""
+    """Writer and reader of one run's record. Thread-safe; a call blocks for about one disk write."""
 
     def __init__(
         self,
@@ -53,8 +53,9 @@ class SqliteLedger(LedgerReads):
         durability: Literal["power", "process"] = "power",
         segment_bytes: int = SEGMENT_BYTES,
     ) -> None:
-        """create: a new ledger in a folder without one. open: go on with one, as its only writer. read: look, also beside
-        a live run. Raises RunFolderError when the folder does not fit the mode, is in use, or holds another schema."""
+        """Create a new ledger, open one as its only writer, or read one, also beside a live run.
+
+        Raises RunFolderError when the folder does not fit the mode, is in use, or holds another schema."""
         folder = Path(folder)
         self._mode = mode
         self._guard: FolderLock | None = None
@@ -62,7 +63,7 @@ class SqliteLedger(LedgerReads):
         self._waiting = Waiting()
         self._newest = -1  # the greatest id that may be in the ledger
         self._in_flight: set[int] = set()  # ids that may finish
-        self.doubts: list[str] = []  # what does not look like the whole record of this folder, a sentence each
+        self.doubts: list[str] = []  # signs that the record is not complete, a sentence each
         self._sync = sync = durability == "power"
         with explained(folder):
             if mode == "create":
@@ -95,7 +96,7 @@ class SqliteLedger(LedgerReads):
                 raise
 
     def admit(self, group_id: int, task: Task) -> None:
-        """Recorded together with a later call, or read."""
+        """Admit a group under a new id; its row is written with a later call or read."""
         now = time.time()
         with self._lock:  # bounded: by SQLite's time-out
             self._expect_writer()
@@ -108,7 +109,7 @@ class SqliteLedger(LedgerReads):
             self._newest = max(self._newest, group_id)
 
     def finish(self, group: Group) -> None:
-        """Write its payloads; their rows follow with a later call, or read. The group may not be changed any more."""
+        """Write a group's payloads, rows follow with a later call. The group must not change any more."""
         if not 0 < len(group.trajectories) <= MOST:
             what = f"{len(group.trajectories)} trajectories, of {MOST} at most" if group.trajectories else "no trajectory"
             raise LedgerError(f"group {group.id} has {what}: drop it with a reason instead")
@@ -120,7 +121,7 @@ class SqliteLedger(LedgerReads):
             self._expect_writer()
             if group.id not in self._in_flight:
                 raise LedgerError(f"cannot finish group {group.id}: it {self._standing(group.id)}")
-            if group.id in self._waiting.admitted:  # else nobody would know whose payloads these are
+            if group.id in self._waiting.admitted:  # without its row the payloads could not be assigned to a task
                 self._record_waiting()
             fault_injection.reach("controller", "record", group.id)
             assert self._segments is not None
@@ -131,7 +132,7 @@ class SqliteLedger(LedgerReads):
             self._in_flight.discard(group.id)
 
     def drop(self, group_id: int, reason: str) -> None:
-        """`reason` is a short, stable word: drops are counted by it."""
+        """Drop a group. reason: a short, stable word by which drops are counted."""
         if not reason:
             raise LedgerError(f"group {group_id} cannot be dropped without a reason")
         with self._write(lasting=False) as db:
@@ -145,9 +146,9 @@ class SqliteLedger(LedgerReads):
             self._in_flight.discard(group_id)
 
     def begin_step(self, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int] = ()) -> None:
-        """All of the step or nothing. A step that was begun before is not begun again: see `replay_step`.
+        """Record that a step trains on these groups, all or nothing; see `replay_step` for another run of it.
 
-        again: groups that earlier steps trained, and this one trains once more; their fates stay as they are.
+        again: groups that earlier steps trained and this one trains once more; their fates do not change.
         """
         now = time.time()
         with self._write() as db:
@@ -168,11 +169,10 @@ class SqliteLedger(LedgerReads):
             self._compose(db, step, incarnation, group_ids, again)
 
     def replay_step(self, step: int, incarnation: int, lost: Collection[int] = ()) -> tuple[list[int], list[int]]:
-        """Run a step again that was begun but is in no checkpoint: the same groups, in the same order, which it returns,
-        and those that it trained again.
+        """Record another run of a step that was begun; returns its groups, and those it trains again.
 
-        The same incarnation says that the replay is bit-identical; a greater one makes a new incarnation of the step.
-        lost: groups of earlier steps that a new incarnation does not train again, because they cannot be read.
+        Its own incarnation means that the replay is bit-identical; a greater one makes a new incarnation of the step.
+        lost: groups of earlier steps that a new incarnation leaves out because they cannot be read.
         """
         with self._write() as db:
             live = db.execute("SELECT incarnation FROM live_steps WHERE step = ?", (step,)).fetchone()
@@ -193,27 +193,27 @@ class SqliteLedger(LedgerReads):
             return ids, again
 
     def undo_steps(self, first: int, unreadable: Collection[int]) -> Undone:
-        """Steps from `first` on, in no checkpoint, cannot be run again, because these groups of theirs cannot be read.
+        """Undo the steps from `first` on, which are in no checkpoint and have unreadable groups.
 
-        The steps are undone, and what was trained at them, or sampled by their weights, is dropped, see `repairs`.
+        Groups that were trained at these steps or sampled by their weights are dropped, see `repairs`.
         """
         with self._write() as db:
             return undo(db, first, unreadable)
 
     def record_again(self, group: Group) -> bool:
-        """Write the payloads anew of a finished group that cannot be read, and that was sampled again with its own seeds.
+        """Replace the unreadable payloads of a finished group that was sampled again with its seeds.
 
-        False, and nothing is changed, where it did not become what the rows say that it was.
+        Returns False and changes nothing when the new trajectories differ from what the rows record.
         """
         payloads = [serialization.encode(t) for t in group.trajectories]
         assert self._segments is not None
         with self._write() as db:
             places = self._segments.append(group.id, payloads)
-            self._segments.flush()  # before the rows that point there
+            self._segments.flush()  # before the rows that point at the payloads
             return point_again(db, group, places)
 
     def renounce(self, group_id: int, reason: str) -> None:
-        """Put a group that has finished and waits to be trained back in flight: it is sampled again."""
+        """Put a finished group that was not trained yet back in flight: it is sampled again."""
         with self._write() as db:
             db.execute("DELETE FROM trajectories WHERE group_id = ?", (group_id,))
             db.execute("UPDATE groups SET finished_at = NULL WHERE id = ? AND fate IS NULL", (group_id,))
@@ -239,7 +239,7 @@ class SqliteLedger(LedgerReads):
                 raise LedgerError(f"cannot end step {step}, incarnation {incarnation}: it was not begun, or has ended")
 
     def publish(self, version: Version) -> None:
-        """The same version again, as after a resume, must carry the same fingerprint (I1)."""
+        """Record a published version. Raises LedgerError when it was published with another fingerprint (I1)."""
         key = (version.policy, version.step, version.incarnation)
         with self._write() as db:
             known = db.execute(
@@ -253,7 +253,7 @@ class SqliteLedger(LedgerReads):
                 )
 
     def evaluation(self, step: int, results: Metrics) -> None:
-        """`step` is that of the weights; `results` holds "accuracy" and "n", with or without "eval/" before every key."""
+        """Record an evaluation of the weights `step`; keys such as "accuracy" and "n" may begin with "eval/"."""
         plain = {key.removeprefix("eval/"): value for key, value in results.items()}
         n = int(plain["n"]) if "n" in plain else None
         row = (step, time.time(), n, plain.get("accuracy"), figures_json(plain, f"evaluation of step {step}"))
@@ -266,26 +266,26 @@ class SqliteLedger(LedgerReads):
             db.execute("INSERT INTO events (at, kind, detail) VALUES (?, ?, ?)", row)
 
     def set_meta(self, key: str, value: str) -> None:
-        """A fact about the whole run, such as the digest of its recipe."""
+        """Record a fact about the whole run, such as the digest of its recipe."""
         with self._write() as db:
             db.execute("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT (key) DO UPDATE SET value = ?2", (key, value))
 
     def retain(self, *, checkpoint: int, steps: int = 0, max_bytes: int = KEEP_BYTES) -> Retained:
-        """Remove the oldest payloads while all of them take more than `max_bytes`; rows and fates stay. See `retention`.
+        """Remove the oldest payloads while all together take more than `max_bytes` (see `retention`).
 
-        checkpoint: steps before this one are in a valid checkpoint, and only these can be spared by a resume.
-        steps: keep what was settled within the last so many steps.
+        Rows and fates stay. checkpoint: steps before this one are in a valid checkpoint, so that a resume does not need
+        their payloads. steps: keep the payloads of groups that were settled within this number of last steps.
         """
         assert self._segments is not None
         with self._lock:  # bounded: by SQLite's time-out
-            last = self.last_step() or 0  # a read: rows that wait, and say what is needed, are written before
+            last = self.last_step() or 0  # a read, which first writes the waiting rows that retention looks at
             bound = min(checkpoint, last + 1 - steps)
             return retain(self._db, self._write, self._trajectories, self._segments.current, bound, max_bytes)
 
     def close(self) -> None:
-        """Close the files and give up the lock. Needed for nothing but tidiness: a killed process leaves the same record."""
+        """Close the files and release the lock. A killed process leaves the same record."""
         if self._segments is not None:
-            with contextlib.suppress(LedgerError, OSError):  # they may be lost: see `admit`
+            with contextlib.suppress(LedgerError, OSError):  # waiting rows may be lost: see the module
                 self._record_waiting()
             self._segments.close()
         if hasattr(self, "_db"):
@@ -301,7 +301,7 @@ class SqliteLedger(LedgerReads):
 
     @contextlib.contextmanager
     def _write(self, lasting: bool = True) -> Iterator[sqlite3.Connection]:
-        """One transaction: all of it, or nothing. lasting: it, and all before it, is on the medium when this returns."""
+        """Run one transaction, all or nothing. lasting: it and everything before it reach the medium."""
         self._expect_writer()
         lasting = lasting and self._sync
         with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
@@ -339,16 +339,16 @@ class SqliteLedger(LedgerReads):
             return super()._one(sql, *args)
 
     def _flush_commits(self, on: bool) -> None:
-        """Whether a commit flushes the log: with its own pages go those of all commits before it."""
+        """Set if a commit flushes the log, which holds the pages of all earlier commits too."""
         self._db.execute(f"PRAGMA synchronous = {'FULL' if on else 'NORMAL'}")
 
     def _find_finished(self) -> None:
-        """Groups that finished, but whose rows were still waiting when the last writer died, become finished."""
+        """Mark groups as finished whose rows were still waiting when the last writer died."""
         last, end = self._last_segment(), 0
         for row in self._rows("SELECT max(offset + length) FROM trajectories WHERE segment = ?", last):
             end = (row[0] or -HEADER_BYTES) + HEADER_BYTES
         found: dict[int, tuple[Group, list[Location], float]] = {}
-        strangers = list[Trajectory]()  # of groups that the ledger does not know: a power cut may take their admission
+        strangers = list[Trajectory]()  # of groups unknown to the ledger: a power cut may take their admission
         wanted = lambda group_id: group_id in self._in_flight or group_id > self._newest  # noqa: E731
         for group_id, attempts, places in recorded_since(self._trajectories, last, end, wanted):
             if group_id in self._in_flight:
@@ -363,7 +363,7 @@ class SqliteLedger(LedgerReads):
             self.event("rollouts_found", {"groups": sorted(found)})
 
     def _renounce_lost(self) -> None:
-        """Groups that wait to be trained, but whose payload a power cut or damage took, are in flight again."""
+        """Put finished, untrained groups back in flight whose payload a power cut or damage took."""
         for row in self._rows("SELECT id FROM groups WHERE fate IS NULL AND finished_at IS NOT NULL ORDER BY id"):
             try:
                 self.load(row["id"])
@@ -383,7 +383,7 @@ class SqliteLedger(LedgerReads):
             raise LedgerError(f"the ledger in {str(self.folder)!r} was opened for reading only")
 
     def _standing(self, group_id: int) -> str:
-        """Where a group stands, as the end of a sentence."""
+        """The state of a group, as the end of an error sentence."""
         row = self._one("SELECT * FROM groups WHERE id = ?", group_id)
         if row is None:
             return "was never admitted"

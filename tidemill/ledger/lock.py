@@ -1,7 +1,8 @@
-"""One writer for each run folder: a POSIX record lock, which the system releases when its holder dies.
+"""Lock of a run folder, so that it has one writer: the system releases it when its holder dies.
 
-A record lock belongs to the process: a forked child does not keep it alive, and a second open in the same process would be
-granted, and closed again would release it. So this process also keeps its own list of what it holds.
+It is a POSIX record lock, which belongs to the process: a forked child does not keep it alive. The same process could take
+it a second time, and closing that second file would release the first lock too. So this process also keeps a list of the
+locks it holds.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ _held: set[tuple[int, int]] = set()  # (device, inode) of the lock files this pr
 
 class FolderLock:
     def __init__(self, folder: Path) -> None:
-        """Take the lock of a run folder. Raises RunFolderError, naming the process, when another writer has it."""
+        """Take the lock of a run folder. Raises RunFolderError, which names the holder, if it is taken."""
         path = folder / "ledger.lock"
         if path.exists() and _identity(path) in _held:
             raise _refusal(folder, os.getpid())
@@ -36,19 +37,21 @@ class FolderLock:
         _held.add(self._identity)
 
     def release(self) -> None:
-        """Give the lock back. The file stays: removing it would let two writers lock two different files. With its whole
-        folder it may go, for whoever takes the lock looks whether its file is still there."""
+        """Release the lock. The file stays: without it, two writers could lock two different files.
+
+        The whole folder may be removed: taking the lock includes a check that its file is still there.
+        """
         if self._identity in _held:
             _held.remove(self._identity)
             os.close(self._descriptor)
 
 
 def holder(folder: Path) -> int | None:
-    """The process that writes to this folder now; None when there is none."""
+    """Id of the process that writes to this folder now; None when there is none."""
     path = folder / "ledger.lock"
     if not path.is_file():
         return None
-    if _identity(path) in _held:  # to open the file and close it would give the lock back
+    if _identity(path) in _held:  # opening and closing the file would release the lock
         return os.getpid()
     descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -58,7 +61,7 @@ def holder(folder: Path) -> int | None:
         pid = os.pread(descriptor, 32, 0).strip()
         return int(pid) if pid.isdigit() else None
     finally:
-        os.close(descriptor)  # and the lock, if it was granted
+        os.close(descriptor)  # also releases the lock, if it was granted
 
 
 def _identity(path: Path) -> tuple[int, int]:

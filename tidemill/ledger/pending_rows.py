@@ -1,4 +1,7 @@
-"""Rows that wait to be written in one transaction with others: it costs a fifth of a transaction for each group."""
+"""Pending rows: rows of groups that are written later, many in one transaction.
+
+That costs a fifth of what one transaction per group costs.
+"""
 
 from __future__ import annotations
 
@@ -10,30 +13,30 @@ from tidemill.core.types import Group, Task
 from tidemill.ledger.row_formats import task_row, trajectory_rows
 from tidemill.ledger.segments import Location
 
-LONGEST_S = 1.0
+LONGEST_S = 1.0  # seconds after which waiting rows are due
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Of admitted groups, and of finished ones, whose payloads are written."""
+    """Waiting rows of admitted groups, and of finished groups whose payloads are written."""
 
-    admitted: dict[int, tuple[tuple[str, ...], float]] = field(default_factory=dict)  # by id: the task's row, and when
-    finished: dict[int, tuple[Group, Sequence[Location], float]] = field(default_factory=dict)  # by id: also where
+    admitted: dict[int, tuple[tuple[str, ...], float]] = field(default_factory=dict)  # by id: the task's row, the time
+    finished: dict[int, tuple[Group, Sequence[Location], float]] = field(default_factory=dict)  # by id, with the time
 
     def __bool__(self) -> bool:
         return bool(self.admitted or self.finished)
 
     def admit(self, group_id: int, task: Task, now: float) -> None:
-        """Raises LedgerError when the task cannot be recorded."""
+        """Add an admitted group. Raises LedgerError when its task cannot be recorded."""
         self.admitted[group_id] = task_row(task), now
 
     def due(self, now: float) -> bool:
-        """Whether something has waited for too long, or the clock was set back."""
+        """True when a row has waited for too long, or the clock was set back."""
         oldest = [next(iter(rows.values()))[-1] for rows in (self.admitted, self.finished) if rows]
         return any(not 0 <= now - at <= LONGEST_S for at in oldest)
 
     def insert(self, db: sqlite3.Connection) -> None:
-        """Within the caller's transaction; `clear` when it was committed."""
+        """Insert all rows within the caller's transaction; call `clear` once it is committed."""
         if self.admitted:
             db.executemany(
                 "INSERT INTO tasks (id, env, prompt, data, digest) VALUES (?, ?, ?, ?, ?) ON CONFLICT (digest) DO NOTHING",

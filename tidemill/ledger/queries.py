@@ -1,4 +1,4 @@
-"""Questions the ledger answers. They run on a writer's connection and, beside a live run, on a read-only one."""
+"""Queries on the ledger, for a writer's connection and for a read-only one beside a live run."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _ORDERS = {
     "best": "reward DESC, group_id DESC, place",
     "recent": "group_id DESC, place",
 }
-_PAGE = 1_000  # groups that are read at once
+_PAGE = 1_000  # groups per query
 _TASK = "tasks.id AS task_id, tasks.env, tasks.prompt, tasks.data"
 
 
 class LedgerReads:
-    """The reading half. A connection and the run folder are all it needs."""
+    """The reading half of the ledger: all queries, given a connection and the run folder."""
 
     def __init__(self, folder: Path, db: sqlite3.Connection) -> None:
         db.row_factory = sqlite3.Row
@@ -69,7 +69,7 @@ class LedgerReads:
         return self._one("SELECT coalesce(max(id) + 1, 0) FROM groups")[0]
 
     def last_step(self) -> int | None:
-        """The latest step that was begun, and not undone; None before the first."""
+        """The latest step that was begun and not undone; None before the first."""
         return self._one("SELECT max(step) FROM live_steps")[0]
 
     def next_step(self) -> int:
@@ -78,7 +78,7 @@ class LedgerReads:
         return 0 if last is None else last + 1
 
     def ended_steps(self) -> int:
-        """How many steps have come to their end, repeated ones as often as they did."""
+        """The number of runs of steps that ended; a repeated step counts once per run."""
         return self._one("SELECT coalesce(sum(runs), 0) FROM steps WHERE ended_at IS NOT NULL")[0]
 
     def waiting_at(self, step: int, next_id: int) -> list[int]:
@@ -93,9 +93,10 @@ class LedgerReads:
         return _task(row)
 
     def history(self, since: int = 0) -> Iterator[tuple[int, str, str, list[float] | None]]:
-        """Of each admitted group from `since` on, by id: its own, its task's environment and id, and the rewards of its
-        attempts but the greedy ones, NaN where there is no score; None of a group that has not finished."""
-        for first in range(since, self.next_group_id(), _PAGE):  # all at once, a long run's would fill the memory
+        """Iterate over (id, environment, task id, rewards) of the admitted groups from `since` on, by id.
+
+        The rewards are those of all attempts but greedy ones, NaN without a score; None for an unfinished group."""
+        for first in range(since, self.next_group_id(), _PAGE):  # read at once, a long run's rows would fill the memory
             rows = self._rows(
                 "SELECT groups.id, env, tasks.id AS task_id, finished_at, reward FROM groups "
                 "JOIN tasks ON tasks.key = task_key LEFT JOIN trajectories ON group_id = groups.id AND sample <> ? "
@@ -108,7 +109,7 @@ class LedgerReads:
                 yield group_id, env, task_id, None if finished is None else rewards
 
     def is_task_of(self, group_id: int, task: Task) -> bool:
-        """Whether the group was admitted with exactly this task."""
+        """True when the group was admitted with exactly this task."""
         sql = "SELECT digest FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?"
         row = self._one(sql, group_id)
         return row is not None and row["digest"] == task_row(task)[-1]
@@ -117,31 +118,31 @@ class LedgerReads:
         return self._one("SELECT 1 FROM groups WHERE id = ? AND finished_at IS NOT NULL", group_id) is not None
 
     def has_payload(self, group_id: int) -> bool:
-        """Whether it has finished and its trajectories were not removed by retention."""
+        """True when the group has finished and retention has not removed its trajectories."""
         sql = "SELECT count(*), count(gone_at) FROM trajectories WHERE group_id = ?"
         recorded, gone = self._one(sql, group_id)
         return recorded > 0 and gone == 0
 
     def fate(self, group_id: int) -> str | None:
-        """ "trained", "dropped: REASON", or None while it is pending."""
+        """The fate of a group: "trained", "dropped: REASON", or None while it is pending."""
         row = self._one("SELECT fate, reason FROM groups WHERE id = ?", group_id)
         if row is None or row["fate"] is None:
             return None
         return row["fate"] if row["reason"] is None else f"dropped: {row['reason']}"
 
     def metrics_of(self, step: int) -> Metrics:
-        """Of the incarnation of a step that is in the weights; empty when it has not ended."""
+        """Metrics of a step's live incarnation, the one in the weights; empty before its end."""
         row = self._one("SELECT metrics FROM live_steps JOIN steps USING (step, incarnation) WHERE step = ?", step)
         return Metrics() if row is None or row["metrics"] is None else _parsed(row["metrics"])
 
     def incarnation(self) -> int:
-        """The latest, or the next one where steps of that were undone; 0 before the first step."""
+        """The latest incarnation, or the one after it if steps of it were undone; 0 before the first step."""
         latest = self._one("SELECT coalesce(max(incarnation), 0) FROM steps")[0]
         undone = self._has_undone and self._one("SELECT 1 FROM undone_steps WHERE incarnation = ?", latest) is not None
         return latest + undone
 
     def steps(self, *, since: int = 0, live: bool = True) -> list[StepRecord]:
-        """Steps from `since` on, in order; with `live`, only the incarnation of each that is in the weights."""
+        """Steps from `since` on, in order. live: of each step only the incarnation in the weights."""
         source = "live_steps JOIN steps USING (step, incarnation)" if live else "steps"
         rows = self._rows(f"SELECT steps.* FROM {source} WHERE step >= ? ORDER BY step, incarnation", since)
         return [
@@ -150,22 +151,25 @@ class LedgerReads:
         ]
 
     def undone_steps(self) -> list[tuple[int, int]]:
-        """(step, incarnation) of those that were begun and are in no weights, see `SqliteLedger.undo_steps`."""
+        """(step, incarnation) of the undone steps, which are in no weights; see `SqliteLedger.undo_steps`."""
         if not self._has_undone:
             return []
         return [(r[0], r[1]) for r in self._rows("SELECT step, incarnation FROM undone_steps ORDER BY step, incarnation")]
 
     def groups_of(self, step: int, incarnation: int | None = None) -> list[int]:
-        """The ids a step was made of, in the order it was trained in. Without an incarnation: the live one."""
+        """Ids of the groups of a step, in their order. Without an incarnation: of the live one."""
         return self._composition("step_groups", step, incarnation)
 
     def trained_again(self, step: int, incarnation: int | None = None) -> list[int]:
-        """The ids of the groups of earlier steps that a step trained once more. Without an incarnation: the live one."""
+        """Ids of the earlier steps' groups that a step trained again. Without an incarnation: of the live one."""
         return self._composition("step_replays", step, incarnation) if self._has_replays else []
 
     def experience(self, first: int, end: int) -> list[tuple[int, list[float], int]]:
-        """Of each group that the live steps of [first, end) are made of, whose payload is there: its id, the rewards of its
-        attempts that have a score (not of greedy ones), and how often live steps before `end` trained it again."""
+        """(id, rewards, uses) of the groups of the live steps [first, end) whose payloads are there.
+
+        The rewards are those of scored attempts without greedy ones. uses: how often live steps before `end` trained the
+        group again.
+        """
         uses = "SELECT group_id, count(*) AS n FROM live_step_replays WHERE step < ? GROUP BY group_id"
         rows = self._rows(
             f"SELECT group_id, reward, coalesce(n, 0) AS n FROM live_step_groups JOIN trajectories USING (group_id) "
@@ -179,7 +183,7 @@ class LedgerReads:
         ]
 
     def _composition(self, table: str, step: int, incarnation: int | None) -> list[int]:
-        """Ids of groups, in their places. Without an incarnation: of the live one."""
+        """Ids of the groups that `table` lists for a step, in order. Without an incarnation: of the live one."""
         source, of, args = f"live_{table}", "", [step]
         if incarnation is not None:
             source, of, args = table, "AND incarnation = ?", [step, incarnation]
@@ -194,11 +198,14 @@ class LedgerReads:
         return self._has_table("undone_steps")
 
     def _has_table(self, name: str) -> bool:
-        """Not every schema has each."""
+        """True when this ledger has the table: older schemas lack some."""
         return self._one("SELECT 1 FROM sqlite_master WHERE name = ?", name) is not None
 
     def load(self, group_id: int) -> Group:
-        """A finished group, with its task and its trajectories from disk. PayloadLost when a byte is not as recorded."""
+        """A finished group, with its task and its trajectories from disk.
+
+        Raises LedgerError when the group has not finished, PayloadLost when a byte is not as recorded.
+        """
         row = self._one(
             f"SELECT finished_at, {_TASK} FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?", group_id
         )
@@ -212,7 +219,7 @@ class LedgerReads:
         return Group(group_id, _task(row), [self._payload(r) for r in index])
 
     def unreadable(self, group_ids: Iterable[int]) -> dict[int, str]:
-        """Those of these finished groups of which not every trajectory can be read, and why."""
+        """The reason for each of these finished groups that cannot be read completely, by id."""
         found = dict[int, str]()
         for group_id in group_ids:
             try:
@@ -228,7 +235,7 @@ class LedgerReads:
         return self._payload(row)
 
     def earned(self) -> Earned:
-        """What all attempts came to, whatever became of their groups."""
+        """Summary of all attempts' outcomes, greedy ones left out, whatever the fates of their groups."""
         sums = self._one(
             "SELECT count(*), count(reward), max(reward), min(reward), total(reward >= ?), "
             "total(finish IN ('length', 'context')), total(finish = 'context'), "
@@ -247,12 +254,15 @@ class LedgerReads:
         return Earned(count, scored, best, worst, int(solved), varied, *ended, reason=common[0] if common else None)
 
     def largest_gradient(self) -> float | None:
-        """The largest norm of a live step's gradient; None where none is recorded."""
+        """The largest gradient norm of all live steps; None when none is recorded."""
         sql = "SELECT max(json_extract(metrics, '$.grad_norm')) FROM live_steps JOIN steps USING (step, incarnation)"
         return self._one(sql)[0]
 
     def samples(self, step: int | None = None, order: Order = "worst", limit: int = 10) -> list[SampleRow]:
-        """Lines of the index: of the groups trained at `step`, or of all. "worst" and "best" rank those with a score."""
+        """Rows of the trajectory index: of the groups trained at `step`, or of all groups.
+
+        order: "worst" and "best" rank those with a score, "recent" lists all. Raises ValueError for another order.
+        """
         if order not in _ORDERS:
             raise ValueError(f"order={order!r}: expected one of {', '.join(_ORDERS)}")
         wheres = [*(["groups.step = ?"] if step is not None else []), *(["reward IS NOT NULL"] if order != "recent" else [])]
@@ -266,12 +276,12 @@ class LedgerReads:
         return [_sample(r) for r in rows]
 
     def versions(self) -> list[Version]:
-        """What was published, in order of publication."""
+        """All published versions, in order of publication."""
         rows = self._rows("SELECT * FROM versions ORDER BY published_at, step, incarnation")
         return [Version(r["step"], r["incarnation"], r["policy"], r["fingerprint"]) for r in rows]
 
     def evaluations(self) -> list[EvalRecord]:
-        """By step; of a step that was evaluated again after a resume, the latest. None of weights that were undone."""
+        """Evaluations by step: the latest for each step, and none of weights that were undone."""
         undone = "SELECT 1 FROM undone_steps WHERE undone_steps.step < evals.step AND undone_at > at"
         stands = f"WHERE NOT EXISTS ({undone})" if self._has_undone else ""
         latest = f"SELECT max(id) FROM evals {stands} GROUP BY step"
@@ -286,7 +296,7 @@ class LedgerReads:
         return {r["key"]: r["value"] for r in self._rows("SELECT key, value FROM meta ORDER BY key")}
 
     def verify(self) -> list[Damage]:
-        """Read and check every payload that the index says is there. Empty: all is as it was recorded."""
+        """Read and check every payload that the index lists; returns the damaged ones."""
         damages = []
         for row in self._rows("SELECT * FROM trajectories WHERE gone_at IS NULL ORDER BY segment, offset"):
             try:

@@ -1,4 +1,4 @@
-"""What the ledger answers with, and how it fails."""
+"""Result types of the ledger, and its errors with advice for the user."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from tidemill.core.types import Metrics, Task
 
 
 class LedgerError(RuntimeError):
-    """The record could not be written or read, or what was asked contradicts it. Nothing was changed."""
+    """The record cannot be written or read, or a request contradicts it. Nothing was changed."""
 
 
 class PayloadLost(LedgerError):
-    """A trajectory that was recorded cannot be read: it is gone, cut short or damaged. Nothing will bring it back."""
+    """A recorded trajectory cannot be read: it is gone, cut short or damaged, for good."""
 
 
 class RunFolderError(LedgerError, ConfigError):
-    """The run folder itself is not usable. The message is for the user as it is."""
+    """The run folder itself is not usable. The message is shown to the user unchanged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """Conservation (I3), computed by the view `conservation`; docs/ledger.md defines each figure."""
+    """Figures of conservation (I3), from the view `conservation`; docs/ledger.md defines each."""
 
     admitted: int
     trained: int
@@ -38,7 +38,7 @@ class Counts:
     trained_twice: int
 
     def figures(self) -> dict[str, Any]:
-        """As plain data, under the names of docs/ledger.md."""
+        """The figures as plain data, under the names of docs/ledger.md."""
         return asdict(self)
 
     @property
@@ -49,7 +49,7 @@ class Counts:
 
 @dataclass(frozen=True, slots=True)
 class Earned:
-    """What all attempts of a run came to, without greedy ones."""
+    """Summary of the outcomes of all attempts of a run, greedy ones left out."""
 
     attempts: int
     scored: int
@@ -57,17 +57,17 @@ class Earned:
     worst: float | None
     solved: int
     varied: int  # groups whose attempts differ in reward
-    cut: int  # ended by a limit of tokens, or by the context
+    cut: int  # attempts that ended at a limit of tokens or at the end of the context
     cut_context: int  # of these, by the context
     longest_cut: int | None  # tokens of the longest reply that a limit cut off, among attempts of one turn
     infra_errors: int
     unscorable: int
-    reason: str | None  # the commonest of why there is no score
+    reason: str | None  # the most common reason for a missing score
 
 
 @dataclass(frozen=True, slots=True)
 class PendingGroup:
-    """A group without a fate. When `finished`, its trajectories are on disk (`load`); else it was in flight."""
+    """A group without a fate: if `finished`, its trajectories are on disk (`load`); else in flight."""
 
     id: int
     task: Task
@@ -103,7 +103,7 @@ class Event:
 
 @dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A line of the trajectory index with its group's fate; the payload is `load_trajectory(group_id, place)`."""
+    """A row of the trajectory index with its group's fate; `load_trajectory` reads its payload."""
 
     group_id: int
     place: int
@@ -128,7 +128,7 @@ class SampleRow:
 
 @dataclass(frozen=True, slots=True)
 class Damage:
-    """A trajectory that the index names and that cannot be read."""
+    """A trajectory that the index lists and that cannot be read."""
 
     group_id: int
     place: int
@@ -137,7 +137,7 @@ class Damage:
 
 @dataclass(frozen=True, slots=True)
 class Undone:
-    """What `undo_steps` did. Steps are counted from 0, as everywhere in the ledger."""
+    """Result of `undo_steps`. Steps are counted from 0, as everywhere in the ledger."""
 
     first: int
     last: int
@@ -147,7 +147,7 @@ class Undone:
 
 @dataclass(slots=True)
 class Retained:
-    """What `retain` did."""
+    """Result of `retain`: removed segments, and bytes freed and kept."""
 
     removed: list[int] = field(default_factory=list)  # segments
     freed_bytes: int = 0
@@ -158,7 +158,7 @@ MEND = (
     "put back a copy of it from before the damage, repair it with `sqlite3 ledger.sqlite .recover`, or give another "
     "run_dir; keep a copy of the folder as it is"
 )
-"""What a user can do about a damaged `ledger.sqlite`."""
+"""Advice for the user of a damaged `ledger.sqlite`."""
 
 
 @contextmanager
@@ -166,7 +166,7 @@ def explained(folder: Path) -> Iterator[None]:
     """Turn an error of the disk or of SQLite into a LedgerError that says what to do."""
     try:
         yield
-    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # the last: text of a damaged page
+    except (sqlite3.Error, OSError, UnicodeDecodeError) as error:  # UnicodeDecodeError: text of a damaged page
         raise LedgerError(f"the ledger in {str(folder)!r}: {_advice(error)}") from error
 
 

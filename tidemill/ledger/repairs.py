@@ -1,9 +1,9 @@
-"""What the ledger records where payloads cannot be read: steps that are undone, and payloads that were made again.
+"""Repairs of a ledger with unreadable payloads: undo steps, or record payloads sampled again.
 
-A step since the checkpoint is run again from its recorded trajectories. Where one of them cannot be read, that step and
-those after it are undone: no weights hold them any more. What was trained at them is dropped, as `unreadable` where that
-is so and as `undone` where not, and so is what waits and was sampled by their weights. Conservation holds: the fate of a
-group changes from trained to dropped, and only because its step was undone, which the database itself watches over.
+After a resume, a step since the checkpoint is run again from its recorded trajectories. When one of them cannot be read,
+that step and all later ones are undone: no weights hold them any more. Groups trained at undone steps are dropped, with the
+reason `unreadable` or `undone`, and so are pending groups that were sampled by their weights. Conservation holds: a fate
+changes from trained to dropped only when its step was undone, and the database enforces that.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from tidemill.ledger.row_formats import trajectory_rows
 from tidemill.ledger.schema import upgrade
 from tidemill.ledger.segments import Location, segment_numbers, whole_groups
 
-UNREADABLE, UNDONE = "unreadable", "undone"  # reasons
-_PAYLOAD = ("segment", "offset", "length", "crc", "gone_at")  # columns that say where it lies
+UNREADABLE, UNDONE = "unreadable", "undone"  # reasons of a drop
+_PAYLOAD = ("segment", "offset", "length", "crc", "gone_at")  # columns that locate a payload
 
 _DROP = """
 UPDATE groups SET fate = 'dropped', reason = ?, settled_at = ?, step = NULL, incarnation = NULL,
@@ -32,7 +32,10 @@ dropped_after = (SELECT max(step) FROM live_steps) WHERE id = ?
 
 
 def undo(db: sqlite3.Connection, first: int, unreadable: Collection[int]) -> Undone:
-    """Within the caller's transaction. first: the step of the first group that cannot be read."""
+    """Undo the steps from `first` on, within the caller's transaction.
+
+    first: the earliest step with a group that cannot be read. Raises LedgerError when no such step was begun.
+    """
     (schema,) = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
     newest, changes = upgrade(schema)
     for statement in changes:
@@ -60,7 +63,10 @@ def undo(db: sqlite3.Connection, first: int, unreadable: Collection[int]) -> Und
 
 
 def point_again(db: sqlite3.Connection, group: Group, places: Sequence[Location]) -> bool:
-    """Within the caller's transaction: the group's rows name the payloads at `places`. False where the figures differ."""
+    """Point a group's rows at the payloads at `places`, within the caller's transaction.
+
+    Returns False and changes nothing when the other columns would differ.
+    """
     rows = db.execute("SELECT * FROM trajectories WHERE group_id = ? ORDER BY place", (group.id,))
     names = [column[0] for column in rows.description]
     figures = [i for i, name in enumerate(names) if name not in _PAYLOAD]
@@ -76,13 +82,13 @@ def point_again(db: sqlite3.Connection, group: Group, places: Sequence[Location]
 def recorded_since(
     folder: Path, last: int, end: int, wanted: Callable[[int], bool]
 ) -> Iterator[tuple[int, list[Trajectory], list[Location]]]:
-    """The wanted groups that lie whole in segments, from byte `end` of segment `last` on, with their places."""
+    """Iterate over the wanted groups that are complete in segments, from byte `end` of segment `last` on."""
     for number in segment_numbers(folder):
         if number < last:
             continue
         for group_id, payloads, places in whole_groups(folder, number, end if number == last else 0):
             if wanted(group_id):
-                with contextlib.suppress(ValueError):  # it is sampled again
+                with contextlib.suppress(ValueError):  # an unsound group is skipped and sampled again
                     attempts = [serialization.decode(payload, Trajectory) for payload in payloads]
                     for each in attempts:
                         each.check()

@@ -1,8 +1,8 @@
-"""Removing old trajectory payloads. Rows, fates and conservation are untouched; the rows say when their payload went.
+"""Retention: removes old trajectory payloads while rows, fates and conservation stay.
 
-A segment may go when every group in it has a fate and no resume can ask for it: dropped, or trained at a step that a valid
-checkpoint holds. The rows are marked before the file is removed, so a kill in between leaves a file that nobody reads,
-which the next call removes.
+A segment can be removed when every group in it has a fate and no resume can need it: its groups were dropped, or trained at
+a step that a valid checkpoint holds. The rows are marked with the time before the file is removed. A kill in between leaves
+a file that nobody reads; the next call removes it.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ def retain(
     bound: int,
     max_bytes: int,
 ) -> Retained:
-    """Remove the oldest segments that hold only groups settled before step `bound`, until `max_bytes` are kept.
+    """Remove the oldest segments of groups settled before step `bound`, until `max_bytes` are left.
 
-    current: the segment now written to, which stays.
+    current: the segment that is being written, which stays. transaction: opens one on the writer's connection.
     """
     with explained(folder):
-        db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # what a resume needs is in the file itself: a log may be lost
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)")  # copies the log into the file: a log may get lost
         sizes = {n: segment_path(folder, n).stat().st_size for n in segment_numbers(folder)}
         indexed = {row[0] for row in db.execute("SELECT DISTINCT segment FROM trajectories WHERE gone_at IS NULL")}
         needed = {row[0] for row in db.execute(_NEEDED, (bound,))}

@@ -1,4 +1,4 @@
-"""How our nouns become rows."""
+"""Row formats: tasks and trajectories as rows of the ledger's tables, figures as JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tidemill.core.types import Group, InfraError, Outcome, Score, Task, Traject
 from tidemill.ledger.records import LedgerError
 from tidemill.ledger.segments import Location
 
-TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has all of it
+TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has the whole reply
 _strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
-_quick = msgspec.json.Encoder()  # it too writes NaN and infinity as null
+_quick = msgspec.json.Encoder()  # also writes NaN and infinity as null
 _KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
 
 
 def task_row(task: Task) -> tuple[str, str, str, str, str]:
-    """id, env, prompt, data, digest: equal contents have equal digests."""
+    """The row (id, env, prompt, data, digest) of a task; equal contents have equal digests."""
     prompt, data = as_json(task.prompt, f"task {task.id!r}"), as_json(task.data, f"task {task.id!r}")
     contents = "\0".join((task.env, task.id, prompt, data)).encode(errors="replace")
     return task.id, task.env, prompt, data, blake2b(contents, digest_size=16).hexdigest()
 
 
 def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[tuple[Any, ...]]:
-    """The columns of `trajectories`, in the table's order: a row for each of the groups', whose payloads lie there."""
+    """Rows of the table `trajectories`, one for each trajectory of groups with the given locations."""
     found = [(g.id, i, t, at) for g, places in groups for i, (t, at) in enumerate(zip(g.trajectories, places, strict=True))]
     summaries = _sampled([t for _, _, t, _ in found])
     return [
@@ -48,7 +48,7 @@ def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[
 
 
 def _judged(outcome: Outcome | None) -> tuple[float | None, str | None, str | None, str | None]:
-    """reward, outcome, outcome_reason, parts"""
+    """The columns (reward, outcome, outcome_reason, parts) of an outcome."""
     if outcome is None:
         return None, None, None, None
     kind = _KINDS[type(outcome)]
@@ -58,19 +58,20 @@ def _judged(outcome: Outcome | None) -> tuple[float | None, str | None, str | No
 
 
 def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, int | None, float | None]]:
-    """sampled, oldest, newest, mean_logprob of each. All at once: NumPy's calls cost more than what they do here.
+    """The columns (sampled, oldest, newest, mean_logprob) of each trajectory.
 
-    Trajectories without a sampled token, or without any token, may stand anywhere among them.
+    All are computed at once, because calls of NumPy on single ones would dominate. Trajectories without a sampled token, or
+    without any token, may stand anywhere among them.
     """
     if not trajectories:
         return []
     mask = np.concatenate([t.mask for t in trajectories])
     versions = np.concatenate([t.versions for t in trajectories])[mask]
     logprobs = np.concatenate([t.logprobs for t in trajectories])[mask]
-    before = np.concatenate(([0], np.cumsum(mask)))  # sampled tokens before each place, and before the end
+    before = np.concatenate(([0], np.cumsum(mask)))  # [tokens + 1] sampled tokens before each place and before the end
     ends = before[np.cumsum([len(t.mask) for t in trajectories])]
     counts = np.diff(ends, prepend=0)
-    some = counts > 0  # reduceat would give an empty stretch the element after it
+    some = counts > 0  # for an empty stretch, reduceat would return the element after it
     starts = (ends - counts)[some]
     figures = iter(())
     if len(starts):
@@ -81,22 +82,25 @@ def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, 
 
 
 def figures_json(figures: dict[str, float], owner: str) -> str:
-    """As `as_json`, in a tenth of the time, for what comes with every step and every trajectory."""
+    """Figures as JSON, like `as_json` in a tenth of the time: for every step and trajectory."""
     try:
         return _quick.encode(figures).decode()
-    except (TypeError, ValueError):  # a name that is half of a surrogate pair, a figure of NumPy's
+    except (TypeError, ValueError):  # a name with half of a surrogate pair, or a NumPy number
         return as_json(figures, owner)
 
 
 def as_json(value: Any, owner: str) -> str:
-    """JSON text that SQLite accepts. NaN and infinity, which JSON does not know, become null."""
+    """JSON text that SQLite accepts; NaN and infinity, which JSON lacks, become null.
+
+    Raises LedgerError, which names `owner`, when the value is not plain JSON.
+    """
     try:
         try:
             text = _strict.encode(value)
         except (TypeError, ValueError):
             value = _plain(value)
             text = _strict.encode(value)
-        # half of a surrogate pair fits no UTF-8: such text is escaped
+        # UTF-8 has no encoding for half of a surrogate pair: such text is escaped
         return text if text.isascii() or text.encode(errors="replace").decode() == text else json.dumps(value)
     except (TypeError, ValueError) as error:
         raise LedgerError(f"{owner} holds something that is not plain JSON: {error}") from None

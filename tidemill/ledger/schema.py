@@ -1,15 +1,16 @@
-"""The tables of `ledger.sqlite`. They are documented for people in docs/ledger.md and queried with `sqlite3`.
+"""Schema of `ledger.sqlite`: its tables, described in docs/ledger.md, and upgrades of older ones.
 
     tasks <- groups <- trajectories (index of the payload in trajectories/seg-NNNNNN.bin)
              groups <- step_groups -> steps            versions, evals, events, meta stand alone
 
-Held by the database itself, whoever writes: a group's fate is written once (`groups_fate_once`), is never taken back by a
-delete (`groups_keep`), and is 'trained' only with rollouts and with a step that was begun (CHECK and FOREIGN KEY). What a
-step was made of is recorded a second time in `step_groups`, once for each incarnation that ran it, so that `conservation`
-compares two records instead of repeating one. A group that is trained again, as experience that is replayed, stands in
-`step_replays`: it has its fate, and its place in the step that gave it, already.
+The database itself enforces, for every writer: a group's fate is written once (`groups_fate_once`), no group is deleted
+(`groups_keep`), and the fate 'trained' needs rollouts and a step that was begun (CHECK and FOREIGN KEY). The groups of a
+step are recorded a second time in `step_groups`, once for each incarnation that ran it, so that `conservation` compares two
+records instead of repeating one. A group that the replay buffer trains again is listed in `step_replays`: its fate, and its
+place in the step that trained it first, exist already.
 
-One fate may change: what was trained at a step that is undone (`undone_steps`), and so is in no weights, becomes dropped.
+One kind of fate may change: a group that was trained at an undone step (`undone_steps`), which is in no weights, becomes
+dropped.
 """
 
 from __future__ import annotations
@@ -23,7 +24,10 @@ VERSION = 5
 
 
 def _among(column: str, values: Iterable[str]) -> str:
-    """Spelt out, for SQLite fills a table for `column IN (...)` anew with each row that it checks."""
+    """A condition that the column has one of the values.
+
+    It is spelt out because SQLite builds a table for `column IN (...)` again for each row that it checks.
+    """
     return " OR ".join(f"{column} = '{value}'" for value in values)
 
 
@@ -55,7 +59,7 @@ LIVE_STEPS = """
 CREATE VIEW live_steps AS
 SELECT step, max(incarnation) AS incarnation FROM steps GROUP BY step;
 """
-"""How both were before steps could be undone."""
+"""Both as they were before steps could be undone."""
 
 FATE_ONCE_BUT_UNDONE = """
 CREATE TRIGGER groups_fate_once BEFORE UPDATE OF fate, reason, settled_at, step, incarnation, dropped_after ON groups
@@ -233,12 +237,12 @@ SCHEMAS = {
     "3": BEFORE_REPLAYS,
     "2": _without_given(BEFORE_REPLAYS),
 }
-"""By version, those that are read and gone on with: in 2 no reply could be given, in 3 no group trained again, in 4 no step
-undone. One of these becomes the newest when a step is undone (`upgrade`)."""
+"""Schemas that can be opened, by version. Version 2 knows no offline replies, 3 no groups that are trained again, 4 no
+undone steps. Undoing a step upgrades the ledger to the newest (`upgrade`)."""
 
 
 def upgrade(schema: str) -> tuple[str, list[str]]:
-    """The version that a ledger of `schema` becomes, in which steps can be undone, and the statements that make it that."""
+    """The version with undone steps that `schema` is upgraded to, and the statements that do it."""
     newest = "5 from 2" if schema in ("2", "5 from 2") else str(VERSION)
     if schema == newest:
         return newest, []
@@ -247,7 +251,7 @@ def upgrade(schema: str) -> tuple[str, list[str]]:
 
 
 def statements(script: str) -> list[str]:
-    """The script's statements. Unlike `executescript`, whoever executes them one by one stays in a transaction."""
+    """The statements of a script, to execute within a transaction, which `executescript` would end."""
     found, begun = list[str](), ""
     for piece in script.split(";"):
         begun += piece + ";"

@@ -1,12 +1,11 @@
-"""Trajectory payloads: append-only files `seg-000001.bin`, one checksummed record a trajectory.
+"""Segments: append-only files `seg-000001.bin` of trajectory payloads, one checksummed record each.
 
     record = magic | payload length | crc32 | group id | place | count | payload        (24 bytes of header, little-endian)
 
-`place` counts the trajectories of a group, of which there are `count`; they follow one another in one file. The checksum
-covers group id, place, count and payload, so a row that points at another trajectory's record is refused as surely as a
-flipped bit. Records are written before the rows that point at them: `whole_groups` finds those whose rows were never
-written, and stops at a tail torn by a kill or a full disk. Each writer begins a file of its own and never touches one that
-an earlier writer left.
+A group has `count` trajectories, numbered by `place`, one after another in one file. The checksum covers group id, place,
+count and payload, so a row that points at another trajectory's record is refused as surely as a flipped bit. Records are
+written before the rows that point at them. `whole_groups` finds records whose rows were never written, and stops at a tail
+that was cut off by a kill or a full disk. Each writer begins a file of its own and never touches one of an earlier writer.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ MAGIC = b"TMTR"
 _HEADER = struct.Struct("<4sIIqHH")
 _IDENTITY = struct.Struct("<qHH")
 HEADER_BYTES = _HEADER.size
-MOST = 2**16 - 1  # trajectories of a group
+MOST = 2**16 - 1  # trajectories per group
 _NAME = re.compile(r"seg-(\d{6,})\.bin")
 
 
 class Location(NamedTuple):
-    """Where a record begins, how long its payload is, and its checksum."""
+    """Location of a record: segment, first byte, length of the payload in bytes, checksum."""
 
     segment: int
     offset: int
@@ -47,12 +46,12 @@ def segment_path(folder: Path, number: int) -> Path:
 
 
 def segment_numbers(folder: Path) -> list[int]:
-    """The segments that lie in `folder`, oldest first."""
+    """Numbers of the segments in `folder`, oldest first."""
     return sorted(int(m[1]) for entry in os.scandir(folder) if (m := _NAME.fullmatch(entry.name)))
 
 
 def sync_file(descriptor: int) -> None:
-    """Put the file's contents on the medium (macOS needs its own call for that; plain fsync stops at the drive's cache)."""
+    """Flush a file to the medium (on macOS by its own call: plain fsync stops at the drive's cache)."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
@@ -60,24 +59,25 @@ def sync_file(descriptor: int) -> None:
 
 
 class SegmentWriter:
-    """Appends records, in files that no other writer has touched. Not thread-safe."""
+    """Appends records to files that no other writer has touched. Not thread-safe."""
 
     def __init__(self, folder: Path, *, limit: int, sync: bool, first: int) -> None:
-        """limit: bytes after which a new file is begun. sync: flush to the medium. first: number of the first file."""
+        """limit: bytes after which a new file begins. sync: flush to the medium. first: the first number."""
         self._folder, self._limit, self._sync = folder, limit, sync
         self._next = first
         self._descriptor: int | None = None
-        self._end = self._flushed = 0  # bytes written, and of these: on the medium
+        self._end = self._flushed = 0  # bytes written, and bytes of these that are on the medium
 
     @property
     def current(self) -> int | None:
-        """The segment now written to."""
+        """Number of the segment that is being written; None before the first append."""
         return None if self._descriptor is None else self._next - 1
 
     def append(self, group_id: int, payloads: Sequence[bytes]) -> list[Location]:
-        """Write the payloads as places 0, 1, ... of a group: all into one file, from which nobody's death takes them.
+        """Write the payloads as places 0, 1, ... of a group, all into one file.
 
-        After an OSError nothing that was written here will be pointed at, and the next append begins a new file.
+        They survive the death of this process. After an OSError no row points at what was written, and the next append
+        begins a new file.
         """
         if self._descriptor is None or self._end >= self._limit:
             self._begin()
@@ -91,7 +91,7 @@ class SegmentWriter:
         try:
             _write_all(self._descriptor, b"".join(parts))
         except OSError:
-            with contextlib.suppress(OSError):  # give the torn tail's space back if the disk lets us
+            with contextlib.suppress(OSError):  # free the torn tail's space if the disk allows it
                 os.ftruncate(self._descriptor, self._end)
             self._leave()
             raise
@@ -99,10 +99,10 @@ class SegmentWriter:
         return locations
 
     def flush(self) -> None:
-        """Put on the medium what was appended: a power cut does not take it either.
+        """Flush appended records to the medium, so that they survive a power cut too.
 
-        After an OSError the next append begins a new file, because a kernel that failed to write a page once may report the
-        next flush of it as a success.
+        After an OSError the next append begins a new file, because a kernel that failed to write a page may report the next
+        flush of it as a success.
         """
         if self._descriptor is None or not self._sync or self._flushed == self._end:
             return
@@ -129,14 +129,14 @@ class SegmentWriter:
             flush(self._folder)
 
     def _leave(self) -> None:
-        """Never write to this file again."""
+        """Close the current file for good."""
         if self._descriptor is not None:
             os.close(self._descriptor)
             self._descriptor = None
 
 
 def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
-    """The payload at a location. Raises PayloadLost when what lies there is not exactly what was recorded."""
+    """The payload at a location. Raises PayloadLost when it is not exactly what was recorded."""
     name = f"trajectory {place} of group {group_id} (segment {at.segment}, offset {at.offset})"
     try:
         with open(segment_path(folder, at.segment), "rb") as file:
@@ -145,7 +145,7 @@ def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
     except FileNotFoundError:
         raise PayloadLost(f"{name} is gone: {segment_path(folder, at.segment).name} does not exist") from None
     except OSError as error:
-        if error.errno != errno.EIO:  # anything else is no word on the payload itself
+        if error.errno != errno.EIO:  # other errors say nothing about the payload itself
             raise
         raise PayloadLost(f"{name} cannot be read: {error}") from error
     if len(record) != HEADER_BYTES + at.length:
@@ -160,7 +160,10 @@ def read_record(folder: Path, group_id: int, place: int, at: Location) -> bytes:
 
 
 def whole_groups(folder: Path, number: int, offset: int) -> Iterator[tuple[int, list[bytes], list[Location]]]:
-    """(group id, payloads, locations) of the groups that lie whole in a segment from `offset` on, up to the first damage."""
+    """Iterate over (group id, payloads, locations) of the complete groups of a segment from `offset` on.
+
+    It stops at the first damage.
+    """
     with open(segment_path(folder, number), "rb") as file:
         size = os.fstat(file.fileno()).st_size
         file.seek(offset)

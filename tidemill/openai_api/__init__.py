@@ -1,1 +1,1 @@
-"""OpenAI's HTTP shapes: request bodies, replies, errors, and tokens as text."""
+"""OpenAI's HTTP API as data: request bodies, replies, errors, and tokens as text."""

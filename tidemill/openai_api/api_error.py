@@ -1,4 +1,4 @@
-"""What is wrong with a request, in OpenAI's format."""
+"""ApiError: the refusal of a request, with a body in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """Refuses a request. The message is for the client as it is."""
+    """Refusal of a request. The message goes to the client unchanged."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

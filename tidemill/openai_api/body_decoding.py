@@ -1,7 +1,7 @@
-"""Bytes of a body to a JSON object, within bounds of what is in it, and beside the event loop where it is large.
+"""Request bodies from bytes to a JSON object, with limits, and off the event loop if large.
 
-A body of eight megabytes may be one text, or millions of lists. Python holds everything else up while it makes these, so
-they are counted before, in the bytes, and too many are refused.
+A body of eight megabytes may be one text, or millions of lists. Python blocks all other threads while it creates these, so
+they are counted in the bytes first, and a body with too many is refused.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from tidemill.core.executors import in_thread
 from tidemill.openai_api.api_error import ApiError
 
 T = TypeVar("T")
-HERE = 1 << 14  # bytes of a body that is decoded on the event loop: that takes microseconds
-MOST_PARTS = 1 << 17  # texts, lists and objects of a body
-MOST_VALUES = 1 << 20  # of all kinds: token ids, mostly
+HERE = 1 << 14  # a body of at most so many bytes is decoded on the event loop: that takes microseconds
+MOST_PARTS = 1 << 17  # texts, lists and objects per body
+MOST_VALUES = 1 << 20  # values of all kinds per body, mostly token ids
 _FIRST, _SECOND = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
 _HALF = re.compile(rb"%(first)b(?!%(second)b)|(?<!%(first)b)%(second)b" % {b"first": _FIRST, b"second": _SECOND})
 
 
 async def beside(raw: bytes, work: Callable[..., T], *given: Any) -> T:
-    """`work(*given)`, in a thread where the body `raw` is large."""
+    """Call `work(*given)`, in a thread if the body `raw` is large."""
     return work(*given) if len(raw) <= HERE else await in_thread(work, *given)
 
 
 def read(raw: bytes) -> dict[str, Any]:
-    """The object that a body is. Raises ApiError where it is none, or has too many parts."""
+    """Decode a body to an object. Raises ApiError when it is not one, or has too many parts."""
     check_parts(raw)
     try:
         tree = json.loads(raw.decode("utf-8-sig"), parse_constant=_no_constant)
@@ -36,7 +36,7 @@ def read(raw: bytes) -> dict[str, Any]:
         raise ApiError("the body is not valid Unicode: send UTF-8") from None
     except (ValueError, RecursionError) as error:
         raise ApiError(f"the body is not valid JSON: {error}") from None
-    if _HALF.search(raw.replace(b"\\\\", b"  ")):  # JSON, and no text
+    if _HALF.search(raw.replace(b"\\\\", b"  ")):  # valid JSON, but not Unicode text
         raise ApiError("the body is not valid Unicode: send texts without half surrogate pairs")
     if not isinstance(tree, dict):
         raise ApiError(f"the body is {short(tree)}: expected a JSON object")
@@ -44,8 +44,8 @@ def read(raw: bytes) -> dict[str, Any]:
 
 
 def check_parts(raw: bytes) -> None:
-    """Raises ApiError where a body holds too many values. What stands inside texts does not count."""
-    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote that is left begins or ends a text
+    """Raise ApiError when a body holds too many values. Characters inside texts do not count."""
+    plain = raw.replace(b"\\\\", b"").replace(b'\\"', b"")  # each remaining quote begins or ends a text
     texts = plain.count(b'"') // 2
     if texts <= MOST_PARTS:
         outside = b"".join(plain.split(b'"')[::2])
@@ -60,8 +60,8 @@ def check_parts(raw: bytes) -> None:
 
 
 def short(value: Any) -> str:
-    """A value in a message, at a readable length."""
-    if isinstance(value, list | dict):  # not shown: it may be deeper than Python can print
+    """A value for an error message, at most 100 characters long."""
+    if isinstance(value, list | dict):  # not printed: it may be nested deeper than Python can print
         return f"a list of {len(value)}" if isinstance(value, list) else "an object"
     text = repr(value[:100] if isinstance(value, str) else value)
     return text if len(text) <= 100 else text[:97] + "..."

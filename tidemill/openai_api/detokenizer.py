@@ -1,9 +1,8 @@
-"""From sampled tokens to text that may be sent: no half characters, nothing of a stop string.
+"""Detokenizer: sampled tokens to text that can be sent, whole characters and no stop strings.
 
-    token -> Detokenizer (holds what may still become a character) -> StopStrings (holds what may become a stop)
+    token -> Detokenizer (holds back incomplete characters) -> StopStrings (holds back what may become a stop string)
 
-What is sent never changes later. A reply that is streamed and one that is sent whole go through the same code, so they
-say the same.
+Text that was sent never changes later. Streamed replies and whole replies go through the same code, so they are equal.
 """
 
 from __future__ import annotations
@@ -14,35 +13,35 @@ from collections.abc import Sequence
 
 from tidemill.openai_api.vocabulary import Vocabulary
 
-_FIRST_MARK, _MOST_MARKS = 0xD800, 0x800  # half surrogates: no text holds them
+_FIRST_MARK, _MOST_MARKS = 0xD800, 0x800  # half surrogates, which no text contains
 _MARKS = re.compile(f"[{chr(_FIRST_MARK)}-{chr(_FIRST_MARK + _MOST_MARKS - 1)}]")
 
 
 class Detokenizer:
-    """Text of a growing row of tokens: their bytes, as far as they are whole characters.
+    """Converts a growing row of tokens to text, one whole character at a time.
 
-    Bytes that are no character are shown as U+FFFD, and never waited for: at most three are held.
+    Bytes that form no character become U+FFFD at once; at most three bytes are held back.
     """
 
     def __init__(self, vocabulary: Vocabulary, *, begun: bool = False, shown: bool = False) -> None:
-        """begun: the text goes on behind another. shown: special tokens are part of it."""
+        """begun: the text continues another one. shown: special tokens are part of the text."""
         self._vocabulary, self.first, self.shown = vocabulary, not begun, shown
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> tuple[bytes, str]:
-        """(the bytes of the token, the text that it settles)"""
+        """Add a token; returns its bytes, and the text that is now complete."""
         data = self._vocabulary.data(token, self.first, self.shown)
         if self.shown or token not in self._vocabulary.special:
             self.first = False
         return data, self._characters.decode(data)
 
     def flush(self) -> str:
-        """What is still held: no further token comes."""
+        """The text still held back, when no further token comes."""
         return self._characters.decode(b"", True)
 
 
 class Marks:
-    """Special tokens that stand in stop strings. They have no text, so each is a mark in the text that is searched."""
+    """Marks that stand for special tokens in stop strings, because such tokens have no text."""
 
     def __init__(self, stops: Sequence[str], vocabulary: Vocabulary) -> None:
         named = [(name, token) for token, name in vocabulary.special.items() if any(name in stop for stop in stops)]
@@ -50,24 +49,25 @@ class Marks:
         by_name = {name: self._of[token] for name, token in named[:_MOST_MARKS]}
         pattern = "|".join(re.escape(name) for name in sorted(by_name, key=len, reverse=True))
         marked = [re.sub(pattern, lambda match: by_name[match[0]], stop) for stop in stops] if by_name else []
-        self.stops = tuple(dict.fromkeys([*stops, *marked]))  # spelt by other tokens, a name is text
+        self.stops = tuple(dict.fromkeys([*stops, *marked]))  # both: ordinary tokens may spell a name as text
 
     def of(self, token: int) -> str:
         return self._of.get(token, "")
 
 
 class StopStrings:
-    """Cuts a growing text before the first stop string, wherever the pieces it arrives in begin and end.
+    """Cuts a growing text before the first stop string, however the text is split into pieces.
 
-    Of several the one that is complete first counts, and of those the longest: then the pieces' borders cannot matter.
-    Marks in the text are never sent, and only those that a stop string asks for keep it from matching.
+    If there are several stop strings, the one that is complete first counts, and of those the longest, so the result does
+    not depend on the pieces. Marks in the text are never sent; a match skips over the marks that its stop string does not
+    contain.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         assert all(stops), "an empty stop string would stop everything"
         self._stops = tuple(stops)
         self._held = ""
-        self._begun: list[tuple[int, str, int]] = []  # (place in what is held, stop, characters that are there)
+        self._begun: list[tuple[int, str, int]] = []  # partial matches: (place in `_held`, stop, characters matched)
         self.found = False
 
     def push(self, text: str) -> str:
@@ -86,7 +86,7 @@ class StopStrings:
         return _MARKS.sub("", text[:keep])
 
     def skip(self, text: str) -> str:
-        """As `push`, where no stop string may end."""
+        """Add text in which no stop string may end; returns all text held back until now with it."""
         text, self._held, self._begun = self._held + text, "", []
         return _MARKS.sub("", text)
 
@@ -94,7 +94,7 @@ class StopStrings:
         return self.skip("")
 
     def _step(self, place: int, character: str) -> list[int]:
-        """Where the stop strings begin that are complete with this character."""
+        """The starting places of the stop strings that this character completes."""
         begun, complete = list[tuple[int, str, int]](), list[int]()
         candidates = [*self._begun, *((place, stop, 0) for stop in self._stops)]
         for begin, stop, count in candidates:

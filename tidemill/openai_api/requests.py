@@ -1,7 +1,7 @@
-"""Request bodies: bytes to a checked record, or an ApiError that says what was given and what is expected.
+"""Request bodies as checked records; a bad one raises an ApiError that says what is expected.
 
-A parameter that would change the meaning of the reply and that is not supported is refused, unless it has the value that
-changes nothing. Parameters that only concern OpenAI's own bookkeeping are accepted and ignored.
+An unsupported parameter that would change the reply is refused, unless its value changes nothing. Parameters that only
+concern OpenAI's own bookkeeping are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import read, short
 
 MAX_BODY = 8 << 20  # bytes
-MAX_BIAS = 1024  # tokens of one request
-MAX_CHOICES = 1024  # of one request, prompts times n
+MAX_BIAS = 1024  # tokens with a bias per request
+MAX_CHOICES = 1024  # choices per request: prompts times n
 IGNORED = (
     "user",
     "store",
@@ -29,7 +29,7 @@ IGNORED = (
     "parallel_tool_calls",
     "request_id",
 )
-UNCHANGING: dict[str, list[Any]] = {  # not supported; these values ask for nothing
+UNCHANGING: dict[str, list[Any]] = {  # unsupported parameters, with the values that change nothing
     "suffix": [""],
     "best_of": [1],
     "tools": [[]],
@@ -74,11 +74,11 @@ class StreamOptions(BaseModel):
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
-    include_obfuscation: bool = False  # accepted: nothing is padded here
+    include_obfuscation: bool = False  # accepted and ignored: this server pads nothing
 
 
 class Body(BaseModel):
-    """What completions and chats have in common. A parameter that is null is a parameter that was not given."""
+    """Parameters that completions and chats share. A null parameter counts as not given."""
 
     model_config = STRICT
 
@@ -113,7 +113,7 @@ class CompletionBody(Body):
 
 
 class ChatInput(BaseModel):
-    """What a chat is rendered from."""
+    """Input of the chat template: messages and options."""
 
     messages: Annotated[list[dict[str, Any]], FailFast()] = Field(min_length=1)
     add_generation_prompt: bool = True
@@ -181,7 +181,7 @@ def parse(kind: type[B], raw: bytes) -> B:
 
 
 def validated(kind: type[K], tree: dict[str, Any]) -> K:
-    """Raises ApiError for what is wrong first: there may be a great many faults, and each takes time to describe."""
+    """Validate a body. Raises ApiError for the first fault only: describing thousands takes time."""
     extra = [key for key in tree if key not in kind.model_fields]
     known = {key: tree[key] for key in (*extra[:1], *kind.model_fields) if tree.get(key) is not None}
     try:
@@ -191,7 +191,7 @@ def validated(kind: type[K], tree: dict[str, Any]) -> K:
 
 
 def options_of(chat: ChatInput) -> dict[str, Any]:
-    """What the template is given beside the messages."""
+    """Options for the chat template. Raises ApiError for bad or contradicting ones."""
     if given := [key for key in chat.chat_template_kwargs if key in OWN_NAMES or not key.isidentifier()]:
         message = f"chat_template_kwargs.{short(given[0])}: expected names that the template itself asks for"
         raise ApiError(message, param="chat_template_kwargs")
@@ -205,7 +205,10 @@ def options_of(chat: ChatInput) -> dict[str, Any]:
 
 
 def prompts_of(value: Any) -> list[str | list[int]]:
-    """The prompts of a completion: a text, a list of texts, a row of token ids, or a list of such rows."""
+    """The prompts of a completion: from a text, a list of texts, a row of token ids, or a list of rows.
+
+    Raises ApiError for anything else.
+    """
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -222,7 +225,7 @@ def prompts_of(value: Any) -> list[str | list[int]]:
 
 
 def messages_of(value: list[dict[str, Any]]) -> Messages:
-    """The messages of a chat, each with a role and a text."""
+    """The messages of a chat, each with a role and a text. Raises ApiError for others."""
     return [_message(i, {k: v for k, v in message.items() if v is not None}) for i, message in enumerate(value)]
 
 
@@ -246,7 +249,7 @@ def _message(index: int, given: dict[str, Any]) -> dict[str, str]:
 
 
 def _is_row(value: list[Any]) -> bool:
-    return bool(value) and all(type(item) is int for item in value)  # True is no token id
+    return bool(value) and all(type(item) is int for item in value)  # `type`, because True is an int and not a token id
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:

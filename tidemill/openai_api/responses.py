@@ -1,4 +1,4 @@
-"""Replies in OpenAI's format: choices, chunks of a stream, logprobs, usage; token ids where vLLM puts them."""
+"""Replies in OpenAI's format: choices, stream chunks, logprobs, usage, and token ids as in vLLM."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ FLOOR = -9999.0  # JSON has no minus infinity
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     token: int
-    logprob: float | None  # None: nothing predicts it
+    logprob: float | None  # None: the first token of a prompt, which nothing predicts
     top: list[tuple[int, float]]  # alternatives, likeliest first
-    offset: int  # in characters of the choice's text, where the token begins
-    data: bytes  # what it adds to the text
-    first: bool = False  # nothing of the text stands before it
-    shown: bool = False  # a special token here is part of the text
+    offset: int  # where the token begins, in characters of the choice's text
+    data: bytes  # bytes that it adds to the text
+    first: bool = False  # the token is the first of the text
+    shown: bool = False  # special tokens are part of the text
 
 
 @dataclass(slots=True)
 class TextPiece:
-    """`finish` and `sampled`, the number of tokens it took, are given with the last piece of a choice."""
+    """A piece of a choice's text. The last one has `finish`, and the number of sampled tokens."""
 
     text: str
     tokens: list[TokenLogprob] = field(default_factory=list)
     finish: str | None = None
     sampled: int = 0
-    ids: list[int] = field(default_factory=list)  # of its tokens that were sampled
+    ids: list[int] = field(default_factory=list)  # token ids of its sampled tokens
 
     def shifted(self, by: int) -> TextPiece:
-        """As a piece of a text in which `by` characters stand before the reply."""
+        """The piece with its offsets moved by `by` characters, the length of text before the reply."""
         tokens = [replace(token, offset=token.offset + by) for token in self.tokens] if by else self.tokens
         return replace(self, tokens=tokens)
 
@@ -51,13 +51,13 @@ class Usage:
 
 @dataclass(frozen=True, slots=True)
 class ReplyShape:
-    """One request's reply."""
+    """Format of the reply to one request: model, names of tokens, requested extras."""
 
     model: str
     vocabulary: Vocabulary
-    logprobs: bool  # they were asked for
-    prompts: list[list[int]] | None = None  # of each choice, where token ids were asked for
-    numbered: bool = False  # tokens are called by their ids
+    logprobs: bool  # logprobs were requested
+    prompts: list[list[int]] | None = None  # token ids of each choice's prompt, if they were requested
+    numbered: bool = False  # tokens are named by their ids
     id: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -102,7 +102,7 @@ class CompletionShape(ReplyShape):
         }
 
     def _alternatives(self, at: TokenLogprob) -> dict[str, float] | None:
-        """By name, the token itself always among them. Of several with one name the likeliest is shown."""
+        """Logprobs of alternatives by name, the token itself included; for equal names the likeliest."""
         if at.logprob is None:
             return None
         found: dict[str, float] = {}
@@ -149,6 +149,6 @@ class ChatShape(ReplyShape):
         return {"logprobs": logprobs, "finish_reason": piece.finish} | ids
 
     def _entry(self, at: TokenLogprob, token: int, logprob: float) -> dict[str, Any]:
-        """A token in the place of `at`. Its `bytes` are what it adds to the text: none for a special token."""
+        """Entry of a token at the place of `at`. Its `bytes` are none for a special token that is not shown."""
         data = self.vocabulary.data(token, at.first, at.shown)
         return {"token": self.name(token, at), "logprob": max(logprob, FLOOR), "bytes": list(data)}

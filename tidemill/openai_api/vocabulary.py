@@ -1,9 +1,9 @@
-"""Tokens as bytes of a text, and as names.
+"""Vocabulary: the bytes that each token adds to a text, and the token's name.
 
-A text is the bytes of its tokens, one after another: that is what makes the bytes and names in a reply add up to its text,
-also where a character is spread over several tokens. What a token adds is asked of the tokenizer's own decoder, behind
-another token, since some decoders treat the first token of a text differently. Only for a part of a character, which no
-decoder shows, is the token's entry in the vocabulary read: `<0x0A>` of SentencePiece, or the letters of byte-level BPE.
+The bytes of a reply's tokens, joined, are the bytes of its text, even where a character is spread over several tokens. The
+tokenizer's own decoder tells what a token adds. It decodes the token behind another one, since some decoders treat the first
+token of a text differently. No decoder shows a part of a character; for such a token the entry in the vocabulary is read:
+`<0x0A>` of SentencePiece, or the letters of byte-level BPE.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 from tidemill.models.tokenizer import Tokenizer
 
-BROKEN = "\N{REPLACEMENT CHARACTER}"  # what a decoder shows for bytes that are no character
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # a decoder's output for bytes that form no character
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -22,19 +22,19 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._anchor, self._before = _anchor(tokenizer)
         self._found: dict[tuple[int, bool], tuple[bytes, bool]] = {}
-        self.special = _special_tokens(tokenizer)  # name by id, of what texts are decoded without
+        self.special = _special_tokens(tokenizer)  # names by id of the tokens that are left out of texts
 
     def data(self, token: int, first: bool = False, shown: bool = False) -> bytes:
-        """The bytes that the token adds to a text; none for a special token, unless these are `shown`.
+        """The bytes that a token adds to a text; none for a special token, unless these are `shown`.
 
-        first: nothing of the text stands before it.
+        first: the token is the first of its text.
         """
         if token in self.special:
             return self.special[token].encode() if shown else b""
         return self._of(token, first)[0]
 
     def name(self, token: int, first: bool = False) -> str:
-        """What it is called where it is shown alone: its text, or `bytes:\\xf0\\x9f` for a part of a character."""
+        """The name of a token shown alone: its text, or `bytes:\\xf0\\x9f` for a part of a character."""
         if token in self.special:
             return self.special[token]
         data, known = self._of(token, first)
@@ -46,7 +46,7 @@ class Vocabulary:
             return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
 
     def _of(self, token: int, first: bool) -> tuple[bytes, bool]:
-        """(its bytes, whether the tokenizer knows it)"""
+        """The token's bytes, and True if the tokenizer knows it."""
         if (token, first) not in self._found:
             self._found[token, first] = self._look_up(token, first)
         return self._found[token, first]
@@ -63,7 +63,7 @@ class Vocabulary:
 
 
 def _part(name: str | bytes) -> bytes | None:
-    """The bytes that an entry of a vocabulary stands for; None where it is a text."""
+    """The bytes that an entry of the vocabulary stands for; None when the entry is a text."""
     if isinstance(name, bytes):
         return name
     if match := _BYTE.fullmatch(name):
@@ -73,14 +73,14 @@ def _part(name: str | bytes) -> bytes | None:
 
 
 def _letters() -> dict[str, int]:
-    """Byte by letter, as byte-level BPE writes them: printable ones as they are, the others from U+0100 on."""
+    """Bytes by letter, as byte-level BPE writes them: printable ones unchanged, others from U+0100 on."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + i): byte for i, byte in enumerate(others)}
 
 
 def _anchor(tokenizer: Tokenizer) -> tuple[list[int], str]:
-    """(a token whose text what follows does not change, its text); none where there is no such token."""
+    """A token whose text does not change when others follow, and its text; both empty if there is none."""
     for letter in ("a", "0", "."):
         for token in reversed(tokenizer.encode(letter, add_special_tokens=False)):
             text, twice = (tokenizer.decode([token] * n, skip_special_tokens=True) for n in (1, 2))
