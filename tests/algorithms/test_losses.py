@@ -451,7 +451,7 @@ def test_what_is_said_to_read_p_hat_is_what_reads_it(name):
 
 @pytest.mark.parametrize("each", LOSSES.values(), ids=lambda f: f.__name__)
 def test_each_says_its_formula_its_source_when_and_at_what_cost(each):
-    formula, _, rest = inspect.cleandoc(each.__doc__).partition("\n\n")
+    formula, _, rest = inspect.cleandoc(each.__doc__).rpartition("\n\n")
     assert formula.endswith(".")
     assert re.fullmatch(r"Source: .+\.\nWhen: .+\.\nCost: .+\.", rest, re.DOTALL)
     assert [line for line in rest.split("\n") if re.match(r"\w+: ", line)] == re.findall(

@@ -15,6 +15,16 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.algorithms.cohorts import (
+    centre,
+    cohort_index,
+    cohort_size,
+    discounted_sums,
+    divide,
+    normalise,
+    spread_about_zero,
+    standardise,
+)
 from tidemill.algorithms.token_rows import ByAttempt
 from tidemill.core.import_object import bound
 from tidemill.core.types import Array
@@ -55,7 +65,7 @@ def grpo(x: Scores, *, eps: float = 1e-6) -> Array:
     When: the usual choice for rewards that a program checks. Very easy and very hard prompts count more than others.
     Cost: nothing.
     """
-    return x.spread(_normalised(x.rewards, x.cohorts, eps))
+    return x.spread(normalise(x.rewards, x.cohorts, eps))
 
 
 def grpo_batch(x: Scores, *, eps: float = 1e-6) -> Array:
@@ -65,8 +75,8 @@ def grpo_batch(x: Scores, *, eps: float = 1e-6) -> Array:
     When: the scale of grpo without its favour for very easy and very hard prompts.
     Cost: nothing.
     """
-    centred = _centred(x.rewards, x.cohorts)
-    return x.spread(_over(centred, _spread_about_zero(centred) + eps))
+    centred = centre(x.rewards, x.cohorts)
+    return x.spread(divide(centred, spread_about_zero(centred) + eps))
 
 
 def dr_grpo(x: Scores) -> Array:
@@ -76,7 +86,7 @@ def dr_grpo(x: Scores) -> Array:
     When: no difficulty should be favoured, and rewards have a scale of their own.
     Cost: nothing.
     """
-    return x.spread(_centred(x.rewards, x.cohorts))
+    return x.spread(centre(x.rewards, x.cohorts))
 
 
 def rloo(x: Scores) -> Array:
@@ -86,8 +96,8 @@ def rloo(x: Scores) -> Array:
     When: an unbiased gradient of the mean reward from small cohorts.
     Cost: nothing.
     """
-    size = _size(x.cohorts)
-    return x.spread(_centred(x.rewards, x.cohorts) * (size / np.maximum(size - 1, 1)))
+    size = cohort_size(x.cohorts)
+    return x.spread(centre(x.rewards, x.cohorts) * (size / np.maximum(size - 1, 1)))
 
 
 def leave_one_out_seats(x: Scores) -> Array:
@@ -128,7 +138,7 @@ def reinforce_pp(x: Scores, *, gamma: float = 1.0, eps: float = 1e-8) -> Array:
     When: one attempt a prompt, and many prompts a step. Long answers weigh more in the mean and in the spread.
     Cost: nothing.
     """
-    return _whitened(_discounted(x.at_tokens(), x.lengths, gamma), eps)
+    return standardise(discounted_sums(x.at_tokens(), x.lengths, gamma), eps)
 
 
 def reinforce_pp_baseline(x: Scores, *, eps: float = 1e-8) -> Array:
@@ -139,10 +149,10 @@ def reinforce_pp_baseline(x: Scores, *, eps: float = 1e-8) -> Array:
     When: groups of attempts, and one scale for all prompts of a step.
     Cost: nothing.
     """
-    centred = _centred(x.rewards, x.cohorts)
-    index = _index(x.cohorts)
+    centred = centre(x.rewards, x.cohorts)
+    index = cohort_index(x.cohorts)
     apart = np.bincount(index, centred != 0)[index] > 0
-    return np.where(x.spread(apart), _whitened(x.spread(centred), eps), 0.0)
+    return np.where(x.spread(apart), standardise(x.spread(centred), eps), 0.0)
 
 
 def remax(x: Scores) -> Array:
@@ -152,7 +162,7 @@ def remax(x: Scores) -> Array:
     When: one attempt a prompt, and a baseline that depends on the prompt.
     Cost: one greedy rollout a prompt.
     """
-    return _discounted(x.at_tokens(), x.lengths, 1.0) - x.spread(_needed("remax", "greedy", x.greedy))
+    return discounted_sums(x.at_tokens(), x.lengths, 1.0) - x.spread(_needed("remax", "greedy", x.greedy))
 
 
 def maxrl(x: Scores) -> Array:
@@ -162,9 +172,9 @@ def maxrl(x: Scores) -> Array:
     When: hard prompts, of which few attempts are solved: these count the most.
     Cost: nothing.
     """
-    index = _index(x.cohorts)
+    index = cohort_index(x.cohorts)
     mean = (np.bincount(index, x.rewards) / np.bincount(index))[index]
-    return x.spread(_over(_centred(x.rewards, x.cohorts), mean))
+    return x.spread(divide(centre(x.rewards, x.cohorts), mean))
 
 
 def opo(x: Scores) -> Array:
@@ -174,7 +184,8 @@ def opo(x: Scores) -> Array:
     When: exact on-policy steps, and answers of very different lengths.
     Cost: nothing.
     """
-    centred, index = _centred(x.rewards, x.cohorts), _index(x.cohorts)  # a baseline is the same whatever R is counted from
+    # A baseline is the same whatever R is counted from.
+    centred, index = centre(x.rewards, x.cohorts), cohort_index(x.cohorts)
     baseline = np.bincount(index, x.lengths * centred) / np.bincount(index, x.lengths)
     return x.spread(centred - baseline[index])
 
@@ -194,8 +205,8 @@ def gdpo(x: Scores, *, weights: Mapping[str, float] | None = None, eps: float = 
     total = np.zeros(len(x.rewards))
     for name, part in parts.items():
         known = ~np.isnan(part)
-        total[known] += weights.get(name, 1.0) * _normalised(part[known], x.cohorts[known], eps)
-    return x.spread(_over(total, _spread_about_zero(total) + eps))
+        total[known] += weights.get(name, 1.0) * normalise(part[known], x.cohorts[known], eps)
+    return x.spread(divide(total, spread_about_zero(total) + eps))
 
 
 def pass_at_k(x: Scores, *, k: float = 4) -> Array:
@@ -244,7 +255,7 @@ def gae(x: Scores, *, gamma: float = 1.0, lam: float = 1.0, whiten: float = 1.0,
     """
     each = np.maximum(1 - 1 / (adaptive * x.lengths), 0.0) if adaptive else lam
     advantages = _gae("gae", x, gamma, each)
-    return _whitened(advantages, 1e-8) if whiten else advantages
+    return standardise(advantages, 1e-8) if whiten else advantages
 
 
 def process(x: Scores, *, gamma: float = 1.0) -> Array:
@@ -254,10 +265,10 @@ def process(x: Scores, *, gamma: float = 1.0) -> Array:
     When: steps are scored, and a step should answer only for what comes after it.
     Cost: a scorer of steps.
     """
-    to_go = _discounted(x.at_tokens(), x.lengths, gamma)
+    to_go = discounted_sums(x.at_tokens(), x.lengths, gamma)
     total = to_go[x.starts]
-    mean = total - _centred(total, x.cohorts)  # the totals themselves where they are all equal
-    return np.where(x.spread(_size(x.cohorts) > 1), to_go - x.spread(mean), 0.0)
+    mean = total - centre(total, x.cohorts)  # the totals themselves where they are all equal
+    return np.where(x.spread(cohort_size(x.cohorts) > 1), to_go - x.spread(mean), 0.0)
 
 
 def turn_level(x: Scores, *, credit: float = 1.0, eps: float = 1e-6) -> Array:
@@ -275,8 +286,8 @@ def turn_level(x: Scores, *, credit: float = 1.0, eps: float = 1e-6) -> Array:
     width = int(turns.max(initial=0)) + 1
     cells, cell = np.unique(x.spread(np.arange(len(x.rewards))) * width + turns, return_inverse=True)  # attempts' turns
     row, turn = np.divmod(cells, width)
-    to_go = _discounted(np.bincount(cell, x.given, len(cells)), np.bincount(row, minlength=len(x.rewards)), 1.0)
-    return outcome + credit * _normalised(to_go, _index(x.cohorts)[row] * width + turn, eps)[cell]
+    to_go = discounted_sums(np.bincount(cell, x.given, len(cells)), np.bincount(row, minlength=len(x.rewards)), 1.0)
+    return outcome + credit * normalise(to_go, cohort_index(x.cohorts)[row] * width + turn, eps)[cell]
 
 
 def returns(x: Scores, gamma: float = 1.0, lam: float = 1.0) -> Array:
@@ -342,46 +353,9 @@ def _whole(k: float, least: int) -> int:
     return int(k)
 
 
-def _index(cohorts: Array) -> Array:
-    return np.unique(cohorts, return_inverse=True)[1]
-
-
-def _size(cohorts: Array) -> Array:
-    """[n] size of each attempt's cohort."""
-    index = _index(cohorts)
-    return np.bincount(index)[index]
-
-
-def _centred(values: Array, cohorts: Array) -> Array:
-    """[n] values minus their cohort's mean, counted from its first value so that equal ones give 0."""
-    _, first, index = np.unique(cohorts, return_index=True, return_inverse=True)
-    offset = np.asarray(values, np.float64) - values[first][index]
-    return offset - (np.bincount(index, offset) / np.bincount(index))[index]
-
-
-def _normalised(values: Array, cohorts: Array, eps: float) -> Array:
-    centred, index = _centred(values, cohorts), _index(cohorts)
-    variance = np.bincount(index, centred**2) / np.maximum(np.bincount(index) - 1, 1)
-    return _over(centred, np.sqrt(variance)[index] + eps)
-
-
-def _over(values: Array, by: Array | float) -> Array:
-    """values / by, or 0 where `by` is not positive."""
-    return np.divide(values, by, out=np.zeros(len(values)), where=np.asarray(by) > 0)
-
-
-def _spread_about_zero(values: Array) -> float:
-    return math.sqrt(float(values @ values) / max(len(values) - 1, 1))
-
-
-def _whitened(values: Array, eps: float) -> Array:
-    centred = _centred(values, np.zeros(len(values), np.int64))
-    return centred / math.sqrt(float(centred @ centred) / max(len(values) - 1, 1) + eps)
-
-
 def _by_count(x: Scores, formula: Callable[[int, int, int], tuple[float, float]], k: int) -> Array:
     """[M] values by cohort: `formula(n, c solved, k <= n)` gives those for not solved and for solved."""
-    solved, index = x.rewards >= CORRECT, _index(x.cohorts)
+    solved, index = x.rewards >= CORRECT, cohort_index(x.cohorts)
     counts = zip(np.bincount(index).tolist(), np.bincount(index, solved).tolist(), strict=True)
     table = np.array([formula(n, int(c), min(k, n)) for n, c in counts], np.float64).reshape(-1, 2)
     return x.spread(table[index, solved.astype(np.int64)])
@@ -391,19 +365,4 @@ def _gae(name: str, x: Scores, gamma: float, lam: Array | float) -> Array:
     values = _needed(name, "values", x.values)
     after = np.append(values[1:], 0.0)[: len(values)]
     after[np.cumsum(x.lengths) - 1] = 0.0 if x.bootstrap is None else x.bootstrap
-    return _discounted(x.at_tokens() + gamma * after - values, x.lengths, gamma * lam)
-
-
-def _discounted(values: Array, lengths: Array, factor: Array | float) -> Array:
-    """[M] sum over s >= t within the row of factor^(s-t) * values_s; one `factor` for all or per row."""
-    order = np.argsort(-lengths, kind="stable")  # the longest first: those that reach a column are then the first rows
-    last = (np.cumsum(lengths) - 1)[order]
-    factors = np.broadcast_to(np.asarray(factor, np.float64), lengths.shape)[order]
-    columns = np.arange(int(lengths.max(initial=0)))  # counted from the end
-    reach = np.searchsorted(-lengths[order], -columns, side="left")
-    total, result = np.zeros(len(lengths)), np.empty(len(values))
-    for column, rows in zip(columns.tolist(), reach.tolist(), strict=True):
-        at = last[:rows] - column
-        total[:rows] = values[at] + factors[:rows] * total[:rows]
-        result[at] = total[:rows]
-    return result
+    return discounted_sums(x.at_tokens() + gamma * after - values, x.lengths, gamma * lam)

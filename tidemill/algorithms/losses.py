@@ -18,53 +18,27 @@ Constants come as keyword arguments from a `LossSpec`; a user's own loss is `FIL
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
+from tidemill.algorithms.loss_terms import (
+    LOG_RATIO_BOUND,
+    Loss,
+    LossInput,
+    check_bounds,
+    clip_ratio,
+    needed,
+    ratio,
+    require,
+    sequence_mean,
+    sequence_sum,
+)
 from tidemill.core.import_object import bound as by_name
 from tidemill.core.types import LossSpec
 
-LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows; the ratio is held constant there and passes no gradient
-
-
-@dataclass(frozen=True, slots=True)
-class LossInput:
-    """The N trained tokens of some samples, flat and in order; every sequence is whole."""
-
-    logprobs: Tensor  # [N] log pi, live: differentiable, as is the entropy
-    behaviour: Tensor  # [N] log mu, as the engine recorded it
-    old: Tensor  # [N] log p_hat, the trainer's at the start of the step; = behaviour when it was not recomputed
-    advantages: Tensor  # [N]
-    sequence: Tensor  # [N] int64: which sequence each token belongs to, 0 .. sequences - 1
-    sequences: int
-    reference: Tensor | None = None  # [N] log pi_ref
-    entropy: Tensor | None = None  # [N] live, of the distribution that was sampled, nats
-    lag: Tensor | None = None  # [N] int64: updates between the weights that sampled the token and those being trained
-    values: Tensor | None = None  # [N] a critic's value before the token, live
-    old_values: Tensor | None = None  # [N] the same at the start of the step
-    returns: Tensor | None = None  # [N] the critic's targets
-
-    def select(self, keep: Tensor) -> LossInput:
-        """Only the tokens where `keep` [N] is True; the others reach neither value nor gradient."""
-        values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: value[keep] for name, value in values.items() if isinstance(value, Tensor)})
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    terms: Tensor  # [N] one term a token, unreduced
-    metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> [N], to be summed over trained tokens
-
-
 LossFunction = Callable[[LossInput], Loss]
-
-
-def ratio(logprobs: Tensor, base: Tensor | float) -> Tensor:
-    """exp(logprobs - base), with the log clamped to +-20; differentiable in both arguments."""
-    return (logprobs - base).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
 
 
 def reinforce(x: LossInput) -> Loss:
@@ -84,9 +58,9 @@ def ppo_clip(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2, dua
     When: the usual choice, for samples that are a few versions old at most, and for several updates a step.
     Cost: one more forward pass (p_hat), unless mu stands in for it.
     """
-    _require(dual_clip == 0 or dual_clip > 1, f"{dual_clip=}: expected 0 (off) or a number > 1")
+    require(dual_clip == 0 or dual_clip > 1, f"{dual_clip=}: expected 0 (off) or a number > 1")
     a, r = x.advantages, ratio(x.logprobs, x.old)
-    objective, clipped = _clip(r, a, clip_low, clip_high)
+    objective, clipped = clip_ratio(r, a, clip_low, clip_high)
     if dual_clip:
         objective = torch.where(a < 0, torch.maximum(objective, dual_clip * a), objective)
         clipped = clipped | ((a < 0) & (r > dual_clip))
@@ -100,7 +74,7 @@ def aipo(x: LossInput, *, cap: float = 5.0) -> Loss:
     When: asynchronous training: corrects for staleness and mismatch, and no token loses its gradient.
     Cost: nothing.
     """
-    _require(cap > 0, f"{cap=}: expected a positive number")
+    require(cap > 0, f"{cap=}: expected a positive number")
     rho = ratio(x.logprobs.detach(), x.behaviour)
     return Loss(-(rho.clamp(max=cap) * x.advantages) * x.logprobs, {"clipped": rho > cap, "ratio": rho})
 
@@ -114,11 +88,11 @@ def a3po(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.2) -> Loss
     When: stale samples, clipped around a policy between mu and pi that follows each token's age.
     Cost: nothing.
     """
-    lag = _given(x.lag, "a3po needs each token's lag: give LossInput.lag")
+    lag = needed(x.lag, "a3po needs each token's lag: give LossInput.lag")
     alpha = torch.where(lag >= 1, 1 / lag.clamp(min=1).to(x.logprobs.dtype), 0)
     old = alpha * x.behaviour + (1 - alpha) * x.logprobs.detach()
     r = ratio(x.logprobs, old)
-    objective, clipped = _clip(r, x.advantages, clip_low, clip_high)
+    objective, clipped = clip_ratio(r, x.advantages, clip_low, clip_high)
     return Loss(-ratio(old, x.behaviour) * objective, {"clipped": clipped, "ratio": r})
 
 
@@ -132,8 +106,8 @@ def gspo(x: LossInput, *, clip_low: float = 3e-4, clip_high: float = 4e-4) -> Lo
     When: one reward a sequence, mixture-of-experts models. A must not differ within a sequence.
     Cost: one more forward pass (p_hat), unless mu stands in for it.
     """
-    s = ratio(_sequence_mean(x, x.logprobs - x.old), 0)
-    objective, clipped = _clip(s, x.advantages, clip_low, clip_high)
+    s = ratio(sequence_mean(x, x.logprobs - x.old), 0)
+    objective, clipped = clip_ratio(s, x.advantages, clip_low, clip_high)
     return Loss(-objective, {"clipped": clipped, "ratio": s})
 
 
@@ -145,8 +119,8 @@ def gspo_token(x: LossInput, *, clip_low: float = 3e-4, clip_high: float = 4e-4)
     Cost: one more forward pass (p_hat), unless mu stands in for it.
     """
     frozen = x.logprobs.detach()
-    s = ratio(_sequence_mean(x, frozen - x.old), 0) * ratio(x.logprobs, frozen)
-    objective, clipped = _clip(s, x.advantages, clip_low, clip_high)
+    s = ratio(sequence_mean(x, frozen - x.old), 0) * ratio(x.logprobs, frozen)
+    objective, clipped = clip_ratio(s, x.advantages, clip_low, clip_high)
     return Loss(-objective, {"clipped": clipped, "ratio": s})
 
 
@@ -158,7 +132,7 @@ def cispo(x: LossInput, *, clip_low: float = 1.0, clip_high: float = 4.0) -> Los
     When: rare, decisive tokens are to keep the gradient that PPO's clip takes from them.
     Cost: one more forward pass (p_hat), unless mu stands in for it.
     """
-    _bounds(clip_low, clip_high)
+    check_bounds(clip_low, clip_high)
     r = ratio(x.logprobs.detach(), x.old)
     clipped = (r < 1 - clip_low) | (r > 1 + clip_high)
     return Loss(-(r.clamp(1 - clip_low, 1 + clip_high) * x.advantages) * x.logprobs, {"clipped": clipped, "ratio": r})
@@ -171,7 +145,7 @@ def sapo(x: LossInput, *, tau_positive: float = 1.0, tau_negative: float = 1.05)
     When: the gradient is to fade with the distance from p_hat, not to end at a bound.
     Cost: one more forward pass (p_hat), unless mu stands in for it.
     """
-    _require(tau_positive > 0 and tau_negative > 0, f"{tau_positive=}, {tau_negative=}: expected positive numbers")
+    require(tau_positive > 0 and tau_negative > 0, f"{tau_positive=}, {tau_negative=}: expected positive numbers")
     a, r = x.advantages, ratio(x.logprobs, x.old)
     above, below = (4 / tau * torch.sigmoid(tau * (r - 1)) for tau in (tau_positive, tau_negative))
     return Loss(-torch.where(a > 0, above, below) * a, {"ratio": r})
@@ -211,9 +185,9 @@ def gmpo(x: LossInput, *, bound: float = 0.4) -> Loss:
     When: single outlying tokens upset the ratios. A must not differ within a sequence.
     Cost: one more forward pass (p_hat), unless mu stands in for it.
     """
-    _require(bound >= 0, f"{bound=}: expected a number >= 0")
+    require(bound >= 0, f"{bound=}: expected a number >= 0")
     a, log_r = x.advantages, x.logprobs - x.old
-    s = ratio(_sequence_mean(x, torch.where(a > 0, log_r.clamp(max=bound), log_r.clamp(min=-bound))), 0)
+    s = ratio(sequence_mean(x, torch.where(a > 0, log_r.clamp(max=bound), log_r.clamp(min=-bound))), 0)
     return Loss(-a * s, {"clipped": ((a > 0) & (log_r > bound)) | ((a < 0) & (log_r < -bound)), "ratio": s})
 
 
@@ -235,9 +209,9 @@ def topr(x: LossInput, *, cap: float = 1.0) -> Loss:
     When: very old or foreign samples: successes count in full, failures as far as pi still makes them. One A a sequence.
     Cost: nothing.
     """
-    _require(cap > 0, f"{cap=}: expected a positive number")
+    require(cap > 0, f"{cap=}: expected a positive number")
     a, log_rho = x.advantages, x.logprobs.detach() - x.behaviour
-    rho = ratio(_sequence_sum(x, log_rho), 0)[x.sequence]
+    rho = ratio(sequence_sum(x, log_rho), 0)[x.sequence]
     weight = torch.where(a < 0, rho.clamp(max=cap), 1)
     return Loss(-(weight * a) * x.logprobs, {"clipped": (a < 0) & (rho > cap), "ratio": ratio(log_rho, 0)})
 
@@ -249,7 +223,7 @@ def rollout_mask(x: LossInput, *, clip_low: float = 0.2, clip_high: float = 0.28
     When: asynchronous training; what has left the bounds around mu is dropped, whatever the sign of A.
     Cost: nothing.
     """
-    _bounds(clip_low, clip_high)
+    check_bounds(clip_low, clip_high)
     rho = ratio(x.logprobs.detach(), x.behaviour)
     kept = (rho > 1 - clip_low) & (rho < 1 + clip_high)
     return Loss(-torch.where(kept, rho * x.advantages, 0) * x.logprobs, {"clipped": ~kept, "ratio": rho})
@@ -303,7 +277,7 @@ def entropy(x: LossInput) -> Loss:
     When: beside another loss, with a small weight, where exploration ends too early.
     Cost: nothing.
     """
-    return Loss(-_given(x.entropy, "entropy needs each token's entropy: give LossInput.entropy"))
+    return Loss(-needed(x.entropy, "entropy needs each token's entropy: give LossInput.entropy"))
 
 
 def value(x: LossInput, *, clip: float = 0.0) -> Loss:
@@ -313,7 +287,7 @@ def value(x: LossInput, *, clip: float = 0.0) -> Loss:
     When: there is a critic: it is trained beside the policy, on the same tokens.
     Cost: nothing beside the critic.
     """
-    _require(clip >= 0, f"{clip=}: expected 0 (off) or a positive number")
+    require(clip >= 0, f"{clip=}: expected 0 (off) or a positive number")
     values, target = _of_critic("value", x.values), _of_critic("value", x.returns)
     squares = (values - target).square()
     if not clip:
@@ -389,54 +363,22 @@ def _checked(result: Loss, x: LossInput) -> Loss:
     return result
 
 
-def _clip(r: Tensor, a: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
-    """(min(r A, clip(r, 1 - low, 1 + high) A), [N] bool: True where that has no gradient)."""
-    _bounds(low, high)
-    objective = torch.minimum(r * a, r.clamp(1 - low, 1 + high) * a)
-    return objective, ((a > 0) & (r > 1 + high)) | ((a < 0) & (r < 1 - low))
-
-
 def _dppo(x: LossInput, distance: Tensor, delta: float) -> Loss:
-    _require(delta >= 0, f"{delta=}: expected a number >= 0")
+    require(delta >= 0, f"{delta=}: expected a number >= 0")
     a, rho = x.advantages, ratio(x.logprobs, x.behaviour)
     dropped = (distance > delta) & (((a > 0) & (rho > 1)) | ((a < 0) & (rho < 1)))
     return Loss(-torch.where(dropped, 0, rho * a), {"clipped": dropped, "ratio": rho})
 
 
 def _kl(x: LossInput, estimate: Tensor, logprobs: Tensor, importance: float) -> Loss:
-    _require(importance in (0, 1), f"{importance=}: expected 0 or 1")
+    require(importance in (0, 1), f"{importance=}: expected 0 or 1")
     terms = ratio(logprobs, x.behaviour) * estimate if importance else estimate
     return Loss(terms, {"kl": terms})
 
 
 def _to_reference(x: LossInput, name: str) -> Tensor:
-    return x.logprobs - _given(x.reference, f"{name} needs reference logprobs: set algorithm.reference")
+    return x.logprobs - needed(x.reference, f"{name} needs reference logprobs: set algorithm.reference")
 
 
 def _of_critic(name: str, values: Tensor | None) -> Tensor:
-    return _given(values, f"{name} needs a critic's values and returns: set algorithm.critic")
-
-
-def _sequence_sum(x: LossInput, values: Tensor) -> Tensor:
-    """[sequences] the sums of `values` [N]."""
-    return values.new_zeros(x.sequences).index_add(0, x.sequence, values)
-
-
-def _sequence_mean(x: LossInput, values: Tensor) -> Tensor:
-    """[N] the mean of `values` [N] over each token's sequence."""
-    return (_sequence_sum(x, values) / _sequence_sum(x, torch.ones_like(values)).clamp(min=1))[x.sequence]
-
-
-def _given(value: Tensor | None, otherwise: str) -> Tensor:
-    if value is None:
-        raise ValueError(otherwise)
-    return value
-
-
-def _bounds(clip_low: float, clip_high: float) -> None:
-    _require(clip_low >= 0 and clip_high >= 0, f"{clip_low=}, {clip_high=}: expected numbers >= 0")
-
-
-def _require(condition: bool, message: str) -> None:
-    if not condition:
-        raise ValueError(message)
+    return needed(values, f"{name} needs a critic's values and returns: set algorithm.critic")
