@@ -1,1 +1,1 @@
-"""Decoders, their weights and fingerprints, tokenizers and chat templates."""
+"""Models: decoder, weight files and fingerprints, tokenizers, chat templates."""

@@ -1,7 +1,7 @@
-"""What a decoder is made of, read from a Hugging Face `config.json`. No torch here.
+"""A decoder's architecture, read from a Hugging Face `config.json` without torch.
 
-Llama 3, Mistral, Qwen2/2.5 and Qwen3 differ only in the fields below. Whatever a configuration asks for that these
-cannot express is refused by name: a model that is silently computed differently would be a wrong policy.
+Llama 3, Mistral, Qwen2/2.5 and Qwen3 differ only in the fields below. A configuration that asks for anything else is
+refused, and the message names what it asked for: a model computed differently without notice would be a wrong policy.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _FILES = (
 )
 _FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
-MOST = {  # the largest numbers that are believed: a config.json from elsewhere must not decide how much memory is taken
+MOST = {  # the largest accepted numbers: a config.json from elsewhere must not decide how much memory is taken
     "vocab_size": 1 << 22,
     "hidden_size": 1 << 18,
     "num_hidden_layers": 1 << 10,
@@ -43,7 +43,7 @@ _CONTEXT_DEFAULT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 3
 
 
 class UnsupportedModel(ConfigError):
-    """A model this decoder cannot compute exactly. The message names what it asked for and what to do."""
+    """The model cannot be computed exactly here. The message names what it asks for and what to do."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +138,11 @@ class Architecture:
 
 
 def expect_files(folder: Path) -> None:
-    """Raise UnsupportedModel for a pipe, a device, a folder or a dangling link in the place of one of a model's files: it
-    would be waited for, or passed over, when it is read."""
+    """Raise UnsupportedModel unless each of a model's files that exists is a regular file.
+
+    Reading a pipe or device would wait without end, and a dangling link would be passed over. An adapter is refused as
+    well.
+    """
     for path in (*(folder / name for name in _FILES), *folder.glob("*.safetensors")):
         if (path.exists() or path.is_symlink()) and not path.is_file():
             what = (
@@ -151,7 +154,7 @@ def expect_files(folder: Path) -> None:
 
 
 def matrices(arch: Architecture) -> list[tuple[int, int]]:
-    """[N, K] of every matrix that something is multiplied with, the head last."""
+    """[N, K] shapes of all matrices that inputs are multiplied with, the head last."""
     q, kv = arch.heads * arch.head_dim, arch.kv_heads * arch.head_dim
     layer = [(q + 2 * kv, arch.hidden), (arch.hidden, q), (2 * arch.intermediate, arch.hidden)]
     return [*layer, (arch.hidden, arch.intermediate)] * arch.layers + [(arch.vocab, arch.hidden)]
@@ -166,7 +169,7 @@ def parameters(arch: Architecture) -> int:
 
 
 def _whole(given: dict[str, Any], key: str, default: int | None = None) -> int:
-    """A count of config.json; null means the default, where there is one."""
+    """A whole number of config.json. null means the default, if there is one."""
     value = default if given.get(key) is None else given[key]
     if type(value) is not int or not 1 <= value <= MOST[key]:
         raise UnsupportedModel(f"config.json: {key} = {value!r:.80}: expected a whole number from 1 to {MOST[key]}")
@@ -207,9 +210,10 @@ _ROPE_NEEDS = {
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, float, Llama3Rope | None]:
-    """(theta, linear factor, llama3 scaling), from `rope_parameters` or from the older `rope_theta` + `rope_scaling`.
+    """(theta, linear factor, llama3 scaling) of the rotary embedding.
 
-    Where both are given `rope_scaling` wins, as in transformers.
+    They come from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`. If both are given,
+    `rope_scaling` wins, as in transformers.
     """
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
@@ -233,7 +237,7 @@ def _rope(raw: dict[str, Any]) -> tuple[float, float, Llama3Rope | None]:
             low, high = _number(rope, "low_freq_factor"), _number(rope, "high_freq_factor")
             if low >= high:
                 raise UnsupportedModel(f"config.json: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
-            if raw.get("original_max_position_embeddings") is not None:  # what it then means differs between versions
+            if raw.get("original_max_position_embeddings") is not None:  # its meaning there differs between versions
                 raise UnsupportedModel("original_max_position_embeddings outside of rope_scaling: move it there")
             original = _whole(rope, "original_max_position_embeddings")
             return theta, 1.0, Llama3Rope(_number(rope, "factor"), low, high, original)

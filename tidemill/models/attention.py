@@ -1,11 +1,12 @@
-"""Attention inside packed sequences, for the trainer: each sequence sees itself, causally, within its layer's window.
+"""Causal attention inside packed sequences, for the trainer.
 
     lengths, shared -> Families -> packed_attention -> attend(layer, q, k, v)
 
-Compiled where that is to be had: `cpu.packed_sequences` reads keys and values where they are packed. Else PyTorch's: what
-sequences share is spread to each of them, and those of similar length share a bucket that is padded to its own longest: 128
-sequences of 30 to 90 tokens take two thirds of the time of one padded batch. Rows are padded on the right, so causality
-alone keeps padding out of every real position. The rest of the decoder works on the packed row, so padding exists here only.
+The compiled kernel `cpu.packed_sequences` reads keys and values where they are packed. Without it, PyTorch's attention
+is used: tokens that sequences share are copied to each of them, and sequences of similar length share a bucket, padded
+to its longest. 128 sequences of 30 to 90 tokens then take two thirds of the time of one padded batch. Rows are padded on
+the right, so causality alone keeps padding out of every real position. The rest of the decoder works on the packed row:
+padding exists only here.
 """
 
 from __future__ import annotations
@@ -33,9 +34,10 @@ def packed_positions(lengths: Sequence[int], device: torch.device | str = "cpu")
 def packed_attention(
     sequences: Sequence[int] | Families, windows: Sequence[int | None], device: torch.device | str = "cpu"
 ) -> Attend:
-    """An `attend` for sequences packed one after another, of these lengths, or that share what they begin with.
+    """An `attend` for sequences packed one after another.
 
-    On CPU PyTorch's computes in float32 (float64 stays): its bfloat16 kernel's backward is three times slower there.
+    sequences: their lengths, or `Families` if they share what they begin with. On a CPU, PyTorch's attention computes in
+    float32 (float64 stays), because the backward pass of its bfloat16 kernel is three times slower there.
     """
     families = sequences if isinstance(sequences, Families) else Families.of(sequences)
 
@@ -76,7 +78,7 @@ def _padded_attention(families: Families, windows: Sequence[int | None], device:
         if q.device.type == "cpu" and dtype != torch.float64:
             q, k, v = q.float(), k.float(), v.float()
         with torch.autocast(q.device.type, enabled=False):
-            q, k = q.to(v.dtype), k.to(v.dtype)  # they may be wider than what they weigh
+            q, k = q.to(v.dtype), k.to(v.dtype)  # they may be wider than the values
             parts = []
             for query, key, value, (_, n) in zip(unpack(q), unpack(k), unpack(v), shapes, strict=True):
                 mask = None if window is None else masks.get((n, window))
@@ -92,7 +94,7 @@ def _padded_attention(families: Families, windows: Sequence[int | None], device:
 
 
 def length_buckets(lengths: Sequence[int]) -> list[list[int]]:
-    """Indices of `lengths` in groups of similar length, each group's longest first."""
+    """Indices of `lengths` in groups of similar length, the longest of each group first."""
     buckets: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         if not buckets or lengths[index] < _RATIO * lengths[buckets[-1][0]] - _SLACK:
@@ -108,7 +110,7 @@ def window_mask(length: int, window: int, device: torch.device | str = "cpu") ->
 
 
 def _slots(lengths: Sequence[int], buckets: list[list[int]]) -> Tensor:
-    """[N] int64: where each packed token lies in the padded buckets, laid one after another."""
+    """[N] int64: each packed token's place in the padded buckets, which lie one after another."""
     starts, at = [0] * len(lengths), 0
     for bucket in buckets:
         longest = lengths[bucket[0]]

@@ -1,6 +1,6 @@
-"""Chat templates: text from messages, and the token with which a template ends a turn.
+"""Chat templates: rendering of messages, and the token that ends a turn.
 
-A template is code from elsewhere. Whatever it raises is told in one sentence that names it.
+A template is code from elsewhere. Whatever it raises becomes one sentence that names the template.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ MARK = "\ue0f0REPLY\ue0f1"  # private characters: no template looks for them, an
 
 
 def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool) -> str:
-    """The text of the whole conversation. ask: with the generation prompt, ready for a reply.
+    """The text of the whole conversation, as the template renders it.
 
-    Raises ConfigError, in one sentence, whatever the template raises.
+    ask: add the generation prompt, ready for a reply. Raises ConfigError, in one sentence, whatever the template raises.
     """
     try:
         return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=ask)
@@ -34,7 +34,10 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool) -> s
 
 
 def marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], text: str) -> list[Span]:
-    """What stands between the template's own `{% generation %}` marks in `text`, its rendering; empty where it has none."""
+    """Spans between the template's own `{% generation %}` marks in `text`; [] if it has none.
+
+    text: the template's rendering of the messages.
+    """
     template = _source(tokenizer)
     if "endgeneration" not in template:
         return []
@@ -48,16 +51,16 @@ def marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], text: str) -
 
 
 def end_of_turn(tokenizer: Tokenizer) -> int | None:
-    """The token that the template puts after a reply; None without a template, or where it is no token of its own.
+    """The token that the template puts after a reply; None if there is none.
 
-    It is the first added token after the reply in a conversation of one turn. Often that is the tokenizer's eos. It is not
+    It is the first added token after the reply in a conversation of one turn. Often it is the tokenizer's eos, but not
     for base models that share a chat model's tokenizer: they end turns with one token and documents with another.
     """
     return _end_of_turn(tokenizer, template) if (template := _source(tokenizer)) else None
 
 
 def _source(tokenizer: Tokenizer) -> str:
-    """The template that is used where no other is named; empty where there is none."""
+    """The template in use when no other is named; "" if there is none."""
     template = tokenizer.chat_template or ""
     return template if isinstance(template, str) else template.get("default", "")
 
@@ -75,8 +78,10 @@ def _end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def added_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids that text is cut at before anything else: what stands on the one side of them does not change how the other is
-    encoded."""
+    """Ids of the tokenizer's added tokens, at which text is split before it is encoded.
+
+    Text on one side of such a token does not change how the other side is encoded.
+    """
     return _added_tokens(tokenizer, len(tokenizer))
 
 

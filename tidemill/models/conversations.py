@@ -1,16 +1,17 @@
-"""From messages to tokens, and what of them is learnt.
+"""Conversion of conversations to tokens, and the mask of tokens that are learnt.
 
-Two rules, by whether a policy sampled anything:
+There are two rules, by whether a policy sampled anything:
 
-* **Nothing was sampled** (rows that are learnt, compared or scored, and every prompt of a first turn): the tokens are those
-  of `tokenizer.apply_chat_template(messages, tokenize=True)` on the whole conversation. No part is encoded apart. Which of
-  them are learnt is read off the text: see `reply_spans`. A row ends with the last token that is learnt: what the template
-  puts after the last end of turn, mostly a line break, is no part of it. A template that ends turns with no token of its own
-  would teach nobody to stop: then the tokenizer's end token stands after the last reply, and is learnt.
-* **Something was sampled**: those ids stay, whatever their text would be encoded as, and what comes after them is appended:
-  see `turn_renderers`. The text of the whole is still what the template renders.
+* **Nothing was sampled** (rows that are learnt, compared or scored, and the prompt of a first turn): the tokens are
+  those of `tokenizer.apply_chat_template(messages, tokenize=True)` on the whole conversation. No part is encoded by
+  itself. The tokens that are learnt are found in the text: see `reply_spans`. A row ends with the last token that is
+  learnt; what the template puts after the last end of turn, mostly a line break, is left out. If a template ends turns
+  without a token of its own, the tokenizer's end token follows the last reply and is learnt: otherwise a model would not
+  learn to stop.
+* **Something was sampled**: those ids stay, whatever their text would be encoded as, and what comes after them is
+  appended: see `turn_renderers`. The text of the whole is still what the template renders.
 
-Without a template a message is its text and a line break, a reply follows, and the tokenizer's end token ends it.
+Without a template, a message is its text and a line break; a reply follows and ends with the tokenizer's end token.
 """
 
 from __future__ import annotations
@@ -36,12 +37,15 @@ from tidemill.models.turn_renderers import (
     lines,
 )
 
-__all__ = ["Messages", "TemplateRewritesHistory", "Turn", "as_messages"]  # those of others, besides what follows
+__all__ = ["Messages", "TemplateRewritesHistory", "Turn", "as_messages"]  # names of other modules
 __all__ += ["check_prompts", "conversation", "prompt_tokens", "renderer", "too_long", "unknown_token"]
 
 
 def renderer(tokenizer: Tokenizer, most: int | None = None) -> Renderer:
-    """By the tokenizer's template, or plain where it has none. most: tokens that fit; see `turns.Exceeds`."""
+    """The renderer for the tokenizer's template, or a plain one if it has none.
+
+    most: tokens that fit; see `turn_renderers.Exceeds`.
+    """
     return TemplateRenderer(tokenizer, most) if tokenizer.chat_template else PlainRenderer(tokenizer, most)
 
 
@@ -51,7 +55,10 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]
 
 
 def completion_of(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], text: str) -> str:
-    """A row's completion that is rendered as `text` behind its prompt: with what the generation prompt had opened."""
+    """The content of a reply whose rendering after the prompt is `text`.
+
+    It includes what the generation prompt has opened already, such as `<think>`.
+    """
     messages = as_messages(prompt)
     if not tokenizer.chat_template:
         return text
@@ -59,9 +66,9 @@ def completion_of(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]
 
 
 def conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[Array, Array]:
-    """A conversation that is known to its end: tokens [T] int32, and which of them are learnt [T] bool.
+    """(tokens [T] int32, learnt [T] bool) of a conversation that is complete.
 
-    Learnt are the replies, each with the end of its turn. Raises ConfigError when the template refuses the messages.
+    Learnt are the replies, each with the end of its turn. Raises ConfigError if the template refuses the messages.
     """
     messages, places = Messages(), list[int]()
     for heard, reply in turns:
@@ -87,7 +94,7 @@ def conversation(tokenizer: Tokenizer, turns: Sequence[Turn]) -> tuple[Array, Ar
 
 
 def _plain(tokenizer: Tokenizer, messages: Messages, places: set[int]) -> tuple[str, list[Span]]:
-    """The text without a template, and where in it the replies stand."""
+    """(text, spans of the replies in it) of a conversation without a template."""
     text, spans = "", list[Span]()
     end = tokenizer.decode([tokenizer.eos_token_id], skip_special_tokens=False)
     for place, message in enumerate(messages):
@@ -99,10 +106,10 @@ def _plain(tokenizer: Tokenizer, messages: Messages, places: set[int]) -> tuple[
 
 
 def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocab: int | None = None) -> int:
-    """The length of the longest prompt in tokens. Raises ConfigError, which names the task, for one that is no prompt.
+    """The length of the longest prompt in tokens.
 
-    That is one that leaves no room for a reply, has ids that the model has no embedding for, or is refused by the template.
-    vocab: how many tokens the model knows.
+    Raises ConfigError, which names the task, for a prompt that leaves no room for a reply, has ids that the model has no
+    embedding for, or is refused by the template. vocab: the number of tokens that the model knows.
     """
     longest = 0
     for task in tasks:
@@ -119,7 +126,7 @@ def check_prompts(tasks: Sequence[Task], tokenizer: Tokenizer, context: int, voc
 
 
 def unknown_token(tokens: Array, tokenizer: Tokenizer, vocab: int) -> str:
-    """What is wrong with ids that a model of `vocab` tokens has no embedding for; empty where there are none."""
+    """The end of an error sentence if ids have no embedding in a model of `vocab` tokens; else ""."""
     outside = tokens[tokens >= vocab]
     if not len(outside):
         return ""

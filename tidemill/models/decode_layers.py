@@ -1,4 +1,7 @@
-"""A decoder's layers for the compiled pass over rows of one token each: see `kernels.cpu.bindings.Native.decode`."""
+"""A decoder's weights in the form that the compiled decoding pass takes.
+
+The pass computes rows of one token each: see `kernels.cpu.bindings.Native.decode`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,10 @@ from tidemill.models.kernels.library import native
 
 
 def decoding_weights(decoder: Decoder) -> DecodingWeights | None:
-    """Right until the weights move, or are packed elsewhere. None where a matrix is not packed."""
+    """The decoder's packed weights; None if a matrix is not packed.
+
+    They are valid until the weights change or are packed elsewhere.
+    """
     compiled, arch = native(), decoder.arch
     layers = [_weights(layer) for layer in decoder.layers if isinstance(layer, Layer)]
     if compiled is None or any(layer[name] is None for layer in layers for name in MATRICES):

@@ -1,12 +1,13 @@
-"""The one decoder, shared by trainer and engine.
+"""The decoder, one implementation for trainer and engine.
 
-It computes on a flat row of tokens, with no batch dimension and no padding, and is blind to how attention finds its keys:
-`attend(layer, q, k, v)` is given by the caller. The trainer attends inside packed sequences (`models.attention`), the
-engine to its paged cache. Everything else is the same code on both sides, which is what makes their logprobs agree.
-On CPUs a step in which every row decodes may be taken by `kernels/cpu/decoding.c`, on one thread, to the same bits.
+It computes on a flat row of tokens, with no batch dimension and no padding, and does not know how attention finds its
+keys: the caller passes `attend(layer, q, k, v)`. The trainer attends inside packed sequences (`models.attention`), the
+engine to its paged cache. All other code is the same on both sides, so that their logprobs agree. On CPUs,
+`kernels/cpu/decoding.c` may compute a step in which every row decodes, one thread per part of the rows, to the same
+bits.
 
-Projections that read the same input are one matrix (q|k|v and gate|up); `models.hf_weights` maps them to Hugging Face names.
-Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V vocabulary.
+Projections that read the same input are one matrix (q|k|v and gate|up); `models.hf_weights` maps them to Hugging Face
+names. Shapes: N tokens, D hidden, H query heads, K key/value heads, E head size, V vocabulary.
 """
 
 from __future__ import annotations
@@ -31,16 +32,19 @@ Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class AttendHeads(ABC):
-    """An `Attend` that norms and turns the heads itself, on their way to where it keeps them."""
+    """An `Attend` that norms and rotates the heads itself while it stores them."""
 
     @abstractmethod
     def __call__(self, layer: int, heads: Tensor, how: Rotation) -> Tensor:
-        """[N, H, E] of heads [N, H + 2K, E]: queries, keys, values."""
+        """[N, H, E] attention output for heads [N, H + 2K, E]: queries, keys, values."""
 
 
 class RMSNorm(nn.Module):
-    """multiplied: nothing reads it but products, so that it may come out in the dtype to which autocast would narrow it, and
-    be made by the product."""
+    """Root-mean-square norm of the last dimension, times a weight.
+
+    multiplied: only products read the output. It may then come out in the dtype to which autocast would narrow it, and
+    be computed by the product that reads it.
+    """
 
     def __init__(self, size: int, eps: float, *, multiplied: bool = False) -> None:
         super().__init__()
@@ -53,7 +57,7 @@ class RMSNorm(nn.Module):
             return normed if self.multiplied else as_tensor(normed)
         if x.dtype == self.weight.dtype and x.dtype in (torch.float32, torch.float64):
             return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
-        wide = F.rms_norm(x.float(), self.weight.shape, None, self.eps)  # statistics in float32 whatever the activations are
+        wide = F.rms_norm(x.float(), self.weight.shape, None, self.eps)  # statistics are float32 for every dtype of x
         return wide.to(x.dtype) * self.weight.to(x.dtype)
 
 
@@ -74,13 +78,13 @@ class Layer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attend | AttendHeads, wanted: Tensor | None = None
     ) -> Tensor:
-        """[N, D], or of the `wanted` tokens [P], of x [N, D]."""
+        """The layer's output [N, D] for x [N, D]; with `wanted` [P] int64, only of these rows, [P, D]."""
         heads = self.qkv(self.input_norm(x)).view(x.shape[0], -1, self.head_dim)  # [N, H + 2K, E]
         if isinstance(attend, AttendHeads):
             seen = attend(self.index, heads, self._rotation(cos, sin)).flatten(1)
         else:
             seen = attend(self.index, *self._rotated(heads, self._rotation(cos, sin))).flatten(1)
-        if wanted is not None:  # of all others only the keys and values mattered
+        if wanted is not None:  # of the other rows, only keys and values were needed
             x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
         x = self.o.onto(x, seen)
         return self.down.onto(x, gated(self.gate_up(self.post_norm(x))))
@@ -91,7 +95,10 @@ class Layer(nn.Module):
         return Rotation(cos, sin, self.heads, self.kv_heads, (self.q_norm.weight, self.k_norm.weight), eps=self.q_norm.eps)
 
     def _rotated(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [N, H, E], keys and values [N, K, E] of `heads` [N, H + 2K, E]; the first two normed and turned."""
+        """(queries [N, H, E], keys [N, K, E], values [N, K, E]) of `heads` [N, H + 2K, E].
+
+        Queries and keys are normed and rotated.
+        """
         cos, sin = how.cos, how.sin
         if (compiled := layer_kernels(heads, cos, *(how.norms or ()))) is not None:
             return compiled.rotate(heads, how)
@@ -117,7 +124,10 @@ class Decoder(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """Behind `to`, `cuda`, `bfloat16`: the frequencies stay float32, else far positions would blur."""
+        """Convert the module, as `to`, `cuda` and `bfloat16` do; the rotary frequencies stay float32.
+
+        In a narrower dtype, far positions would blur.
+        """
         super()._apply(fn, recurse)
         for _, _, packed in self.packed():
             packed.numbers = None
@@ -125,12 +135,15 @@ class Decoder(nn.Module):
         return self
 
     def packing(self) -> Work[None]:
-        """Keep every matrix a second time, for products without a gradient until the weights change (`served_linear`)."""
+        """Pack every matrix a second time, for products without a gradient (`served_linear`).
+
+        The packed copies are valid until the weights change.
+        """
         for _, weight, packed in self.packed():
             yield from packed.packing(weight)
 
     def packed(self) -> Iterator[tuple[str, Tensor, Packed]]:
-        """Every matrix, by the name of its module."""
+        """(module name, weight, packed copy) of every matrix."""
         for name, module in self.named_modules():
             if isinstance(module, Linear):
                 yield name, module.weight, module.packed
@@ -145,10 +158,12 @@ class Decoder(nn.Module):
         *,
         checkpointing: bool = False,
     ) -> Tensor:
-        """Hidden states after the last norm [N, D] for `tokens` [N] at `positions` [N]; or [P, D], of the `wanted` ones [P]
-        int64 among them, which takes less of the last layer."""
+        """Hidden states [N, D] after the last norm, for `tokens` [N] at `positions` [N].
+
+        wanted: [P] int64, the only tokens whose hidden states are returned, [P, D]; this saves work in the last layer.
+        """
         x = self.embed(tokens)
-        cos, sin = self.rope(positions, _product_dtype(x))  # autocast's too, as a bfloat16 model has them
+        cos, sin = self.rope(positions, _product_dtype(x))  # in autocast's dtype too, as a bfloat16 model has them
         for layer in self.layers:
             given = (x, cos, sin, attend, wanted if layer.index == len(self.layers) - 1 else None)
             x = recompute(layer, *given, use_reentrant=False) if checkpointing else layer(*given)
@@ -156,23 +171,29 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """[V, D]"""
+        """The head's matrix [V, D]."""
         return self.embed.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[N, V] in float32 (float64 for float64 weights): the head is where low precision costs the most."""
+        """Logits [N, V] in float32 (float64 for float64 weights).
+
+        The head is where low precision costs most.
+        """
         wide = torch.promote_types(self.head_weight.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(wide), self.head_weight.to(wide))
 
     def rope(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """cos and sin [N, 1, E / 2] of each position."""
+        """(cos, sin), each [N, 1, E / 2], of the positions [N]."""
         angles = positions.to(torch.float32)[:, None, None] * self.inverse_frequencies
         return angles.cos().to(dtype), angles.sin().to(dtype)
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Random weights: normal(0, std), output projections scaled down by depth (GPT-2), norms 1, biases 0."""
+        """Set random weights: normal(0, std), norms 1, biases 0.
+
+        Output projections are scaled down by depth, as in GPT-2.
+        """
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -188,14 +209,17 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """In which a product reads x, where that is bfloat16 or x's own; autocast narrows to others itself."""
+    """The dtype in which a product reads x: bfloat16 if autocast narrows to it, else x's own.
+
+    Autocast itself narrows to other dtypes.
+    """
     device = x.device.type
     narrows = x.dtype == torch.float32 and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == NARROW
     return NARROW if narrows else x.dtype
 
 
 def gated(gate_up: Tensor) -> Tensor | Deferred:
-    """silu(gate) * up of both side by side [N, 2 I] (SwiGLU, 2002.05202), for a product."""
+    """silu(gate) * up (SwiGLU, 2002.05202) of both side by side [N, 2 I], for a product."""
     if (compiled := layer_kernels(gate_up)) is not None:
         return compiled.gate(gate_up)
     gate, up = gate_up.chunk(2, dim=-1)
@@ -203,7 +227,10 @@ def gated(gate_up: Tensor) -> Tensor | Deferred:
 
 
 def rope_frequencies(arch: Architecture) -> Tensor:
-    """[E / 2] float32 inverse frequencies (RoFormer, 2104.09864; llama3 stretching as with Llama 3.1), on the CPU."""
+    """[E / 2] float32 inverse rotary frequencies, on the CPU (RoFormer, 2104.09864).
+
+    With `rope_llama3`, they are stretched as in Llama 3.1.
+    """
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device="cpu").float() / arch.head_dim
     frequencies = 1.0 / (arch.rope_theta**exponents) / arch.rope_factor
     if (scaling := arch.rope_llama3) is None:

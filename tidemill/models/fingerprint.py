@@ -1,11 +1,11 @@
-"""The content fingerprint of weights: what a version is identified by (I1).
+"""Content fingerprint of weights, by which a version is identified (I1).
 
-Every element's bits, as an unsigned number, are multiplied by a key of 64 random bits, the last of which is 1, that belongs
-to the element's index in the whole tensor; the products are added modulo 2^64. A sum does not care how the tensor was cut,
-nor in which order or on which device the slices are added. One changed element always changes the sum, since its key is odd;
-any other difference (elements swapped, moved, transposed, negated) changes it up to a chance of 2^-32, the guarantee of
-multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2013). It tells accidents apart, it is no
-defence against someone who forges weights.
+Every element's bits, as an unsigned number, are multiplied by a key of 64 random bits, the last of which is 1, that
+belongs to the element's index in the whole tensor; the products are added modulo 2^64. A sum does not care how the
+tensor was cut, nor in which order or on which device the slices are added. One changed element always changes the sum,
+since its key is odd; any other difference (elements swapped, moved, transposed, negated) changes it up to a chance of
+2^-32, the guarantee of multilinear hashing (Lemire and Kaser, "Strongly universal string hashing is fast", 2013). It
+tells accidents apart, it is no defence against someone who forges weights.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from tidemill.models.weight_slices import Coverage, Slice
 
 WORD = 4  # bytes: packing moves weights of four bytes, and pairs of two, to other places
 _INTEGERS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}  # eight bytes count as two elements of four
-_RUN = 1 << 15  # elements whose keys lie ready: these, and room to compute in, fit an L2 cache
-_BLOCK = 1 << 22  # elements at a time elsewhere than in runs
+_RUN = 1 << 15  # elements in a run of precomputed keys: the keys and a work buffer fit an L2 cache
+_BLOCK = 1 << 22  # elements at a time where runs are not used
 
 
 def _random(number: int) -> int:
@@ -42,32 +42,34 @@ _KEY_BITS = torch.from_numpy(_KEYS.view(np.int64))
 
 
 def _factor(run: int) -> int:
-    """What the keys are multiplied by in the tensor's elements from `run` * _RUN on: key(i) = _KEYS[i % _RUN] * that."""
+    """The factor of run number `run`: key(i) = _KEYS[i % _RUN] * _factor(i // _RUN)."""
     return _random(2**32 + run)
 
 
 class Fingerprint:
-    """Adds slices up, in any order. Every element of every tensor must come exactly once."""
+    """Adds up slices in any order. Every element of every tensor must come exactly once."""
 
     def __init__(self) -> None:
         self._coverage = Coverage()
         self._sums: dict[str, list[int | Tensor]] = {}
 
     def add(self, piece: Slice, words: bool = False) -> int | Tensor:
-        """Raises ValueError when the slice contradicts or repeats an earlier one. Asked for the block's `word_bits` besides,
-        it returns these: both need one pass over memory. Does not wait for a GPU."""
+        """Add a slice; with `words`, return the block's `word_bits`, from the same pass over memory.
+
+        Raises ValueError if the slice contradicts or repeats an earlier one. Does not wait for a GPU.
+        """
         self._coverage.add(piece)
         total, found = _block_sum(piece, words)
         self._sums.setdefault(piece.name, []).append(total)
         return found
 
     def sums(self) -> dict[str, int]:
-        """The sum of each tensor, 0 <= sum < 2^64, by name. Raises ValueError when a tensor is incomplete."""
+        """Each tensor's sum, 0 <= sum < 2^64, by name. Raises ValueError if a tensor is incomplete."""
         self._coverage.complete()
         return totals(dict(sorted(self._sums.items())))
 
     def hexdigest(self) -> str:
-        """32 hex digits over names, dtypes, shapes and sums. Raises ValueError when a tensor is incomplete."""
+        """32 hex digits over names, dtypes, shapes and sums. Raises ValueError if a tensor is incomplete."""
         digest = blake2b(digest_size=16)
         for name, total in self.sums().items():
             tensor = self._coverage.tensors[name]
@@ -76,7 +78,10 @@ class Fingerprint:
 
 
 def fingerprint(slices: Iterable[Slice]) -> str:
-    """32 hex digits that identify these tensors: names, dtypes, shapes and every bit. Raises ValueError as `Fingerprint`."""
+    """32 hex digits that identify tensors by names, dtypes, shapes and every bit.
+
+    Raises ValueError as `Fingerprint` does.
+    """
     total = Fingerprint()
     for piece in slices:
         total.add(piece)
@@ -92,7 +97,10 @@ def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
 
 
 def totals(parts: dict[str, list[int | Tensor]]) -> dict[str, int]:
-    """The sum of each list, modulo 2^64. What lies on a device, scalars of int64, is read at once: the only wait for it."""
+    """The sum of each list, modulo 2^64.
+
+    Sums that lie on a device, scalars of int64, are read all at once: the only wait for the device.
+    """
     there = [part for each in parts.values() for part in each if isinstance(part, Tensor)]
     read = iter(torch.stack([part.to(there[0].device) for part in there]).tolist() if there else ())
     return {
@@ -101,15 +109,16 @@ def totals(parts: dict[str, list[int | Tensor]]) -> dict[str, int]:
 
 
 def word_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes as little-endian words of `WORD`, modulo 2**64; the last may be short.
+    """The sum of a tensor's bytes as little-endian words of `WORD` bytes, modulo 2**64.
 
-    It runs at memory speed, where the tensor lies, and does not notice words that change places.
+    The last word may be short. The sum runs at memory speed, where the tensor lies, and does not notice words that
+    change places.
     """
     return int(word_bits(tensor)) % 2**64
 
 
 def word_bits(tensor: Tensor) -> int | Tensor:
-    """`word_sum`; elsewhere than on a CPU a scalar int64 of its bits that lies on the tensor's device."""
+    """`word_sum` as an int on a CPU; elsewhere as a scalar int64 of its bits on the tensor's device."""
     dense = tensor.detach().contiguous()
     if dense.device.type == "cpu":
         if (compiled := native()) is not None:
@@ -127,12 +136,15 @@ def word_bits(tensor: Tensor) -> int | Tensor:
 
 
 def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int | Tensor]:
-    """Modulo 2^64; elsewhere than on a CPU a scalar int64 that lies on the block's device. And its words' sum, likewise."""
+    """(keyed sum of a block modulo 2^64, its `word_bits` if `words`).
+
+    On a device, both are scalars of int64 that lie there.
+    """
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
     dense = block.shape[1:] == shape[1:]
-    first = offset[0] * math.prod(shape[1:]) if shape and offset[0] else 0  # of a dense block: its first element's index
+    first = offset[0] * math.prod(shape[1:]) if shape and offset[0] else 0  # index of a dense block's first element
     if dense and block.is_cpu:
         return _run_sum(block.contiguous(), first, words)
     if dense and block.is_cuda and block.numel() and (kernels := gpu()) is not None:
@@ -148,7 +160,10 @@ def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int | Tensor]:
 
 
 def _run_sum(block: Tensor, first: int, words: bool) -> tuple[int, int]:
-    """Of dense elements whose indices are `first`, `first` + 1, ...: for each run of keys their products, and the sum."""
+    """(keyed sum, word sum) of a dense block whose first element has the index `first`.
+
+    Products are added up run by run.
+    """
     count = block.numel()
     factors = _factors(first // _RUN, (first + count) // _RUN + 1)
     if (compiled := native()) is not None:
@@ -173,19 +188,19 @@ def _key_bits(device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=1 << 10)
 def _factors(first: int, end: int) -> Tensor:
-    """The bits, as int64, of the runs' from `first` up to `end`."""
+    """Factors of the runs from `first` up to `end`, as the bits of int64."""
     return torch.from_numpy(np.array([_factor(run) for run in range(first, end)], np.uint64).view(np.int64))
 
 
 def _bits(block: Tensor) -> Tensor:
-    """int64: the elements' bits as unsigned numbers."""
+    """The elements' bits as unsigned numbers, in int64."""
     width = block.element_size()
     signed = block.contiguous().view({1: torch.int8, 2: torch.int16, 4: torch.int32}[width])
     return signed.to(torch.int64).bitwise_and_(2 ** (8 * width) - 1)
 
 
 def _keys_of(size: Sequence[int], offset: tuple[int, ...], strides: list[int], keys: Tensor) -> Tensor:
-    """int64, of a block's size: its elements' keys."""
+    """int64 keys of the elements of a block with this size and offset."""
     index = torch.zeros((), dtype=torch.int64, device=keys.device)  # flat, in the whole tensor
     for length, begin, stride in zip(size, offset, strides, strict=True):
         index = index.unsqueeze(-1) + torch.arange(begin, begin + length, device=keys.device).mul_(stride)

@@ -1,7 +1,7 @@
-"""The files of a Hugging Face folder, read as transformers reads them: which hold the weights, and what is in them.
+"""Reading of the weight files in a Hugging Face folder, as transformers reads them.
 
-Of a folder with both, transformers takes `model.safetensors` and not the index beside it; so does this. What is no regular
-file is refused before it is opened: a pipe would be waited for without end.
+If a folder has both, transformers takes `model.safetensors` and not the index beside it; so does this module. A path
+that is no regular file is refused before it is opened: a pipe would be waited for without end.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ _NAMED = 3  # tensors in a message
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Raises UnsupportedModel where there are none, or one that the index names is missing."""
+    """The folder's safetensors files. Raises UnsupportedModel if it has none or a broken index."""
     if (single := folder / SINGLE).is_file():
         return [single]
     index = folder / INDEX
     if index.is_file():
         try:
             names = set(parse_json(index.read_bytes())["weight_map"].values())
-            return [folder / Path(name).name for name in sorted(names)]  # whatever it says: of this folder
+            return [
+                folder / Path(name).name for name in sorted(names)
+            ]  # only the file's name counts: it must lie in this folder
         except (CodecError, KeyError, AttributeError, TypeError):
             raise UnsupportedModel(f"{index}: expected JSON with a 'weight_map' from tensor to file") from None
     pickled = any(folder.glob("*.bin"))
@@ -41,7 +43,10 @@ def weight_files(folder: Path) -> list[Path]:
 
 
 def folder_slices(folder: Path) -> Iterator[Slice]:
-    """Every tensor of a folder, memory-mapped. Raises UnsupportedModel for what cannot be read, or holds NaN or infinity."""
+    """Every tensor of a folder, memory-mapped.
+
+    Raises UnsupportedModel for a file that cannot be read, and for a tensor that holds NaN or infinity.
+    """
     for file in weight_files(folder):
         with _opened(file, folder) as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
@@ -56,8 +61,10 @@ def folder_slices(folder: Path) -> Iterator[Slice]:
 
 
 def check_headers(folder: Path, expected: Mapping[str, tuple[int, ...]], aside: Iterable[str] = ()) -> None:
-    """Raise UnsupportedModel where `folder_slices` would for other reasons than a tensor's values, or where its names and
-    shapes are others than expected. No weight is read. aside: names that may be there as well."""
+    """Check a folder's tensors without reading a weight: readable, and of the expected names and shapes.
+
+    Raises UnsupportedModel, as `folder_slices` does for everything but values. aside: names that may be there as well.
+    """
     found: dict[str, tuple[int, ...]] = {}
     for file in weight_files(folder):
         with _opened(file, folder) as tensors:
@@ -78,7 +85,7 @@ def check_headers(folder: Path, expected: Mapping[str, tuple[int, ...]], aside: 
 
 
 def is_buffer(name: str) -> bool:
-    """Whether it is no weight, but what old checkpoints carry besides."""
+    """True for a tensor of old checkpoints that is no weight."""
     return name.endswith("rotary_emb.inv_freq")
 
 
@@ -99,5 +106,8 @@ def _expect_dtype(file: Path, name: str, dtype: str) -> None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """NaN goes through a minimum and a maximum, infinity is one: nothing as large as the tensor is made."""
+    """True if a tensor holds neither NaN nor infinity; takes no memory of the tensor's size.
+
+    NaN passes through minimum and maximum, and infinity is one of them.
+    """
     return tensor.numel() == 0 or all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))

@@ -1,4 +1,4 @@
-"""The decoder's fused parameters under their Hugging Face names, and Hugging Face folders read and written.
+"""Mapping between the decoder's parameters and Hugging Face folders, read and written.
 
 `hf_views` is the one place that knows the mapping: every named tensor is a view of rows of a parameter, so that reading,
 writing and publishing need no second copy of the weights. A folder appears under its name only when it is complete.
@@ -39,14 +39,14 @@ TOKENIZER_FILES = (
 )
 _TEMPLATES = "additional_chat_templates"
 _OTHER_FILES = ("config.json", "generation_config.json", INDEX)
-SCORE = "score.weight"  # [1, D] of a folder for sequence classification with one label
+SCORE = "score.weight"  # [1, D] in a folder for sequence classification with one label
 _HEAD = "lm_head.weight"
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
 MAX_SHARD_BYTES = 4 << 30
 
 
 def hf_views(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """(Hugging Face name, view of a parameter) of every tensor; a write to the view changes the decoder.
+    """(Hugging Face name, view of a parameter) of every tensor; writing to a view changes the decoder.
 
     The views are detached. A tied head is no tensor of its own.
     """
@@ -74,7 +74,7 @@ def _layer_views(layer: Layer) -> Iterator[tuple[str, Tensor]]:
 
 
 def _rows(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tensor]]:
-    """The projections that are stacked in `linear`, in order."""
+    """(name, view) of the projections that are stacked in `linear`, in order."""
     for kind, parameter in (("weight", linear.weight), ("bias", linear.bias)):
         if parameter is not None:
             whole = parameter.detach()
@@ -84,22 +84,25 @@ def _rows(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tenso
 
 
 def serving_slices(decoder: Decoder, dtype: torch.dtype) -> Iterator[Slice]:
-    """Every tensor whole, in the dtype that is served, cast one at a time; without a cast it is the live parameter."""
+    """Every tensor, whole, in the dtype that is served.
+
+    Tensors are cast one at a time; without a cast, a slice is the live parameter.
+    """
     for name, view in hf_views(decoder):
         yield Slice.whole(name, view.to(dtype))
 
 
 def load_slices(decoder: Decoder, slices: Iterable[Slice]) -> None:
-    """Copy slices into the decoder, casting to its dtype. Every element of every tensor must come exactly once.
+    """Copy slices into the decoder, cast to its dtype.
 
-    Raises ValueError that names what is unexpected, of the wrong shape, repeated or missing; the decoder then holds
-    some of the new weights and must not be used.
+    Every element of every tensor must come exactly once. Raises ValueError that names the tensor that is unexpected, has
+    the wrong shape, is repeated or is missing; the decoder then holds some of the new weights and must not be used.
     """
     at_once(loading(decoder, slices))
 
 
 def loading(decoder: Decoder, slices: Iterable[Slice], uploads: Uploads | None = None) -> Work[None]:
-    """`load_slices`, in pieces, which are copied by `uploads` where these are given."""
+    """`load_slices` in pieces; `uploads`, if given, copies them."""
     views, coverage = dict(hf_views(decoder)), Coverage()
     for piece in slices:
         if piece.name not in views:
@@ -123,19 +126,22 @@ def loading(decoder: Decoder, slices: Iterable[Slice], uploads: Uploads | None =
 
 
 def empty_decoder(arch: Architecture, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
-    """A decoder whose weights are not initialised, to be filled by `load_slices`."""
+    """A decoder with uninitialised weights, to be filled by `load_slices`."""
     return _shaped(arch).to(dtype)._apply(lambda shape: torch.empty(shape.shape, dtype=shape.dtype, device=device))
 
 
 def _shaped(arch: Architecture) -> Decoder:
-    """A decoder of shapes without memory. Not everything works on the meta device as soon as torch is there: filling with
-    random numbers, and `to_empty`, import a compiler that nothing here uses, which takes as long as importing torch."""
+    """A decoder of shapes without memory, on the meta device.
+
+    Modules are not filled: random numbers and `to_empty` on the meta device import a compiler that nothing here uses,
+    which takes as long as importing torch.
+    """
     with torch.device("meta"), _Unfilled():
         return Decoder(arch)
 
 
 class _Unfilled(TorchFunctionMode):
-    """Modules begin without being filled with anything."""
+    """Mode in which new modules are not initialised."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -147,8 +153,8 @@ class _Unfilled(TorchFunctionMode):
 def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Decoder:
     """The model of a Hugging Face folder (`config.json` and safetensors, whole or sharded).
 
-    Files are memory-mapped and copied tensor by tensor. Raises UnsupportedModel, a ValueError, when the folder is not such a
-    model, is incomplete, or asks for something this decoder does not compute.
+    Files are memory-mapped and copied tensor by tensor. Raises UnsupportedModel, a ValueError, if the folder is not such
+    a model, is incomplete, or asks for something that this decoder does not compute.
     """
     folder = Path(folder)
     arch = Architecture.from_folder(folder)
@@ -163,9 +169,10 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
 
 
 def load_scored(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Tensor | None]:
-    """The decoder of a folder for sequence classification, and its score [labels, D]; None of a language model's folder.
+    """(decoder, score [labels, D]) of a folder for sequence classification.
 
-    A language-model head has no use here: the decoder has none of its own. Raises UnsupportedModel as `load_folder` does.
+    The score is None for a language model's folder, whose head is not read. Raises UnsupportedModel as `load_folder`
+    does.
     """
     folder = Path(folder)
     aside = {_HEAD: list[Tensor](), SCORE: list[Tensor]()}
@@ -174,7 +181,7 @@ def load_scored(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple
 
 
 def check_folder(folder: str | Path, scored: bool = False) -> None:
-    """Raise what `load_folder` would, or `load_scored`, but for the values of weights: none of them is read."""
+    """Raise what `load_folder` or `load_scored` would, except for values: no weight is read."""
     folder = Path(folder)
     arch = Architecture.from_folder(folder)
     arch = replace(arch, tied=True) if scored else arch
@@ -186,7 +193,10 @@ def check_folder(folder: str | Path, scored: bool = False) -> None:
 def _read(
     folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device | str, aside: dict[str, list[Tensor]]
 ) -> Decoder:
-    """A decoder of this architecture with a folder's weights; tensors of the names in `aside` are put there instead."""
+    """A decoder of this architecture with a folder's weights.
+
+    Tensors whose names are in `aside` are put there instead.
+    """
     _check_size(arch, folder)
     decoder = empty_decoder(arch, dtype, device)
 
@@ -205,11 +215,11 @@ def _read(
 
 
 def _check_size(arch: Architecture, folder: Path) -> None:
-    """Before memory is taken for what config.json says: the files must be able to hold it."""
+    """Refuse a folder whose files cannot hold what config.json describes, before memory is taken."""
     weights = sum(parameter.numel() for parameter in _shaped(arch).parameters())
     files = weight_files(folder)
     if not all(file.is_file() for file in files):
-        return  # which one is missing is said when it is read
+        return  # reading them will name the missing one
     held = sum(file.stat().st_size for file in files)
     if weights > held:  # each takes two bytes and more
         raise UnsupportedModel(f"{folder}: config.json describes {weights:,} weights, its safetensors have {held:,} bytes")
@@ -225,19 +235,21 @@ def save_folder(
     score: Tensor | None = None,
     pad: int | None = None,
 ) -> None:
-    """Write a Hugging Face folder: weights in `dtype`, configuration, and tokenizer and generation configuration as they
-    are in the folder `tokenizer_from`. With a `score` [1, D] it is one for sequence classification, without the
-    language-model head; `pad` is the id that transformers looks past for a row's last token.
+    """Write a Hugging Face folder: weights in `dtype`, configuration and tokenizer.
+
+    The tokenizer and the generation configuration are copied from the folder `tokenizer_from`. score: [1, D]; with it,
+    the folder is one for sequence classification, without the language-model head. pad: the padding id, which
+    transformers skips to find a row's last token.
 
     Everything is written beside `folder`, as `.NAME.partial`, flushed to disk, and moved there by rename. A model folder
-    that is there already is replaced. Raises ValueError when `folder` holds anything else, or `tokenizer_from` holds no
+    that is there already is replaced. Raises ValueError if `folder` holds anything else, or `tokenizer_from` holds no
     tokenizer.
     """
     folder = Path(folder).resolve()
     _check_replaceable(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
     partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # cut off by a kill
+    shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
     partial.mkdir()
     try:
         tensors = hf_views(decoder)
@@ -259,10 +271,10 @@ def write_model(
     scores: bool = False,
     pad: int | None = None,
 ) -> None:
-    """The files of a Hugging Face folder, in a folder that is there. tensors: (Hugging Face name, tensor), of all weights.
-    scores: they are those of a model for sequence classification, and `pad` is the id that it looks past.
+    """Write the files of a Hugging Face folder into a folder that exists.
 
-    They are neither flushed nor moved: a kill leaves some of them.
+    tensors: (Hugging Face name, tensor) of all weights. scores: they are those of a model for sequence classification;
+    `pad` is its padding id. The files are neither flushed nor moved: a kill leaves some of them.
     """
     assert arch.raw, "an Architecture made by from_dict or from_folder knows its config.json"
     _write_json(folder / "config.json", _config(arch, dtype, scores, pad))
@@ -272,7 +284,10 @@ def write_model(
 
 
 def _config(arch: Architecture, dtype: torch.dtype, scores: bool, pad: int | None) -> dict[str, Any]:
-    """config.json as it was read, with the class and dtype of what is saved (under the key the original used)."""
+    """config.json as it was read, with the class and dtype of the weights that are saved.
+
+    The dtype stands under the key that the original used.
+    """
     key = "torch_dtype" if "torch_dtype" in arch.raw and "dtype" not in arch.raw else "dtype"
     kept = {name: value for name, value in arch.raw.items() if name not in ("torch_dtype", "dtype", *_ONE_LABEL)}
     made_for = f"{arch.family.capitalize()}For{'SequenceClassification' if scores else 'CausalLM'}"
@@ -311,7 +326,7 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Only what `save_folder` itself writes may be overwritten: never somebody's files."""
+    """Raise ValueError if `folder` holds files that `save_folder` does not write."""
     if not folder.exists():
         return
     if not folder.is_dir():

@@ -1,11 +1,11 @@
-"""Logprobs of given tokens from hidden states, without ever holding the logits of all of them.
+"""Logprobs of given tokens from hidden states, without holding all logits at once.
 
 With N tokens and a vocabulary of V, the logits alone are 4 N V bytes (32k tokens of a 150k vocabulary: 20 GB), and their
-gradient as much again. Here a chunk of rows is projected, reduced and dropped; the backward pass projects it again.
-Small problems take the plain path, which keeps the logits and projects once.
+gradient takes as much again. Here a chunk of rows is projected, reduced and dropped; the backward pass projects it
+again. Small problems take the plain path, which keeps the logits and projects once.
 
-The head is computed in float32 (float64 for float64 weights), as `Decoder.logits` does; on a device that multiplies bfloat16
-into float32 its numbers may be bfloat16, as an engine's are there: logits and all sums are float32.
+The head is computed in float32 (float64 for float64 weights), as in `Decoder.logits`. On a device that multiplies
+bfloat16 into float32, its weights and inputs may be bfloat16, as in an engine there; logits and all sums are float32.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PLAIN = 1 << 20  # logits up to which the plain path is taken: 4 MiB in float32
 _CHUNK = {"cpu": 1 << 20}  # logits held at a time, about what the caches hold
 _CHUNK_ELSEWHERE = 1 << 28  # a GiB: each chunk reads and writes the gradient of the whole head
 _NEVER = -1e4  # a log of 0 that can be multiplied by 0
-_ROWS = 256  # but at least so many rows: with fewer, reading the head's weights takes longer than multiplying by them
+_ROWS = 256  # the fewest rows of a chunk: with fewer, reading the head's weights takes longer than multiplying by them
 
 
 def token_logprobs(
@@ -42,14 +42,15 @@ def token_logprobs(
     chunk: int | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """(log p(target) [N], entropy [N] or None), in nats, of softmax(logits / temperature); both can be differentiated.
+    """(log p(target) [N], entropy [N] or None) of softmax(logits / temperature), in nats.
 
-    support: (rows [S] int64, ascending, ids [S] int64): the rows that occur in it are of the distribution over these ids of
-    theirs alone, as top-p, top-k and min-p leave it. The other rows are over the whole vocabulary.
-    hidden [N, D], targets [N] int64, temperature > 0: [N] or one for all (no gradient flows to it). `chunk` rows are
-    projected at a time; None chooses by memory, and takes the plain path for small problems. float32, float64 for float64.
-    dtype: bfloat16 where what is multiplied may be rounded to it, logits and their gradient, if the device can.
-    Raises ValueError for a temperature that is not positive (greedy tokens have no logprob to train on).
+    Both can be differentiated. hidden [N, D], targets [N] int64, temperature > 0: [N] or one for all (no gradient flows
+    to it). support: (rows [S] int64, ascending, ids [S] int64). Rows that occur in it have the distribution over their
+    ids alone, as top-p, top-k and min-p leave it; the other rows have the whole vocabulary. chunk: rows that are
+    projected at a time; None chooses by memory, and takes the plain path for small problems. dtype: bfloat16 if the
+    factors of products, and the logits' gradient, may be rounded to it on a device that can. Results are float32,
+    float64 for float64 weights. Raises ValueError for a temperature that is not positive: greedy tokens have no logprob
+    to train on.
     """
     if isinstance(temperature, Tensor):
         scale = temperature.detach()
@@ -74,7 +75,7 @@ def token_logprobs(
 
 
 def chunk_rows(vocab: int, device: str) -> int:
-    """How many rows are projected at a time where nothing else is asked for."""
+    """The number of rows projected at a time by default."""
     return max(_ROWS, _CHUNK.get(device, _CHUNK_ELSEWHERE) // vocab)
 
 
@@ -92,7 +93,7 @@ def _plain(
 
 
 def _left_out(support: Support | None, begin: int, rows: int, vocab: int) -> Tensor | None:
-    """[rows, V] bool: what the rows from `begin` on were not sampled from; None when that is nothing."""
+    """[rows, V] bool: ids that the rows from `begin` on were not sampled from; None if there are none."""
     if support is None:
         return None
     of, ids = support
@@ -107,7 +108,7 @@ def _left_out(support: Support | None, begin: int, rows: int, vocab: int) -> Ten
 
 
 class _Chunked(torch.autograd.Function):
-    """d logp_t / d z = onehot - p and d H / d z = -p (log p + H), with z = logits / temperature."""
+    """Gradients: d logp_t / d z = onehot - p and d H / d z = -p (log p + H), z = logits / temperature."""
 
     @staticmethod
     def forward(
@@ -171,7 +172,10 @@ class _Chunked(torch.autograd.Function):
 def _summarised(
     logits: Tensor, left_out: Tensor | None, temperature: Tensor, targets: Tensor, entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(log sum exp, the targets' logprobs, entropies if wanted) [n] of logits [n, V], which are used up."""
+    """(log sum exp, targets' logprobs, entropies if wanted), each [n], of logits [n, V].
+
+    The logits are overwritten.
+    """
     if left_out is not None:
         logits.masked_fill_(left_out, -torch.inf)
     if (kernels := _kernels(logits)) is not None:
@@ -198,7 +202,7 @@ def _differentiated(
     d_entropies: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """What the loss changes by with each of the logits [n, V], which are used up, in `dtype`."""
+    """Gradient of the loss by the logits [n, V], in `dtype`. The logits are overwritten."""
     if (kernels := _kernels(logits)) is not None:
         if left_out is not None:
             logits.masked_fill_(left_out, -torch.inf)
@@ -218,5 +222,5 @@ def _differentiated(
 
 
 def _kernels(logits: Tensor) -> Gpu | None:
-    """Those that look at logits once where the operations below look a dozen times, where there are some."""
+    """Kernels that read logits once instead of a dozen times; None if there are none."""
     return gpu() if logits.is_cuda and logits.dtype == torch.float32 else None

@@ -1,4 +1,4 @@
-"""Messages: what a prompt, an environment or a row may give, and what is no text."""
+"""Chat messages: their types, and checks of what a prompt, environment or row gives."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ _HALF = re.compile(r"[\ud800-\udfff]")
 
 
 def as_messages(message: str | Sequence[Mapping[str, Any]]) -> Messages:
-    """A user's turn from a text; a list of messages as it is. Raises ValueError for anything else, and for no text."""
+    """The messages of a prompt: a text becomes one user message, a list stays as it is.
+
+    Raises ValueError for anything else, for an empty list, and for text that cannot be encoded.
+    """
     messages = [{"role": "user", "content": message}] if isinstance(message, str) else [dict(m) for m in message]
     if not messages or not all(is_message(m) for m in messages):
         raise ValueError(f"message {message!r:.80}: expected a text, or a list of messages with role and content")
@@ -28,7 +31,10 @@ def as_messages(message: str | Sequence[Mapping[str, Any]]) -> Messages:
 
 
 def is_message(value: Any) -> bool:
-    """A role, and a content: a text or a list of parts. A message that calls tools needs none."""
+    """True if `value` has a role and a content: a text or a list of parts.
+
+    A message that calls tools needs no content.
+    """
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         return False
     return isinstance(value.get("content"), str | list) or ("tool_calls" in value and value.get("content") is None)
@@ -39,7 +45,7 @@ def assistant(reply: Reply) -> Message:
 
 
 def text_of(message: Mapping[str, Any]) -> str:
-    """Its content as text, without what is no text in it."""
+    """The message's content as text, without parts that are no text."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content
@@ -47,9 +53,9 @@ def text_of(message: Mapping[str, Any]) -> str:
 
 
 def half_character(value: Any) -> str:
-    """What is wrong with the first text within `value` that holds half a surrogate pair; empty where none does.
+    """The end of an error sentence if a text within `value` holds half a surrogate pair; else "".
 
-    JSON can say it (a cut emoji becomes "\\ud83d"), and no tokenizer, file or socket takes it.
+    JSON can express it (a cut emoji becomes "\\ud83d"), and no tokenizer, file or socket accepts it.
     """
     left = [value]
     while left:

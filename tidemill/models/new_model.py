@@ -1,6 +1,6 @@
-"""A new model that knows nothing: a Qwen3-style folder with random weights and a character tokenizer.
+"""New models: Qwen3-style folders with random weights and a character tokenizer.
 
-Small enough to learn a task of seconds on a laptop, and a folder like any other for everything that reads models.
+They are small enough to learn a task in seconds on a laptop, and are folders like any other for all that reads models.
 """
 
 from __future__ import annotations
@@ -45,12 +45,13 @@ def fresh_model(
     seed: int = 0,
     lowercase: bool = False,
 ) -> Architecture:
-    """Write the folder and return its architecture: `fresh_model(folder, alphabet=letters, **SIZES["2m"])`.
+    """Write the folder and return its architecture.
 
-    The head is tied to the embedding, the weights are a function of `seed`. Raises ValueError when the sizes do not
-    divide, the alphabet repeats a character, or `folder` holds something else.
+    Example: `fresh_model(folder, alphabet=letters, **SIZES["2m"])`. The head is tied to the embedding, and the weights
+    are a function of `seed`. Raises ValueError if the sizes do not divide, the alphabet repeats a character, or `folder`
+    holds something else.
     """
-    import torch  # here, for the controller reads the sizes
+    import torch  # imported here, because the controller reads the sizes
 
     from tidemill.models.hf_weights import empty_decoder, save_folder
 
@@ -82,7 +83,10 @@ def head_dim(sizes: ModelSize) -> int:
 
 
 def architecture(sizes: ModelSize, *, vocab: int, context: int, ends: dict[str, int | None]) -> Architecture:
-    """Qwen3-shaped, head and embedding tied. ends: the ids of the tokens that begin, end and pad."""
+    """The architecture of a Qwen3-style model with tied head and embedding.
+
+    ends: the ids of the tokens that begin, end and pad, by their keys in config.json.
+    """
     return Architecture.from_dict(
         {
             "model_type": "qwen3",

@@ -1,4 +1,4 @@
-"""Long work on weights, in pieces: whoever has it done may do something else between two of them."""
+"""Long work on weights, cut into pieces between which the caller may do other work."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import TypeAlias, TypeVar
 from torch import Tensor
 
 T = TypeVar("T")
-Work: TypeAlias = Generator[None, None, T]  # each step of it is a piece; what it returns is the result
+Work: TypeAlias = Generator[None, None, T]  # each `yield` ends a piece; the return value is the result
 
-PIECE_BYTES = 1 << 21  # to copy, to sum up or to pack them takes 0.1 to 0.4 ms
-DEVICE_PIECE_BYTES = 8 << 20  # steps that run beside them wait for large ones: see `docs/performance.md`, "On a CUDA device"
-ROWS = 32  # a piece has a multiple: packed matrices are made of so many, and four rows of anything are whole words
+PIECE_BYTES = 1 << 21  # copying, summing or packing as much takes 0.1 to 0.4 ms
+DEVICE_PIECE_BYTES = 8 << 20  # larger ones delay concurrent steps: see `docs/performance.md`, "On a CUDA device"
+ROWS = (
+    32  # a piece has a multiple of this: packed matrices have blocks of 32 rows, and four rows of anything are whole words
+)
 
 
 def at_once(work: Work[T]) -> T:
@@ -24,8 +26,10 @@ def at_once(work: Work[T]) -> T:
 
 
 def by_rows(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Tensors of equal shape, or length, cut alike, so that the first one's pieces have some `PIECE_BYTES`, or more of them
-    where they lie on a device."""
+    """Pieces of tensors of equal length, all cut at the same rows.
+
+    A piece of the first tensor has about `PIECE_BYTES`; on a device, `DEVICE_PIECE_BYTES`.
+    """
     size = PIECE_BYTES if first.is_cpu else DEVICE_PIECE_BYTES
     if first.nbytes <= size:
         return ((first, *others),)

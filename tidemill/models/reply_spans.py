@@ -1,12 +1,13 @@
-"""Which characters of a rendered conversation are a reply: content and end of turn, as a sampler would have to produce them.
+"""Spans of the replies in a rendered conversation: content and end of turn.
 
     text      ...user\\nhi<|im_end|>\\n<|im_start|>assistant\\nyo<|im_end|>\\n<|im_start|>user\\n...
     reply                                                    [............)
 
-It begins where the generation prompt ends, so that what is learnt is what follows a prompt. A template that opens the reply
-only when it asks for one (with `<think>`), or that renders earlier turns otherwise, has no such place: then it begins where
-the template's header ends, which a rendering with a mark instead of the content shows. It ends with the first end-of-turn
-token after the content, tool calls included; the line break that many templates add after that is nobody's to say.
+A span covers what a sampler would have to produce. It begins where the generation prompt ends, so that what is learnt is
+what follows a prompt. Some templates open a reply only when they ask for one (with `<think>`), or render earlier turns
+differently, so that there is no such place. Then the span begins where the template's header ends, which is found by
+rendering a mark instead of the content. It ends with the first end-of-turn token after the content, tool calls included.
+The line break that many templates add after that belongs to no reply.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from tidemill.models.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class Rendering:
-    """A conversation's text, and which characters of it each token is."""
+    """A conversation's text, its tokens, and the characters of each token."""
 
     tokenizer: Tokenizer
     text: str
@@ -39,8 +40,10 @@ class Rendering:
         return cls(tokenizer, text, ids, _offsets(tokenizer, text, ids))
 
     def tokens(self, span: Span) -> range:
-        """Those that hold a character of the span; also one that holds characters before it, unless it is an added token,
-        which may take spaces that follow it."""
+        """The tokens that hold a character of the span.
+
+        The first one may begin before the span, unless it is an added token, which may include spaces that follow it.
+        """
         begin, end = span
         found = [i for i, (b, e) in enumerate(self.offsets) if b < end and e > begin]
         if found and self.offsets[found[0]][0] < begin and self.ids[found[0]] in added_tokens(self.tokenizer):
@@ -48,12 +51,15 @@ class Rendering:
         return range(found[0], found[-1] + 1) if found else range(0)
 
     def count(self, position: int) -> int:
-        """How many tokens there are up to a character, also those that go on behind it."""
+        """The number of tokens that begin before a character."""
         return sum(begin < position for begin, _ in self.offsets)
 
 
 def _offsets(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[Span]:
-    """Where the tokens of a tokenizer that does not say it stand: by the text that each beginning of them has."""
+    """The tokens' spans for a tokenizer that does not report them.
+
+    They follow from the text of each prefix of the tokens.
+    """
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
         raise ConfigError(
             f"the tokenizer of {tokenizer.name_or_path!r} does not say where its tokens stand in a text, nor do they decode "
@@ -65,12 +71,15 @@ def _offsets(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[Span]:
 
 
 def in_common(one: Sequence[object], other: Sequence[object]) -> int:
-    """The length of what both begin with."""
+    """The length of the longest common prefix."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
 
 
 def reply_spans(rendering: Rendering, messages: Messages, replies: Sequence[int]) -> list[Span]:
-    """The characters of each reply, by the template's own marks where it has them. replies: places among the messages."""
+    """The span of each reply, from the template's own marks if it has them.
+
+    replies: indices into the messages.
+    """
     tokenizer, text = rendering.tokenizer, rendering.text
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     marked = marked_spans(tokenizer, messages, text)
@@ -81,7 +90,10 @@ def reply_spans(rendering: Rendering, messages: Messages, replies: Sequence[int]
 
 
 def _closed(rendering: Rendering, end: int) -> int:
-    """A mark that leaves out the end of turn, which then nothing would teach, is extended by it."""
+    """The end of a marked span, extended by the end of turn if the mark leaves that out.
+
+    Otherwise the model would not learn to end its turn.
+    """
     ends = _ends(rendering.tokenizer)
     here = rendering.text[:end].rstrip().endswith(tuple(ends))
     after = next((each for each in ends if rendering.text.startswith(each, end)), "")
@@ -92,19 +104,20 @@ def _span(rendering: Rendering, messages: Messages, place: int) -> Span:
     text, tokenizer = rendering.text, rendering.tokenizer
     before, shown, after = _with_mark(tokenizer, messages, place).partition(MARK)
     begin = _begin(tokenizer, messages, place, text, len(before) if shown and text.startswith(before) else len(text))
-    end = begin  # of the content, where the template does not show it
+    end = begin  # end of the content, if the template does not show it
     if shown and text.endswith(after):
         end = max(begin, len(text) - len(after))
-    elif shown:  # what follows depends on it
+    elif shown:  # the text after the reply depends on the content
         said = text_of(messages[place]).strip()
         end = max(begin, text.find(said, begin) + len(said))
     return begin, end + len(_closing(tokenizer, messages, place, text, end))
 
 
 def _begin(tokenizer: Tokenizer, messages: Messages, place: int, text: str, content: int) -> int:
-    """Where the generation prompt ends, as far as it is there; at the content at the latest.
+    """The end of the generation prompt, as far as it is in the text; at most the content's begin.
 
-    Where the template renders what is before otherwise than when it asked, only what follows the message before is compared.
+    Where the template renders earlier messages differently than when it asked for a reply, only what follows the message
+    before is compared.
     """
     asked = _rendered(tokenizer, messages[:place], ask=True)
     if asked and text.startswith(asked):
@@ -118,7 +131,7 @@ def _begin(tokenizer: Tokenizer, messages: Messages, place: int, text: str, cont
 
 
 def _closing(tokenizer: Tokenizer, messages: Messages, place: int, text: str, end: int) -> str:
-    """What the template puts between the content and the end of the turn, and that end."""
+    """The text between the content and the end of the turn, with that end."""
     ends, region = _ends(tokenizer), text[end:]
     if first := next((each for each in ends if region.lstrip().startswith(each)), ""):
         return region[: region.index(first) + len(first)]
@@ -137,14 +150,14 @@ def _ends(tokenizer: Tokenizer) -> list[str]:
 
 
 def _with_mark(tokenizer: Tokenizer, messages: Messages, place: int, *, ask: bool = False) -> str:
-    """The rendering with a mark for a content; empty where the template does not show that once."""
+    """The rendering with a mark as the content; "" unless the template shows it exactly once."""
     changed = [{**m, "content": MARK} if i == place else m for i, m in enumerate(messages)]
     text = _rendered(tokenizer, changed, ask=ask)
     return text if text.count(MARK) == 1 else ""
 
 
 def _rendered(tokenizer: Tokenizer, messages: Messages, *, ask: bool) -> str:
-    """Empty where the template refuses these messages: a beginning of a conversation need not be one."""
+    """The rendering; "" if the template refuses these messages, as it may for part of a conversation."""
     try:
         return render(tokenizer, messages, ask=ask) if messages else ""
     except ConfigError:

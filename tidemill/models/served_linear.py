@@ -1,9 +1,9 @@
-"""A linear layer that can keep its weights once more, in the order in which a compiled product reads them.
+"""Linear layers, with a packed copy of their weights for compiled products.
 
-The copy is for weights that are served, not for ones that are trained: it is used where no gradient is wanted, and is right
-only until the weights change. It holds the weights' own words, in another order: see `served_weights`. A product that is
-trained does not keep the norm or the gate it reads: its way back makes that again. In bfloat16 it is widened on a CPU that
-is quicker so.
+The packed copy holds the weights' own words in the order in which a compiled product reads them (see `served_weights`).
+It is used where no gradient is wanted, and is valid only until the weights change. A product that is trained does not
+keep the norm or gate that it reads: its backward pass computes that again. bfloat16 weights are widened on a CPU that is
+faster so.
 """
 
 from __future__ import annotations
@@ -23,37 +23,42 @@ from tidemill.models.kernels.library import native
 from tidemill.models.piecewise import Work, by_rows
 from tidemill.models.trained_linear import NARROW, Matrix, mixes, product, widened
 
-_OURS = ("cpu", "cuda")  # where products may be other ones than PyTorch's own
+_OURS = ("cpu", "cuda")  # devices with products other than PyTorch's own
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x [n, K] times the transpose of a weight [N, K] of the same narrow dtype, in float32, without ever widening the
-    weight; None where it is not to be had."""
+    """x [n, K] times the transpose of a weight [N, K], both of one narrow dtype, in float32.
+
+    The weight is never widened. Returns None where that is not possible.
+    """
     if not widens(weight) or x.dtype != weight.dtype or torch.is_grad_enabled():
         return None
     return product(x, weight.T)
 
 
 def widens(weight: Tensor) -> bool:
-    """Whether `wide_product` is for it."""
+    """True if `wide_product` can multiply with this weight."""
     return mixes(weight) and weight.dtype == NARROW
 
 
 class Packed:
-    """A matrix [N, K] in that order."""
+    """The packed copy of a matrix [N, K], if there is one."""
 
     def __init__(self) -> None:
         self.numbers: Tensor | None = None
 
     def packing(self, weight: Tensor) -> Work[None]:
-        """In place where a matrix of this shape was packed before. Does nothing where no compiled product fits."""
+        """Pack the matrix, in place if one of this shape was packed before.
+
+        Does nothing where no compiled product fits.
+        """
         compiled, (n, k) = native(), weight.shape
         if compiled is None or not compiled.packs(weight):
             self.numbers = None
             return
         if self.numbers is None:
             self.numbers = torch.empty(-(-n // BLOCK) * BLOCK * k, dtype=weight.dtype)
-        blocks = self.numbers.view(-1, BLOCK * k)  # each of BLOCK rows, the last one filled up
+        blocks = self.numbers.view(-1, BLOCK * k)  # each holds BLOCK rows; the last one is padded
         at = 0
         for (rows,) in by_rows(weight.detach()):
             end = at + -(-len(rows) // BLOCK)
@@ -63,7 +68,7 @@ class Packed:
         assert at == len(blocks), "it was packed for a matrix of another shape"
 
     def product(self, x: Tensor, outputs: int, bias: Tensor | None = None, wide: bool = False) -> Tensor | None:
-        """x [n, K] times the matrix's transpose, in float32 when `wide`; None where it is not to be had."""
+        """x [n, K] times the matrix's transpose; None if that is not possible. wide: return float32."""
         if self.numbers is None or torch.is_grad_enabled() or x.dtype != self.numbers.dtype:
             return None
         compiled = native()
@@ -71,7 +76,7 @@ class Packed:
 
 
 class Linear(nn.Linear):
-    """x W^T + b"""
+    """A linear layer, x W^T + b."""
 
     def __init__(self, inputs: int, outputs: int, bias: bool) -> None:
         super().__init__(inputs, outputs, bias)
@@ -79,7 +84,10 @@ class Linear(nn.Linear):
         self.gathered: Matrix | None = None  # see `gathering`
 
     def onto(self, x: Tensor, input: Tensor | Deferred) -> Tensor:
-        """x + what comes out of `input`. On a device, and without a gradient, x itself takes it: it is used up."""
+        """x plus the layer's output for `input`.
+
+        On a device and without a gradient, x is overwritten with the sum.
+        """
         adds = x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None
         if adds and not torch.is_grad_enabled() and isinstance(input, Tensor):
             return x.addmm_(input, self.weight.T)
@@ -99,8 +107,10 @@ class Linear(nn.Linear):
 
 @contextmanager
 def gathering(*modules: nn.Module) -> Iterator[None]:
-    """While passes are computed, between which no weight changes: matrices are prepared once, and their gradients are added
-    up in their `.grad`, where autograd does not see them."""
+    """Context for several passes without a change of weights between them.
+
+    Matrices are prepared once, and their gradients are added up in their `.grad`, unseen by autograd.
+    """
     found = {each for module in modules for each in module.modules() if isinstance(each, Linear)}
     here = [each for each in found if each.weight.device.type in _OURS]
     for each in here:
@@ -113,7 +123,10 @@ def gathering(*modules: nn.Module) -> Iterator[None]:
 
 
 def _multiplied_in(x: Tensor | Deferred, weight: Tensor) -> torch.dtype | None:
-    """The dtype to which autocast narrows these, or their own; None where products are PyTorch's own."""
+    """The dtype in which x and weight are multiplied; None if PyTorch's own product is used.
+
+    It is the one that autocast narrows to, or their own.
+    """
     device = weight.device.type
     if device not in _OURS or (isinstance(x, Tensor) and x.ndim != 2):
         return None
@@ -124,8 +137,10 @@ def _multiplied_in(x: Tensor | Deferred, weight: Tensor) -> torch.dtype | None:
 
 
 class _Product(torch.autograd.Function):
-    """made W^T + b, where `made` is what `how` makes of x and its own weight, which is not kept, but made again on the way
-    back; or x [n, K] itself. It is multiplied in `dtype`."""
+    """made W^T + b, multiplied in `dtype`, where `made` is x [n, K] or what `how` makes of it.
+
+    The latter is not kept: the backward pass makes it again.
+    """
 
     @staticmethod
     def forward(
@@ -138,7 +153,7 @@ class _Product(torch.autograd.Function):
         dtype: torch.dtype,
         matrix: Matrix,
     ) -> Tensor:
-        """matrix: of the weight, which is given for autograd."""
+        """matrix: of the weight. The weight itself is an argument only for autograd."""
         made = x.to(dtype) if how is None else how.make(x, own)
         ctx.save_for_backward(made if how is None else x, own, weight)
         ctx.how, ctx.matrix, ctx.dtype = how, matrix, x.dtype

@@ -1,12 +1,12 @@
-"""What a decoder's weights come to when they are served, tensor by tensor: both ends of one proof (I1).
+"""Sums and fingerprints of a decoder's weights as they are served (I1).
 
-    trainer   own = Contents.of(decoder, dtype), announced with the version; `checked` says with each tensor what it sums to
-    engine    Contents.of(staged decoder) must be what was announced; after the commit, the words of what runs must be those
+    trainer   own = Contents.of(decoder, dtype), announced with the version; `checked` adds each tensor's sum to the stream
+    engine    Contents.of(staged decoder) must equal the announcement; after the commit, so must the words in use
 
-The trainer reads `own` from its parameters, never from the stream, so that a mistake on the way (a tensor left out, two
-exchanged, a transposed view, a stale copy) cannot be in both. Only the engine's look at what it will serve is a proof: the
-stream is not summed on its way as well. The fingerprint is one-to-one in every element and knows its place; the sum of words
-runs at memory speed, and is for what is looked at a second time.
+The trainer computes `own` from its parameters, never from the stream, so that a mistake on the way (a tensor left out,
+two exchanged, a transposed view, a stale copy) cannot be in both. The proof is the engine's check of what it will serve;
+the stream is not summed on its way as well. The fingerprint depends on every element and its place. The sum of words
+runs at memory speed and serves for the second check.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ HEAD = "the head, which is the embedding"
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """A decoder's weights in the dtype that is served, by Hugging Face name."""
+    """Fingerprint, sums and shapes of a decoder's weights in the served dtype, by Hugging Face name."""
 
-    fingerprint: str  # of all of them
-    totals: dict[str, int]  # of each, see `Fingerprint.sums`
-    words: dict[str, int]  # of each, see `word_sum`
+    fingerprint: str  # of all tensors
+    totals: dict[str, int]  # of each tensor, see `Fingerprint.sums`
+    words: dict[str, int]  # of each tensor, see `word_sum`
     outlines: dict[str, tuple[tuple[int, ...], torch.dtype]]
 
     @classmethod
     def of(cls, decoder: Decoder, dtype: torch.dtype) -> Contents:
-        """Raises PolicyMismatch when the names do not cover every parameter."""
+        """The contents of a decoder. Raises PolicyMismatch if the names do not cover every parameter."""
         return at_once(cls.summing(decoder, dtype))
 
     @classmethod
     def summing(cls, decoder: Decoder, dtype: torch.dtype) -> Work[Contents]:
-        """`of`, in pieces, cast one by one."""
+        """`of` in pieces, which are cast one by one."""
         everything, words, outlines, named = Fingerprint(), dict[str, list[int | Tensor]](), {}, 0
         for name, view in hf_views(decoder):
             shape, at = tuple(view.shape), 0
@@ -64,21 +64,27 @@ class Contents:
 
 
 def words_of(decoder: Decoder) -> dict[str, int]:
-    """`Contents.words` in the decoder's own dtype: what is cheap enough to be looked at again."""
+    """Word sums by name in the decoder's own dtype, cheap enough for a second check."""
     return {name: word_sum(view) for name, view in hf_views(decoder)}
 
 
 def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
-    """`words` of the tensors, added up for those that are rows of one parameter, under all their names."""
+    """The tensors' word sums, added up for tensors that are rows of one parameter.
+
+    Keys hold the names of all tensors of a parameter.
+    """
     found = {}
     for key, parameter, rows in _matrices(decoder):
-        split = any(view.nbytes % WORD for _, view in rows[:-1])  # a word has its ends in two of them
+        split = any(view.nbytes % WORD for _, view in rows[:-1])  # a word lies in two of them
         found[key] = word_sum(parameter) if split else sum(words[name] for name, _ in rows) % 2**64
     return found | {HEAD: found[next(iter(found))]} if decoder.head is None else found
 
 
 def words_in_use(decoder: Decoder) -> Work[dict[str, int]]:
-    """The same of what is computed with: of a matrix that is packed, its packed copy's words, which are the same ones."""
+    """Word sums of the weights that are computed with, by the keys of `words_by_matrix`.
+
+    For a packed matrix they are taken from its packed copy, which holds the same words.
+    """
     packed = {id(weight): copy for _, weight, copy in decoder.packed()}
     found = dict[str, list[int | Tensor]]()
     for key, parameter, _ in _matrices(decoder):
@@ -91,7 +97,7 @@ def words_in_use(decoder: Decoder) -> Work[dict[str, int]]:
 
 
 def _word_bits(tensor: Tensor) -> Work[list[int | Tensor]]:
-    """Of its pieces."""
+    """The word sums of a tensor's pieces."""
     parts = []
     for (rows,) in by_rows(tensor):
         parts.append(word_bits(rows))
@@ -100,7 +106,7 @@ def _word_bits(tensor: Tensor) -> Work[list[int | Tensor]]:
 
 
 def _matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, Tensor]]]]:
-    """Every parameter, under the names of all the tensors that are its rows, and these."""
+    """(names of all tensors that are rows of a parameter, the parameter, those tensors)."""
     rows: dict[int, list[tuple[str, Tensor]]] = {}
     for name, view in hf_views(decoder):
         rows.setdefault(view.untyped_storage().data_ptr(), []).append((name, view))
@@ -110,10 +116,10 @@ def _matrices(decoder: Decoder) -> Iterator[tuple[str, Tensor, list[tuple[str, T
 
 
 def checked(stream: Iterable[Slice], own: Contents) -> Iterator[Slice]:
-    """The slices of `stream`, each with its tensor's `total` for the receivers, who prove by it what they received.
+    """The slices of `stream`, each with its tensor's `total`, by which receivers verify it.
 
-    Raises PolicyMismatch that names the first tensor that does not belong to `own`, has another form, comes twice, or not at
-    all; nothing of a stream that ends so may become visible. Tensors come whole.
+    Tensors come whole. Raises PolicyMismatch that names the first tensor that does not belong to `own`, has another
+    form, comes twice, or is missing; nothing of a stream that ends so may become visible.
     """
     left = set(own.outlines)
     for piece in stream:

@@ -1,7 +1,7 @@
-"""How many tokens a text has at least, by its length: what cannot fit a context is refused before it is tokenized.
+"""Lower bounds of a text's token count, to refuse long texts before tokenizing them.
 
-A tokenizer is read part by part. Where one of its parts can make any number of characters one token, or none, there is no
-such bound (None), and the text has to be tokenized to know. A text that fits is never refused.
+A tokenizer is analysed part by part. If one of its parts can turn any number of characters into one token, or into none,
+there is no such bound (None), and the text has to be tokenized. A text that fits is never refused.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from tidemill.models.tokenizer import Tokenizer
 
-_SLICE = 1 << 16  # characters that are looked at together
-_COMPOSED = 4  # characters at most that a normal form of Unicode makes one
+_SLICE = 1 << 16  # characters that are processed together
+_COMPOSED = 4  # most characters that a normal form of Unicode joins into one
 _EVERY_CHARACTER = {"Regex": r"[\s\S]"}
 _WHOLE = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")  # pre-tokenizers that lose nothing
 _WITHOUT_BLANKS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
@@ -23,23 +23,29 @@ _WITHOUT_BLANKS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """Characters of a text that one token stands for, at most. `blanks`: any number of blanks may come on top."""
+    """The most characters of a text that one token stands for.
+
+    blanks: any number of blanks may come in addition.
+    """
 
     characters: int
     blanks: bool = False
 
     def least(self, text: str) -> int:
-        """Tokens that the text has at least."""
+        """The least number of tokens that the text can have."""
         return math.ceil((_inked(text, len(text)) if self.blanks else len(text)) / self.characters)
 
     def exceeds(self, text: str, tokens: int) -> bool:
-        """True where the text has more tokens than that, for certain."""
+        """True if the text certainly has more than `tokens` tokens."""
         most = tokens * self.characters
         return len(text) > most and (not self.blanks or _inked(text, most) > most)
 
 
 def certainly_exceeds(tokenizer: Tokenizer, text: str, tokens: int) -> int:
-    """How many tokens a text has at least, where that is more than `tokens` for certain; else 0. Cheap for what is short."""
+    """The least number of tokens of a text if it certainly exceeds `tokens`; else 0.
+
+    It is cheap for a short text.
+    """
     if len(text) <= tokens or (reach := _known(tokenizer, len(tokenizer))) is None or not reach.exceeds(text, tokens):
         return 0
     return reach.least(text)
@@ -51,7 +57,7 @@ def _known(tokenizer: Tokenizer, size: int) -> Reach | None:
 
 
 def reach_of(tokenizer: Tokenizer) -> Reach | None:
-    """The bound of a tokenizer; None where none can be proven."""
+    """The bound of a tokenizer; None if none can be proven."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
@@ -68,7 +74,7 @@ def reach_of(tokenizer: Tokenizer) -> Reach | None:
 
 
 class _Parts:
-    """Parts of a tokenizer, each taken from what it is saved as. A part that is not known is not accepted."""
+    """Reads a tokenizer's parts from their saved form; an unknown part is not accepted."""
 
     def __init__(self) -> None:
         self.shrinks = 1  # characters that become one
@@ -114,7 +120,7 @@ class _Parts:
 
 
 def _of_model(backend: Any, kinds: _Parts) -> int | None:
-    """Characters of the longest token, where no token stands for a part of a text of any length."""
+    """The characters of the longest token; None if a token can stand for text of any length."""
     model, vocabulary = backend.model, backend.get_vocab(with_added_tokens=False)
     longest = max(map(len, vocabulary), default=1)
     kind = type(model).__name__
@@ -126,7 +132,7 @@ def _of_model(backend: Any, kinds: _Parts) -> int | None:
         from tokenizers import pre_tokenizers
 
         return longest if vocabulary.keys() >= set(pre_tokenizers.ByteLevel.alphabet()) else None
-    if kind == "BPE":  # without an unknown token, characters that it does not know vanish
+    if kind == "BPE":  # without an unknown token, unknown characters vanish
         return None if model.unk_token is None or model.fuse_unk else longest
     return 1 if kind == "WordLevel" and kinds.characters else None
 
@@ -136,7 +142,7 @@ def _state(part: Any) -> dict[str, Any] | None:
 
 
 def _inked(text: str, most: int) -> int:
-    """Characters that are no blanks; where they are more than `most`, some number above it."""
+    """The number of characters that are no blanks; it may stop at any number above `most`."""
     found = 0
     for start in range(0, len(text), _SLICE):
         found += len("".join(text[start : start + _SLICE].split()))

@@ -1,4 +1,4 @@
-"""Tokenizers: loaded from a folder, or made of characters or bytes where there is none."""
+"""Tokenizers: loaded from a folder, or made of characters or bytes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _NEEDED = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Tokenizer(Protocol):
-    """What is used of a Hugging Face tokenizer."""
+    """The methods of a Hugging Face tokenizer that are used here."""
 
     name_or_path: str
     chat_template: Any
@@ -41,10 +41,10 @@ class LoadedTokenizer(Tokenizer, Protocol):
 
 
 def load_tokenizer(folder: str | Path, of_class: str | None = None) -> LoadedTokenizer:
-    """The tokenizer of a Hugging Face folder. Raises ValueError when it has none, or one without an end token.
+    """The tokenizer of a Hugging Face folder.
 
-    of_class: what `class_name` said of it where it was loaded before. None: transformers chooses, by the model's
-    configuration, and imports torch for that.
+    of_class: the class that `class_name` returned where it was loaded before. None: transformers chooses by the model's
+    configuration, and imports torch for that. Raises ValueError if there is no tokenizer, or if it has no end token.
     """
     folder = Path(folder)
     expect_files(folder)
@@ -63,7 +63,7 @@ def load_tokenizer(folder: str | Path, of_class: str | None = None) -> LoadedTok
 
 
 def class_name(tokenizer: Tokenizer) -> str | None:
-    """What `load_tokenizer` finds its class by; None: transformers itself has none of that name, the class is another's."""
+    """The name of the tokenizer's class for `load_tokenizer`; None if it is not in transformers."""
     import transformers
 
     of_class = type(tokenizer)
@@ -71,16 +71,16 @@ def class_name(tokenizer: Tokenizer) -> str | None:
 
 
 def import_tokenizers() -> None:
-    """What loading one by its class imports, so that it is done while something else is waited for."""
+    """Import what loading a tokenizer by its class needs, while something else is waited for."""
     from transformers import PreTrainedTokenizerFast  # noqa: F401
 
 
 def character_tokenizer(alphabet: str, *, lowercase: bool = False) -> PreTrainedTokenizerFast:
-    """One token per character of `alphabet`, after <pad> = 0, <eos> = 1 and <unk> = 2.
+    """A tokenizer with one token per character, after <pad> = 0, <eos> = 1 and <unk> = 2.
 
     Encoding adds nothing and text over the alphabet decodes to itself, spaces and line breaks included. lowercase: text
-    is read as if it were in lower case, so that a small model need not learn every letter twice.
-    Raises ValueError when the alphabet is empty or repeats a character.
+    is read as if it were in lower case, so that a small model need not learn every letter twice. Raises ValueError if
+    the alphabet is empty or repeats a character.
     """
     if not alphabet or len(set(alphabet)) != len(alphabet):
         repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
@@ -101,9 +101,10 @@ def character_tokenizer(alphabet: str, *, lowercase: bool = False) -> PreTrained
 
 
 def byte_tokenizer(*special: str, literal: bool = False) -> PreTrainedTokenizerFast:
-    """One token per byte of a text in UTF-8, after the special tokens: the first of these pads, the last ends.
+    """A tokenizer with one token per UTF-8 byte, after the special tokens.
 
-    Encoding adds nothing, and any text decodes to itself. literal: the name of a special token in a text is text.
+    The first special token pads, the last ends. Encoding adds nothing, and any text decodes to itself. literal: a
+    special token's name in a text is treated as text.
     """
     from tokenizers import Tokenizer as Core
     from tokenizers import decoders, models, pre_tokenizers
@@ -124,7 +125,7 @@ def byte_tokenizer(*special: str, literal: bool = False) -> PreTrainedTokenizerF
 
 
 def generation_config(folder: str | Path) -> dict[str, Any]:
-    """`generation_config.json` of a model folder; empty when there is none."""
+    """The contents of a model folder's `generation_config.json`; {} if there is none."""
     path = Path(folder) / "generation_config.json"
     if not path.is_file():
         return {}
@@ -140,9 +141,10 @@ def generation_config(folder: str | Path) -> dict[str, Any]:
 def stop_ids(
     tokenizer: Tokenizer | None, arch: Architecture, generation: Mapping[str, Any] | None = None
 ) -> tuple[int, ...]:
-    """Every id that ends a completion: of config.json, generation_config.json, tokenizer and chat template, ascending.
+    """Every id that ends a completion, ascending.
 
-    Chat models have several, and one that is overlooked is counted as a truncated completion.
+    They come from config.json, generation_config.json, the tokenizer and the chat template. Chat models have several; if
+    one were overlooked, completions would count as truncated.
     """
     from tidemill.models.chat_template import end_of_turn
 

@@ -1,9 +1,10 @@
-"""Products with a matrix W [N, K] that is trained: x W^T + b; on the way back d W and the matrix's gradient d^T x.
+"""Products with a trained matrix W [N, K] and their gradients.
 
-An input is x [n, K]; d [n, N] is what a loss changes by with the output. While passes are computed between which no weight
-changes (`models.served_linear.gathering`) a matrix is prepared once for all of them: where the engine's compiled products of
-bfloat16 add up pairs, they are the trainer's, too. And gradients are added up where they lie, unrounded: autograd would have
-rounded each micro-batch's as its output is, in a tensor of its own, and widened it, and added it.
+An input is x [n, K], the output x W^T + b, and d [n, N] the loss's gradient by the output. The backward pass computes d
+W and the matrix's gradient d^T x. While no weight changes between passes (`served_linear.gathering`), a matrix is
+prepared once for all of them: where the engine's compiled bfloat16 products add up pairs, the trainer uses them too.
+Gradients are added up in place without rounding; autograd would round each micro-batch's gradient to its output's dtype
+in a tensor of its own, widen it and add it.
 """
 
 from __future__ import annotations
@@ -18,24 +19,27 @@ from torch import Tensor
 from tidemill.models.kernels.cpu.bindings import PAIRED, WIDENED, Native
 from tidemill.models.kernels.library import native
 
-NARROW, ROWS = torch.bfloat16, 512  # rows that are widened at a time
-# PyTorch 2.8 and later multiply narrow matrices of a CUDA device into a wide one
+NARROW, ROWS = torch.bfloat16, 512  # ROWS are widened at a time
+# PyTorch 2.8 and later multiply narrow matrices on a CUDA device into a wide one
 MIXES = "dtype" in torch.ops.aten.mm.overloads() and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 class Matrix:
-    """A weight as products read it. What is narrower than it is multiplied narrow, summed up in float32 and rounded once, as
-    autocast's is; where a CPU is quicker so, it is widened before."""
+    """A weight and its copies in the forms that products read.
+
+    An input narrower than the weight is multiplied in its own dtype, summed in float32 and rounded once, as under
+    autocast; it is widened first on a CPU that is faster so.
+    """
 
     def __init__(self, weight: Tensor, *, gathers: bool = False) -> None:
-        """gathers: the weight does not change meanwhile, and gradients go to its `.grad`."""
+        """gathers: the weight does not change while this exists, and gradients go to its `.grad`."""
         self._weight, self._gathers = weight, gathers
         self._lock = threading.Lock()  # several threads may multiply with it
-        self._copies: dict[str, Tensor] = {}  # by what reads them
+        self._copies: dict[str, Tensor] = {}  # by the product that reads them
 
     @property
     def copied(self) -> int:
-        """Bytes that it holds beside the weight."""
+        """The bytes of its copies of the weight."""
         return sum(each.nbytes for each in self._copies.values())
 
     def forward(self, x: Tensor, bias: Tensor | None) -> Tensor:
@@ -62,7 +66,7 @@ class Matrix:
         return d @ self._read(d.dtype)
 
     def gradient(self, d: Tensor, x: Tensor) -> Tensor | None:
-        """d^T x in the dtype of the weight; None where it has been added to the weight's gradient."""
+        """d^T x in the weight's dtype; None if it was added to the weight's gradient."""
         if not self._gathers:
             return self._outer(d, x, None)
         with self._lock:  # bounded: by a product
@@ -94,7 +98,7 @@ class Matrix:
         return x.dtype == NARROW and widened(self._weight)
 
     def _compiled(self, x: Tensor) -> Native | None:
-        """The kernels, where they are to multiply this."""
+        """The compiled kernels if they are to multiply x; else None."""
         compiled = native() if self._gathers and x.is_cpu and x.dtype == NARROW and pairs_are_ours() else None
         return compiled if compiled is not None and not any(size % 32 for size in self._weight.shape) else None
 
@@ -121,22 +125,22 @@ class Matrix:
 
 
 def widened(weight: Tensor) -> bool:
-    """Whether what is narrower than it, and bfloat16, is widened before it is multiplied with it."""
+    """True if bfloat16 inputs are widened before they are multiplied with this weight."""
     return weight.is_cpu and weight.dtype != NARROW and floats_are_quicker()
 
 
 def mixes(a: Tensor) -> bool:
-    """Whether narrow matrices where this one lies are multiplied into float32 without being widened."""
+    """True if bfloat16 matrices on this tensor's device are multiplied into float32 directly."""
     return MIXES and a.is_cuda
 
 
 def product(a: Tensor, b: Tensor) -> Tensor:
-    """a b, in float32 where they are bfloat16 and can be mixed."""
+    """a b; float32 if they are bfloat16 on a device that multiplies them so."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.dtype == NARROW and mixes(a) else a @ b
 
 
 def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add a b to the sums, in float32 where they can be mixed."""
+    """Add a b to the sums, in float32 where the device can."""
     if a.dtype == sums.dtype:
         sums.addmm_(a, b)
     elif mixes(a) and sums.dtype == torch.float32:
@@ -146,17 +150,23 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def prepares_sizes(device: str, narrow: bool) -> bool:
-    """Whether products of the trainer prepare something for each size they meet, and keep it: oneDNN's of bfloat16."""
+    """True if the trainer's products prepare and keep something for each size they meet.
+
+    oneDNN's bfloat16 products do.
+    """
     return device == "cpu" and narrow and not floats_are_quicker() and not pairs_are_ours()
 
 
 def floats_are_quicker() -> bool:
-    """Whether the CPU multiplies what is bfloat16 faster when it is widened before."""
+    """True if this CPU multiplies bfloat16 faster after widening it."""
     return _way() == WIDENED
 
 
 def pairs_are_ours() -> bool:
-    """Whether it adds up pairs of bfloat16: compiled products are as fast as oneDNN's then, and with two threads faster."""
+    """True if this CPU adds up pairs of bfloat16, so that compiled products are used.
+
+    They are as fast as oneDNN's, and faster with two threads.
+    """
     return _way() == PAIRED
 
 

@@ -1,19 +1,19 @@
-"""Turns appended to what was sampled: the ids of before stay, and only what is new is encoded (I7).
+"""Rendering of later turns: sampled ids stay, and only new text is encoded (I7).
 
-With a chat template the tokens to add are found in text. `sent` is the text rendered for the turn before (it ended in the
-generation prompt), `reply` what the policy answered.
+With a chat template, the tokens to add are found in text. `sent` is the text rendered for the turn before, which ended
+in the generation prompt; `reply` is the policy's answer.
 
     full = template(all messages, reply included) + generation prompt
-    full must be   sent + reply + tail         else the template rewrites history: refused, by name
+    full must be   sent + reply + tail         else the template rewrites history and is refused
     tail           without the stop token's text, when the policy sampled that token itself
 
-The reply becomes the message whose rendering is what was sampled: a generation prompt may have opened it (`<think>`), a
-template may add a space of its own. Outer whitespace is no history: a template that trims a reply, or pads it, only makes
-the record's text differ from the rendering, which is counted (`text_differs`).
+The reply becomes the message that renders as what was sampled: a generation prompt may have opened it (`<think>`), and a
+template may add a space of its own. Outer whitespace is not history: if a template trims or pads a reply, the record's
+text merely differs from the rendering, which is counted (`text_differs`).
 
-The tail is encoded where it stands, behind the ids since the last added token: text is cut at those, so nothing before them
-matters. Where encoding that text does not give those ids again, because what was sampled is no encoding of its text, the
-tail is encoded for itself, which is counted too (`encoded_alone`).
+The tail is encoded in its place, after the ids since the last added token: text is split at added tokens, so nothing
+before them matters. If encoding that text does not give those ids again, because what was sampled is no encoding of its
+text, the tail is encoded by itself, which is counted too (`encoded_alone`).
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from tidemill.models.tokenizer import Tokenizer
 
 
 class TemplateRewritesHistory(ConfigError):
-    """The chat template does not render an earlier turn as it was sent, so that a second turn cannot be appended."""
+    """The chat template renders an earlier turn differently than it was sent, so no turn can follow."""
 
 
 class Exceeds(Exception):
-    """A text has more tokens than fit, which is certain before it is encoded."""
+    """A text certainly has more tokens than fit; found before it is encoded."""
 
     def __init__(self, least: int) -> None:
         super().__init__(f"at least {least} tokens")
@@ -46,20 +46,20 @@ class Exceeds(Exception):
 
 
 class Renderer(Protocol):
-    """One conversation's way into tokens."""
+    """Turns one conversation into tokens, turn by turn."""
 
     figures: Counter[str]
-    """`encoded_alone` and `text_differs`: tails."""
+    """`encoded_alone` and `text_differs`: numbers of tails."""
 
     def begin(self, messages: Messages) -> Array:
         """Tokens of the first turn, ready for the policy's reply. [P] int32"""
         ...
 
     def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
-        """Tokens to append after the reply, ready for the next. [n] int32
+        """Tokens to append after the reply, ready for the next one. [n] int32
 
-        stop: the stop id that ended it, if one did. sampled: the reply's tokens, the stop id included; None: those that its
-        text has by itself.
+        stop: the stop id that ended the reply, if one did. sampled: the reply's tokens, the stop id included; None: the
+        reply was not sampled, and its text is encoded.
         """
         ...
 
@@ -67,8 +67,8 @@ class Renderer(Protocol):
 class Tail(NamedTuple):
     text: str
     full: str  # the rendering that it is the end of
-    messages: Messages  # of that rendering
-    exact: bool  # the record's text is the rendering
+    messages: Messages  # the messages of that rendering
+    exact: bool  # the record's text equals the rendering
 
 
 class TemplateRenderer:
@@ -102,7 +102,7 @@ class TemplateRenderer:
         return self._record.append(found.text)
 
     def _tails(self, said: list[str], end: str, messages: Messages) -> Iterator[Tail]:
-        """What may follow the reply, by each of the messages that it may have been."""
+        """Possible tails after the reply, one for each message that the reply may have been."""
         for text in said:
             for content in self._contents(text, messages):
                 every = [*self._messages, assistant(content), *messages]
@@ -111,7 +111,7 @@ class TemplateRenderer:
                     yield Tail(cut[0], full, every, cut[1])
 
     def _contents(self, text: str, messages: Messages) -> Iterator[str]:
-        """The text; and if that is not what the template shows, what makes its header and the content prompt and text."""
+        """Contents that may render as the text: the text itself, and the one from `content_of`."""
         yield text
         content = content_of(self._tokenizer, self._messages, self._sent, text, messages)
         if content != text:
@@ -119,7 +119,7 @@ class TemplateRenderer:
 
 
 class PlainRenderer:
-    """Without a template: a message is its text and a line break, and the reply follows."""
+    """Renderer without a template: a message is its text and a line break, and the reply follows."""
 
     def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
         self._record = ConversationRecord(tokenizer, most)
@@ -134,7 +134,7 @@ class PlainRenderer:
 
 
 def content_of(tokenizer: Tokenizer, messages: Messages, sent: str, text: str, after: Messages) -> str:
-    """The content with which the template shows `text` behind `sent`, its prompt; the text where there is no such content.
+    """The content that the template renders as `text` after `sent`; the text if there is none.
 
     A prompt may have opened the reply (`<think>`), and a template may put something before a content.
     """
@@ -151,14 +151,16 @@ def lines(messages: Messages) -> str:
 
 
 def first(tokenizer: Tokenizer) -> list[int]:
-    """The token that plain text begins with, where the tokenizer says so."""
+    """The token that plain text begins with, if the tokenizer adds one."""
     bos = tokenizer.bos_token_id
     return [bos] if bos is not None and tokenizer.encode("", add_special_tokens=True)[:1] == [bos] else []
 
 
 def after_reply(full: str, sent: str, text: str, end: str) -> tuple[str, bool] | None:
-    """What comes after `sent`, `text` and `end` in `full`, and whether all of it stands there to the letter; None where
-    `full` does not begin with the first two, outer whitespace of each aside."""
+    """(what follows `sent`, `text` and `end` in `full`, True if all of it is there to the letter).
+
+    None if `full` does not begin with `sent` and `text`, outer whitespace of each aside.
+    """
     exact, kept = True, text
     if not full.startswith(sent):
         exact, sent = False, sent.rstrip()
@@ -179,7 +181,7 @@ def after_reply(full: str, sent: str, text: str, end: str) -> tuple[str, bool] |
 
 
 class ConversationRecord:
-    """The ids of a conversation so far, and text put behind them."""
+    """The ids of a conversation so far, to which text is appended."""
 
     def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
         """most: tokens that fit. Raises Exceeds for a text that has more for certain."""
@@ -193,9 +195,10 @@ class ConversationRecord:
         return np.array(self._ids, np.int32)
 
     def said(self, reply: str, stop: int | None, sampled: Array | None) -> list[str]:
-        """Put a reply behind it. Returns what its text is: as it stands in the record, and what cannot be told from that.
+        """Append a reply; return its possible texts: as it stands in the record, and by itself.
 
-        SentencePiece tokenizers put a space before text, at its beginning or after each added token, and take it away again.
+        SentencePiece tokenizers put a space before text, at its beginning or after each added token, and take it away
+        again; then the two cannot be told apart.
         """
         if sampled is None:
             self._ids += [*self._encode(reply), *([] if stop is None else [stop])]
@@ -217,7 +220,7 @@ class ConversationRecord:
         return np.array(added, np.int32)
 
     def _encoded(self, tail: str) -> list[int]:
-        """The ids of the tail, where it stands if that can be."""
+        """The ids of the tail, encoded in its place if possible."""
         cuts = added_tokens(self._tokenizer)
         own = self._encode(tail)
         if not tail or own[0] in cuts:
@@ -232,7 +235,7 @@ class ConversationRecord:
         return self._alone(context, tail, own)
 
     def _alone(self, context: str, tail: str, own: list[int]) -> list[int]:
-        """Those that the text has behind other ids of the context; where a token would lie on both sides, its own."""
+        """The tail's ids after another encoding of the context, or its own if a token lies across both."""
         rendering = Rendering.of(self._tokenizer, context + tail)
         start = rendering.tokens((len(context), len(rendering.text))).start
         if rendering.count(len(context)) <= start:

@@ -1,4 +1,4 @@
-"""Copies to a CUDA device from memory that is not pinned, as a mapping that another process writes to is not."""
+"""Copies to a CUDA device from memory that is not pinned, such as a shared mapping."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from tidemill.models.piecewise import DEVICE_PIECE_BYTES
 
 
 class Uploads:
-    """Through two pinned rooms, which take turns. The driver would copy through such memory of its own, and keep whoever
-    else tells the device what to do waiting meanwhile."""
+    """Copies through two pinned buffers, which take turns.
+
+    The driver would copy through such a buffer of its own, and meanwhile block everyone else who gives the device work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         pins = device.type == "cuda"
@@ -18,7 +20,7 @@ class Uploads:
         self._left = [torch.cuda.Event() if pins else None for _ in self._rooms]
 
     def copy(self, into: Tensor, given: Tensor) -> None:
-        """given, which may change as soon as this returns, to `into`, on the current stream."""
+        """Copy `given` to `into` on the current stream. `given` may change as soon as this returns."""
         if not given.is_cpu or given.nbytes > DEVICE_PIECE_BYTES:
             into.copy_(given)
             return

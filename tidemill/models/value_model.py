@@ -1,7 +1,7 @@
-"""A decoder with one number for each token in the place of a vocabulary: a critic, or a reward model.
+"""Value models: a decoder with one number per token, used as critic or reward model.
 
-On disk it is what transformers calls a model for sequence classification with one label: `score.weight` [1, D] beside the
-decoder's tensors. The folder of a language model is read too: its values are 0 everywhere at first.
+On disk it is what transformers calls a model for sequence classification with one label: `score.weight` [1, D] beside
+the decoder's tensors. A language model's folder can be read too: its values are 0 everywhere at first.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_id
 
 
 class ValueModel:
-    """`decoder` may be the policy's own: then only the head belongs to it."""
+    """A decoder and a value head. The decoder may be the policy's own; then only the head belongs to it."""
 
     def __init__(self, decoder: Decoder, *, shared: bool = False) -> None:
-        """The head begins as zeros, so that the first values are 0, whatever the hidden states."""
+        """The head begins with zeros, so that the first values are 0 for any hidden states."""
         self.decoder, self.shared = decoder, shared
         weight = decoder.embed.weight
         self.head = nn.Linear(decoder.arch.hidden, 1, bias=False, device=weight.device, dtype=weight.dtype)
@@ -31,7 +31,7 @@ class ValueModel:
 
     @property
     def trained(self) -> nn.Module:
-        """What is its own."""
+        """The modules that belong to it: the head, and the decoder unless that is shared."""
         return nn.ModuleDict({"head": self.head} if self.shared else {"decoder": self.decoder, "head": self.head})
 
     def to(self, device: torch.device) -> None:
@@ -39,22 +39,22 @@ class ValueModel:
         self.head.to(device)
 
     def values(self, hidden: Tensor) -> Tensor:
-        """[N] of hidden states [N, D]: float32 at least, as logits are."""
+        """Values [N] of hidden states [N, D], at least float32, as logits are."""
         wide = torch.promote_types(self.head.weight.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             return nn.functional.linear(hidden.to(wide), self.head.weight.to(wide)).squeeze(-1)
 
     def save(self, folder: str | Path, *, tokenizer_from: str | Path | None, dtype: torch.dtype) -> None:
-        """Raises ValueError as `save_folder` does."""
+        """Write it as a Hugging Face folder. Raises ValueError as `save_folder` does."""
         pad = padding_id(self.decoder.arch, tokenizer_from)
         save_folder(self.decoder, folder, tokenizer_from=tokenizer_from, dtype=dtype, score=self.head.weight, pad=pad)
 
 
 def padding_id(arch: Architecture, tokenizer_from: str | Path | None) -> int | None:
-    """The id that pads rows, of the configuration or of the tokenizer; None where it is one that a row ends with.
+    """The padding id of the configuration or tokenizer; None if a row may end with it.
 
-    transformers reads the score after a row's last token that is no padding. Were the end token the padding, it would look
-    past the token that was trained. Without an id it takes one row at a time, and refuses several.
+    transformers reads the score after a row's last token that is no padding. If the end token were the padding, it would
+    skip the token that was trained. Without an id, it takes one row at a time and refuses several.
     """
     pads: list[Any] = [arch.raw.get("pad_token_id")]
     ends = set(arch.eos_ids)
@@ -66,14 +66,17 @@ def padding_id(arch: Architecture, tokenizer_from: str | Path | None) -> int | N
 
 
 def last_tokens(rows: Sequence[Sequence[int]], arch: Architecture) -> list[int]:
-    """Of each row the place whose value transformers gives: its last token that is no padding by the configuration."""
+    """The index in each row whose value transformers returns: the last token that is no padding."""
     pad = arch.raw.get("pad_token_id")
     places = ([i for i, token in enumerate(row) if pad is None or token != pad] for row in rows)
     return [found[-1] if found else 0 for found in places]
 
 
 def load_value_model(folder: str | Path, dtype: torch.dtype = torch.float32) -> ValueModel:
-    """Of a folder with or without a score. Raises UnsupportedModel as `load_folder` does, and for several labels."""
+    """The value model of a folder with or without a score.
+
+    Raises UnsupportedModel as `load_folder` does, and for a score with several labels.
+    """
     decoder, score = load_scored(folder, dtype)
     model = ValueModel(decoder)
     if score is not None:

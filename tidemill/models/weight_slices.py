@@ -1,7 +1,7 @@
-"""Weights in motion: named slices of global tensors, what carries them, and the fingerprint that identifies them.
+"""Named slices of tensors, and the interfaces of transports that carry them.
 
-A sharded trainer never has to gather: it sends the slices it holds. A fingerprint is a sum over elements, each mixed with
-its index in the whole tensor, so slices of any cut add up to the same number.
+A sharded trainer never has to gather: it sends the slices it holds. A fingerprint is a sum over elements, each mixed
+with its index in the whole tensor, so slices of any cut add up to the same number.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tidemill.core.types import Published, Version
 
 @dataclass(frozen=True, slots=True)
 class Slice:
-    """A block of a tensor by its Hugging Face name. A whole tensor has zero offsets and the tensor's own shape."""
+    """A block of a tensor, by its Hugging Face name. A whole tensor is a block with zero offsets."""
 
     name: str
     shape: tuple[int, ...]  # of the whole tensor
     offset: tuple[int, ...]  # where this block begins, one number per dimension
     tensor: Tensor  # the block, in the dtype that is served
-    total: int | None = None  # what its owner says the whole tensor's fingerprint is: names the one that differs
+    total: int | None = None  # the whole tensor's sum according to its owner, to name a tensor that differs
 
     @classmethod
     def whole(cls, name: str, tensor: Tensor) -> Slice:
@@ -33,24 +33,27 @@ class Slice:
 
 
 class Sender(Protocol):
-    """The trainer's side of a carrier."""
+    """The trainer's side of a transport."""
 
     def send(self, version: Version, slices: Iterable[Slice]) -> Published:
-        """Write the slices where receivers can stage them. `version` carries the fingerprint of what they should come to,
-        which is not taken from them: that is what receivers hold them against. Blocking. A tensor stays as it is, and shares
-        no memory with another one, until this returns."""
+        """Write the slices where receivers can stage them. Blocking.
+
+        `version` carries the fingerprint that receivers check the weights against; it is not computed from the slices. A
+        tensor stays unchanged, and shares no memory with another one, until this returns.
+        """
         ...
 
     def close(self) -> None: ...
 
 
 class Receiver(Protocol):
-    """An engine's side of a carrier."""
+    """An engine's side of a transport."""
 
     def receive(self, published: Published) -> Iterable[Slice]:
-        """The slices of what was published, checked against its manifest (names, shapes, dtypes), in any order.
+        """The slices of a published version, checked against its manifest, in any order. Blocking.
 
-        Tensors may be views of memory that is valid until the next call: copy them. Raises PolicyMismatch. Blocking.
+        The manifest holds names, shapes and dtypes. Tensors may be views of memory that is valid until the next call:
+        copy them. Raises PolicyMismatch.
         """
         ...
 
@@ -69,19 +72,19 @@ class _Tensor:
 
 
 class Coverage:
-    """Which elements of which tensors were seen: each must be seen exactly once."""
+    """Record of the elements of tensors that were seen; each must be seen exactly once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, _Tensor] = {}
 
     def add(self, piece: Slice) -> None:
-        """Raises ValueError when the slice lies outside its tensor, contradicts an earlier one, or repeats elements."""
+        """Record a slice. Raises ValueError if it lies outside its tensor, or contradicts or repeats another."""
         self.add_block(piece.name, piece.shape, piece.offset, tuple(piece.tensor.shape), piece.tensor.dtype)
 
     def add_block(
         self, name: str, shape: tuple[int, ...], offset: tuple[int, ...], size: tuple[int, ...], dtype: torch.dtype
     ) -> None:
-        """`add`, of what says of itself that it is such a slice."""
+        """`add` for a slice that is described by its name, shapes and dtype."""
         if (seen := self.tensors.get(name)) is None:
             seen = self.tensors[name] = _Tensor(shape, dtype)
         if (seen.shape, seen.dtype) != (shape, dtype):
@@ -104,14 +107,14 @@ class Coverage:
         seen.elements += elements
 
     def complete(self) -> None:
-        """Raises ValueError when a tensor that was begun lacks elements."""
+        """Raise ValueError if a tensor that was begun lacks elements."""
         for name, seen in self.tensors.items():
             if (total := math.prod(seen.shape)) != seen.elements:
                 raise ValueError(f"{name}: {seen.elements} of its {total} elements were given")
 
 
 def _joined(at: tuple[int, ...], size: tuple[int, ...], then: tuple[int, ...], more: tuple[int, ...]) -> _Block | None:
-    """One block of two, where the second one's rows follow the first one's."""
+    """Two blocks as one, if the second one's rows follow the first one's; else None."""
     if not at or (then, more[1:]) != ((at[0] + size[0], *at[1:]), size[1:]):
         return None
     return at, (size[0] + more[0], *size[1:])

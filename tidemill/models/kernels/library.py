@@ -1,10 +1,10 @@
-"""The kernels of this process: found, tried, or why there are none.
+"""Access to this process's kernels: loaded and checked once, or the reason there are none.
 
     native() -> Native, or None and `why_not()`       for the CPU
     gpu() -> Gpu, or None and `why_not_gpu()`         for CUDA devices
     TIDEMILL_KERNELS=off                              switches them off
 
-Kernels that compute something else than they should, in a small trial, are not used.
+Kernels that fail a small check at the start are not used.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.models.kernels.cpu.compilation import Unavailable
 from tidemill.models.kernels.cuda import cuda_check
 from tidemill.models.kernels.cuda.launchers import DTYPES, Gpu
 
-SWITCH = "TIDEMILL_KERNELS"  # "off": do without
+SWITCH = "TIDEMILL_KERNELS"  # "off": use no kernels
 
 
 @lru_cache(maxsize=1)
@@ -52,19 +52,19 @@ def _found_gpu() -> Gpu | Unavailable:
 
 
 def native() -> Native | None:
-    """The compiled kernels; None where there are none. The first call of a process may compile for some seconds."""
+    """The compiled kernels; None if there are none. The first call may compile for some seconds."""
     found = _found()
     return found if isinstance(found, Native) else None
 
 
 def gpu() -> Gpu | None:
-    """The kernels for this process's CUDA device; None where there are none. The first call may compile for some seconds."""
+    """The CUDA device's kernels; None if there are none. The first call may compile for some seconds."""
     found = _found_gpu()
     return found if isinstance(found, Gpu) else None
 
 
 def knowing(*tensors: Tensor) -> Native | Gpu | None:
-    """The kernels that know the dtypes of these, which lie on one device."""
+    """The kernels for these tensors' dtypes and their common device; None if there are none."""
     first = tensors[0]
     if any(t.dtype not in DTYPES or t.device != first.device for t in tensors):
         return None
@@ -74,18 +74,21 @@ def knowing(*tensors: Tensor) -> Native | Gpu | None:
 
 
 def without_gradient(*tensors: Tensor) -> Native | Gpu | None:
-    """The kernels that can compute on these, where no gradient is wanted. Where one may be: `trained.layer_kernels`."""
+    """The kernels for these tensors if no gradient is wanted; else None.
+
+    `trained_kernels.layer_kernels` is for where one may be wanted.
+    """
     return None if torch.is_grad_enabled() else knowing(*tensors)
 
 
 def why_not() -> str:
-    """Why `native` gives None; "" when it does not."""
+    """The reason why `native` returns None; "" if it does not."""
     found = _found()
     return str(found) if isinstance(found, Unavailable) else ""
 
 
 def why_not_gpu() -> str:
-    """Why `gpu` gives None; "" when it does not."""
+    """The reason why `gpu` returns None; "" if it does not."""
     found = _found_gpu()
     return str(found) if isinstance(found, Unavailable) else ""
 

@@ -1,4 +1,4 @@
-"""How the queries and keys of a layer are normed and turned: the same for every kind of kernel."""
+"""Norm and rotary embedding of a layer's queries and keys, as every kernel takes it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Of heads [n, queries + keys + others, E]: rotary embedding in halves, after a root-mean-square norm of each head."""
+    """Parameters of the norm and rotary embedding of heads [n, queries + keys + others, E].
 
-    cos: Tensor  # [n, 1, E / 2] of each row's position
+    Each head of queries and keys gets a root-mean-square norm, then the rotary embedding in half-split layout.
+    """
+
+    cos: Tensor  # [n, 1, E / 2] for each row's position
     sin: Tensor
     queries: int  # heads
     keys: int
-    norms: tuple[Tensor, Tensor] | None = None  # weights [E] of the norm of queries, and of keys
+    norms: tuple[Tensor, Tensor] | None = None  # norm weights [E] of queries and of keys
     eps: float = 0.0

@@ -1,1 +1,1 @@
-"""Kernels in C for CPUs, compiled on first use, with the Python that checks and calls them."""
+"""CPU kernels in C, compiled on first use, with the Python that checks and calls them."""

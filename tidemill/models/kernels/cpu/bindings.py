@@ -1,4 +1,4 @@
-"""The compiled functions, on tensors and arrays."""
+"""Bindings of the compiled C functions to tensors and arrays."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tidemill.models.kernels.cpu.thread_thresholds import threads_for
 from tidemill.models.kernels.cuda.launchers import DTYPES
 from tidemill.models.kernels.rotation import Rotation
 
-SHARES = 64  # of rows whose sums are added in order: as many threads at most
+SHARES = 64  # parts of the rows whose sums are added in order; the most threads
 NONE, FLOATS, WIDENED, PAIRED, TILED = range(-1, 4)  # ways to multiply, see linear.c
 BLOCK, STEP = 32, 32  # outputs that rows are filled up to; inputs that must divide, of bfloat16: see linear.c
 
@@ -56,7 +56,7 @@ class _Queries(ctypes.Structure):
 
 
 class Native:
-    """The library's functions, on tensors and arrays. Pointers are taken in this package and nowhere else."""
+    """The library's functions on tensors and arrays; pointers are taken only in this package."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
@@ -69,12 +69,12 @@ class Native:
         }
 
     def multiplies(self, way: int) -> bool:
-        """Whether this processor can."""
+        """True if this processor can multiply this way."""
         return bool(self._library.tidemill_multiplies(way))
 
     @staticmethod
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
-        """Whether `attend`, `write` and `see` are for this shape."""
+        """True if `attend` and `write` support this shape."""
         sizes = size in (16, 32, 64, 128) and page_size % 16 == 0 and heads // kv_heads <= 16
         return sizes and dtype in DTYPES
 
@@ -124,13 +124,13 @@ class Native:
         room: Tensor,
         threads: int,
     ) -> Tensor:
-        """Hidden states [n, D] after the last norm, where row to[i] is that of tokens[i] at positions[i]; all [n] int64.
+        """Hidden states [n, D] after the last norm, of a decoding pass over rows of one token each.
 
-        angles: cos and sin [.., 1, E / 2] of all positions. kv [layers, P, K, page_size, 2E], to which keys and values are
-        written at `writes` [n] int64. lows: of each layer; as the others, see `attend`. Rows that begin with the same pages
-        stand side by side, and none sees what another one writes. Each thread takes a run of rows through all layers. room:
-        of at least `decoding_room` bytes.
-        """
+        Row to[i] is that of tokens[i] at positions[i]; all [n] int64. angles: cos and sin [.., 1, E / 2] of all
+        positions. kv [layers, P, K, page_size, 2E], to which keys and values are written at `writes` [n] int64. lows: of
+        each layer; as the others, see `attend`. Rows that begin with the same pages stand side by side, and none sees
+        what another one writes. Each thread takes a run of rows through all layers. room: of at least `decoding_room`
+        bytes."""
         n, out = len(tokens), torch.empty((len(tokens), weights.hidden), dtype=weights.dtype)
         assert kv.shape[0] == weights.layers == len(lows) and kv.dtype == weights.dtype
         assert kv.shape[2] == weights.kv_heads and kv.shape[4] == 2 * weights.head_dim
@@ -142,11 +142,11 @@ class Native:
         return out
 
     def decoding_room(self, weights: DecodingWeights, n: int, threads: int) -> int:
-        """Bytes that `decode` works in."""
+        """The bytes of work memory that `decode` needs."""
         return self._library.tidemill_decoding_room(ctypes.byref(weights.structure), -(-n // threads)) * threads
 
     def write(self, pages: Tensor, k: Tensor, v: Tensor, writes: np.ndarray) -> None:
-        """k, v [n, K, E] to `writes` [n] int64: page * page_size + offset."""
+        """Write k, v [n, K, E] into the pages at `writes` [n] int64: page * page_size + offset."""
         n, heads, size = k.shape
         assert k.stride()[1:] == v.stride()[1:] == (size, 1) and pages.is_contiguous()
         self._library.tidemill_write(
@@ -155,8 +155,9 @@ class Native:
         )
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        """The root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`; a bfloat16 row is rounded
-        before the weight [D] too."""
+        """Root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`.
+
+        A bfloat16 row is rounded before the weight [D] is applied, too."""
         out = torch.empty(x.shape, dtype=dtype or x.dtype)
         rows, arguments = _norm(x, weight, eps)
         self._library.tidemill_norm(
@@ -166,8 +167,7 @@ class Native:
         return out
 
     def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
-        """What a loss changes by with x and, in float32, with weight; given is d, with what `norm` gave. `again`: that is
-        written over d."""
+        """(d x, d weight in float32) from the gradient d of `norm`; `again` writes the norm over d."""
         dx = torch.empty(x.shape, dtype=x.dtype)
         rows, arguments = _norm(x, weight, eps)
         sums = torch.empty((_shares(len(rows)), rows.shape[1]))
@@ -179,8 +179,9 @@ class Native:
         return dx, sums[0].clone()
 
     def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and others of `heads` [n, queries + keys + others, E], the first two normed and turned: float32
-        where the heads or the angles are."""
+        """(q, k, others) of `heads` [n, queries + keys + others, E], with q and k normed and rotated.
+
+        q and k are float32 if the heads or the angles are."""
         n, _, size = heads.shape
         turned = how.queries + how.keys
         out = torch.empty((n, turned, size), dtype=torch.promote_types(heads.dtype, how.cos.dtype))
@@ -192,8 +193,7 @@ class Native:
         return q, k, heads[:, turned:]
 
     def rotate_back(self, heads: Tensor, how: Rotation, d: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What a loss changes by with heads and, in float32, with the norms' weights [2, E]; given is d, with what `rotate`
-        gave."""
+        """(d heads, d norm weights [2, E] in float32) from the gradients d of `rotate`'s three outputs."""
         n, every, size = heads.shape
         turned, others = how.queries + how.keys, d[2].shape[1]
         d_heads, sums = torch.empty((n, every, size), dtype=heads.dtype), torch.empty((_shares(n), 2, size))
@@ -226,7 +226,7 @@ class Native:
         return out
 
     def gate_back(self, gate_up: Tensor, d: Tensor, again: bool = False) -> Tensor:
-        """What a loss changes by with gate_up; given is d, with what `gate` gave. `again`: that is written over d."""
+        """d gate_up from the gradient d of `gate`'s output; `again` writes that output over d."""
         n, size = d.shape
         out = torch.empty(gate_up.shape, dtype=gate_up.dtype)
         assert gate_up.is_contiguous() and d.is_contiguous() and d.dtype == gate_up.dtype and gate_up.shape == (n, 2 * size)
@@ -239,11 +239,10 @@ class Native:
     def sample(
         self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens [n] int64, logprobs [n] float32, the unmodified model's logprobs [n] float32) of logits [n, V] float32.
+        """(tokens int64, logprobs float32, unmodified model's logprobs float32), each [n].
 
-        temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
-        probability exceeds it. Logits that are not finite numbers come out as logprobs that are not.
-        """
+        logits [n, V] float32; temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is
+        the first whose cumulative probability exceeds it. Logits that are not finite give logprobs that are not."""
         n, vocab = logits.shape
         tokens, logprobs, model = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(n, np.float32)
         greedy = temperature == 0
@@ -257,7 +256,7 @@ class Native:
         return tokens, logprobs, model
 
     def packs(self, weight: Tensor) -> bool:
-        """Whether `linear` is made for weights [N, K] like this one, on this processor."""
+        """True if `linear` supports weights [N, K] like this one on this processor."""
         narrow = weight.dtype == torch.bfloat16
         return (
             self.products.get(weight.dtype, NONE) != NONE
@@ -266,7 +265,7 @@ class Native:
         )
 
     def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
-        """A weight [N, K] in the order in which `linear` reads it, flat; `into` is an earlier one of the same shape."""
+        """A weight [N, K] in the order that `linear` reads, flat; `into`: an earlier one of its shape."""
         n, k = weight.shape
         packed = torch.empty(-(-n // BLOCK) * BLOCK * k, dtype=weight.dtype) if into is None else into
         assert self.packs(weight) and weight.stride(1) == 1 and packed.is_contiguous() and packed.dtype == weight.dtype
@@ -278,8 +277,9 @@ class Native:
         return packed
 
     def linear(self, x: Tensor, packed: Tensor, outputs: int, bias: Tensor | None = None, wide: bool = False) -> Tensor:
-        """x [n, K] times a packed weight's transpose, plus a bias [N]: [n, N] as x, or float32 when `wide`. Summed up in
-        float32, each row on its own."""
+        """x [n, K] times a packed weight's transpose, plus a bias [N]: [n, N] as x, or float32 if `wide`.
+
+        Each row is summed by itself, in float32."""
         n, k = x.shape
         out = torch.empty((n, outputs), dtype=torch.float32 if wide else x.dtype)
         assert x.stride(1) == 1 and x.dtype == packed.dtype and packed.numel() == -(-outputs // BLOCK) * BLOCK * k
@@ -293,13 +293,12 @@ class Native:
         return out
 
     def adds_outer(self, d: Tensor, x: Tensor) -> bool:
-        """Whether `add_outer` is for these, on this processor."""
+        """True if `add_outer` supports these on this processor."""
         narrow = d.dtype == x.dtype == torch.bfloat16 and d.device.type == x.device.type == "cpu"
         return narrow and self.products[torch.bfloat16] == PAIRED and x.shape[1] % STEP == 0
 
     def add_outer(self, d: Tensor, x: Tensor, sums: Tensor) -> None:
-        """sums [N, K] float32 += the transpose of d [n, N] times x [n, K], both bfloat16. The same bits for any number of
-        threads."""
+        """sums [N, K] float32 += d^T x, of bfloat16 d [n, N] and x [n, K]; independent of thread count."""
         (n, outputs), inputs = d.shape, x.shape[1]
         assert self.adds_outer(d, x) and len(x) == n and d.stride(1) == x.stride(1) == 1
         assert sums.shape == (outputs, inputs) and sums.dtype == torch.float32 and sums.is_contiguous()
@@ -310,14 +309,14 @@ class Native:
 
     @staticmethod
     def trains(dtype: torch.dtype, size: int) -> bool:
-        """Whether `see` and `see_back` are for heads of this size."""
+        """True if `see` and `see_back` support heads of this size."""
         return dtype in DTYPES and size % 16 == 0 and size <= MOST_NUMBERS
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None) -> tuple[Tensor, Tensor]:
-        """Attention of every sequence in itself, causal, within the window, scaled by 1/sqrt(E), in float32.
+        """Causal attention within every sequence and the window, scaled by 1/sqrt(E), in float32.
 
-        q [N, H, E], k and v [N, K, E] -> ([N, H, E] in the dtype of v, [N, H] float32: the logarithm of each total weight).
-        """
+        q [N, H, E], k and v [N, K, E] -> ([N, H, E] in the dtype of v, [N, H] float32: the logarithm of each total
+        weight)."""
         out, totals = torch.empty(q.shape, dtype=v.dtype), torch.empty(q.shape[:2])
         self._sequences(families, window, totals, {"q": q, "k": k, "v": v, "out": out})
         return out, totals
@@ -333,7 +332,7 @@ class Native:
         families: Families,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """d q, d k and d v of what `see` gave. The same bits for any number of threads."""
+        """(d q, d k, d v) from the gradient d_out of `see`'s output; independent of the thread count."""
         d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v))
         given = {"q": q, "k": k, "v": v, "out": out, "d_out": d_out.to(out.dtype)}
         self._sequences(families, window, totals, given | {"d_q": d_q, "d_k": d_k, "d_v": d_v})
@@ -348,9 +347,10 @@ class Native:
             raise MemoryError("there is no memory for the keys and values of the longest sequence")
 
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor, words: bool = False) -> tuple[int, int]:
-        """Of elements [n] of a dense tensor, as unsigned integers of 1, 2 or 4 bytes, times their keys, modulo 2^64:
-        element i, counted from `first`, has keys[i % len(keys)] * factors[i // len(keys) - first's], both int64.
-        words: and their `word_sum`, in the same pass; else 0."""
+        """(sum of elements [n] times their keys modulo 2^64, `word_sum` of them if `words`, else 0).
+
+        Elements are unsigned integers of 1, 2 or 4 bytes. Element i, counted from `first`, has the key
+        keys[i % len(keys)] * factors[i // len(keys) - first // len(keys)]; both int64."""
         width, n, run = elements.element_size(), elements.numel(), keys.numel()
         assert width <= 4 and run % 4 == 0 and elements.is_contiguous() and factors.numel() > (first % run + n - 1) // run
         found = ctypes.c_uint64()
@@ -362,7 +362,7 @@ class Native:
         return total, found.value
 
     def word_sum(self, tensor: Tensor) -> int:
-        """Of a dense tensor's bytes as little-endian words of four, modulo 2^64; the last may be short."""
+        """Sum of a dense tensor's little-endian words of four bytes, modulo 2^64; the last may be short."""
         assert tensor.is_contiguous()
         return self._library.tidemill_word_sum(
             tensor.data_ptr(), tensor.nbytes, threads_for(tensor.nbytes, thread_thresholds.BYTES)
@@ -374,7 +374,7 @@ def _shares(rows: int) -> int:
 
 
 def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[int | float, ...]]:
-    """x as rows, and the arguments that say what is normed by what."""
+    """(x as rows, the C arguments for x, weight and eps)."""
     rows = x.reshape(-1, x.shape[-1])
     assert rows.stride(1) == 1 and weight.is_contiguous() and weight.numel() == rows.shape[1]
     narrow, narrow_weight = x.dtype == torch.bfloat16, weight.dtype == torch.bfloat16
@@ -382,7 +382,7 @@ def _norm(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, tuple[int | fl
 
 
 def _rotate(heads: Tensor, how: Rotation) -> tuple[int | float | None, ...]:
-    """The arguments that say what is normed by what, and turned."""
+    """The C arguments for heads, norms and angles."""
     cos, sin = how.cos, how.sin
     weights, narrow_weights = (None, None), False
     if how.norms is not None:

@@ -1,7 +1,7 @@
-"""Compiling the C sources once, and keeping the result.
+"""Compilation of the C sources, with a cache of the result.
 
-The compiled file lies in a folder of the user's own, under a name made from the source, the compiler and the processor; a
-file or folder that others could have written to is not loaded.
+The compiled file lies in a folder of the user's own, under a name made from the source, the compiler and the processor.
+A file or folder that others could have written to is not loaded.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ SOURCES = tuple(Path(__file__).with_name(f"{name}.c") for name in NAMES)
 HEADERS = tuple(Path(__file__).with_name(name) for name in ("vectors.h", "tiles.h", "rows.h"))
 COMPILERS = ("cc", "gcc", "clang")
 FLAGS = ("-O3", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-fno-semantic-interposition")
-LIMIT_S = 120.0  # of one compilation, which takes a few seconds
+LIMIT_S = 120.0  # limit of one compilation, which takes a few seconds
 
 
 class Unavailable(RuntimeError):
-    """Why there are no compiled kernels: for the user."""
+    """There are no compiled kernels here. The message, for the user, says why."""
 
 
 def find_compiler() -> str:
@@ -46,7 +46,7 @@ def variants() -> list[tuple[str, ...]]:
 
 
 def compiled(compiler: str, extra: tuple[str, ...]) -> ctypes.CDLL:
-    """The library, made with these flags where it is not there yet. Raises Unavailable and OSError."""
+    """The library for these flags, compiled if it is not cached. Raises Unavailable and OSError."""
     flags = (*FLAGS, *extra)
     path = _folder() / f"kernels-{_digest(compiler, flags)}.so"
     if not path.exists():
@@ -63,7 +63,10 @@ def _digest(compiler: str, flags: tuple[str, ...]) -> str:
 
 
 def _features() -> str:
-    """What tells processors apart for which the same flags make other code; a home may be shared by several machines."""
+    """The processor's features, which tell apart machines where the same flags give other code.
+
+    A home folder may be shared by several machines.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -72,7 +75,7 @@ def _features() -> str:
 
 
 def _folder() -> Path:
-    """Of compiled files, made when it is missing, and ours alone."""
+    """The cache folder, made if it is missing, which only this user may write to."""
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folder = Path(base) / "tidemill"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -87,7 +90,10 @@ def _expect_ours(path: Path) -> None:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
-    """Linked without the compiler's own threads: those that PyTorch has brought are used, see `_open`."""
+    """Compile the sources and link them without the compiler's own OpenMP library.
+
+    Its functions come from the library that PyTorch brings, see `_open`.
+    """
     with tempfile.TemporaryDirectory(dir=path.parent, prefix="building-") as place:
         made, linked = [Path(place) / f"{source.stem}.o" for source in SOURCES], Path(place) / "kernels.so"
         for source, to in zip(SOURCES, made, strict=True):
@@ -109,7 +115,7 @@ def _output(command: list[str]) -> str:
 
 
 def _open(path: Path) -> ctypes.CDLL:
-    """Its threads are those of PyTorch's OpenMP: two pools would stand in one another's way."""
+    """Load the library with PyTorch's OpenMP threads: two thread pools would compete for the cores."""
     for threads in Path(torch.__file__).with_name("lib").glob("libgomp*"):
         ctypes.CDLL(str(threads), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(path))

@@ -1,4 +1,4 @@
-"""Whether compiled kernels compute what they should: a small problem for each, against PyTorch's and NumPy's operations."""
+"""Check of the CPU kernels: a small problem for each, against PyTorch and NumPy."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ EPS = 1e-6
 
 
 def expect_right(library: Native) -> None:
-    """Raises Unavailable when the library's answers are wrong. It starts no thread: this process may be forked from."""
+    """Raise Unavailable if a kernel's answers are wrong.
+
+    The check starts no thread, because this process may be forked from.
+    """
     if not all(right(library) for right in TRIALS):
         raise Unavailable("the compiled kernels compute something else than they should")
 
@@ -56,7 +59,7 @@ def _sums(library: Native) -> bool:
 
 def _products(library: Native) -> bool:
     right, bases = True, torch.arange(33)[:, None] * 0.5 + 1
-    for dtype, rows in product(DTYPES, (3, 13)):  # that are multiplied as they are, and beside others
+    for dtype, rows in product(DTYPES, (3, 13)):  # few rows, and enough to be multiplied side by side
         weight, x = bases.to(dtype) + torch.arange(64).to(dtype) % 7, _numbers(rows, 64).to(dtype)
         if library.packs(weight):
             packed = library.pack(weight)
@@ -68,7 +71,7 @@ def _products(library: Native) -> bool:
 
 
 def _outers(library: Native) -> bool:
-    """Of an odd number of rows, and more outputs than are held at a time."""
+    """Check `add_outer` for an odd number of rows, and more outputs than are held at a time."""
     d, x, sums = _numbers(5, 15).bfloat16(), _numbers(5, 32).flip(0).bfloat16(), _numbers(15, 32)
     if not library.adds_outer(d, x):
         return True
@@ -82,7 +85,7 @@ def _sequences(library: Native) -> bool:
 
 
 def _attends(library: Native, dtype: torch.dtype) -> bool:
-    """Sequences that share an odd number of tokens."""
+    """Check `see` and `see_back` for sequences that share an odd number of tokens."""
     error = 1e-5 if dtype == torch.float32 else 0.02
     of, (q, k, v) = Families.of([4, 6], [0, 3]), _numbers(7, 4, 32).to(dtype).split([2, 1, 1], dim=1)
     out, totals = library.see(q, k, v, of, None)
@@ -146,7 +149,7 @@ def _decoding(library: Native) -> bool:
 
 
 def _decodes(library: Native, dtype: torch.dtype) -> bool:
-    """Two rows of one token each, which see themselves, in one layer."""
+    """Check `decode` for two rows of one token each, which see themselves, in one layer."""
     error, way = 1e-4 if dtype == torch.float32 else 0.1, library.products[dtype]
     shapes = {"qkv": (64, 32), "o": (32, 32), "gate_up": (64, 32), "down": (32, 32)}
     matrices = {name: (_numbers(*shape) / 4).to(dtype) for name, shape in shapes.items()}
@@ -183,7 +186,10 @@ TRIALS = (_pages, _sums, _products, _outers, _sequences, _norms, _rotations, _ga
 
 
 def _numbers(*shape: int) -> Tensor:
-    """Between -1 and 1, none of them like its neighbours. Of more than 2,048 a cosine may start threads."""
+    """Numbers between -1 and 1, each unlike its neighbours.
+
+    More than 2,048 are not allowed: their cosine may start threads.
+    """
     assert math.prod(shape) <= 2048
     return torch.linspace(-2, 9, math.prod(shape)).cos().view(shape)
 
@@ -197,7 +203,7 @@ def _norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _norm_back(x: Tensor, weight: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
-    """What a loss changes by with x and weight; given is d, with what `_norm` gave."""
+    """Gradients of x and weight, from the gradient d of `_norm`'s output."""
     scale = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     along = (d * weight * x).mean(-1, keepdim=True) * scale.square()
     return (d * weight - x * along) * scale, (d * x * scale).sum(0)

@@ -1,4 +1,4 @@
-"""A decoder over rows of one token each, as `decoding.c` is told of it."""
+"""Arguments of `decoding.c`: a decoder's weights, and rows of one token each."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class _Rows(ctypes.Structure):
 
 
 class DecodingWeights:
-    """The weights of a decoder, of one dtype on the CPU: right as long as they stay where they are."""
+    """A decoder's weights, of one dtype on the CPU, valid while they stay in place."""
 
     def __init__(
         self,
@@ -58,13 +58,16 @@ class DecodingWeights:
         products: int,
         eps: float,
     ) -> None:
-        """layers: by the names in MATRICES, packed, and NORMS; biases as "qkv_bias". products: of `Native.products`."""
+        """layers: matrices (packed) and norms by the names in MATRICES and NORMS.
+
+        Biases have names such as "qkv_bias". products: a value of `Native.products`.
+        """
         self._kept = [embedding, norm, *(tensor for layer in layers for tensor in layer.values() if tensor is not None)]
         assert all(tensor.dtype == norm.dtype and tensor.is_contiguous() for tensor in self._kept)
         self.kv_heads, self.head_dim, self.layers = kv_heads, head_dim, len(layers)
         self.hidden, self.dtype = norm.numel(), norm.dtype
         self.largest = max(sum(t.nbytes for t in layer.values() if t is not None) for layer in layers)  # bytes of a layer
-        self.places = [tensor.data_ptr() for tensor in self._kept]  # of all weights, in memory
+        self.places = [tensor.data_ptr() for tensor in self._kept]  # addresses of all weights
         pointers = (_Layer * len(layers))(
             *(_Layer(**{name: t.data_ptr() for name, t in layer.items() if t is not None}) for layer in layers)
         )
@@ -89,7 +92,7 @@ def rows(
     writes: np.ndarray,
     order: np.ndarray,
 ) -> ctypes.Structure:
-    """See `Native.decode`; the operands must outlive it."""
+    """The C structure for the rows of `Native.decode`. The operands must outlive it."""
     arrays = (tokens, positions, to, slots, *lows, ends, writes, order)
     assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
     assert all(t.is_contiguous() and t.dtype == out.dtype for t in (out, *angles, kv)) and table.strides[1] == 4

@@ -1,4 +1,4 @@
-"""Packed sequences that share what they begin with, and attention inside them as `sequences.c` is told of it."""
+"""Packed sequences with common beginnings, and the arguments of `sequences.c` for them."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-MOST_NUMBERS = 128  # of a head, as in `sequences.c`
+MOST_NUMBERS = 128  # largest size of a head, as in `sequences.c`
 
 
 @dataclass(frozen=True, slots=True)
 class Families:
-    """B sequences, each of which shares its first tokens, packed once, with the one before it. F families share nothing."""
+    """B packed sequences in F families, within which each shares its first tokens with the one before.
+
+    Shared tokens are packed once.
+    """
 
     families: np.ndarray  # [F + 1] int64: their first sequences, and B
     sequences: np.ndarray  # [B + 1] int64: where each begins among the places
@@ -25,7 +28,11 @@ class Families:
 
     @classmethod
     def of(cls, lengths: Sequence[int], shared: Sequence[int] | None = None) -> Families:
-        """Sequences [B] of these lengths, packed one after another; `shared`: none by default, and 0 for the first."""
+        """B sequences of these lengths, packed one after another.
+
+        shared: the number of tokens that each has in common with the one before; 0 for the first, and 0 for all by
+        default.
+        """
         common = [0] * len(lengths) if shared is None else list(shared)
         places: list[np.ndarray] = []
         count = 0
@@ -39,14 +46,16 @@ class Families:
 
     @classmethod
     def apart(cls, runs: Sequence[tuple[int, int]], tokens: int) -> Families:
-        """Sequences [B] that are runs (first, count) of so many packed tokens, and share nothing. What is computed of the
-        other tokens is not defined."""
+        """B sequences that are runs (first, count) of `tokens` packed tokens, and share nothing.
+
+        Results for tokens outside the runs are undefined.
+        """
         counts = [count for _, count in runs]
         places = np.concatenate([np.arange(first, first + count) for first, count in runs])
         return cls(np.arange(len(runs) + 1), np.cumsum([0, *counts]), places, np.zeros(len(runs), np.int64), tokens)
 
     def of_sequence(self, index: int) -> np.ndarray:
-        """[length] int64: the packed tokens of one."""
+        """[length] int64: the packed tokens of one sequence."""
         return self.places[self.sequences[index] : self.sequences[index + 1]]
 
 
@@ -76,7 +85,7 @@ class _Tensors(ctypes.Structure):
 
 
 def layout(families: Families, q: Tensor, k: Tensor, window: int | None) -> ctypes.Structure:
-    """Of q [N, H, E] and k [N, K, E]; `families` and they must outlive it."""
+    """The C structure for q [N, H, E] and k [N, K, E]; `families` and both tensors must outlive it."""
     arrays = (families.families, families.sequences, families.places, families.shared)
     assert all(array.dtype == np.int64 and array.flags.c_contiguous for array in arrays)
     assert len(q) == len(k) == families.tokens and q.shape[1] % k.shape[1] == 0
@@ -86,7 +95,10 @@ def layout(families: Families, q: Tensor, k: Tensor, window: int | None) -> ctyp
 
 
 def tensors(totals: Tensor, size: int, operands: dict[str, Tensor]) -> ctypes.Structure:
-    """totals [N, H] float32. operands: by the names of `sequences.c`; with d_out for the passage back."""
+    """The C structure of the operands, named as in `sequences.c`; with d_out for the backward pass.
+
+    totals: [N, H] float32.
+    """
     assert all(x.stride()[1:] == (size, 1) for x in operands.values())
     given = {name: _Operand(x.data_ptr(), x.stride(0), x.dtype == torch.bfloat16) for name, x in operands.items()}
     return _Tensors(**given, totals=totals.data_ptr(), scale=size**-0.5, back="d_out" in operands)

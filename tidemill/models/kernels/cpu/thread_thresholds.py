@@ -1,15 +1,18 @@
-"""From what size on it is worth while to wake threads, or to let them meet: measured on two cores (docs/performance.md)."""
+"""Problem sizes from which more threads are faster, measured on two cores.
+
+docs/performance.md has the measurements.
+"""
 
 from __future__ import annotations
 
 import torch
 
-ROWS = 16  # of a norm, a rotation, a gate, a softmax
-MULTIPLICATIONS = 1 << 22  # of a product
-QUERY_NUMBERS = 1 << 14  # of attention in a packed batch
-BYTES = 1 << 18  # that are summed up or packed
-LAYER_BYTES = 16 << 20  # where no layer is larger, a thread reads it sooner than it would meet the others five times
-PASS_ROWS = 24  # a thread: with as many, multiplying by larger layers takes longer than reading them
+ROWS = 16  # rows of a norm, a rotation, a gate, a softmax
+MULTIPLICATIONS = 1 << 22  # multiplications of a product
+QUERY_NUMBERS = 1 << 14  # numbers in the queries of attention in a packed batch
+BYTES = 1 << 18  # bytes that are summed up or packed
+LAYER_BYTES = 16 << 20  # a thread reads a layer of this size faster than it would synchronise with others five times
+PASS_ROWS = 24  # rows per thread from which multiplying by larger layers takes longer than reading them
 
 
 def threads_for(size: int, worth: int) -> int:
@@ -17,6 +20,6 @@ def threads_for(size: int, worth: int) -> int:
 
 
 def whole_pass(rows: int, layer_bytes: int) -> bool:
-    """Whether each thread takes its part of these decoding rows through all layers, rather than its part of each product."""
+    """True if each thread should take its rows through all layers, not its part of each product."""
     threads = torch.get_num_threads()
     return threads == 1 or rows >= PASS_ROWS * threads or layer_bytes <= LAYER_BYTES

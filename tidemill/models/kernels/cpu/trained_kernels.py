@@ -1,7 +1,7 @@
-"""Compiled kernels with gradients, for a trainer: attention in packed sequences, norms, rotations and gates.
+"""Kernels with gradients, for a trainer: attention, norms, rotations and gates.
 
-A backward pass computes again what it needs of the forward pass, from what that read: of an activation nothing else is kept.
-Sums over rows, the gradients of weights, do not depend on the number of threads.
+A backward pass computes again what it needs of the forward pass, from the forward pass's inputs; no other activation is
+kept. Sums over rows, the gradients of weights, do not depend on the number of threads.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tidemill.models.kernels.rotation import Rotation
 
 @dataclass(frozen=True)
 class Normed:
-    """The norm of rows x [..., D] by a weight [D]."""
+    """The norm of rows x [..., D] by a weight [D], to be computed when it is needed."""
 
     compiled: Native | Gpu
     eps: float
@@ -35,8 +35,7 @@ class Normed:
         return self.compiled.norm(x, weight, self.eps, self.dtype)
 
     def back(self, x: Tensor, weight: Tensor | None, d: Tensor, again: bool) -> tuple[Tensor, Tensor]:
-        """What a loss changes by with x and with the weight; given is d, with what `make` gave. `again`: that is written
-        over d."""
+        """(d x, d weight) from the gradient d of `make`'s output; `again` writes that output over d."""
         assert weight is not None
         d_x, d_weight = self.compiled.norm_back(x, weight, self.eps, d, again)
         return d_x, d_weight.to(weight.dtype)
@@ -44,7 +43,7 @@ class Normed:
 
 @dataclass(frozen=True)
 class Gated:
-    """silu(gate) * up of both side by side, x [n, 2 I]."""
+    """silu(gate) * up of both side by side, x [n, 2 I], to be computed when it is needed."""
 
     compiled: Native | Gpu
     dtype: torch.dtype
@@ -53,13 +52,16 @@ class Gated:
         return self.compiled.gate(x)
 
     def back(self, x: Tensor, weight: Tensor | None, d: Tensor, again: bool) -> tuple[Tensor, None]:
-        """As `Normed.back`."""
+        """(d x, None), as `Normed.back`."""
         return self.compiled.gate_back(x, d, again), None
 
 
 @dataclass(frozen=True)
 class Deferred:
-    """What `how` makes of x, before it does. A product that reads it need not keep it: its way back makes it again."""
+    """An output that is not computed yet: `how` applied to x.
+
+    A product that reads it need not keep it, because the backward pass computes it again.
+    """
 
     how: Normed | Gated
     x: Tensor
@@ -75,7 +77,10 @@ def as_tensor(given: Tensor | Deferred) -> Tensor:
 
 
 class Trained:
-    """The same methods as those of `Native`, on any strides; norms and gates are deferred to the product that reads them."""
+    """The layer methods of `Native`, with gradients and for any strides.
+
+    Norms and gates are deferred to the product that reads them.
+    """
 
     def __init__(self, compiled: Native | Gpu) -> None:
         self._compiled = compiled
@@ -94,7 +99,7 @@ class Trained:
 
 
 def layer_kernels(*tensors: Tensor) -> Native | Gpu | Trained | None:
-    """The kernels that can compute a layer's norms, rotations and gates on these; PyTorch's operations where it is None."""
+    """The kernels for a layer's norms, rotations and gates on these tensors; None: use PyTorch's."""
     found = knowing(*tensors)
     if not torch.is_grad_enabled():
         return found
@@ -102,14 +107,17 @@ def layer_kernels(*tensors: Tensor) -> Native | Gpu | Trained | None:
 
 
 def _dense(heads: Tensor) -> Tensor:
-    """[n, heads, E], of which at most the rows lie apart."""
+    """[n, heads, E] with dense rows, copied if necessary."""
     return heads if heads.stride()[1:] == (heads.shape[2], 1) else heads.contiguous()
 
 
 def attention_for(
     q: Tensor, k: Tensor, v: Tensor
 ) -> Callable[[Tensor, Tensor, Tensor, Families, int | None], Tensor] | None:
-    """(q, k, v, families, window) -> what `Native.see` gives first, with a gradient; None where it is not made for these."""
+    """(q, k, v, families, window) -> attention output with a gradient; None if no kernel fits these.
+
+    The output is the first result of `Native.see`.
+    """
     compiled = knowing(q, k, v)
     if isinstance(compiled, Gpu):
         fits = q.dtype == k.dtype == v.dtype and compiled.trains(q.dtype, q.shape[1], k.shape[1], q.shape[2])
@@ -149,13 +157,13 @@ class _Made(torch.autograd.Function):
 
 
 class _Rotate(torch.autograd.Function):
-    """The values go through it, a view, so that the gradient of all heads is written once."""
+    """Rotation with a gradient. The values pass through as a view, so that d heads is written once."""
 
     @staticmethod
     def forward(
         ctx: Any, heads: Tensor, of_queries: Tensor | None, of_keys: Tensor | None, how: Rotation, compiled: Native | Gpu
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """of_queries, of_keys: those of `how`, for their gradients."""
+        """of_queries, of_keys: the norm weights of `how`, as arguments for their gradients."""
         ctx.save_for_backward(heads)
         ctx.how, ctx.compiled = how, compiled
         return compiled.rotate(heads, how)

@@ -1,1 +1,1 @@
-"""Kernels in Triton for CUDA devices, with the Python that checks and calls them."""
+"""CUDA kernels in Triton, with the Python that checks and calls them."""

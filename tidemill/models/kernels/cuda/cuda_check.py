@@ -1,5 +1,6 @@
-"""Whether the kernels for CUDA devices compute what they should: a small problem for each that an engine needs, against
-PyTorch's operations. Those that only a trainer needs are left out: they would make every engine compile them.
+"""Check of an engine's CUDA kernels: a small problem for each, against PyTorch.
+
+Kernels that only a trainer needs are left out: every engine would have to compile them.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from tidemill.models.kernels.rotation import Rotation
 
 
 @torch.inference_mode()
-@torch.autocast("cuda", enabled=False)  # whoever asks first may be computing in another dtype
+@torch.autocast("cuda", enabled=False)  # the first caller may be computing in another dtype
 def right(kernels: Gpu, device: torch.device) -> bool:
-    """Whether a small trial comes out as PyTorch says, in float64 where it would multiply in TF32."""
+    """True if small problems come out as in PyTorch, in float64 where that would multiply in TF32."""
     heads = torch.linspace(-2, 2, 3 * 8 * 32, device=device).view(3, 8, 32)
     pages = torch.zeros((4, 2, 16, 64), device=device)
     table, width = torch.tensor([1, 2, 3, 1, 2, 3], dtype=torch.int32, device=device), torch.tensor([2], device=device)

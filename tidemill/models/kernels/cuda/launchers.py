@@ -1,8 +1,7 @@
-"""Kernels for CUDA devices, through Triton, which comes with PyTorch's CUDA builds: `library` finds them.
+"""Launchers of the Triton kernels for CUDA devices, on tensors.
 
-They have the same methods as the compiled ones for the CPU (`native.Native`), on tensors alone. Triton compiles each of
-them at its first call and keeps it in a cache of its own.
-"""
+`library` finds them. They have the same methods as the CPU's (`cpu.bindings.Native`). Triton, which comes with PyTorch's
+CUDA builds, compiles each kernel at its first call and keeps it in a cache of its own."""
 
 from __future__ import annotations
 
@@ -19,29 +18,29 @@ from tidemill.models.kernels.cuda.transfers import fetched, sent
 from tidemill.models.kernels.rotation import Rotation
 
 DTYPES = (torch.float32, torch.bfloat16)
-TILE = 16  # keys that a row which decodes looks at together
-VOCABULARY_BLOCK = 2048  # logits that a program looks at together
-TOGETHER = 8  # heads that a program turns
-PROGRAMS = 528  # so many keep a large device busy: with fewer rows each is split
+TILE = 16  # keys that a decoding row reads at a time
+VOCABULARY_BLOCK = 2048  # logits that a program reads at a time
+TOGETHER = 8  # heads that a program rotates
+PROGRAMS = 528  # enough to keep a large device busy: with fewer rows, each is split
 MOST_SPLITS = 16
 ROWS_TOGETHER = 64  # queries of a tile inside packed sequences, by token and head
 KEYS_TOGETHER = 64  # keys of a tile
-KEYS_AT_ONCE = 32  # that a tile of queries looks at, forwards
+KEYS_AT_ONCE = 32  # keys that a tile of queries reads at a time in the forward pass
 
 
 class Gpu:
-    """The kernels, on tensors of one device. They are launched on its current stream, and can be captured in a graph."""
+    """The kernels, on tensors of one device and on its current stream; a graph can capture them."""
 
     def __init__(self) -> None:
         from tidemill.models.kernels.cuda import triton_backward, triton_kernels
 
         self._source: Any = triton_kernels
         self._trained: Any = triton_backward
-        self._tiles: Tiles | None = None  # of the sequences that were attended to last
+        self._tiles: Tiles | None = None  # tiles of the latest packed sequences
 
     @staticmethod
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
-        """Whether `attend` and `attend_tiles` are for this shape."""
+        """True if `attend` and `attend_tiles` support this shape."""
         return size in (16, 32, 64, 128, 256) and heads // kv_heads <= 64 and dtype in DTYPES
 
     def attend(
@@ -79,17 +78,16 @@ class Gpu:
 
     @staticmethod
     def tile(heads: int, kv_heads: int) -> int:
-        """Queries that `attend_tiles` looks at together, at most."""
+        """The most queries that `attend_tiles` takes as one tile."""
         return ROWS_TOGETHER // _power(heads // kv_heads)
 
     def attend_tiles(
         self, pages: Tensor, q: Tensor, tiles: Tensor, table: Tensor, width: Tensor, window: int | None, out: Tensor
     ) -> None:
-        """As `attend`, of several queries of a sequence: each sees what comes before it, and itself.
+        """As `attend`, for several queries of a sequence: each sees the tokens before it, and itself.
 
-        tiles [T, 4] int32: a tile's row of the table, the first of its queries among q [N, H, E], that one's position, and
-        how many they are, at most `tile`; 0 for none. Of out [N, H, E] only theirs are written.
-        """
+        tiles [T, 4] int32: a tile's row of the table, the first of its queries among q [N, H, E], that one's position,
+        and how many they are, at most `tile`; 0 for none. Of out [N, H, E] only theirs are written."""
         (_, heads, size), (kv_heads, page) = q.shape, pages.shape[1:3]
         assert q.stride()[1:] == (size, 1) and pages.is_contiguous() and out.is_contiguous() and out.shape == q.shape
         self._source.attend_tile[(len(tiles), kv_heads)](
@@ -107,8 +105,9 @@ class Gpu:
         )
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        """The root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`; a bfloat16 row is rounded
-        before the weight [D] too."""
+        """Root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`.
+
+        A bfloat16 row is rounded before the weight [D] is applied, too."""
         size = x.shape[-1]
         rows = x.reshape(-1, size)
         out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -120,8 +119,7 @@ class Gpu:
         return out
 
     def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
-        """What a loss changes by with x and, in float32, with weight; given is d, with what `norm` gave. `again`: that is
-        written over d."""
+        """(d x, d weight in float32) from the gradient d of `norm`; `again` writes the norm over d."""
         size = x.shape[-1]
         rows, d_x = x.reshape(-1, size), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         programs = min(len(rows), PROGRAMS)
@@ -139,15 +137,18 @@ class Gpu:
         return d_x, sums.sum(0)
 
     def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """The queries, keys and others of `heads` [n, queries + keys + others, E], the first two normed and turned: float32
-        where the heads or the angles are."""
+        """(q, k, others) of `heads` [n, queries + keys + others, E], with q and k normed and rotated.
+
+        q and k are float32 if the heads or the angles are."""
         turned = how.queries + how.keys
         q, k = self._rotate(heads, how, turned).split([how.queries, how.keys], dim=1)
         return q, k, heads[:, turned:]
 
     def rotate_into(self, heads: Tensor, how: Rotation, pages: Tensor, writes: Tensor) -> Tensor:
-        """The queries [n, queries, E] of `rotate`. Keys and values go into the pages [P, keys, page_size, 2E], to `writes`
-        [n] int32: page * page_size + offset; of rows with one place any of theirs."""
+        """The queries [n, queries, E] of `rotate`; keys and values go into the pages.
+
+        pages [P, keys, page_size, 2E]; writes [n] int32: page * page_size + offset. Rows with the same place: any of
+        them wins."""
         assert pages.is_contiguous() and pages.shape[1] == how.keys and heads.shape[1] == how.queries + 2 * how.keys
         return self._rotate(heads, how, heads.shape[1], pages, writes)
 
@@ -176,8 +177,7 @@ class Gpu:
         return out
 
     def rotate_back(self, heads: Tensor, how: Rotation, d: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """What a loss changes by with heads and, in float32, with the norms' weights [2, E]; given is d, with what `rotate`
-        gave."""
+        """(d heads, d norm weights [2, E] in float32) from the gradients d of `rotate`'s three outputs."""
         n, every, size = heads.shape
         turned, parts = how.queries + how.keys, -(-every // TOGETHER)
         programs = max(1, min(n, 4 * PROGRAMS // parts))
@@ -213,7 +213,7 @@ class Gpu:
         return out
 
     def gate_back(self, gate_up: Tensor, d: Tensor, again: bool = False) -> Tensor:
-        """What a loss changes by with gate_up; given is d, with what `gate` gave. `again`: that is written over d."""
+        """d gate_up from the gradient d of `gate`'s output; `again` writes that output over d."""
         n, size = d.shape
         out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=d.device)
         assert gate_up.is_contiguous() and d.is_contiguous() and gate_up.shape == (n, 2 * size)
@@ -224,14 +224,14 @@ class Gpu:
 
     @staticmethod
     def trains(dtype: torch.dtype, heads: int, kv_heads: int, size: int) -> bool:
-        """Whether `see` is quick for this shape. Of float32, which matrix units do not multiply, it is not."""
+        """True if `see` is fast for this shape. It is not for float32, which matrix units do not multiply."""
         return size in (16, 32, 64, 128) and heads // kv_heads <= 16 and dtype == torch.bfloat16
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None) -> tuple[Tensor, Tensor]:
-        """Softmax attention inside packed sequences, causal, scaled by 1/sqrt(E), within the window: [N, H, E] as q, and of
-        each query and head the log of the sum of exponentials [N, H] float32, which the way back needs.
+        """Causal softmax attention inside packed sequences, scaled by 1/sqrt(E), within the window.
 
-        q [N, H, E], k and v [N, K, E], their last two dimensions dense: in which sequences they stand, say the families."""
+        q [N, H, E], k and v [N, K, E], their last two dimensions dense; the families say which tokens form a sequence.
+        Returns [N, H, E] as q, and the log of each query's sum of exponentials, [N, H] float32, for the backward pass."""
         (n, heads, size), kv_heads = q.shape, k.shape[1]
         out = torch.empty((n, heads, size), dtype=q.dtype, device=q.device)
         totals = torch.empty((n, heads), dtype=torch.float32, device=q.device)
@@ -254,7 +254,7 @@ class Gpu:
         families: Families,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """What a loss changes by with q, k and v; given is d_out, with what `see` gave."""
+        """(d q, d k, d v) from the gradient d_out of `see`'s output."""
         kv_heads, size = k.shape[1:]
         d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         d_out, means = d_out.to(out.dtype).contiguous(), torch.empty_like(totals)
@@ -272,7 +272,7 @@ class Gpu:
         return d_q, d_k, d_v
 
     def _laid_out(self, families: Families, q: Tensor, k: Tensor) -> Tiles:
-        """Made once for all layers and both ways: on the device, as long as these families are looked at."""
+        """Tiles of the families, made once for all layers and both passes, and kept for the latest ones."""
         rows, keys = ROWS_TOGETHER // (q.shape[1] // k.shape[1]), KEYS_TOGETHER
         tiles = self._tiles
         if tiles is None or tiles.families is not families or tiles.sizes != (rows, keys) or tiles.device != q.device:
@@ -297,19 +297,19 @@ class Gpu:
     def sample(
         self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens [n] int64, logprobs [n] float32, the unmodified model's logprobs [n] float32) of logits [n, V] float32.
+        """(tokens int64, logprobs float32, unmodified model's logprobs float32), each [n].
 
-        temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
-        probability exceeds it. Logits that are not finite numbers come out as logprobs that are not.
-        """
+        logits [n, V] float32; temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is
+        the first whose cumulative probability exceeds it. Logits that are not finite give logprobs that are not."""
         unread = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         return self.sampling(logits, temperature, uniform, unread)()
 
     def sampling(
         self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray, into: Tensor
     ) -> Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """`sample`, launched: who calls what this returns waits for it. The tokens are also written to `into` [>= n] int32,
-        for what is launched next to read: they are of the vocabulary whatever the logits are."""
+        """Launch `sample`; return a function that waits for its result.
+
+        The tokens are also written to `into` [>= n] int32, for kernels launched next: valid ids whatever the logits are."""
         n, vocab = logits.shape
         assert logits.is_contiguous() and logits.dtype == torch.float32 and into.dtype == torch.int32
         if not n:
@@ -340,7 +340,7 @@ class Gpu:
         return read
 
     def feed(self, tokens: Tensor, sampled: Tensor) -> Tensor:
-        """tokens [N] int32, those below 0 replaced by the one of `sampled` that -1 - itself says."""
+        """tokens [N] int32, with each token t < 0 replaced by sampled[-1 - t]."""
         out = torch.empty_like(tokens)
         block = 256
         self._source.feed[(-(-len(tokens) // block),)](tokens, sampled, out, len(tokens), BLOCK=block, num_warps=4)
@@ -349,8 +349,10 @@ class Gpu:
     def summarise(
         self, logits: Tensor, temperature: Tensor, targets: Tensor, entropy: bool
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log sum exp, the targets' logprobs, entropies if wanted), each [n] float32, of the softmax of logits [n, V] over
-        temperature [n], both float32, for targets [n] int64. Logits of -inf are left out."""
+        """(log sum exp, the targets' logprobs, entropies if wanted), each [n] float32.
+
+        They are of the softmax of logits [n, V] / temperature [n], both float32; targets [n] int64. Logits of -inf are
+        left out."""
         n, vocab = logits.shape
         assert logits.is_contiguous() and logits.dtype == temperature.dtype == torch.float32
         totals, logprobs, entropies = torch.empty((3, n), dtype=torch.float32, device=logits.device)
@@ -370,8 +372,9 @@ class Gpu:
         d_entropies: Tensor | None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """What a loss changes by with each of the logits [n, V], in their place, or in another dtype; given is what it
-        changes by with what `summarise` gave."""
+        """Gradient by the logits [n, V], written over them, or in another dtype.
+
+        It comes from d_logprobs and d_entropies, the gradients by `summarise`'s outputs."""
         n, vocab = logits.shape
         assert logits.is_contiguous() and logits.dtype == torch.float32
         out = logits if dtype == logits.dtype else torch.empty((n, vocab), dtype=dtype, device=logits.device)
@@ -386,7 +389,7 @@ class Gpu:
         return out
 
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> Tensor:
-        """As `native.Native.keyed_sum`, with words: [2] int64 on the device, where `keys` and `factors` lie too."""
+        """As `Native.keyed_sum`, with words: [2] int64 on the device, where `keys` and `factors` lie too."""
         count, width, run = elements.numel(), elements.element_size(), keys.numel()
         assert width <= 4 and elements.is_contiguous() and factors.numel() > (first % run + count - 1) // run
         block, steps = 1024, 16
@@ -406,5 +409,5 @@ class Gpu:
 
 
 def _power(n: int) -> int:
-    """The least power of two that is not below n."""
+    """The smallest power of two that is at least n."""
     return 1 << max(0, n - 1).bit_length()

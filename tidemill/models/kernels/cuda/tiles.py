@@ -1,4 +1,4 @@
-"""Packed sequences cut into tiles, as the attention kernels of `triton_backward` go through them."""
+"""Tiles of packed sequences, for the attention kernels of `triton_backward`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,19 @@ from tidemill.models.kernels.cpu.packed_sequences import Families
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """Of B sequences; all int32, on one device. A sequence's own tokens are those that it does not share with the one before
-    it: packed side by side, and cut into tiles of queries and of keys. What takes longest comes first."""
+    """Tiles of queries and of keys of B sequences; all int32, on one device.
+
+    A sequence's own tokens are those that it does not share with the one before it. They are packed side by side, and
+    cut into tiles. The tiles that take longest come first.
+    """
 
     families: Families
-    sizes: tuple[int, int]  # most tokens of a tile of queries, and of keys
+    sizes: tuple[int, int]  # the most tokens in a tile of queries, and in a tile of keys
     device: torch.device
     queries: Tensor  # [T, 4]: where its sequence begins among the places, its first position, its first packed token, tokens
     keys: Tensor  # [U, 5]: its sequence, first position, first packed token, tokens, the end of the sequences that see it
     places: Tensor  # the packed token at each position of each sequence
-    shared: Tensor  # [B] positions that are those of the sequence before
+    shared: Tensor  # [B] positions shared with the sequence before
     lengths: Tensor  # [B]
     begins: Tensor  # [B] the first packed token of its own
 
@@ -37,7 +40,7 @@ class Tiles:
         of, at = cut(own, keys)
         position = shared[of] + at
         readers = _readers(families, of, position)
-        queried = np.concatenate(([0], np.cumsum(own)))  # of all sequences before one
+        queried = np.concatenate(([0], np.cumsum(own)))  # own tokens of all sequences before each one
         work = queried[readers] - queried[of]
         own_keys = (of, position, begins[of] + at, np.minimum(keys, own[of] - at), readers)
 
@@ -58,14 +61,17 @@ class Tiles:
 
 
 def cut(own: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
-    """Sequences of so many tokens, into tiles of at most `size`: (sequence, its first token among the own) of each."""
+    """(sequence, index of the first of its own tokens) of each tile of at most `size` tokens.
+
+    own: the number of own tokens of each sequence.
+    """
     counts = -(-own // size)
     of = np.repeat(np.arange(len(own)), counts)
     return of, (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * size
 
 
 def _readers(families: Families, of: np.ndarray, position: np.ndarray) -> np.ndarray:
-    """Of each tile: the first sequence after its own that does not see its first position."""
+    """For each tile, the first sequence after its own that does not see the tile's first position."""
     found = of + 1
     ends = families.families[np.searchsorted(families.families, np.arange(len(families.shared)), side="right")]
     starts = np.searchsorted(of, np.arange(len(ends) + 1))

@@ -1,13 +1,13 @@
-"""Kernels for CUDA devices that a trainer needs besides those of `triton_kernels`, in Triton: ways back of norms, rotations
-and gates, and attention inside packed sequences with its way back. `launchers` wraps them; nothing else imports this file.
+"""Triton kernels of the trainer: backward passes, and attention inside packed sequences.
 
-Sums are float32, whatever dtype numbers are kept in. Sums over rows, the gradients of weights, are made by programs that
-each take one row in so many, and added up in the order of the programs. Sizes that end in WIDTH are powers of two, at least
-as large as what they hold.
+`launchers` wraps them; nothing else imports this module. The backward passes are those of attention, norms, rotations
+and gates. Sums are float32, whatever dtype numbers are kept in. For sums over rows, the gradients of weights, each
+program takes every n-th row, and the programs' sums are added in order. Sizes that end in WIDTH are powers of two, at
+least as large as what they hold.
 
-Attention computes again what its way back needs: of a query only the log of its sum of exponentials is kept. A tile of
-queries is of consecutive tokens and of all heads that read the same key/value head: row r is token r // GROUP, head
-r % GROUP.
+The backward pass of attention computes again what it needs: of a query, only the log of its sum of exponentials is kept.
+A tile of queries consists of consecutive tokens and of all heads that read the same key/value head: row r is token r //
+GROUP, head r % GROUP.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def rotate_back(
         key_second = tl.load(key_weight + HALF + at, mask=real, other=0.0).to(narrow).to(tl.float32)[None, :]
         first = tl.where(of_query, query_first, key_first)
         second = tl.where(of_query, query_second, key_second)
-    # Of each head by itself until the end: sums over heads are between threads that would wait for one another in every row.
+    # Each head has its own sum until the end: in a sum over heads, threads would wait for one another in every row.
     for_first, for_second = tl.zeros([TOGETHER, WIDTH], tl.float32), tl.zeros([TOGETHER, WIDTH], tl.float32)
     for each in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.cast(each, tl.int64)
@@ -125,7 +125,7 @@ def see(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of queries and one key/value head: what they see of their sequence, up to themselves."""
+    """Attention of one tile of queries for one key/value head, up to the query itself."""
     tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     begin, position, packed, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     token = tl.arange(0, ROWS) // GROUP
@@ -167,7 +167,7 @@ def see_back_queries(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """As `see`: what a loss changes by with these queries. `means`, for the keys: of d_out and what was seen the product."""
+    """Gradient of one tile of queries. `means`, for `see_back_keys`: the products of d_out and output."""
     tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     begin, position, packed, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     token = tl.arange(0, ROWS) // GROUP
@@ -210,8 +210,10 @@ def see_back_keys(
     HEADS: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
     WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys, which are a sequence's own, and one head of them: what a loss changes by with these keys and values,
-    by the queries of that sequence and of those after it that share them."""
+    """Gradients of one tile of a sequence's own keys and values, for one key/value head.
+
+    They come from the queries of that sequence, and of later ones that share these keys.
+    """
     tile, head = tiles + tl.program_id(0) * 5, tl.program_id(1)
     sequence, position, packed = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2)
     count, until = tl.load(tile + 3), tl.load(tile + 4)
@@ -222,7 +224,7 @@ def see_back_keys(
     key = tl.load(k + (at * k_row + head * SIZE)[:, None] + element[None, :], mask=inside[:, None], other=0.0)
     value = tl.load(v + (at * v_row + head * SIZE)[:, None] + element[None, :], mask=inside[:, None], other=0.0)
     d_key, d_value = tl.zeros([KEYS, SIZE], tl.float32), tl.zeros([KEYS, SIZE], tl.float32)
-    known = position + count  # keys before this position are those of the sequence that is looked at
+    known = position + count  # keys before this position are shared with the present sequence
     for reader in range(sequence, until):
         own = tl.load(shared + reader)
         known = tl.where(reader > sequence, tl.minimum(known, own), known)

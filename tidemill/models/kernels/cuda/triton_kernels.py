@@ -1,7 +1,8 @@
-"""Kernels for CUDA devices, in Triton. `launchers` wraps them; nothing else imports this file, for Triton may not be there.
+"""Triton kernels of the engine, and those that engine and trainer share.
 
-Whatever dtype numbers are kept in, sums are float32; where PyTorch's own operations would round to the narrow dtype between
-two steps, so do these. Sizes that end in WIDTH are powers of two, at least as large as what they hold.
+`launchers` wraps them; nothing else imports this module, because Triton may not be installed. Sums are float32, whatever
+dtype numbers are kept in. Where PyTorch's own operations would round to the narrow dtype between two steps, so do these.
+Sizes that end in WIDTH are powers of two, at least as large as what they hold.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ def rotate(
     QUERIES: tl.constexpr, TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr,
     TOGETHER: tl.constexpr, NORMED: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
-    """Of one row, queries and keys go to `out`, turned; or with a PAGE only the queries, and keys and values to the row's
-    place in the pages."""
+    """Norm and rotate the queries and keys of one row; write them to `out`.
+
+    With a PAGE, only the queries go there, and keys and values go to the row's place in the pages.
+    """
     row = tl.program_id(0).to(tl.int64)
     narrow = out.dtype.element_ty
     head = tl.program_id(1) * TOGETHER + tl.arange(0, TOGETHER)[:, None]
@@ -96,8 +99,11 @@ def gate(gate_up, out, SIZE, BLOCK: tl.constexpr):
 
 @triton.jit
 def softmax_of(score, visible, value, peak, total, seen, EXACT: tl.constexpr):
-    """What rows [R] have seen of softmax attention, with one more tile of keys: score [R, T], value [T, E] -> (maximum, sum
-    of exponentials [R], sum of values [R, E]). EXACT: what rounding takes from the weights is made up for."""
+    """Update the softmax attention of rows [R] with one more tile of keys.
+
+    score [R, T], value [T, E] -> (maximum [R], sum of exponentials [R], sum of values [R, E]). EXACT: compensate for the
+    rounding of the weights.
+    """
     score = tl.where(visible, score, LOWEST)
     higher = tl.maximum(peak, tl.max(score, 1))
     weight = tl.where(visible, tl.exp(score - higher[:, None]), 0.0)
@@ -115,8 +121,10 @@ def attend(
     HEADS: tl.constexpr, GROUP: tl.constexpr, GROUP_WIDTH: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     TILE: tl.constexpr, WINDOW: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """One key/value head of one row, or one of SPLITS parts of it: then `out` and `sums` (maximum, sum of exponentials) hold
-    parts that `merge` puts together."""
+    """Attention of one row's queries for one key/value head, or for one of SPLITS parts of the keys.
+
+    With several parts, `out` and `sums` (maximum, sum of exponentials) hold parts that `merge` joins.
+    """
     head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + row)
     columns = tl.load(width)
@@ -142,7 +150,9 @@ def attend(
         at = start + tl.arange(0, TILE)
         inside = (at < end) & (at >= low)
         base = ((page.to(tl.int64) * HEADS + head) * PAGE + at % PAGE) * (2 * SIZE)
-        page = tl.load(table + row * columns + (at + TILE) // PAGE, mask=at + TILE < end, other=0)  # in time for the next
+        page = tl.load(
+            table + row * columns + (at + TILE) // PAGE, mask=at + TILE < end, other=0
+        )  # loaded early for the next tile
         key = tl.load(pages + base[None, :] + element[:, None], mask=inside[None, :], other=0.0)
         value = tl.load(pages + base[:, None] + SIZE + element[None, :], mask=inside[:, None], other=0.0)
         score = tl.dot(query, key, input_precision="ieee") * scale
@@ -163,7 +173,7 @@ def attend_tile(
     HEADS: tl.constexpr, GROUP: tl.constexpr, TOGETHER: tl.constexpr, SIZE: tl.constexpr, PAGE: tl.constexpr,
     ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a chunk's queries and one key/value head: what they see of their sequence, up to themselves."""
+    """Attention of one tile of a chunk's queries for one key/value head, up to the query itself."""
     tile, head = tiles + tl.program_id(0) * 4, tl.program_id(1)
     of, first, position, count = tl.load(tile), tl.load(tile + 1), tl.load(tile + 2), tl.load(tile + 3)
     of = of.to(tl.int64) * tl.load(width)
@@ -210,8 +220,10 @@ def merge(parts, sums, out, SPLITS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.
 
 @triton.jit
 def survey(logits, vocab, sharpness, found, likeliest, BLOCK: tl.constexpr):
-    """Of one block of a row's logits: the maximum and the sum of exponentials below it, sharpened and as they are, and where
-    the greatest stands."""
+    """Maximum and sum of exponentials of one block of a row's logits, and the index of the maximum.
+
+    The first two are computed for the sharpened logits and for the logits as they are.
+    """
     row, block = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = block * BLOCK + tl.arange(0, BLOCK)
     inside = at < vocab
@@ -230,8 +242,10 @@ def survey(logits, vocab, sharpness, found, likeliest, BLOCK: tl.constexpr):
 def draw(
     logits, vocab, sharpness, uniform, found, likeliest, out, into, rows, BLOCKS, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """(token, its logprob, the unmodified model's) of one row, as three float64 that stand `rows` apart; the token into
-    `into`, too."""
+    """Draw the token of one row; write it, its logprob and the unmodified model's logprob.
+
+    They are three float64, `rows` apart. The token is written to `into`, too.
+    """
     row = tl.program_id(0).to(tl.int64)
     block = tl.arange(0, WIDTH)
     real = block < BLOCKS
@@ -249,7 +263,7 @@ def draw(
         logprob = (top - top).to(tl.float64)  # 0, and not a number where the logits are none
     else:
         target = tl.load(uniform + row) * total
-        # Rounding can push the target to the end of the sum or past it: then the last block that holds anything is meant.
+        # Rounding can push the target to the end of the sum or past it: then the last block with any mass is taken.
         last = tl.max(tl.where(masses > 0, block, 0))
         before = tl.cumsum(masses)
         chosen = tl.minimum(tl.sum((real & (before <= target)).to(tl.int32)), last)
@@ -281,10 +295,10 @@ def feed(tokens, sampled, out, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def summarise(logits, temperature, targets, totals, logprobs, entropies, vocab, BLOCK: tl.constexpr, ENTROPY: tl.constexpr):
-    """Of a row's logits, looked at once: log of the sum of exponentials, the target's logprob, and the entropy."""
+    """Log of the sum of exponentials, target's logprob and entropy of a row, in one pass."""
     row = tl.program_id(0).to(tl.int64)
     heat = tl.load(temperature + row)
-    # Each lane keeps its own peak, the sum of exponentials below it, and that of these times their distance to it.
+    # Each lane keeps its own peak, its sum of exponentials, and their sum weighted by the distance to the peak.
     peak = tl.full([BLOCK], LOWEST, tl.float32)
     total, weighted = tl.zeros([BLOCK], tl.float32), tl.zeros([BLOCK], tl.float32)
     for begin in range(0, vocab, BLOCK):
@@ -312,7 +326,7 @@ def differentiate(
     logits, out, temperature, targets, totals, entropies, d_logprobs, d_entropies, vocab,
     BLOCK: tl.constexpr, LOGPROBS: tl.constexpr, ENTROPY: tl.constexpr,
 ):  # fmt: skip
-    """Of a row's logits, what the loss changes by with them: in their own place, or elsewhere."""
+    """Gradient of the loss by a row's logits, in their own place or elsewhere."""
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     heat = tl.load(temperature + row)
@@ -337,8 +351,10 @@ def keyed_sums(
     elements, keys, factors, out, count, first, first_run,
     WIDTH: tl.constexpr, WORD: tl.constexpr, RUN: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
 ):  # fmt: skip
-    """Sums of elements of WIDTH bytes, as unsigned integers, times their keys, and of the words of WORD bytes that they are:
-    two of each program, for BLOCK * STEPS elements."""
+    """(sum of elements times keys, sum of words), one pair for each program's elements.
+
+    Elements of WIDTH bytes are read as unsigned integers, words have WORD bytes. A program takes BLOCK * STEPS elements.
+    """
     begin = tl.program_id(0).to(tl.int64) * (BLOCK * STEPS)
     total, words = tl.zeros([BLOCK], tl.int64), tl.zeros([BLOCK], tl.int64)
     for step in range(0, STEPS):
