@@ -1,1 +1,1 @@
-"""Environments: tasks, chats, the workers that play a user's code, and the rewards that judge."""
+"""Environments: tasks, chats, worker processes for a user's code, and rewards."""

@@ -1,4 +1,4 @@
-"""Awaiting a user's code in this process: what is waited for ends at its limit, and takes nothing else with it."""
+"""Time limits for a user's code that is awaited in this process, with its failures contained."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-GRACE_S = 1.0  # for a coroutine that was cancelled to put things in order
+GRACE_S = 1.0  # time for a cancelled coroutine to clean up
 logger = logging.getLogger(__name__)
 _abandoned: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks weakly
 
 
 class Overdue(TimeoutError):
-    """The limit came before the result."""
+    """The time limit passed before there was a result."""
 
 
 async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
-    """What `work` returns or raises. Overdue after `limit_s` seconds, also when it refuses to be cancelled (a bare
-    `except:` in a loop does): it is then left to itself.
+    """Await a coroutine for at most `limit_s` seconds; returns and raises what it does.
 
-    SystemExit and a cancellation that nobody asked for are raised as RuntimeError: the one would end the event loop, the
-    other, without a word, the task that waits here.
+    Raises Overdue at the limit, also when the coroutine cannot be cancelled (because of a bare `except:` in a loop): it is
+    then left behind. SystemExit, and a cancellation that nobody requested, become RuntimeError: the first would end the
+    event loop, the second would silently end the task that waits here.
     """
     task = asyncio.ensure_future(_contained(work))
     try:
@@ -46,8 +46,10 @@ async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:
 
 
 async def bounded_call(work: Callable[[], T], limit_s: float) -> T:
-    """The same of a function that blocks, in a thread of its own. After the limit that goes on by itself: nothing ends a
-    thread."""
+    """Call a blocking function in a thread of its own and wait for at most `limit_s` seconds.
+
+    Raises Overdue at the limit. The thread then goes on by itself, because nothing can end it.
+    """
     loop, told = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
     def tell(result: Any, error: Exception | None) -> None:
@@ -58,13 +60,13 @@ async def bounded_call(work: Callable[[], T], limit_s: float) -> T:
         result, error = None, None
         try:
             result = work()
-        except StopIteration as stop:  # which a future does not take
+        except StopIteration as stop:  # a future refuses this exception
             error = RuntimeError(f"StopIteration: {stop}")
         except Exception as raised:
             error = raised
         except BaseException as raised:
             error = RuntimeError(f"{type(raised).__name__}: {raised}")
-        with suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+        with suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(tell, result, error)
 
     threading.Thread(target=run, name="user code", daemon=True).start()
@@ -76,8 +78,10 @@ async def bounded_call(work: Callable[[], T], limit_s: float) -> T:
 
 
 def _seen(task: asyncio.Task[Any]) -> None:
-    """How it ended is known: whoever waited for it may have been cancelled at the same time, and the event loop would then
-    complain, with a traceback for each of a batch, that nobody looked."""
+    """Retrieve a task's exception, so that the event loop does not report it as never retrieved.
+
+    The caller may have been cancelled at the same time, and would then not have looked.
+    """
     _abandoned.discard(task)
     if not task.cancelled():
         task.exception()

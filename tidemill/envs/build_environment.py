@@ -1,4 +1,4 @@
-"""From settings to an environment, with everything checked that can be checked before a run starts."""
+"""Builds environments from settings, and checks all that can be checked before a run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ from tidemill.envs.tasks import check_splits, columns_of
 
 
 def make_environment(settings: AnyEnv | tuple[AnyEnv, ...], scorer: Scorer) -> Environment:
-    """The environment that `settings` describe; `scorer` runs its reward functions. Raises ConfigError in one sentence."""
+    """The environment that `settings` describe; `scorer` runs its reward functions.
+
+    Raises ConfigError, in one sentence, when something in it cannot be used.
+    """
     match settings:
         case tuple():
             parts = {each.name: make_environment(each, scorer) for each in settings}
@@ -47,9 +50,9 @@ def reward_environment(
     weights: Sequence[float] = (),
     source: Path | None = None,
 ) -> SingleTurn:
-    """A single-turn environment of a reward function, or of several with their weights, and tasks.
+    """A single-turn environment from tasks and a reward function, or several with weights.
 
-    source: where the source of a function that no file holds may be written, for the scoring workers.
+    source: a folder to which the source of a function without a file may be written, for the scoring workers.
     """
     judge = judge_of(reward, scorer, weights=weights, source=source)
     splits = splits_of(tasks, name or judge.name, share)
@@ -59,7 +62,10 @@ def reward_environment(
 
 
 def _from_file(settings: PythonSettings, scorer: Scorer) -> Environment:
-    """An environment object, or reward functions whose tasks are rows or come from `tasks` in the same file."""
+    """The environment in a user's file: an environment object, or reward functions with tasks.
+
+    Tasks of reward functions are rows of `data`, or come from `tasks` in the same file.
+    """
     tasks = row_splits(settings).__getitem__ if settings.data else None
     objects = [load_object(path) for path in settings.paths]
     found, path = objects[0], settings.paths[0]

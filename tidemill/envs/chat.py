@@ -1,9 +1,9 @@
-"""One seat's conversation with the policy, and its record in tokens.
+"""EpisodeChat: one seat's conversation with the policy, recorded token by token.
 
     message -> tokens appended -> engine.generate(everything so far) -> sampled tokens appended -> text
 
-The record only grows, and each row of it is written when the token is made: mask, logprob, version, support (I1, I7).
-Text is derived from it, for the environment and for people; no text of the policy's is ever encoded.
+The record only grows. Each token's row is written when the token is made: mask, logprob, version, support (I1, I7). Text
+is derived from tokens, for the environment and for people; text of the policy is never encoded again.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ from tidemill.models.messages import as_messages
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.models.turn_renderers import Exceeds
 
-HERE = 10_000  # characters of a message that is tokenized on the event loop: that takes milliseconds
+HERE = 10_000  # a message of at most so many characters is tokenized on the event loop: that takes milliseconds
 
 
 class EpisodeOver(Exception):
-    """No further reply is to be had. An environment may let it pass: its episode ends."""
+    """The chat gives no further reply. An environment need not catch this: its episode ends then."""
 
     def __init__(self, finish: Finish, reason: str) -> None:
         super().__init__(reason)
@@ -54,24 +54,27 @@ class ContextFull(EpisodeOver):
 
 
 class EpisodeFailed(Exception):
-    """The episode has no outcome, for a reason that is not the policy's: the whole of it is this exception's message."""
+    """The episode has no outcome, and not by the policy's fault; the message says why."""
 
 
 class WorkerLost(EpisodeFailed):
-    """It ended with the process it was played in, perhaps by another episode's fault."""
+    """The episode's worker process ended, perhaps because of another episode."""
 
 
 class EnvironmentLost(RuntimeError):
-    """No episode can be played any more. The message is one sentence for the user."""
+    """The environment can play no episode any more. The message is one sentence for the user."""
 
 
 def rollout_seeds(run_seed: int, group: int, sample: int, seat: int = 0) -> Callable[[int], int]:
-    """The sampling seed of each turn of one seat's episode; evaluation uses another first word than "rollout"."""
+    """The function from turn to sampling seed for one seat's episode.
+
+    Evaluation derives its seeds with another first word than "rollout".
+    """
     return lambda turn: derive_seed(run_seed, "rollout", group, sample, seat, turn)
 
 
 class EpisodeChat:
-    """Implements `protocols.Chat` and keeps the record. For one episode, one reply at a time."""
+    """The chat of one episode, one reply at a time, with its record (implements `interfaces.Chat`)."""
 
     def __init__(
         self,
@@ -87,20 +90,21 @@ class EpisodeChat:
         seat: int = 0,
         vocab: int | None = None,
     ) -> None:
-        """params: with the stop ids; its seed is replaced. context: tokens. key: the episode's name to the engine.
-        seeds: from turn 0, 1, ... to the seed of its noise. vocab: how many tokens the model knows."""
+        """params: sampling with the stop ids; its seed is replaced. context: the limit in tokens.
+
+        key: the episode's name in the engine. seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary."""
         self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
         self._key, self._seeds, self._policy, self._sample, self._seat = key, seeds, policy, sample, seat
         self._vocab = vocab
         self._renderer = renderer(tokenizer, context)
         self._given: list[Array] = []  # the tokens of each turn's message
-        self._replies: list[Completion] = []  # and of the policy's reply to it
+        self._replies: list[Completion] = []  # the policy's reply to each message
         self._said: list[Said] = []
-        self._cut: dict[str, float] = {}  # what ended the last reply, where a limit did
+        self._cut: dict[str, float] = {}  # the limit that ended the last reply, if one did
         self._text = ""
         self._over: EpisodeOver | None = None
         self._busy = False
-        self.failure: Exception | None = None  # of the engine: tells it from what the environment itself raises
+        self.failure: Exception | None = None  # the engine's exception, to tell it from the environment's own
 
     @property
     def turns(self) -> int:
@@ -108,25 +112,25 @@ class EpisodeChat:
 
     @property
     def sampled(self) -> int:
-        """Tokens of the policy's so far."""
+        """Tokens that the policy has sampled so far."""
         return sum(len(reply.tokens) for reply in self._replies)
 
     @property
     def length(self) -> int:
-        """Tokens so far."""
+        """Tokens of the conversation so far."""
         return sum(map(len, self._given)) + sum(len(reply.tokens) for reply in self._replies)
 
     @property
     def text(self) -> str:
-        """The last reply."""
+        """Text of the last reply."""
         return self._text
 
     async def reply(
         self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
-        """Add `message` (a user turn, or several messages), sample the policy's answer and return its text.
+        """Add `message` (a user turn, or several messages), sample the policy's answer, return its text.
 
-        Raises ContextFull when there is no room for it; ValueError when that is so of the very first prompt.
+        Raises ContextFull when no reply fits after the message; ValueError when that is the very first prompt.
         """
         assert not self._busy, "one reply at a time: await the one before"
         if self._over is not None:
@@ -142,7 +146,7 @@ class EpisodeChat:
             self._busy = False
 
     def trajectory(self, outcome: Outcome | None = None, finish: Finish | None = None) -> Trajectory:
-        """The record so far. `finish` is given when the episode ended otherwise than by a reply or its environment."""
+        """The record so far. finish: given if neither a reply nor the environment ended the episode."""
         rows = [row for given, reply in zip(self._given, self._replies, strict=True) for row in _rows(given, reply)]
         tokens, mask, logprobs, versions = (_join(column, kind) for column, kind in zip(_columns(rows), _KINDS, strict=True))
         record = Trajectory(
@@ -166,11 +170,11 @@ class EpisodeChat:
         return record
 
     def _added(self, message: str | Sequence[Mapping[str, Any]]) -> Array:
-        """The tokens this message adds. Raises ContextFull (or ValueError) when no reply would fit after them."""
+        """The tokens that a message adds. Raises ContextFull or ValueError when no reply would fit."""
         messages = as_messages(message)
         try:
             added = self._rendered(messages)
-        except Exceeds as error:  # not encoded
+        except Exceeds as error:  # too long to be encoded at all
             raise self._full(self.length + error.least, at_least=True) from None
         if self._vocab is not None and (unknown := unknown_token(added, self._tokenizer, self._vocab)):
             raise ValueError(f"the message {unknown}")
@@ -194,7 +198,7 @@ class EpisodeChat:
 
     async def _turn(self, added: Array, max_tokens: int | None, last: bool) -> str:
         tokens = np.concatenate([self._tokens(), added])
-        limit = min(max_tokens or self._params.max_tokens, self._context)  # any number travels to an engine
+        limit = min(max_tokens or self._params.max_tokens, self._context)  # `max_tokens` may be any large number
         params = replace(self._params, seed=self._seeds(self.turns), max_tokens=limit, last=last)
         try:
             reply = await self._engine.generate(GenerateRequest(tokens, params, policy=self._policy, key=self._key))
@@ -234,14 +238,14 @@ class EpisodeChat:
 
 
 def _size(message: str | Sequence[Mapping[str, Any]]) -> int:
-    """Characters of a message, about."""
+    """The approximate number of characters of a message."""
     return (
         sum(len(str(m.get("content") or "")) for m in as_messages(message)) if not isinstance(message, str) else len(message)
     )
 
 
 def count_of(max_tokens: Any) -> int | None:
-    """The `max_tokens` of an environment, which may be anything. ValueError for what is no whole number >= 1."""
+    """Check the `max_tokens` that an environment gives. Raises ValueError unless a whole number >= 1."""
     try:
         count = None if max_tokens is None else operator.index(max_tokens)
     except TypeError:
@@ -252,7 +256,7 @@ def count_of(max_tokens: Any) -> int | None:
 
 
 def _heard(message: Mapping[str, Any]) -> Said:
-    """What a message says: its content, and what it has besides, such as calls of tools."""
+    """A message as text for people: its content, and further fields such as tool calls."""
     content, more = message.get("content"), {k: v for k, v in message.items() if k not in ("role", "content")}
     text = content if isinstance(content, str) else "" if content is None else json.dumps(content, default=str)
     return Said(str(message["role"]), " ".join(filter(None, [text, json.dumps(more, default=str) if more else ""])))
@@ -262,7 +266,10 @@ _KINDS = (np.int32, np.bool_, np.float32, np.int32)
 
 
 def _rows(given: Array, reply: Completion) -> list[tuple[Array, Array, Array, Array]]:
-    """The record's columns for one turn: tokens, mask, logprobs, versions, of what was given and of what was sampled."""
+    """The columns of one turn, first for the message, then for the reply.
+
+    Each is (tokens int32, mask bool, logprobs float32, versions int32), all of the length of message or reply.
+    """
     n, m = len(given), len(reply.tokens)
     return [
         (given, np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, -1, np.int32)),
@@ -283,7 +290,7 @@ def _sources(replies: list[Completion]) -> tuple[Version, ...]:
 
 
 def _support(replies: list[Completion]) -> Support | None:
-    """The replies' supports as one: its rows align with the sampled positions, in order."""
+    """The supports of all replies as one, whose rows align with the sampled positions in order."""
     parts = [reply.support for reply in replies if reply.support is not None]
     if not parts:
         return None

@@ -1,23 +1,21 @@
-"""Which task the next group attempts: in which order, from which environment, and which tasks are not given any more.
+"""Curriculum: chooses the task of each new group by order, weights and pass rates; retires tasks.
 
     recorded groups and their rewards -> a pass rate for each task -> choose(group id) -> a task
 
-A task's pass rate is the share of the attempts in its latest KEPT groups that earned the full score. What is known
-follows from which group was of which task and what it earned, whatever finished first: a resume learns it again from
-the ledger, and nothing else is saved. Only "shuffled" without retirement asks for none of it: there, the task follows
-from the group's id alone.
+A task's pass rate is the share of the attempts in its latest KEPT groups that earned the full score. It depends only on the
+tasks and rewards of groups, not on the order in which they finished. A resume computes it again from the ledger, and
+nothing else is saved. The order "shuffled" without retirement needs no pass rates: the task follows from the group's id.
 
 shuffled    every task once a round, each round in another order
 frontier    tasks that are passed sometimes, nearest to one half first: LILO, 2502.12272, whose learnability p (1 - p) is the
             variance of success, to which the expected improvement is proportional
-easy_first  the highest pass rate first, of what is not retired yet: E2H, 2506.06632, by the policy's own measure of easy
+easy_first  the highest pass rate first, retired tasks left out: E2H, 2506.06632, with "easy" measured by the policy itself
 mixed       half frontier, half shuffled
 
-Tasks that nobody tried, and those believed to be too hard, keep being tried: a share of the turns (EXPLORE) is
-shuffled, and a turn that finds no task of the kind it looks for takes one that was given least often. A preferred task
-rests while others are given (REST), else the few nearest to one half would be all that is trained on. Retired is, for
-good, a task of which one whole group was passed at the rate asked for: ScaleRL, 2510.13786 (its "no positive
-resampling", at 0.9).
+Untried tasks and tasks that seem too hard are still tried. A share of the turns (EXPLORE) is shuffled, and a turn that
+finds no task of its kind takes one of those given least often. A preferred task rests while others are given (REST);
+otherwise training would see only the few tasks nearest to one half. A task is retired for good when a whole group of it
+reaches the given pass rate: ScaleRL, 2510.13786 (its "no positive resampling", at 0.9).
 """
 
 from __future__ import annotations
@@ -35,32 +33,35 @@ from tidemill.core.types import GREEDY, Array, Group, Metrics, Task
 from tidemill.envs.task_order import task_order, turns
 
 Order = Literal["shuffled", "frontier", "easy_first", "mixed"]
-EXPLORE: dict[str, int] = {"shuffled": 1, "mixed": 2, "frontier": 4, "easy_first": 4}  # one turn of so many, by chance
-REST = 4  # a preferred task waits until this fraction of the known ones has been given groups: one fourth
-KEPT = 4  # groups of a task that its pass rate is of
+EXPLORE: dict[str, int] = {"shuffled": 1, "mixed": 2, "frontier": 4, "easy_first": 4}  # one turn in N is shuffled, by chance
+REST = 4  # a preferred task rests for as many groups as one fourth of the tasks with known pass rates
+KEPT = 4  # latest groups of a task that count for its pass rate
 
 
 class Pool:
-    """The tasks of one environment by their number: what is known of each, and which comes next."""
+    """The tasks of one environment, by index: statistics of each, and the choice of the next."""
 
     def __init__(self, count: int, seed: int, order: Order = "shuffled", retire: float = 0.0) -> None:
         self.count, self._seed, self._order, self._retire = count, seed, order, retire
         self.retired = np.zeros(count, bool)
-        self.rates = np.full(count, np.nan)  # NaN: not known
+        self.rates = np.full(count, np.nan)  # pass rates, NaN: not known
         self.given = np.zeros(count, np.int64)  # groups so far
-        self._rounds = np.zeros(count, np.int64)  # of these, those of shuffled turns
-        self._latest = np.full(count, -1, np.int64)  # the greatest id of these
-        self._away = np.zeros(count, np.int64)  # of these, those that have not come back
-        self._recent = np.zeros((count, KEPT, 3), np.int64)  # latest groups: id, attempts that passed, and with a score
+        self._rounds = np.zeros(count, np.int64)  # groups given in shuffled turns
+        self._latest = np.full(count, -1, np.int64)  # the greatest id of a group
+        self._away = np.zeros(count, np.int64)  # groups that are still in flight
+        self._recent = np.zeros((count, KEPT, 3), np.int64)  # latest groups: id, attempts that passed, attempts with a score
         self._recent[:, :, 0] = -1
 
     @property
     def by_number(self) -> bool:
-        """Whether the task follows from the position alone."""
+        """True when the task follows from the position alone."""
         return self._order == "shuffled" and not self._retire
 
     def choose(self, group_id: int, position: int) -> int | None:
-        """The task of the group that is the environment's `position`-th; None when all are retired. It is not given yet."""
+        """Index of the task for this group, the environment's `position`-th; None when all are retired.
+
+        The choice is not counted: call `give` when the group is admitted.
+        """
         if self.by_number:
             return task_order(self.count, self._seed, position)
         if self.retired.all():
@@ -76,7 +77,7 @@ class Pool:
         return int(least[self._places[least].argmin()])
 
     def give(self, group_id: int, index: int) -> None:
-        """The group was admitted with this task."""
+        """Record that the group was admitted with this task."""
         self.given[index] += 1
         self._away[index] += 1
         self._latest[index] = max(self._latest[index], group_id)
@@ -85,7 +86,7 @@ class Pool:
             self._places[index] = self._place(index)
 
     def learn(self, group_id: int, index: int, rewards: Sequence[float]) -> None:
-        """What the attempts of a group that was given earned; NaN where there is no score."""
+        """Record the rewards of the attempts of a group, NaN for an attempt without a score."""
         scored = [reward for reward in rewards if not np.isnan(reward)]
         passed = sum(reward >= SOLVED for reward in scored)
         known = self._recent[index]
@@ -100,11 +101,14 @@ class Pool:
         self.retired[index] |= bool(self._retire) and whole and passed >= self._retire * len(scored)
 
     def _is_shuffled(self, group_id: int) -> bool:
-        """By chance, so that it keeps no step with the turns of environments; by the id, so that a resume agrees."""
+        """True for a shuffled turn, decided by a hash of the group's id.
+
+        Chance avoids any rhythm shared with the cycle of environments; the id makes a resume decide the same.
+        """
         return derive_seed(self._seed, "turn", group_id) % EXPLORE[self._order] == 0
 
     def _preferred(self, group_id: int) -> Array:
-        """[count] what each task is worth a group now; 0: it is not known to be of the kind, rests, or is away."""
+        """[count] the preference for each task now; 0 for one that is unknown, unsuited, resting or in flight."""
         rest = int((~np.isnan(self.rates) & ~self.retired).sum()) // REST
         free = ~self.retired & (self._away == 0) & (self._latest < group_id - rest)
         rates = np.nan_to_num(self.rates)
@@ -112,7 +116,7 @@ class Pool:
 
     @cached_property
     def _places(self) -> Array:
-        """[count] the shuffled round that each task comes next in, and where in it."""
+        """[count] the next shuffled round of each task, plus its place within the round (0 to 1)."""
         return np.array([self._place(index) for index in range(self.count)])
 
     def _place(self, index: int) -> float:
@@ -122,14 +126,14 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """An environment's tasks, and where they begin among all."""
+    """An environment's tasks, and the index of the first among all tasks."""
 
     pool: Pool
     first: int
 
 
 class Curriculum:
-    """The training tasks of a run. Without weights they are of one environment."""
+    """The training tasks of a run, from one environment or from several with weights."""
 
     def __init__(
         self,
@@ -139,14 +143,14 @@ class Curriculum:
         retire: float = 0.0,
         weights: Mapping[str, int] | None = None,
     ) -> None:
-        """weights: of each environment, by the name that its tasks carry, in their order. Groups come in proportion."""
+        """weights: by environment, in the order of their tasks; groups come in proportion to them."""
         self._tasks, self._weights = tasks, list((weights or {"": 1}).values())
         names = [task.env if weights else "" for task in tasks]
         self._parts: list[_Part] = []
         for name in weights or [""]:
             own = derive_seed(seed, "tasks", name) if weights else seed
             self._parts.append(_Part(Pool(names.count(name), own, order, retire), names.index(name)))
-        self._expected: list[float] = []  # pass rates of what was given since the figures were asked for
+        self._expected: list[float] = []  # known pass rates of the tasks given since the last call of `figures`
 
     @cached_property
     def _numbers(self) -> dict[tuple[str, str], int]:
@@ -154,12 +158,15 @@ class Curriculum:
 
     @property
     def by_number(self) -> bool:
-        """Whether the task of a group follows from its id alone."""
+        """True when the task of a group follows from its id alone."""
         return all(part.pool.by_number for part in self._parts)
 
     def matters_from(self, next_id: int) -> int:
-        """The first of the groups below `next_id` whose record matters to what comes next. Where tasks follow from numbers,
-        what is known of them is a figure, of a task's latest groups: a run of months is not read for that."""
+        """The first group below `next_id` whose record a resume must read.
+
+        When tasks follow from ids alone, pass rates are only metrics. Then the latest groups of each task are enough, and
+        the whole record of a long run need not be read.
+        """
         if not self.by_number:
             return 0
         turns = sum(self._weights)
@@ -167,12 +174,12 @@ class Curriculum:
         return max(0, next_id - (KEPT + 1) * max(rounds))
 
     def task_of(self, env: str, name: str) -> Task | None:
-        """The task of this identity; None when there is none (any more)."""
+        """The task with this environment and id; None when there is none (any more)."""
         number = self._numbers.get((env, name))
         return None if number is None else self._tasks[number]
 
     def choose(self, group_id: int) -> Task | None:
-        """The task of a group that is about to be admitted; None when every task is retired. Tell of it with `give`."""
+        """The task for a group that is about to be admitted; None when all are retired. `give` records it."""
         live = tuple(
             0 if part.pool.retired.all() else weight for part, weight in zip(self._parts, self._weights, strict=True)
         )
@@ -186,7 +193,7 @@ class Curriculum:
         return self._tasks[part.first + index]
 
     def give(self, group_id: int, task: Task) -> None:
-        """The group was admitted with this task, which is one of these."""
+        """Record that the group was admitted with this task, which must be one of these."""
         part, index = self._place(self._numbers[task.env, task.id])
         rate = part.pool.rates[index]
         if not np.isnan(rate):
@@ -194,17 +201,19 @@ class Curriculum:
         part.pool.give(group_id, index)
 
     def learn(self, group_id: int, task: Task, rewards: Sequence[float]) -> None:
-        """What the attempts of a group that was given earned, NaN where there is no score."""
+        """Record the rewards of the attempts of a group, NaN for an attempt without a score."""
         part, index = self._place(self._numbers[task.env, task.id])
         part.pool.learn(group_id, index, rewards)
 
     def learn_group(self, group: Group) -> None:
-        if (group.task.env, group.task.id) in self._numbers:  # a task that was in flight may be gone when the run goes on
+        if (group.task.env, group.task.id) in self._numbers:  # the task of a group in flight may be gone after a resume
             self.learn(group.id, group.task, [t.reward for t in group.trajectories if t.sample != GREEDY])
 
     def figures(self) -> Metrics:
-        """Shares of the tasks that were given at least once and that are retired, and the mean pass rate that was known of
-        what was given since the last call."""
+        """Metrics: shares of seen and of retired tasks, and the mean expected pass rate.
+
+        The last is the mean of the known pass rates of tasks given since the last call.
+        """
         pools = [part.pool for part in self._parts]
         given, retired = np.concatenate([p.given for p in pools]), np.concatenate([p.retired for p in pools])
         found = {"seen": float((given > 0).mean()), "retired": float(retired.mean())}
@@ -220,7 +229,7 @@ class Curriculum:
 
 @lru_cache(maxsize=64)
 def _cycle(weights: tuple[int, ...]) -> tuple[list[int], list[int]]:
-    """Whose turn it is at each place, and which of its turns in the cycle."""
+    """For each place in the cycle: the environment's index, and the count of its turns before."""
     cycle, counts, ranks = turns(weights), [0] * len(weights), list[int]()
     for k in cycle:
         ranks.append(counts[k])

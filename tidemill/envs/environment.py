@@ -1,13 +1,13 @@
-"""The two ways to write an environment.
+"""Two ways to write an environment: an async function with `@environment`, or SingleTurn.
 
-`@environment` makes one of an async function: it talks to the policy through a `Chat` and returns the outcome.
+`@environment` turns an async function into an environment: it talks to the policy through a `Chat` and returns the outcome.
 
     @environment(tasks=[{"prompt": "2 + 2 =", "answer": "4"}, ...])
     async def sums(task, chat):
         return Score(float(await chat.reply(task.prompt) == task.data["answer"]))
 
 `SingleTurn` asks once and leaves the verdict to a judge, which sees the group's attempts together.
-Both are single-use in each episode: whatever an episode needs to remember lives in the function's variables.
+Neither keeps state between episodes: what an episode has to remember lives in the function's variables.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Episode = Callable[[Task, Chat], Awaitable[Any]]
 
 
 class SingleTurn:
-    """One question, one answer, and a judge."""
+    """Environment with one question and one answer per episode, and a judge of the group."""
 
     def __init__(self, name: str, splits: Splits, judge: Judge) -> None:
         check_splits(name, splits, prompts_apart=True)
@@ -39,7 +39,7 @@ class SingleTurn:
 
     @property
     def notes(self) -> list[str]:
-        """What the user should hear of its judge before a run begins."""
+        """Sentences about its judge that the user should read before a run begins."""
         return list(getattr(self._judge, "notes", ()))
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -66,7 +66,7 @@ class SingleTurn:
 
 
 class FunctionEnvironment:
-    """An episode written as an async function; see `environment`."""
+    """Environment whose episode is a user's async function; made by `environment`."""
 
     grouped = False
 
@@ -78,7 +78,7 @@ class FunctionEnvironment:
         self._splits: Splits | None = None
 
     def with_tasks(self, tasks: TaskSource) -> FunctionEnvironment:
-        """The same episode on other tasks."""
+        """A copy of this environment with other tasks."""
         return FunctionEnvironment(self.function, tasks, self._teller)
 
     @property
@@ -86,7 +86,7 @@ class FunctionEnvironment:
         return self._source is not None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Raises ConfigError when there are none, or when they are not usable."""
+        """The tasks of a split. Raises ConfigError when there are none, or they are not usable."""
         if self._splits is None:
             if self._source is None:
                 raise ConfigError(f"environment {self.name!r} has no tasks: use @environment(tasks=...) or give it data")
@@ -95,7 +95,10 @@ class FunctionEnvironment:
         return self._splits[split]
 
     async def run(self, task: Task, chat: Chat) -> Outcome | None:
-        """The episode's outcome. A conversation that outgrows the context is Unscorable, unless the function decides."""
+        """Play one episode; returns its outcome.
+
+        A conversation that outgrows the context is Unscorable, unless the function catches ContextFull and decides.
+        """
         try:
             value = await self.function(task, chat)
         except ContextFull as full:
@@ -123,13 +126,16 @@ def environment(
 def environment(
     function: Episode | None = None, *, tasks: TaskSource | None = None, gold: Teller | None = None
 ) -> FunctionEnvironment | Callable[[Episode], FunctionEnvironment]:
-    """Make an environment of `async def NAME(task, chat)`, which returns a Score, Unscorable, InfraError or a number.
+    """Decorator that turns `async def NAME(task, chat)` into an environment.
 
-    tasks: a list of tasks or of rows with a "prompt", or a `datasets.Dataset`, a tenth of which is held out by hash; or a
-    table of such splits (train; eval, test or validation), or a function from "train" and "eval" to them. Without it the
-    recipe has to name data.
-    gold: the reply that must earn the full score, or a list with one a turn, from the task: called with whichever of `task`,
-    `prompt` and the data's columns it asks for by name. `tidemill reward test` and the start of a run check against it.
+    The function returns a Score, Unscorable, InfraError or a number.
+
+    tasks: a list of tasks or of rows with a "prompt", or a `datasets.Dataset`; a tenth of it is held out by hash. Or a dict
+    of such splits (train; and eval, test or validation), or a function that is called with "train" and "eval". Without
+    tasks the recipe has to name data.
+    gold: a function that returns the reply that must earn the full score, or a list with one reply per turn. Its parameters
+    are filled by name, from `task`, `prompt` and the data's columns. `tidemill reward test` and the start of a run check
+    the environment with it.
     """
     if function is not None:
         return FunctionEnvironment(function, tasks, gold)

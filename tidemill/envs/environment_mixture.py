@@ -1,4 +1,4 @@
-"""Several environments as one: every task names its own, and whatever is asked about a task is asked of that one."""
+"""Several environments as one: each task names its environment, which plays and judges it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tidemill.envs.task_order import turns
 
 
 class Several:
-    """`protocols.Environment` of others, by name."""
+    """An environment made of others, by name (implements `interfaces.Environment`)."""
 
     def __init__(self, parts: Mapping[str, Environment], weights: Mapping[str, int]) -> None:
-        """weights: groups come, and held-out tasks are taken, in proportion to them."""
+        """weights: by name; groups and held-out tasks come in proportion to them."""
         self.parts, self.weights = dict(parts), dict(weights)
         self.name = " + ".join(parts)
 
     def each(self, change: Callable[[str, Environment], Environment]) -> Several:
-        """The same with every environment as `change` makes it."""
+        """A copy in which `change(name, environment)` has replaced every environment."""
         return Several({name: change(name, part) for name, part in self.parts.items()}, self.weights)
 
     def tasks(self, split: str) -> Sequence[Task]:
@@ -33,7 +33,7 @@ class Several:
 
     @cached_property
     def _eval(self) -> list[Task]:
-        """In turns: the first n are in proportion, as long as none has run out of tasks."""
+        """Held-out tasks in turns: the first n are in proportion until an environment runs out."""
         left = {k: iter(self._named(name, "eval")) for k, name in enumerate(self.parts)}
         cycle, found = turns(list(self.weights.values())), list[Task]()
         while left:
@@ -65,22 +65,22 @@ class Several:
         return Unscorable(f"environment {task.env} does not say what would be right")
 
     async def close(self) -> None:
-        """All of them, also when one raises."""
+        """Close all environments, even if one raises; the first error is raised at the end."""
         failures = []
         for part in self.parts.values():
             try:
                 await part.close()
-            except Exception as error:  # the user's code: the others hold processes
+            except Exception as error:  # user code may raise anything, and the other environments hold processes
                 failures.append(error)
         if failures:
             raise failures[0]
 
 
 def parts_of(environment: Environment) -> list[Environment]:
-    """The environments that stand behind it."""
+    """The environments that an environment is made of: its parts, or itself."""
     return list(environment.parts.values()) if isinstance(environment, Several) else [environment]
 
 
 def notes_of(environment: Environment) -> list[str]:
-    """What the user should hear of its rewards before a run begins."""
+    """Sentences about an environment's rewards that the user should read before a run begins."""
     return [note for part in parts_of(environment) if isinstance(part, SingleTurn) for note in part.notes]

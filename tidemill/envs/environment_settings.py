@@ -1,4 +1,4 @@
-"""What `env = ...` in a recipe can say: a table with a `kind`, a short string for it, or a list of several named tables.
+"""Settings behind `env = ...` in a recipe: a table with a `kind`, a short form, or several tables.
 
 "guess"                       {kind = "guess"}
 "reasoning_gym:NAME"          {kind = "reasoning_gym", dataset = "NAME"}
@@ -22,7 +22,7 @@ HEAVIEST = 1000
 
 
 def _names(given: Any) -> Any:
-    """A name, or a list of them that is not empty. Raises ValueError in one sentence."""
+    """Check a name, or a list of names that is not empty. Raises ValueError in one sentence."""
     if isinstance(given, str):
         return given
     if not isinstance(given, list | tuple) or not given or not all(isinstance(each, str) and each for each in given):
@@ -42,7 +42,7 @@ def check_weights(key: str, names: str | tuple[str, ...], weights: tuple[float, 
 
 
 class OneOf(Config):
-    """What an environment is beside others; alone it is none of it."""
+    """Settings of an environment that is one of several; unused when it is the only one."""
 
     name: str = Field(default="", description="of the environment among several; alone it has none")
     weight: int = Field(default=1, ge=1, le=HEAVIEST, description="groups come, and held-out tasks are taken, in proportion")
@@ -53,7 +53,7 @@ class OneOf(Config):
     @field_validator("algorithm", mode="before")
     @classmethod
     def _resolved(cls, given: Any) -> Any:
-        """Every value in force, as where it is the recipe's own."""
+        """The algorithm with every default filled in, as the recipe's own `algorithm` is."""
         if isinstance(given, dict):
             given = {"name": "grpo", **given} if given else None
         return {} if given is None else dump(build(AlgorithmSettings, {"name": given} if isinstance(given, str) else given))
@@ -78,7 +78,10 @@ class ReasoningGymSettings(OneOf):
 
 
 class RowsSettings(OneOf):
-    """A file of rows or a Hugging Face dataset, judged by a reward function; by none, where its own replies are learnt."""
+    """A file of rows or a Hugging Face dataset, judged by rewards.
+
+    Without a reward nothing is judged: training then learns from the replies in the rows.
+    """
 
     kind: Literal["rows"] = "rows"
     data: str = Field(
@@ -141,7 +144,7 @@ class PythonSettings(OneOf):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-NO_REWARD = ("", "none")  # of rows that nothing judges
+NO_REWARD = ("", "none")  # values of `reward` for rows that nothing judges
 
 
 class EnvironmentWorkers(Config):
@@ -157,13 +160,15 @@ class EnvironmentWorkers(Config):
 
 
 AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings
-RESERVED = ("mean",)  # reward/mean is a figure of all of them
+RESERVED = ("mean",)  # reward/mean is the metric over all environments
 KINDS = {kind.model_fields["kind"].default: kind for kind in get_args(AnyEnv)}
 
 
 def parse_env(value: Any) -> Any:
-    """Expand a short string to its table; check the `kind` of a table, and the names of several. Raises ValueError in one
-    sentence."""
+    """Expand a short form to its table; check the `kind` of tables and the names of several.
+
+    Raises ValueError in one sentence.
+    """
     if isinstance(value, list | tuple):
         if value and all(isinstance(each, str) and ".py:" in each for each in value):
             raise ValueError(
@@ -215,7 +220,7 @@ def _expand(text: str) -> dict[str, Any]:
         return {"kind": text}
     if text.endswith(".py"):
         raise ValueError(f"environment {text!r} names no object of the file: expected {text}:NAME")
-    if text in KINDS:  # it lacks what has no default
+    if text in KINDS:  # a kind that needs values without a default
         needs = [name for name, field in KINDS[text].model_fields.items() if field.is_required()]
         table = ", ".join([f'kind = "{text}"', *(f"{name} = ..." for name in needs)])
         raise ValueError(f"environment {text!r} needs {' and '.join(needs)}: expected {{{table}}}")
@@ -228,7 +233,7 @@ def _near(name: str) -> str:
 
 
 def environments_of(env: AnyEnv | tuple[AnyEnv, ...]) -> tuple[AnyEnv, ...]:
-    """Those that a recipe names: one, or several."""
+    """The environments of a recipe as a tuple, one or several."""
     return env if isinstance(env, tuple) else (env,)
 
 

@@ -1,10 +1,10 @@
-"""One environment worker, seen from the controller: the episodes it plays, and the watch over it.
+"""Controller's side of one environment worker: runs its episodes and watches over it.
 
-    Begin -> Ask -> the episode's real chat (tokens, logprobs and versions stay here) -> Answer -> ... -> Ended
+    Begin -> Ask -> the episode's real chat (tokens, logprobs, versions stay here) -> EpisodeAnswer -> ... -> EpisodeEnded
 
-A worker ends for its first reason: it died, it wrote something else than frames, its loop did not turn for the limit
-(it leaves pings unanswered), or an episode did not let go within the limit after it was cancelled. It is then killed,
-and every episode it was playing fails with that reason (I5).
+A worker is given up when it died, wrote something else than frames, or left pings unanswered for the limit because its
+event loop was blocked; or when a cancelled episode did not end within the limit. It is then killed, and every episode that
+it was playing fails with the first of these reasons (I5).
 """
 
 from __future__ import annotations
@@ -40,19 +40,19 @@ from tidemill.observability.stall_report import waiting
 from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
 from tidemill.runtime.workers.stopped import stopped_instead
 
-_TICKS = 20  # looks at the worker within its limit
+_TICKS = 20  # checks of the worker within its limit
 Ending = EpisodeEnded | Judged | Raised
 
 
 class OutOfTurn(Exception):
-    """A frame that has no place where it came."""
+    """The worker sent a frame that the protocol does not allow at this point."""
 
 
 _BREAKS = (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError, OutOfTurn)
 
 
 class EpisodeCall:
-    """One episode, or one judging, under way in a worker. `chat` is None where nothing can be asked."""
+    """One running episode or judgement in a worker; `chat` is None for a judgement."""
 
     def __init__(self, player: Player, number: int, chat: Chat | None) -> None:
         self._player, self._number, self._chat = player, number, chat
@@ -80,41 +80,41 @@ class EpisodeCall:
             self.ending.set_exception(error)
 
     def stop(self) -> None:
-        """Ask the policy for nothing any more."""
+        """Cancel the running request to the policy, if there is one."""
         if self._replying is not None:
             self._replying.cancel()
 
     async def _reply(self, chat: Chat, ask: Ask, before: asyncio.Task[None] | None) -> None:
         if before is not None and not before.done():
-            await asyncio.wait({before})  # bounded: it was withdrawn, so cancelled
+            await asyncio.wait({before})  # bounded: it was withdrawn and so is cancelled
         try:
             text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
             self._player.post(EpisodeAnswer(self._number, ask.turn, text))
         except (EpisodeOver, ValueError) as error:  # an environment may catch these
             finish = error.finish if isinstance(error, EpisodeOver) else None
             self._player.post(ReplyRefused(self._number, ask.turn, type(error).__name__, str(error), finish))
-        except Exception as error:  # the engine's: no answer will come, so the episode ends here
+        except Exception as error:  # from the engine: no answer will come, so the episode ends here
             self.fail(error)
 
 
 class Player:
     def __init__(self, child: WorkerProcess, name: str, limit_s: float) -> None:
-        """child: a process of `envs.episode_worker`. limit_s: for the loop to turn, and for an episode to be cancelled."""
+        """child: runs `envs.episode_worker`. limit_s: for the answer to a ping, and the end of a cancelled episode."""
         self._child, self._name, self._limit_s = child, name, limit_s
         self._calls: dict[int, EpisodeCall] = {}
-        self._leaving: dict[int, int] = {}  # episodes that were cancelled and have not let go: looks since
+        self._leaving: dict[int, int] = {}  # cancelled episodes that have not ended: number of checks since then
         self._pinged = self._ponged = 0
         self._over = False
 
     @property
     def load(self) -> int:
-        """Episodes under way."""
+        """The number of running episodes."""
         return len(self._calls)
 
     async def start(self, reference: str) -> str:
-        """Have the environment loaded. Returns why the worker can not be used; empty when it can.
+        """Load the environment in the worker. Returns why the worker cannot be used; empty when it can.
 
-        Raises EnvironmentLost when the environment does not load: it would not in another worker either.
+        Raises EnvironmentLost when the environment does not load: another worker could not load it either.
         """
         self.post(LoadEnvironment(reference, self._name))
         try:
@@ -131,7 +131,10 @@ class Player:
         return ""
 
     async def call(self, order: Begin | JudgeRequest, chat: Chat | None = None) -> Ending:
-        """Have it done. Raises WorkerLost when the worker ends before; what the engine raises in a reply."""
+        """Run an episode or a judgement in the worker.
+
+        Raises WorkerLost when the worker ends before, and whatever the engine raises in a reply.
+        """
         self.post(order)
         call = self._calls[order.id] = EpisodeCall(self, order.id, chat)
         try:
@@ -149,7 +152,10 @@ class Player:
             self._child.post(serialization.encode(frame))
 
     async def serve(self) -> str:
-        """Hear the worker and watch over it until it can not be used. Returns why; every call has failed by then."""
+        """Read the worker's frames and watch over it until it cannot be used; returns why.
+
+        Every open call has failed by then.
+        """
         why = f"the worker of environment {self._name} was stopped"
         hearing = asyncio.ensure_future(self._hear())
         work = {hearing, *map(asyncio.ensure_future, (self._watch(), self._standing_still(hearing)))}
@@ -170,7 +176,7 @@ class Player:
         try:
             while True:
                 self._take(await self._receive())
-                await asyncio.sleep(0)  # a flood of frames must not keep the loop
+                await asyncio.sleep(0)  # a flood of frames must not block the event loop
         except _BREAKS as error:
             return await self._broken(error)
 
@@ -194,7 +200,10 @@ class Player:
                     self._calls[frame.id].hear(frame)
 
     async def _watch(self) -> str:
-        """Time is counted in looks, not by the clock: while this process itself stood still, nothing could be answered."""
+        """Wait until the worker is silent for its limit; returns the reason in words.
+
+        Time is counted in checks, not by the clock: while this process itself stood still, it could not receive an answer.
+        """
         numbers, silent = itertools.count(1), 0
         while True:
             await asyncio.sleep(self._limit_s / _TICKS)  # bounded: by `serve`

@@ -1,9 +1,11 @@
-"""What the controller and an environment worker say to each other: msgpack in the frames of `runtime.workers`.
+"""Messages between the controller and an environment worker: msgpack in `runtime.workers` frames.
 
-    controller -> worker   Load, then any number of Begin or Judge; Answer or Refusal to an Ask; Cancel; Ping
-    worker -> controller   Loaded, then for each Begin any number of Ask, then Ended; for each Judge Judged; Pong
+    controller -> worker   LoadEnvironment, then any number of Begin or JudgeRequest; EpisodeAnswer or ReplyRefused to an
+                           Ask; CancelEpisode; WorkerPing
+    worker -> controller   EnvironmentLoaded, then for each Begin any number of Ask and one EpisodeEnded; for each
+                           JudgeRequest one Judged; Raised instead of either; Pong
 
-Any number of episodes are under way at a time, each known by its number; within one, turns follow one another.
+Many episodes can run at a time, each with a number of its own. Within an episode, turns follow one another.
 """
 
 from __future__ import annotations
@@ -14,14 +16,14 @@ import msgspec
 
 from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Unscorable
 
-MAX_FRAME = 4 << 20  # bytes of a worker's frame, so of one message to the policy
+MAX_FRAME = 4 << 20  # bytes per frame of a worker, and so per message to the policy
 
 Message = str | list[dict[str, Any]]
 
 
 class LoadEnvironment(msgspec.Struct, frozen=True, tag=True):
     reference: str  # FILE.py:NAME or MODULE:NAME
-    name: str  # what messages call it
+    name: str  # the environment's name in messages
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
@@ -42,7 +44,7 @@ class EpisodeAnswer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplyRefused(msgspec.Struct, frozen=True, tag=True):
-    """There is no reply: what `Chat.reply` raised, by the name of its class."""
+    """No reply: the exception that `Chat.reply` raised, by the name of its class."""
 
     id: int
     turn: int
@@ -60,7 +62,7 @@ class WorkerPing(msgspec.Struct, frozen=True, tag=True):
 
 
 class EnvironmentLoaded(msgspec.Struct, frozen=True, tag=True):
-    error: str  # why the environment does not load; or empty
+    error: str  # why the environment does not load; empty when it does
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
@@ -72,7 +74,7 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
-    """The environment waits no longer for the answer of this turn."""
+    """The environment no longer waits for the answer of this turn."""
 
     id: int
     turn: int
@@ -89,7 +91,7 @@ class Judged(msgspec.Struct, frozen=True, tag=True):
 
 
 class Raised(msgspec.Struct, frozen=True, tag=True):
-    """The environment raised. `finish`: it let a conversation's end pass through."""
+    """The environment raised an exception. finish: set when it did not catch the end of its chat."""
 
     id: int
     reason: str

@@ -1,11 +1,11 @@
-"""The process that plays episodes: many at a time, in one event loop.
+"""Worker process that plays many episodes of a user's environment at once in one event loop.
 
     python -m tidemill.envs.episode_worker MEMORY_MB PARENT
 
-    Begin -> the environment's run(task, chat) -> Ask, as often as it asks -> Ended or Raised
+    Begin -> the environment's run(task, chat) -> Ask, any number of times -> EpisodeEnded or Raised
 
-The code it runs is not trusted to behave (see `workers.worker_setup`). What it says is checked before it is sent, so that a
-wrong value is the affair of its episode alone. That the loop turns is proved by its answers to pings.
+The code it runs is not trusted to behave (see `workers.worker_setup`). Its values are checked before they are sent, so that
+a wrong value fails only its own episode. Answers to pings show that the event loop is not blocked.
 """
 
 from __future__ import annotations
@@ -54,14 +54,14 @@ from tidemill.models.turn_renderers import TemplateRewritesHistory
 from tidemill.runtime.workers import worker_setup
 from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, size_of
 
-ROLE = "environment"  # of this process, to faults
-_REASON = 2000  # characters of an exception that travel
+ROLE = "environment"  # name of this process in fault injection
+_REASON = 2000  # characters of an exception that are sent
 _TRACE = 6000
 _REFUSALS = {kind.__name__: kind for kind in (TemplateRewritesHistory, ConfigError, ValueError)}
 
 
 class RemoteChat:
-    """`protocols.Chat` for one episode: the conversation itself is the controller's."""
+    """Chat of one episode in a worker: it forwards every reply to the controller's chat."""
 
     def __init__(self, worker: Worker, episode: int) -> None:
         self._worker, self._episode, self._turn = worker, episode, 0
@@ -71,7 +71,10 @@ class RemoteChat:
     async def reply(
         self, message: str | Sequence[Mapping[str, Any]], *, max_tokens: int | None = None, last: bool = False
     ) -> str:
-        """As `EpisodeChat.reply`: raises what it raises there, and ValueError for a message that does not travel."""
+        """Ask the controller's `EpisodeChat.reply`; raises what that raises.
+
+        Raises ValueError for a message that is too long or not plain data.
+        """
         assert self._answer is None, "one reply at a time: await the one before"
         if self._over:
             raise asyncio.CancelledError("the episode was cancelled")
@@ -107,14 +110,14 @@ class Worker:
         self._under_way: dict[int, tuple[asyncio.Task[FromWorker], RemoteChat]] = {}
 
     async def serve(self, frames_in: int) -> None:
-        """Until the controller closes the pipe, or is gone."""
+        """Read and handle frames until the controller closes the pipe or is gone."""
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
-        # A fork that comes back into this loop ends there: it shares the loop's files with this process.
+        # A fork that returns into this loop ends at once: it shares the loop's files with this process.
         os.register_at_fork(after_in_child=lambda: loop.call_soon(os._exit, 0))
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(frames_in, "rb", buffering=0))
         try:
             while True:
-                # bounded: the worker lives as long as the controller, which closes the pipe by its end at the latest
+                # bounded: the worker lives as long as the controller, whose end closes the pipe
                 size = size_of(await reader.readexactly(HEADER_BYTES))
                 # bounded: as above
                 self._hear(serialization.decode(await reader.readexactly(size), ToWorker))
@@ -122,9 +125,9 @@ class Worker:
             return
 
     def say(self, frame: FromWorker) -> None:
-        """Raises ValueError when it is too long or does not travel, and then says nothing."""
+        """Send a frame. Raises ValueError, and sends nothing, when it is too long or not encodable."""
         if os.getpid() != self._here:
-            os._exit(0)  # a fork that the environment made came back from it too
+            os._exit(0)  # this is a fork made by the environment that returned from it as well
         try:
             body = serialization.encode(frame)
             if len(body) > MAX_FRAME:
@@ -168,7 +171,7 @@ class Worker:
         task.add_done_callback(partial(self._end, number))
 
     def _end(self, number: int, task: asyncio.Task[FromWorker]) -> None:
-        """Say how it ended. Also of what was cancelled: that it let go is what the controller waits for."""
+        """Report the end of a task, cancelled ones included: the controller waits for their end."""
         del self._under_way[number]
         try:
             self.say(EpisodeEnded(number, None) if task.cancelled() else task.result())
@@ -196,7 +199,10 @@ class Worker:
 
 
 def _raised(number: int, error: BaseException) -> Raised:
-    """What the user's code raised, sys.exit() included. A cancellation that the controller asked for goes on."""
+    """The frame for an exception of the user's code, sys.exit() included.
+
+    A cancellation that the controller requested is raised again.
+    """
     task = asyncio.current_task()
     assert task is not None
     if isinstance(error, asyncio.CancelledError) and task.cancelling():
@@ -216,7 +222,7 @@ def _refused(frame: ReplyRefused) -> Exception:
 
 
 def _message(message: Any) -> Message:
-    """The message as plain data. Raises ValueError when it is none, before anything as large is copied."""
+    """A message as plain data. Raises ValueError for other or too long values before it copies them."""
     if isinstance(message, str):
         return _text(message)
     if not isinstance(message, Sequence) or not all(isinstance(each, Mapping) for each in message):
@@ -227,7 +233,10 @@ def _message(message: Any) -> Message:
 
 
 def _plain(value: Any, levels: int = DEEPEST) -> Any:
-    """A value of a message (a text, the parts of a content, calls of tools) as plain data."""
+    """A value of a message (a text, the parts of a content, tool calls) as plain data.
+
+    Raises ValueError for anything else.
+    """
     if isinstance(value, str):
         return _text(value)
     if levels and isinstance(value, Mapping):
@@ -244,13 +253,13 @@ def _text(text: Any) -> str:
         raise ValueError(f"a list of messages with a key of type {type(text).__name__}: expected texts")
     if len(text) > MAX_FRAME:
         raise ValueError(f"a message of {len(text)} characters: at most {MAX_FRAME} bytes are taken")
-    return str.__str__(text)  # of str itself, not of a subclass
+    return str.__str__(text)  # a plain str, not a subclass
 
 
 def main(memory_mb: int, parent: int) -> None:
     frames_in, frames_out = worker_setup.settle(memory_mb, parent)
-    faulthandler.enable()  # a crash says where it was,
-    faulthandler.register(signal.SIGUSR1, all_threads=False)  # and so does a loop that does not turn, when it is asked
+    faulthandler.enable()  # a crash writes its stack
+    faulthandler.register(signal.SIGUSR1, all_threads=False)  # a blocked event loop writes its stack on request
     asyncio.run(Worker(frames_out).serve(frames_in))
 
 

@@ -1,9 +1,9 @@
-"""Environments in processes of their own: a user's `run` and `judge` never run in the controller.
+"""Environments in worker processes: a user's `run` and `judge` never run in the controller.
 
     run -> the worker with the fewest episodes -> its outcome
-    worker lost -> its episodes end by WorkerLost -> `lost` says how long to wait, or that it is enough -> another worker
+    worker lost -> its episodes raise WorkerLost -> `lost` returns a pause, or raises if it is one too many -> another worker
 
-Tasks stay where they are: they come from the environment in this process, deterministic as they are.
+Tasks do not come from the workers: the environment in this process makes them, and they are deterministic.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ from tidemill.envs.episode_protocol import Begin, EpisodeEnded, Judged, JudgeReq
 from tidemill.runtime.workers.child import REAP_LIMIT_S, WorkerProcess
 from tidemill.runtime.workers.guard_client import Guard
 
-WORKERS = 2  # of a user's environment, unless its recipe says otherwise
+WORKERS = 2  # default for a user's environment
 Lost = Callable[[str], float]
-"""A worker was lost, for this reason: the seconds to wait before the next is started. Raises when it was one too many."""
+"""From the reason of a lost worker to the seconds before the next one starts. Raises when it was one too many."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slot:
-    """The place of one worker."""
+    """Place of one worker, which successors take over."""
 
     player: Player | None = None
-    late: bool = False  # it was lost, and is not back yet
-    waiting: int = 0  # episodes
+    late: bool = False  # the worker was lost, and its successor is not up yet
+    waiting: int = 0  # episodes that wait for the worker
 
     @property
     def order(self) -> tuple[bool, int]:
@@ -46,18 +46,18 @@ class _Slot:
 
 
 class WorkerEnvironment:
-    """`protocols.Environment`: the tasks of `inner`; its episodes and its judging in worker processes."""
+    """Environment with the tasks of `inner`, whose episodes and judgements run in worker processes."""
 
     def __init__(self, inner: Environment, reference: str, settings: EnvironmentWorkers, lost: Lost) -> None:
-        """reference: FILE.py:NAME or MODULE:NAME, of `inner` or of its function, for the workers to load."""
+        """reference: FILE.py:NAME or MODULE:NAME by which workers load `inner` or its function."""
         self.name = inner.name
         self._inner, self._reference, self._settings, self._lost = inner, reference, settings, lost
         self._slots = [_Slot() for _ in range(settings.workers or WORKERS)]
         self._keepers: list[asyncio.Task[None]] = []
         self._guard = Guard()
         self._ids = itertools.count()
-        self._changed = asyncio.Event()  # replaced when it is set
-        self._failure: Exception | None = None  # why no worker can be had any more
+        self._changed = asyncio.Event()  # replaced by a new one when it is set
+        self._failure: Exception | None = None  # why no worker is available any more
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._inner.tasks(split)
@@ -72,9 +72,12 @@ class WorkerEnvironment:
         return Unscorable("the environment does not say what would be right")
 
     async def run(self, task: Task, chat: Chat) -> Outcome | None:
-        """Raises EpisodeOver when the environment lets it pass, EpisodeFailed for anything else that goes wrong in it (of
-        which WorkerLost need not be its own fault), EnvironmentLost when no worker can be had any more, and what the engine
-        raises in a reply."""
+        """Play one episode in the worker with the fewest; returns its outcome.
+
+        Raises EpisodeOver when the environment does not catch it, EpisodeFailed for its other failures (WorkerLost, a kind
+        of it, may be another episode's fault), EnvironmentLost when no worker is available any more, and what the engine
+        raises in a reply.
+        """
         player = await self._player()
         ended = await player.call(Begin(next(self._ids), task), chat)
         assert isinstance(ended, EpisodeEnded | Raised)
@@ -98,7 +101,10 @@ class WorkerEnvironment:
         await self._inner.close()
 
     async def _player(self) -> Player:
-        """A worker that is up, or the first to come up."""
+        """The least busy worker that is up, or the first one to come up.
+
+        Raises EnvironmentLost when no worker is available any more.
+        """
         if not self._keepers:
             self._keepers = [asyncio.ensure_future(self._keep(slot)) for slot in self._slots]
         while self._failure is None:
@@ -113,19 +119,22 @@ class WorkerEnvironment:
         raise EnvironmentLost(str(self._failure)) from self._failure
 
     async def _keep(self, slot: _Slot) -> None:
-        """One worker after the other, until that makes no sense any more."""
+        """Keep a slot filled with one worker after another, until an error ends the environment."""
         try:
             while True:
                 why = await self._employ(slot)
                 slot.late = True
                 self._wake()
                 await asyncio.sleep(self._lost(why))  # bounded: by its argument
-        except Exception as error:  # whatever it is: who waits for a worker would wait for ever
+        except Exception as error:  # any error: callers that wait for a worker would wait for ever
             self._failure = error
             self._wake()
 
     async def _employ(self, slot: _Slot) -> str:
-        """One worker, from its start to its end. Returns why it ended; raises EnvironmentLost."""
+        """Run one worker from its start to its end; returns why it ended.
+
+        Raises EnvironmentLost when the environment does not load.
+        """
         await self._guard.start()
         child = await WorkerProcess.start(
             "tidemill.envs.episode_worker", f"the worker of environment {self.name}", self._settings.memory_mb
@@ -142,7 +151,7 @@ class WorkerEnvironment:
             slot.player = None
             child.kill()
             await child.reap()
-            child.kill()  # once more: what was forked while the first signal was under way
+            child.kill()  # again, for processes forked while the first signal was on its way
             self._guard.discard(child.pid)
 
     def _wake(self) -> None:
@@ -166,10 +175,10 @@ def in_workers(
     written: AnyEnv | tuple[AnyEnv, ...] | None = None,
     source: Path | None = None,
 ) -> Environment:
-    """The environment with its code in worker processes, or as it is where the settings or the environment want that.
+    """Move an environment's code into worker processes, unless settings or kind keep it in this one.
 
-    written: what the recipe says of it; None when it was given as an object. note: told when it has to stay here.
-    source: a folder for the source of a function that no file holds.
+    written: its settings in the recipe; None when it was given as an object. note: called with a sentence when the
+    environment has to stay in this process. source: a folder for the source of a function that has no file.
     """
     if isinstance(environment, Several):
         own = {each.name: each for each in written} if isinstance(written, tuple) else {}
@@ -179,7 +188,7 @@ def in_workers(
     why = "an object lives in one process"
     if isinstance(environment, FunctionEnvironment) and not isinstance(written, PythonSettings):
         if settings.workers is None and environment.function.__module__.split(".")[0] == "tidemill":
-            return environment  # ours
+            return environment  # this package's own code needs no worker
         try:
             return WorkerEnvironment(environment, reference_for(environment.function, source, "environment"), settings, lost)
         except Live as reason:

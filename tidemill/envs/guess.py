@@ -1,11 +1,11 @@
-"""A multi-turn example: find the number between two others.
+"""Guessing game, a multi-turn example: find a number within a range.
 
     guess 1-16        the policy answers with a number
     higher            ... too low: it answers again
     lower             ... too high
 
-The faster it is found, the higher the score: 1 at the first guess, falling in equal steps, 0 when it is not found.
-All text is lower-case letters, digits, spaces, newlines and "-", which a character tokenizer of 40 holds.
+The sooner the number is found, the higher the score: 1 at the first guess, less in equal steps, 0 when it is not found.
+All text is lower-case letters, digits, spaces, newlines and "-", so a character tokenizer of 40 tokens is enough.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ async def guess(task: Task, chat: Chat) -> Score:
 
 
 def guess_game(settings: GuessSettings) -> FunctionEnvironment:
-    """Tasks are all (range, number) within low..high, shuffled by the seed; a range has at least two numbers."""
+    """The environment of the game, whose tasks are all (range, number) within low..high, shuffled.
+
+    A range has at least two numbers. Raises ConfigError when `low` and `high` do not fit.
+    """
     low, high = settings.low, settings.high
     if high <= low:
         raise ConfigError(f"env.low = {low}, env.high = {high}: expected low < high")

@@ -1,7 +1,7 @@
-"""Files of JSON lines: every row is read, or one sentence names the line that cannot be.
+"""Reader of JSON-lines files, whose errors name the line that cannot be read.
 
-Byte-order marks, Windows line ends and blank lines are read over. `NaN` is read as null, which is what it stands for in
-files that were made from tables.
+Byte-order marks, Windows line ends and blank lines are skipped. `NaN` is read as null, its meaning in files made from
+tables.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ _MARKS = {codecs.BOM_UTF16_LE: "utf-16", codecs.BOM_UTF16_BE: "utf-16"}
 
 
 def json_lines(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each row with its place, such as "'rows.jsonl', line 3". name: the file, as messages name it.
+    """Iterate over (place, row), with places such as "'rows.jsonl', line 3".
 
-    Raises ConfigError when the file cannot be read, or a line holds anything but one JSON object.
+    name: the file's name in messages. Raises ConfigError when the file cannot be read, or a line is not one JSON object.
     """
     for number, line in enumerate(_text(path, name).split("\n"), 1):  # splitlines() would also split at U+2028 in a string
-        line = line.removeprefix("\ufeff")  # at the start, and in the middle of files that were joined
+        line = line.removeprefix("\ufeff")  # at the start of a file, or within joined files
         if line.strip():
             yield (where := f"{name}, line {number}"), _row(line, where)
 
@@ -31,7 +31,7 @@ def json_lines(path: Path, name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 def _text(path: Path, name: str) -> str:
     raw = b""
     try:
-        found = path.resolve()  # of a shell's `<(command)` nothing is found, and it is read
+        found = path.resolve()  # for a shell's `<(command)` this does not exist, and the pipe is read
         if found.exists() and not found.is_file():
             raise ConfigError(f"{name} is a {'folder' if found.is_dir() else 'device or pipe'}: give a file of JSON lines")
         raw = path.read_bytes()
@@ -43,7 +43,7 @@ def _text(path: Path, name: str) -> str:
         raise ConfigError(
             f"{name}, line {line} holds the byte 0x{raw[error.start]:02x}, which is no {error.encoding}: save it as UTF-8"
         ) from None
-    except (OSError, ValueError) as error:  # a path that no system takes is a ValueError
+    except (OSError, ValueError) as error:  # ValueError: a path that no system accepts
         raise ConfigError(f"{name} is not readable: {error}") from None
 
 
@@ -56,7 +56,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not JSON: {error}") from None
     except RecursionError:
         raise ConfigError(f"{where} is nested deeper than can be read") from None
-    except ValueError:  # the limit of Python
+    except ValueError:  # Python's limit of digits
         raise ConfigError(f"{where} holds a number of more than 4,300 digits: write it as a text") from None
     if not isinstance(row, dict):
         raise ConfigError(f"{where} is a {type(row).__name__}: expected one object a line")

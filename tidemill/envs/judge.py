@@ -1,10 +1,10 @@
-"""Judging a group's attempts with a reward function, wherever it runs.
+"""RewardJudge: judges a group's attempts with a reward function, in workers or in this process.
 
     blocking function   -> the scoring workers, by its name, under their limit
     async def           -> this process's event loop, under the same limit
-    what only this process has (a function that closes over a client)  -> a thread of it, one call after the other
+    a function that only this process has (it closes over a client, say)  -> a thread of it, one call after the other
 
-The scoring stage is injected: this package knows of it what `Scorer` says.
+The scoring stage is injected: this package knows only the protocol `Scorer`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tidemill.envs.rewards.signature import Signature, group_values, name_of, si
 
 
 class Scorer(Protocol):
-    """The scoring stage: `reward_workers.reward_pool.WorkerPool`."""
+    """Interface of the scoring stage, which `reward_workers.reward_pool.WorkerPool` implements."""
 
     limit_s: float
 
@@ -39,13 +39,13 @@ class Scorer(Protocol):
 
 
 class Judge(Protocol):
-    """Decides on a group's attempts: outcomes in their order."""
+    """Interface of a judge: outcomes of a group's attempts, in their order."""
 
     async def __call__(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]: ...
 
 
 class RewardJudge:
-    """A reward function of either form (see `rewards.signature`) as a judge."""
+    """Judge that calls one reward function of either form (see `rewards.signature`)."""
 
     def __init__(
         self,
@@ -54,16 +54,16 @@ class RewardJudge:
         options: Mapping[str, Any] | None = None,
         source: Path | None = None,
     ) -> None:
-        """reward: a named one, FILE.py:FUNCTION, MODULE:FUNCTION, or a function. options: further arguments. source: a
-        folder for the source of a function that no file holds, from which the workers import it.
+        """reward: a named one, FILE.py:FUNCTION, MODULE:FUNCTION, or a function.
 
-        Raises ConfigError when it cannot be found, or has a form or an option that does not fit.
+        options: further arguments. source: a folder for the source of a function without a file, from which workers import
+        it. Raises ConfigError when the reward cannot be found, or its form or an option does not fit.
         """
         self._scorer, self._options, self._source = scorer, dict(options or {}), source
-        self._function: Callable[..., Any] | None = None  # set when it runs here
+        self._function: Callable[..., Any] | None = None  # set when it runs in this process
         self._turn = asyncio.Lock()  # bounded: a call in this process ends at its limit
-        self.notes = list[str]()  # what the user should hear before a run begins
-        self._teller: Teller | None = None  # of a user's reward
+        self.notes = list[str]()  # sentences that the user should read before a run begins
+        self._teller: Teller | None = None  # the function `gold` beside a user's reward
         self._columns = frozenset[str]()
         self._form = NAMED[reward].gold if isinstance(reward, str) and reward in NAMED else None
         self._reference, self.signature = self._resolve(reward)
@@ -74,7 +74,10 @@ class RewardJudge:
             )
 
     def check(self, columns: set[str]) -> None:
-        """Raise ConfigError when no task has a column that the reward needs. columns: those that any task has."""
+        """Raise ConfigError when no task has a column that the reward needs.
+
+        columns: all columns that any task has.
+        """
         self.signature.check({*columns, *self._options})
         self._columns = frozenset(columns)
 
@@ -88,7 +91,7 @@ class RewardJudge:
 
     @property
     def tells_gold(self) -> bool:
-        """Whether a function of the user's says which reply is right."""
+        """True when a user's function `gold` gives the right reply."""
         return self._teller is not None
 
     def gold(self, task: Task) -> Gold:
@@ -103,7 +106,7 @@ class RewardJudge:
         return await asyncio.gather(*(self._single(self._arguments(single_values(task, text))) for text in texts))
 
     def _filled(self, task: Task) -> Task:
-        """With None for the columns that only other tasks have; a parameter's default goes before that."""
+        """The task with None for columns that only other tasks have, unless the parameter has a default."""
         lacking = {name: None for name in self._columns if name not in task.data and name not in self.signature.optional}
         return replace(task, data={**task.data, **lacking}) if lacking else task
 

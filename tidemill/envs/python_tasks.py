@@ -1,4 +1,4 @@
-"""Tasks that are given from Python: a list, a function of the split, a table of splits, or a dataset of `datasets`."""
+"""Tasks given in Python: a list, a function of the split, a dict of splits, or a `datasets` dataset."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ Rows = Sequence[Task | Mapping[str, Any]]
 TaskSource = Rows | Mapping[str, Rows] | Callable[[str], Rows] | Any
 """The last is a `datasets.Dataset` or `DatasetDict`, whose package need not be installed."""
 
-HELD_OUT = ("eval", "test", "validation")  # names of a split that is not trained on
+HELD_OUT = ("eval", "test", "validation")  # names of splits that are not trained on
 
 
 def splits_of(source: TaskSource, name: str, share: float = 0.1) -> dict[str, list[Task]]:
-    """Both splits of a task source. A list is split by hash, a function is asked for each split."""
+    """The splits "train" and "eval" of a task source.
+
+    A list is split by hash, a function is called for each split. Raises ConfigError for sources that are neither.
+    """
     if callable(source):
         return {split: _tasks(source(split), f"{split} task", name) for split in ("train", "eval")}
     if isinstance(source, Mapping):
@@ -54,8 +57,11 @@ def _tasks(rows: Any, what: str, name: str) -> list[Task]:
 
 
 def _of_dataset(rows: Any, name: str) -> Any:
-    """A dataset's rows as plain values; anything else as it is. A stream is refused: it may have no end."""
-    datasets = sys.modules.get("datasets")  # who gives a dataset has imported it
+    """A dataset's rows as plain values; anything else unchanged.
+
+    Raises ConfigError for a stream, which may have no end.
+    """
+    datasets = sys.modules.get("datasets")  # imported already, if the caller gives a dataset
     if datasets is None or not hasattr(datasets, "Dataset"):
         return rows
     if isinstance(rows, datasets.IterableDataset):

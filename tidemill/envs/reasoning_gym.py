@@ -1,6 +1,7 @@
-"""Any dataset of reasoning-gym as an environment, judged by the dataset's own scorer in the scoring workers.
+"""reasoning-gym datasets as environments, judged by the dataset's own scorer.
 
-The package is never imported here: its tasks are made in a process of their own (see `reasoning_gym_worker`).
+The package is never imported in this process: a process of its own makes the tasks (see `reasoning_gym_worker`), and
+scoring workers judge the replies.
 """
 
 from __future__ import annotations
@@ -23,12 +24,15 @@ from tidemill.envs.environment_settings import ReasoningGymSettings
 from tidemill.envs.judge import Scorer
 
 MAKING_LIMIT_S = 600.0
-_DRAWS = 3  # entries looked at for each task wanted, at most: small datasets repeat themselves
+_DRAWS = 3  # at most so many entries are drawn for each task: small datasets repeat themselves
 _WORKER = "tidemill.envs.reasoning_gym_worker"
 
 
 def reasoning_gym(settings: ReasoningGymSettings, scorer: Scorer) -> SingleTurn:
-    """The environment. Raises ConfigError when the package is missing, or does not know the dataset or its arguments."""
+    """The environment of one dataset.
+
+    Raises ConfigError when the package is missing, or does not know the dataset or its arguments.
+    """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError("env kind 'reasoning_gym' needs a package that is not installed: pip install 'tidemill[gym]'")
     if "{question}" not in settings.template:
@@ -42,7 +46,10 @@ def reasoning_gym(settings: ReasoningGymSettings, scorer: Scorer) -> SingleTurn:
 
 
 class GymJudge:
-    """One call a group. When that fails, each attempt is judged by itself, so that one cannot cost its siblings theirs."""
+    """Judge that calls the dataset's scorer once per group.
+
+    When that call fails, each attempt is judged by itself, so that a bad attempt does not fail its siblings.
+    """
 
     def __init__(self, settings: ReasoningGymSettings, scorer: Scorer) -> None:
         self._scorer, self._name, self._binary = scorer, settings.dataset, settings.binary

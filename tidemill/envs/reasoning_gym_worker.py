@@ -1,8 +1,8 @@
-"""What touches reasoning-gym itself, in processes of their own: making tasks (once), and scoring (in scoring workers).
+"""reasoning-gym in processes of its own: makes tasks as a program, scores replies in workers.
 
-Both run with a fixed hash seed, because some of its datasets iterate over sets: without it the same configuration gives
-other tasks in the next run. So an entry need not travel; a scoring worker makes it again from the dataset and the index,
-and says so if the question is not the one that was asked.
+Both run with a fixed hash seed, because some datasets iterate over sets: without it the same configuration gives other
+tasks in the next run. So an entry need not be sent: a scoring worker makes it again from the dataset and the index, and
+raises RuntimeError if the question is not the one that was asked.
 
 As a program it reads one `Order` from stdin and writes one `Made` to stdout.
 """
@@ -26,8 +26,8 @@ from reasoning_gym.utils import extract_answer
 
 from tidemill.core import serialization
 
-_APART = 0.9  # share of distinct answers from which on answers are kept apart as well as questions
-_NEAR = 0.7  # likeness of a name that may have been meant
+_APART = 0.9  # from this share of distinct answers on, no answer is in both splits either
+_NEAR = 0.7  # likeness from which a name is suggested
 
 
 class Order(msgspec.Struct, frozen=True):
@@ -36,7 +36,7 @@ class Order(msgspec.Struct, frozen=True):
     seed: int
     size: int
     eval_size: int
-    length: int  # entries of the dataset, from which the tasks are drawn
+    length: int  # size of the dataset from which the tasks are drawn
 
 
 class Made(msgspec.Struct, frozen=True):
@@ -69,7 +69,10 @@ def score(
 
 
 def make(order: Order) -> Made:
-    """Distinct entries, train apart from eval by question and, where answers are as good as unique, by answer."""
+    """Draw distinct entries for both splits, which share no question.
+
+    If answers are almost unique, the splits share no answer either.
+    """
     try:
         source = _dataset(order.dataset, json.dumps(order.args, sort_keys=True), order.seed, order.length)
     except (TypeError, ValueError, AssertionError) as error:
@@ -93,12 +96,12 @@ def make(order: Order) -> Made:
 
 
 def _draw(source: Any, stream: Any, seen: set[str], count: int, answers: Set[str] = frozenset()) -> list:
-    """Up to `count` entries whose question was not seen, none with one of `answers`."""
+    """Up to `count` entries with unseen questions and without the answers in `answers`."""
     found = []
     while len(found) < count and (index := next(stream, None)) is not None:
         try:
             entry = source[index]
-        except IndexError:  # it ran out of puzzles before its length
+        except IndexError:  # the dataset ran out of puzzles before its length
             break
         question, answer = entry["question"], entry["answer"]
         if _fold(question) in seen or (answer is not None and _fold(answer) in answers):
@@ -137,7 +140,10 @@ def _why(order: Order, error: Exception) -> str:
 
 
 def _near(name: str) -> list[str]:
-    """Up to three datasets, the likest first: spelt like it as a whole, or having words like all of its words."""
+    """Up to three datasets with a similar name, the most similar first.
+
+    A name is similar as a whole, or because it has words like all words of the given name.
+    """
     likeness = {known: max(_alike(name, known), _words_alike(name, known)) for known in sorted(DATASETS)}
     least = max(_NEAR, max(likeness.values()) - 0.15)
     return sorted((known for known in likeness if likeness[known] >= least), key=lambda known: -likeness[known])[:3]
@@ -158,7 +164,7 @@ def _words(name: str) -> list[str]:
 
 def main() -> None:
     replies = os.dup(1)
-    os.dup2(2, 1)  # what the library prints is not a reply
+    os.dup2(2, 1)  # output that the library prints must not mix with the reply
     order: Order = serialization.decode(sys.stdin.buffer.read(), Order)  # bounded: the parent writes it at once
     with os.fdopen(replies, "wb") as pipe:
         pipe.write(serialization.encode(make(order)))

@@ -1,4 +1,4 @@
-"""Several reward functions as one judge: each is called as if it were alone, and the weighted sum is the score."""
+"""Several reward functions as one judge, whose score is the weighted sum of theirs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Reward = str | Callable[..., Any]
 
 
 class SeveralRewards:
-    """A `Judge` of others, whose outcomes are added up."""
+    """Judge that adds up the weighted outcomes of other judges."""
 
     def __init__(self, judges: Sequence[RewardJudge], names: Sequence[str], weights: Sequence[float]) -> None:
         self._judges, self.names, self._weights = judges, list(names), list(weights)
@@ -35,7 +35,7 @@ class SeveralRewards:
 
     @property
     def notes(self) -> list[str]:
-        """How accuracy is to be read where one reward alone makes an attempt count as solved, and those of each reward."""
+        """The notes of each reward, and a warning when one reward alone can make an attempt solved."""
         found = [note for judge in self._judges for note in judge.notes]
         if enough := alone_enough(self.names, self._weights):
             found.append(
@@ -49,7 +49,10 @@ class SeveralRewards:
         return any(judge.grouped for judge in self._judges)
 
     def gold(self, task: Task) -> Gold:
-        """What a function `gold` beside one of them says: what pleases one reward need not please the others."""
+        """The reply from a function `gold` beside one of the rewards; Unscorable without one.
+
+        A reply that one reward scores fully need not satisfy the others, so nothing is derived from the answer.
+        """
         told = next((judge for judge in self._judges if judge.tells_gold), None)
         if told is None:
             return Unscorable("no function `gold` says which reply earns the full score of several rewards")
@@ -68,10 +71,10 @@ def judge_of(
     options: Mapping[str, Any] | None = None,
     source: Path | None = None,
 ) -> RewardJudge | SeveralRewards:
-    """The judge of one reward, or of a list of them.
+    """The judge for one reward, or for a list of rewards.
 
-    options: further arguments; those of a list by the reward's name. source: see `RewardJudge`.
-    Raises ConfigError when they do not fit.
+    options: further arguments; for a list, by the reward's name. source: see `RewardJudge`.
+    Raises ConfigError when something does not fit.
     """
     if not isinstance(rewards, Sequence) or isinstance(rewards, str):
         return RewardJudge(rewards, scorer, options, source)
@@ -87,7 +90,7 @@ def judge_of(
 
 
 def _named(reward: Reward) -> tuple[str, str]:
-    """A reward's own name, and that of the file it is from."""
+    """The name of a reward, and the name of its file or module ("" if it has none)."""
     if isinstance(reward, str):
         place, _, name = reward.rpartition(":")
         return name, Path(place).stem if place and reward not in NAMED else ""

@@ -1,6 +1,6 @@
-"""A reward model as a reward: the number that a model for sequence classification gives after an answer's last token.
+"""Reward model as a reward: a sequence-classification model's output at the last token.
 
-It runs in the scoring workers, each with a copy of its own, and judges a task's attempts in one pass.
+It runs in the scoring workers, each with a copy of the model, and judges a task's attempts in one forward pass.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ from tidemill.models.value_model import ValueModel, last_tokens, load_value_mode
 
 
 def score(completions: Sequence[Any], prompts: Sequence[Any], *, folder: str) -> list[float]:
-    """The raw output for each completion, unbounded. folder: of the model, with its tokenizer. Raises ValueError when it is
-    no such folder, or an attempt is longer than its context."""
+    """The model's raw, unbounded output for each completion.
+
+    folder: holds the model and its tokenizer. Raises ValueError when it does not, or when an attempt is longer than the
+    model's context.
+    """
     model, tokenizer = _loaded(folder)
     asked = zip(prompts, completions, strict=True)
     rows = [conversation(tokenizer, [(as_messages(prompt), _text(each))])[0] for prompt, each in asked]

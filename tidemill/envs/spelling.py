@@ -1,11 +1,11 @@
-"""The demo's task where reasoning-gym is not installed: spell a word backward. The words are made here, of syllables."""
+"""Demo task without reasoning-gym: spell a word backward, with words made of random syllables."""
 
 from __future__ import annotations
 
 from random import Random
 
-COUNT = 11_400  # a tenth is held out
-# Most are long, as in a dictionary: of tasks that are mostly short half are soon solved, and the long ones then never are.
+COUNT = 11_400  # words; a tenth is held out
+# By length, the weight. Most words are long: with mostly short ones, half are soon solved and the long ones then never are.
 LENGTHS = {3: 2, 4: 10, 5: 18, 6: 30, 7: 40}
 _ONSETS = (
     "",
@@ -31,12 +31,12 @@ _CODAS = ("", "", *"bdgklmnprstxy", "ck", "ft", "ll", "nd", "ng", "nt", "rd", "r
 
 
 def score(completion: str, answer: str) -> float:
-    """1 for the word backward and nothing else."""
+    """1.0 for exactly the word backward, else 0.0."""
     return float(completion.strip() == answer)
 
 
 def words(count: int) -> list[str]:
-    """Different ones, always the same."""
+    """`count` distinct words, the same ones in every call."""
     draw, found = Random(0), dict[str, None]()
     wanted = draw.choices(list(LENGTHS), list(LENGTHS.values()), k=count)
     for length in wanted:
@@ -52,6 +52,6 @@ def _word(draw: Random) -> str:
 
 
 def tasks(split: str) -> list[dict[str, str]]:
-    """Every tenth word is held out."""
+    """The tasks of a split; every tenth word is held out for "eval"."""
     made = [word for i, word in enumerate(words(COUNT)) if (i % 10 == 0) == (split == "eval")]
     return [{"prompt": f"Spell this word backward (example: sun -> nus): {word}", "answer": word[::-1]} for word in made]

@@ -1,4 +1,4 @@
-"""Rows as tasks: a JSONL file, or a Hugging Face dataset where the `datasets` package is installed."""
+"""Tasks from files: JSON lines, or a Hugging Face dataset if `datasets` is installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from tidemill.models.architecture import Architecture, UnsupportedModel
 
 
 def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
-    """The environment. Raises ConfigError when the rows or the reward are not usable, or do not fit each other."""
+    """The single-turn environment of rows and a reward.
+
+    Raises ConfigError when the rows or the reward are not usable, or do not fit each other.
+    """
     if "{prompt}" not in settings.template:
         raise ConfigError(f"env.template = {settings.template!r}: expected {{prompt}} in it")
     if "model" in ((settings.reward,) if isinstance(settings.reward, str) else settings.reward):
@@ -58,7 +61,10 @@ async def _nobody(task: Task, attempts: list[Trajectory]) -> list[Outcome]:
 
 
 def row_splits(settings: RowsSettings | PythonSettings) -> dict[str, list[Task]]:
-    """Train and held-out tasks: of two sources, or of one that is split by its prompts' hash."""
+    """Train and held-out tasks, from two sources, or from one that is split by its prompts' hash.
+
+    Raises ConfigError when a source is not usable or a split is empty.
+    """
     tasks = _read(settings, settings.data)
     if not settings.eval_data:
         splits = split_by_hash(tasks, settings.eval_share)
@@ -94,7 +100,10 @@ def _read(settings: RowsSettings | PythonSettings, data: str) -> list[Task]:
 
 
 def _json_lines_of(settings: RowsSettings | PythonSettings, data: str) -> Path | None:
-    """The file itself; where the `datasets` package is not installed, that of the split in a folder that has one."""
+    """The JSON-lines file that `data` names; None when `datasets` has to load the data.
+
+    Without that package, it may also be the split's file in the folder `data`.
+    """
     if data.endswith((".jsonl", ".ndjson")):
         return Path(data)
     if importlib.util.find_spec("datasets") is not None or not (folder := Path(data).expanduser()).is_dir():
@@ -105,7 +114,10 @@ def _json_lines_of(settings: RowsSettings | PythonSettings, data: str) -> Path |
 
 
 def _dataset(settings: RowsSettings | PythonSettings, data: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Rows of a dataset's folder, file or name, as the `datasets` package finds them."""
+    """Iterate over (place, row) of a dataset's folder, file or name, loaded by the `datasets` package.
+
+    Raises ConfigError when the package is missing or does not load it.
+    """
     path = Path(data).expanduser()
     if importlib.util.find_spec("datasets") is None:
         exists = "" if path.exists() else " and is no file here"
@@ -127,7 +139,7 @@ def _dataset(settings: RowsSettings | PythonSettings, data: str) -> Iterator[tup
         ValueError,
         KeyError,
         RuntimeError,
-    ) as error:  # what the package raises for names, splits, files, network
+    ) as error:  # raised by the package for names, splits, files, network
         raise ConfigError(
             f"data {shown(data)!r} (split {split!r}) does not load: {str(error) or type(error).__name__}"
         ) from None

@@ -1,7 +1,7 @@
-"""Which task comes when: a fresh permutation each epoch, and a cycle of turns where several environments share a run.
+"""Task order: a new permutation of tasks each epoch, and a fair cycle over several environments.
 
-Both are pure functions of the position. Nothing is remembered, so the position in the data is one number, and a resume
-goes on exactly there.
+Both are pure functions of the position. There is no state, so the position in the data is one number, and a resume
+continues exactly there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ from tidemill.core.seeding import derive_seed
 
 
 def task_order(count: int, seed: int, position: int) -> int:
-    """The index in 0..count-1 of the task at `position` 0, 1, 2, ... Every epoch of `count` positions holds each once."""
+    """Index (0 to count-1) of the task at `position` 0, 1, 2, ...; each epoch has every task once.
+
+    An epoch is `count` positions. Raises ValueError unless count >= 1 and position >= 0.
+    """
     if count < 1 or position < 0:
         raise ValueError(f"count={count}, position={position}: expected count >= 1 and position >= 0")
     epoch, within = divmod(position, count)
@@ -23,17 +26,17 @@ def task_order(count: int, seed: int, position: int) -> int:
 
 @lru_cache(maxsize=4)
 def _permutation(count: int, seed: int, epoch: int) -> list[int]:
-    # Sorted by random(), whose sequence Python promises to keep; that of shuffle() it does not.
+    # Sorted by random(), because Python keeps its sequence between versions, but not that of shuffle().
     draw = random.Random(derive_seed(seed, "order", epoch))
     keys = [draw.random() for _ in range(count)]
     return sorted(range(count), key=keys.__getitem__)
 
 
 def turns(weights: Sequence[int]) -> list[int]:
-    """Whose turn it is at each place of a cycle of sum(weights): number k's comes weights[k] times, evenly spread.
+    """A cycle of sum(weights) places in which index k comes weights[k] times, evenly spread.
 
-    Its j-th turn is due at (j + 1/2) / weights[k]: Webster's method, of seats in a parliament, as an order. Every whole
-    cycle is exact; among K, after n turns k is ahead or behind by at most 1/2 + K/2 * its share.
+    The j-th turn of k is due at (j + 1/2) / weights[k]: Webster's method for seats in a parliament, used as an order. Every
+    whole cycle is exact. Among K indices, after n turns, k is ahead or behind by at most 1/2 + K/2 * its share.
     """
     if not weights or any(weight < 0 for weight in weights) or not any(weights):
         raise ValueError(f"weights {list(weights)}: expected numbers >= 0, one of them positive")

@@ -1,4 +1,4 @@
-"""From rows to tasks: stable ids, the held-out split, and the checks that every set of tasks must pass."""
+"""Turns rows into tasks: stable ids, the held-out split, and checks on every set of tasks."""
 
 from __future__ import annotations
 
@@ -17,11 +17,14 @@ from tidemill.envs.trl_rows import with_prompt
 from tidemill.models.messages import is_message
 
 Splits = Mapping[str, Sequence[Task]]
-DEEPEST = 100  # levels of a task's data; whatever reads it later does so recursively
+DEEPEST = 100  # levels of nesting in a task's data, which later code reads recursively
 
 
 def task_of(row: Mapping[str, Any], where: str, *, prompt_column: str = "prompt", template: str = "{prompt}") -> Task:
-    """A task from a row: its prompt (text, or a list of messages), everything else as data. `where` is for messages."""
+    """A task from a row: its prompt (a text or a list of messages), all other columns as data.
+
+    where: the row's place, for messages. Raises ConfigError when the row cannot be used.
+    """
     row = with_prompt(row, prompt_column)
     if prompt_column not in row:
         columns = ", ".join(map(str, row)) or "none"
@@ -40,7 +43,7 @@ def task_of(row: Mapping[str, Any], where: str, *, prompt_column: str = "prompt"
 
 
 def split_by_hash(tasks: Sequence[Task], share: float) -> dict[str, list[Task]]:
-    """Hold out about `share` of the prompts. A prompt stays on its side when rows are added or reordered."""
+    """Hold out about `share` of the prompts; a prompt keeps its side when rows are added or moved."""
     sides: dict[str, list[Task]] = {"train": [], "eval": []}
     for task in tasks:
         draw = derive_seed("held-out", json.dumps(task.prompt, sort_keys=True)) / 2**63
@@ -49,9 +52,10 @@ def split_by_hash(tasks: Sequence[Task], share: float) -> dict[str, list[Task]]:
 
 
 def check_splits(name: str, splits: Splits, *, prompts_apart: bool = False) -> None:
-    """Raise ConfigError unless both splits have tasks, ids are unique, no task is in both, and data can travel.
+    """Raise ConfigError unless both splits have tasks, ids are unique, and no task is in both.
 
-    prompts_apart: tasks of one prompt are one task (single turn), whatever their data.
+    Data must also be encodable (`check_data`). prompts_apart: tasks with one prompt count as one task, whatever their data,
+    as in single-turn environments.
     """
     for split in ("train", "eval"):
         if not splits[split]:
@@ -73,7 +77,7 @@ def check_splits(name: str, splits: Splits, *, prompts_apart: bool = False) -> N
 
 
 def check_data(data: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError, which names the column, unless the columns, the prompt included, can travel between processes."""
+    """Raise ConfigError, which names the column, unless all columns can be sent between processes."""
     for key, value in data.items():
         column = f"{where}: column {key!r:.80}"
         if _deeper(value, DEEPEST - 1):
@@ -90,7 +94,10 @@ def check_data(data: Mapping[str, Any], where: str) -> None:
 
 
 def _without_nan(value: Any) -> Any:
-    """NaN means a missing value in a table; it equals nothing, not even the recorded row that a resumed run compares."""
+    """The value with None for NaN, which means a missing value in a table.
+
+    NaN equals nothing, so a resume could not match the task with its record.
+    """
     if isinstance(value, Mapping):
         return {key: _without_nan(each) for key, each in value.items()}
     if isinstance(value, list):
@@ -104,7 +111,7 @@ def _deeper(value: Any, levels: int) -> bool:
 
 
 def told_apart(tasks: Sequence[Task]) -> list[Task]:
-    """Each with an id of its own: a row that says the same as earlier ones counts as well, and is numbered."""
+    """The tasks with distinct ids: a row equal to earlier ones stays, with a number after its id."""
     found, seen = [], Counter[str]()
     for task in tasks:
         seen[task.id] += 1
@@ -113,7 +120,7 @@ def told_apart(tasks: Sequence[Task]) -> list[Task]:
 
 
 def columns_of(tasks: Sequence[Task]) -> set[str]:
-    """The data columns that any task has; where a task lacks one, a reward is given None."""
+    """The data columns that any task has; a reward gets None where a task lacks one."""
     return set[str]().union(*(task.data for task in tasks))
 
 

@@ -1,8 +1,8 @@
-"""Rows in TRL's forms, as rows with a prompt: conversations that hold their own, and messages as datasets keep them.
+"""Converts rows in TRL's formats to rows with a prompt.
 
-chosen, rejected (conversations, no conversational prompt)  ->  what both begin with is the prompt, as `extract_prompt`
+chosen, rejected (conversations, no conversational prompt)  ->  their common beginning is the prompt, as `extract_prompt`
 messages, no prompt                                         ->  all before the assistant's last message is the prompt
-{"role": ..., "content": ..., "name": None}                 ->  without what is None: a table's every row has every key
+{"role": ..., "content": ..., "name": None}                 ->  keys with None are removed: rows of a table have every key
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ COLUMNS = ("prompt", "completion", "chosen", "rejected", "messages")
 
 
 def with_prompt(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
-    """The same row, with a prompt where its other columns hold one."""
+    """A copy of the row, with a prompt extracted from its other columns where they hold one."""
     found = {key: _plain(value) if key in (*COLUMNS, prompt_column) else value for key, value in row.items()}
     chosen, rejected = found.get("chosen"), found.get("rejected")
     if _is_talk(chosen) and _is_talk(rejected) and not _is_talk(found.get(prompt_column)):
@@ -27,7 +27,7 @@ def with_prompt(row: Mapping[str, Any], prompt_column: str) -> dict[str, Any]:
 
 
 def _shared(one: list[Any], other: list[Any]) -> int:
-    """How many messages both begin with; the last of the shorter is left to it as a reply."""
+    """The number of messages that both begin with; the shorter keeps at least one as its reply."""
     most = min(len(one), len(other)) - 1
     return next((place for place in range(most) if one[place] != other[place]), most)
 

@@ -1,1 +1,1 @@
-"""Reward functions in worker processes that are killed at their limit."""
+"""Reward workers: processes that run reward functions and are killed at their limit."""

@@ -1,4 +1,4 @@
-"""One call of a reward function, turned into outcomes. The worker and the in-process scorer share it."""
+"""Calls one reward function and turns its result into outcomes, in workers and in-process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidemill.envs.reward_workers.reward_protocol import RewardRequest
 
 
 def load(request: RewardRequest) -> str:
-    """Load the function, which may import anything. Returns why that failed, or the empty string."""
+    """Import the function, which may import anything. Returns why that failed, or ""."""
     try:
         load_object(request.function)
     except ConfigError as error:
@@ -19,7 +19,7 @@ def load(request: RewardRequest) -> str:
 
 
 def invoke(request: RewardRequest) -> list[Outcome]:
-    """Call the function; one outcome, or `count` of them. Whatever it raises is an InfraError."""
+    """Call the function; returns one outcome, or `count`. An exception becomes InfraError."""
     try:
         value = load_object(request.function)(*request.args, **request.kwargs)
         if request.count:

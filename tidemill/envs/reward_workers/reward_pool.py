@@ -1,11 +1,11 @@
-"""The scoring stage: reward functions in worker processes that are killed at their limit.
+"""Scoring stage: a pool of worker processes that call reward functions under a time limit.
 
-    call -> idle worker (started when first needed) -> Request -> Started (the limit begins) -> Done -> outcome
+    call -> idle worker (started when first needed) -> RewardRequest -> Started (the limit begins) -> RewardReply -> outcome
 
-A call always ends, with an outcome, within its start-up and its limit: a function that sleeps for ever, exits, crashes,
-raises or returns something else than a number is an InfraError (I5), and its worker is replaced. When a worker was stopped
-by a signal, another one is asked, once. Workers are kept warm
-otherwise: what a function imported or cached is there for the next call.
+A call always ends with an outcome, within the start-up time and the limit. A function that sleeps for ever, exits, crashes,
+raises or returns something else than a number is an InfraError (I5). A worker that hung, died or was stopped is replaced;
+after a stop by a signal the call is repeated once, in another worker. All other workers stay warm: imports and caches of a
+function are there for the next call.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _COUNTERS = ("calls", "scores", "unscorable", "errors", "timeouts", "deaths", "s
 
 class WorkerPool:
     def __init__(self, workers: int = 2, limit_s: float = 10.0, memory_mb: int = 0) -> None:
-        """workers: calls at a time (0 runs them in this process, without a limit). memory_mb: 0 is unlimited."""
+        """workers: number of processes (0 runs calls in this one, without a limit). memory_mb: 0 is unlimited."""
         if workers < 0 or limit_s <= 0 or memory_mb < 0:
             raise ValueError(f"{workers=}, {limit_s=}, {memory_mb=}: expected workers >= 0, limit_s > 0, memory_mb >= 0")
         self.workers, self.limit_s, self.memory_mb = workers, limit_s, memory_mb
         self._free = asyncio.Semaphore(max(1, workers))  # bounded: a call has its start-up and its limit
-        self._idle: list[RewardWorker] = []  # the most recently used last, and taken first: its caches are warm
+        self._idle: list[RewardWorker] = []  # the most recently used is last and taken first: its caches are warm
         self._all: dict[int, RewardWorker] = {}
         self._killed: set[asyncio.Task[None]] = set()
         self._guard = Guard()
@@ -50,7 +50,10 @@ class WorkerPool:
         limit_s: float | None = None,
         name: str = "",
     ) -> Outcome:
-        """What `function` (FILE.py:NAME or MODULE:NAME) says of one attempt. Arguments are plain JSON data."""
+        """Call `function` (FILE.py:NAME or MODULE:NAME) for one attempt; returns its outcome.
+
+        Arguments are plain JSON data. Failures are InfraError, never exceptions.
+        """
         return (await self._call(function, args, kwargs, 0, limit_s, name))[0]
 
     async def call_group(
@@ -63,11 +66,11 @@ class WorkerPool:
         limit_s: float | None = None,
         name: str = "",
     ) -> list[Outcome]:
-        """The same for a function that returns a list of `count` values. When the call itself fails, all are InfraError."""
+        """Call a function that returns `count` values; if the call fails, all are InfraError."""
         return await self._call(function, args, kwargs, count, limit_s, name)
 
     def counters(self) -> dict[str, float]:
-        """Totals so far: calls, scores, unscorable, errors (timeouts and deaths among them), starts, seconds."""
+        """Totals so far: calls, scores, unscorable, errors, timeouts, deaths, starts, seconds."""
         return {f"scoring/{name}": value for name, value in self._counters.items()}
 
     async def start(self) -> None:
@@ -75,7 +78,7 @@ class WorkerPool:
         self._idle += await asyncio.gather(*(self._start_worker() for _ in range(self.workers - len(self._all))))
 
     async def close(self) -> None:
-        """Kill what is left, also in the middle of calls, and wait until it is gone."""
+        """Kill all workers, also in the middle of calls, and wait until they are gone."""
         self._closed = True
         self._idle.clear()
         for worker in list(self._all.values()):
@@ -114,18 +117,18 @@ class WorkerPool:
             except WorkerFailed as failure:
                 self._counters["timeouts"] += failure.kind == "timeout"
                 self._counters["deaths"] += failure.kind in ("died", "stopped")
-                if failure.kind != "stopped" or is_last:  # that is mostly not the call's doing
+                if failure.kind != "stopped" or is_last:  # the call is rarely the cause of a stop, so it is repeated
                     return failed(request, str(failure))
         raise AssertionError("the last one returns")
 
     async def _exchange(self, request: RewardRequest, limit_s: float) -> RewardReply:
-        """Have the request done by one worker. Raises WorkerFailed."""
+        """Have one worker answer the request. Raises WorkerFailed."""
         assert not self._closed, "the pool is closed"
         worker = self._idle.pop() if self._idle else await self._start_worker()
         keep = False
         try:
             done = await worker.exchange(request, limit_s)
-            keep = not done.children  # what a call left running goes with its worker
+            keep = not done.children  # processes that a call left behind end with its worker
             return done
         finally:  # cancelled calls too: nobody would read their reply
             if keep and not self._closed:
@@ -151,5 +154,5 @@ class WorkerPool:
 
     async def _reap(self, worker: RewardWorker) -> None:
         await worker.reap()
-        worker.kill()  # once more: what was forked while the first signal was under way
+        worker.kill()  # again, for processes forked while the first signal was on its way
         self._guard.discard(worker.pid)

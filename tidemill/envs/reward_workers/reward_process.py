@@ -1,4 +1,4 @@
-"""One scoring worker, seen from the pool: one exchange at a time."""
+"""Pool's side of one scoring worker: one request and reply at a time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tidemill.observability.stall_report import waiting
 from tidemill.runtime.workers import stopped
 from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
 
-_LOOKS = 21  # in the time that a worker has
-TURN_S = 1.0  # for a worker that has all it needs to take up a call, on a busy machine
+_LOOKS = 21  # checks of a worker within its limit
+TURN_S = 1.0  # time for a worker with everything loaded to begin a call, on a busy machine
 
 
 class WorkerFailed(Exception):
-    """The worker can not be used again. `kind` is "timeout", "died", "stopped" or "protocol"."""
+    """The worker cannot be used again; `kind` is "timeout", "died", "stopped" or "protocol"."""
 
     def __init__(self, kind: str, reason: str) -> None:
         super().__init__(reason)
@@ -24,13 +24,13 @@ class WorkerFailed(Exception):
 
 
 class RewardWorker(WorkerProcess):
-    """Use as: `await start(...)`, `await exchange(...)` any number of times, `kill()`, `await reap()`."""
+    """A scoring worker: `await start(...)`, many `await exchange(...)`; `kill()`, `await reap()`."""
 
     _loaded = ""  # the function of the latest call
 
     async def exchange(self, request: RewardRequest, limit_s: float) -> RewardReply:
-        """Have the request done. `limit_s` runs from the moment the worker begins. Raises WorkerFailed."""
-        known = self._loaded == request.function  # nothing to import: what holds it up is left over from the call before
+        """Have the request answered; `limit_s` counts from the worker's start of it. Raises WorkerFailed."""
+        known = self._loaded == request.function  # nothing to import: only a remnant of the last call can delay it
         self._loaded = request.function
         started = await self._within(
             self._begin(request), max(limit_s, TURN_S) if known else STARTUP_LIMIT_S, "did not start"
@@ -51,7 +51,10 @@ class RewardWorker(WorkerProcess):
         return serialization.decode(await self.receive(MAX_REPLY), Reply)
 
     async def _within(self, work: Awaitable[Reply], limit_s: float, what: str) -> Reply:
-        """Time is counted in looks, not by the clock: while this process itself stood still, nothing could be heard."""
+        """Await a reply for at most `limit_s` seconds. Raises WorkerFailed.
+
+        Time is counted in checks, not by the clock: while this process itself stood still, it could receive no reply.
+        """
         answer = asyncio.ensure_future(work)
         watching = asyncio.ensure_future(stopped.stopped_instead(self.pid, answer))
         try:

@@ -1,9 +1,9 @@
-"""What the pool and its workers say to each other: msgpack in the frames of `runtime.workers`.
+"""Messages between the scoring pool and its workers: msgpack in the frames of `runtime.workers`.
 
-    pool -> worker   Request
-    worker -> pool   Started (its code is loaded: the limit begins now), then Done
+    pool -> worker   RewardRequest
+    worker -> pool   Started (its code is loaded: the limit begins now), then RewardReply
 
-A frame of a worker longer than MAX_REPLY is a failure of that call; nothing a worker writes can be more than refused.
+A reply longer than MAX_REPLY fails its call. A worker can do no more harm than that by what it writes.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MAX_REPLY = 1 << 20  # bytes
 class RewardRequest(msgspec.Struct, frozen=True):
     id: int
     function: str  # FILE.py:NAME or MODULE:NAME
-    name: str  # what messages call it
+    name: str  # the function's name in messages
     args: list[Any]
     kwargs: dict[str, Any]
-    count: int = 0  # outcomes expected of a call that judges a group; 0: a single outcome
+    count: int = 0  # expected outcomes of a call that judges a group; 0: a single outcome
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):

@@ -1,9 +1,9 @@
-"""The process that runs reward functions: one call at a time, for ever.
+"""Worker process that runs reward functions, one call at a time, until its pipe closes.
 
-    python -m tidemill.envs.reward_workers.reward_worker MEMORY_MB
+    python -m tidemill.envs.reward_workers.reward_worker MEMORY_MB PARENT
 
 Processes that the code forks never return into this loop, and the pool kills the whole process group of a worker that is
-late. What else keeps the code apart is in `runtime.workers.worker_setup`.
+late. Further isolation of the code is in `runtime.workers.worker_setup`.
 """
 
 from __future__ import annotations
@@ -30,13 +30,16 @@ def main(memory_mb: int, parent: int) -> None:
         fault_injection.reach("reward", "call", request.id)
         outcomes = failed(request, reason) if reason else invoke(request)
         if os.getpid() != here:
-            os._exit(0)  # a fork that the function made came back from it too
+            os._exit(0)  # this is a fork made by the function that returned from it as well
         before.restore()
         _write(replies, _done(request, outcomes))
 
 
 class Surroundings:
-    """What one call may change that the next one would meet: working folder, environment, a pending alarm, the streams."""
+    """State of the process that a call may change, put back before the next call.
+
+    It is the working folder, the environment, a pending alarm, the recursion limit and the standard streams.
+    """
 
     def __init__(self) -> None:
         self._folder, self._variables, self._depth = os.getcwd(), dict(os.environ), sys.getrecursionlimit()
@@ -65,8 +68,11 @@ def _write(pipe: BinaryIO, message: Reply) -> None:
 
 
 def _has_children() -> bool:
-    """Whether processes that a call started are still there (or were not waited for). Takes nobody's exit status."""
-    if sys.platform == "darwin":  # has no waitid before Python 3.13; there they go when their worker goes
+    """True when processes that a call started still exist or were not waited for.
+
+    Their exit statuses are left in place.
+    """
+    if sys.platform == "darwin":  # no waitid before Python 3.13; there they end when their worker does
         return False
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)

@@ -1,4 +1,4 @@
-"""Settings of the scoring stage."""
+"""Settings of the scoring stage: its worker processes, their limits, and tolerated errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tidemill.core.config import Config
 
 
 class ScoringSettings(Config):
-    """Worker processes that judge attempts."""
+    """Worker processes that judge attempts, with their limits."""
 
     workers: int = Field(default=2, ge=0, description="worker processes; 0 judges inside the controller, for breakpoint()")
     limit_s: float = Field(default=10.0, gt=0, description="seconds one call may take before its worker is killed")
@@ -24,5 +24,5 @@ class ScoringSettings(Config):
     )
 
     def workers_as(self) -> dict[str, Any]:
-        """What the worker pool is made of."""
+        """The arguments of `WorkerPool`."""
         return self.model_dump(include={"workers", "limit_s", "memory_mb"})

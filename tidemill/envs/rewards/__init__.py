@@ -1,1 +1,1 @@
-"""Reward functions that a recipe can name, and how a user's own are found and called."""
+"""Rewards: functions that a recipe can name, and the calling convention for a user's own."""

@@ -1,11 +1,11 @@
-"""Answers compared as they are written or by value: numbers, expressions with letters, tuples, lists, sets, intervals.
+"""Compares mathematical answers as text or by value: numbers, expressions, tuples, sets, intervals.
 
-    1.0  the same text but for spaces and styles, or the same value
-    0.0  both can be read, and differ
-    None neither is known
+    1.0  equal text apart from spaces and styles, or equal values
+    0.0  both can be read, and they differ
+    None it cannot be decided
 
-Expressions with letters are equal when they are at several points, exactly: a difference that is zero at random fractions is
-zero. No text makes this slow: what is large is not read.
+Expressions with letters count as equal when they are exactly equal at several points: a difference that is zero at several
+arbitrary fractions is zero. No text makes this slow: large ones are not read.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from tidemill.envs.rewards.plain_math import plain
 from tidemill.envs.rewards.read_number import Reading, compare, reading_of, spelled
 from tidemill.envs.rewards.units import SCALES, unit_of
 
-LONGEST = 2_000  # characters of an answer
+LONGEST = 2_000  # characters per answer
 _ITEMS = 100
 _OPEN, _CLOSE = "([{⦃", ")]}⦄"
 _POINTS = 4
@@ -35,10 +35,10 @@ _CHOICE = re.compile(r"^\s*\(([A-Za-z])\)(?=\s|$)")
 @dataclass(frozen=True, slots=True)
 class Answer:
     written: str  # without spaces and styles
-    shown: str  # as `plain` gives it
+    shown: str  # as `plain` returns it
     text: str
     tokens: tuple[Token, ...]
-    bare: bool = False  # several boxes: a list without an order
+    bare: bool = False  # from several boxes: a list without an order
 
 
 def gold_of(answer: object) -> Answer:
@@ -50,14 +50,14 @@ def gold_of(answer: object) -> Answer:
 
 
 def given_of(contents: Sequence[str]) -> Answer:
-    """What boxes hold: one answer, or the answers of one question."""
+    """The answer that boxes hold together: one, or a list of answers to one question."""
     if len({"".join(each.split()) for each in contents}) > 1:
         return _answer(", ".join(contents), bare=True)
     return _answer(contents[-1])
 
 
 def judged(contents: Sequence[str], gold: Answer) -> float | None:
-    """The verdict on boxes that stand side by side: None where the last one alone is right and all of them are not."""
+    """The verdict on boxes side by side; None when only the last one, taken alone, may be right."""
     whole = verdict(given_of(contents), gold)
     return None if whole == 0.0 and len(contents) > 1 and verdict(given_of(contents[-1:]), gold) != 0.0 else whole
 
@@ -74,7 +74,7 @@ def verdict(given: Answer, gold: Answer) -> float | None:
     if wanted.value is not None and found.value is not None:
         return compare(wanted, found)
     same = _same(list(given.tokens), list(gold.tokens))
-    if (wanted.value is None) != (found.value is None):  # a number, and what is none or could be several
+    if (wanted.value is None) != (found.value is None):  # one is a number, the other none or an ambiguous text
         return None if same is not False or in_question(given, gold) else 0.0
     if same is None:
         return None
@@ -82,14 +82,14 @@ def verdict(given: Answer, gold: Answer) -> float | None:
 
 
 def in_question(given: Answer, gold: Answer) -> bool:
-    """Whether one is a number that the other might stand for, or be a part of."""
+    """True when one answer is a number that the other may stand for or contain."""
     a, b = (reading_of(each.text, alone=True) for each in (given, gold))
     those = (a.value, b.possible) if a.value is not None else (b.value, a.possible)
     return those[0] is not None and any(equal(those[0], each) for each in those[1])
 
 
 def plain_numbers(*answers: Answer) -> bool:
-    """Whether each is a number and nothing else, so that nobody could read it otherwise."""
+    """True when each answer is nothing but one number, so that only one reading is possible."""
     doubtful = any(each.bare or any(c in "%(,°«" or c.isalpha() for c in each.shown) for each in answers)
     return not doubtful and all(_value(list(each.tokens), {}) is not None for each in answers)
 
@@ -108,7 +108,7 @@ def _unspaced(text: str) -> str:
 
 
 def _words(given: Answer, gold: Answer) -> tuple[float | None] | None:
-    """The verdict on answers of which one is words alone, or a choice's letter; None where neither is."""
+    """The verdict, in a tuple, if an answer is words alone or a choice's letter; None if neither is."""
     texts = [_CHOICE.sub(r"\1", each.shown.replace("«", "").replace("»", "")).strip() for each in (given, gold)]
     letters = [_WORD.fullmatch(text) is not None for text in texts]
     if not any(letters):
@@ -117,7 +117,7 @@ def _words(given: Answer, gold: Answer) -> tuple[float | None] | None:
         a, b = (" ".join(text.split()) for text in texts)
         if a.casefold() == b.casefold():
             return (1.0,) if a == b or len(a) > 1 else (None,)
-        return (None,) if sorted(a) == sorted(b) and len(a) < 4 else (0.0,)  # ab and ba may be products
+        return (None,) if sorted(a) == sorted(b) and len(a) < 4 else (0.0,)  # ab and ba may both be products
     word, other = texts if letters[0] else reversed(texts)
     if len(word) == 1 and other[:1] in (word, "(") and not other[1:2].isalnum():
         return (None,)  # "C" and "C) 5"
@@ -148,7 +148,7 @@ def _same(a: list[Token], b: list[Token]) -> bool | None:
 
 
 def _same_set(these: list[list[Token]], those: list[list[Token]]) -> bool | None:
-    """Whatever their order."""
+    """Compare two lists of items in any order."""
     left, unsure = list(those), False
     for each in these:
         verdicts = [_same(each, other) for other in left]
@@ -167,7 +167,7 @@ def _all(verdicts: Iterable[bool | None]) -> bool | None:
 
 
 def _parts(tokens: list[Token]) -> tuple[str, list[list[Token]], str] | None:
-    """Brackets and items of a tuple, an interval, a set or a list; None of what has no comma at its top."""
+    """Brackets and items of a tuple, interval, set or list; None if it has no comma at the top level."""
     left = right = ""
     if len(tokens) > 2 and tokens[0].text in "([⦃" and _closing(tokens, 0) == len(tokens) - 1:
         left, right, inner = tokens[0].text, tokens[-1].text, tokens[1:-1]
@@ -188,7 +188,7 @@ def _parts(tokens: list[Token]) -> tuple[str, list[list[Token]], str] | None:
 
 
 def _closing(tokens: Sequence[Token], at: int) -> int:
-    """Of the bracket there; an interval may close with another kind."""
+    """Index of the bracket that closes the one at `at`, of any kind as intervals need; -1 if none."""
     depth = 0
     for i in range(at, len(tokens)):
         depth += (tokens[i].text in _OPEN) - (tokens[i].text in _CLOSE)
@@ -206,9 +206,9 @@ def _same_value(a: list[Token], b: list[Token]) -> bool | None:
         values = {each: _fraction(i, point) for i, each in enumerate(letters)}
         x, y = _value(a, values), _value(b, values)
         if x is None or y is None:
-            continue  # a root of a negative number, perhaps; what cannot be read at all never is
+            continue  # perhaps a root of a negative number; an unreadable expression is so at every point
         if not equal(x, y):
-            imaginary = "i" in letters or "e" in letters  # constants, perhaps
+            imaginary = "i" in letters or "e" in letters  # these may be constants
             return None if imaginary else False
         known += 1
     return True if known >= min(2, _POINTS if letters else 1) else None
@@ -222,13 +222,13 @@ def _value(tokens: list[Token], letters: dict[str, Fraction]) -> Value | None:
 
 
 def _fraction(letter: int, point: int) -> Fraction:
-    """Letters have both signs at some point."""
+    """The value of a letter at a point, chosen so that each letter takes both signs."""
     sign = -1 if (point + (letter >> 1 if point > 1 else letter)) % 2 and point else 1
     return sign * Fraction(1009 + 97 * letter + 31 * point, 613 + 59 * point + 17 * letter)
 
 
 def _opaque(tokens: list[Token]) -> bool:
-    """Whether a text without a comma could still be several values: ± and unions are."""
+    """True when a text without a comma may still be several values, as with ± and unions."""
     return any(
         token.text in "±∪∈<>≤≥≠=|" or (token.kind == "command" and token.text not in ("\\frac", "\\sqrt"))
         for token in tokens
@@ -236,7 +236,7 @@ def _opaque(tokens: list[Token]) -> bool:
 
 
 def _without_unit(tokens: list[Token]) -> tuple[list[Token], str]:
-    """Without the words after a number, which say what it counts."""
+    """The tokens without the unit words after a number, and that unit ("" if there is none)."""
     for i, token in enumerate(tokens):
         word = token.text.strip("« »")
         says = token.kind == "text" or (token.kind == "word" and (unit_of(word) if len(word) < 3 else token.spaced))

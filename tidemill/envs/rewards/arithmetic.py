@@ -1,10 +1,10 @@
-"""Arithmetic written as plain text (see `plain_math`), exactly: fractions stay fractions, roots and π have sixty digits.
+"""Exact evaluator of arithmetic in plain text: fractions stay exact, roots and π have 60 digits.
 
     expression := term (("+" | "-") term)*          term := factor (("*" | "/" | nothing) factor)*
     factor := "-"* base ("^" exponent)? "%"? "°"?   base := number | "\\frac" | "\\sqrt" | "π" | letter | "(" expression ")"
 
-A whole number before a proper fraction is a mixed number. What is none of this is `Unreadable`, never read in part. Sizes
-are bounded before anything is computed: `10^{10^{10}}` is Unreadable at once.
+The text is that of `plain_math`. A whole number before a proper fraction is a mixed number. Any other text is `Unreadable`,
+and never read in part. Sizes are checked before anything is computed: `10^{10^{10}}` is Unreadable at once.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from decimal import Context, Decimal, DecimalException, InvalidOperation, Overfl
 from fractions import Fraction
 from math import isqrt
 
-DIGITS = 400  # of a number, and the size of its exponent: beyond that it is no answer
-_BITS = 20_000  # of a power
+DIGITS = 400  # limit of a number's digits and of its exponent: a larger number is no answer
+_BITS = 20_000  # limit of a power's size
 _DEEPEST = 40
 _CONTEXT = Context(prec=60, traps=[InvalidOperation, Overflow])
 _PI = Decimal("3.14159265358979323846264338327950288419716939937510582097494459230781640628620899862803482534211706798")
@@ -33,7 +33,7 @@ Value = Fraction | Decimal
 
 
 class Unreadable(ValueError):
-    """Text that is no arithmetic, or too large."""
+    """The text is not arithmetic, or its numbers are too large."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Token:
     kind: str  # number, command, word, text, sign
     text: str
     start: int
-    spaced: bool  # there is space before it
+    spaced: bool  # has space before it
 
     @property
     def end(self) -> int:
@@ -57,7 +57,7 @@ def tokens_of(text: str) -> list[Token]:
 
 
 def evaluate(tokens: Sequence[Token], letters: Mapping[str, Fraction] | None = None) -> Value:
-    """The value of all tokens. letters: what a variable stands for. Raises Unreadable."""
+    """The value of all tokens together. letters: values of variables. Raises Unreadable."""
     parser = _Parser(tokens, letters or {})
     try:
         value = parser.expression()
@@ -175,7 +175,7 @@ class _Parser:
         return value
 
     def _argument(self) -> Value:
-        """What stands in braces, or the one digit or letter that LaTeX takes without them."""
+        """The value in braces, or of the single digit or letter that LaTeX takes without braces."""
         token = self._next()
         if token is not None and token.text == "{":
             self.at += 1
@@ -217,7 +217,7 @@ class _Parser:
         return self._closed_or_argument()
 
     def _proper_fraction(self) -> Fraction | None:
-        """What makes a whole number before it a mixed one."""
+        """The proper fraction that follows a whole number (a mixed number); None if there is none."""
         token, at = self._next(), self.at
         if token is None:
             return None
@@ -246,7 +246,7 @@ class _Parser:
         return None
 
     def _only_numbers(self, at: int) -> bool:
-        """Whether the `\\frac` there holds two whole numbers and nothing else."""
+        """True when the `\\frac` at `at` holds two whole numbers and nothing else."""
         depth = groups = 0
         for token in self.tokens[at + 1 :]:
             if token.text == "{":
@@ -262,7 +262,7 @@ class _Parser:
         return False
 
     def _times_ten(self) -> bool:
-        """An x between a number and a number, as in "1.5 x 10^3"."""
+        """True at an x between two numbers, as in "1.5 x 10^3"."""
         token, after = self._next(), self.tokens[self.at + 1 : self.at + 2]
         before = self.tokens[self.at - 1] if self.at else None
         numbers = before is not None and before.kind == "number" and bool(after) and after[0].kind == "number"

@@ -1,23 +1,26 @@
-"""The answer that a text marks by `\\boxed{...}`: its last box, or the boxes that stand side by side at its end."""
+"""Finds the answer in `\\boxed{...}`: the last box of a text, or its last boxes side by side."""
 
 from __future__ import annotations
 
 import re
 
 _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
-_BRACE = re.compile(r"\\(?!(?:boxed|fbox)).|[{}]", re.DOTALL)  # an escaped brace is no brace
+_BRACE = re.compile(r"\\(?!(?:boxed|fbox)).|[{}]", re.DOTALL)  # an escaped brace does not count
 _BARE = re.compile(r"\\boxed\s*([0-9A-Za-z])")
 _BETWEEN = re.compile(r"(?:[\s,;.$&]|\\[,;:!() \[\]]|\\q?quad|and|or|\\text\{\s*(?:and|or)\s*\})*")
 
 
 def boxed(text: str) -> str | None:
-    """The content of the last `\\boxed{...}`, with its braces balanced; None when there is no complete one."""
+    """The content of the last complete `\\boxed{...}`, braces balanced; None when there is none."""
     found = last_boxes(text)
     return found[0][-1] if found is not None else None
 
 
 def last_boxes(text: str) -> tuple[list[str], int] | None:
-    """The contents of the last boxes that nothing but an "and" or a comma stands between, and where the last one ends."""
+    """Contents of the last boxes side by side, and the place after them; None without a box.
+
+    Only commas, spaces, "and" or "or" may stand between these boxes.
+    """
     found = _places(text)
     if not found:
         bare = list(_BARE.finditer(text))
@@ -32,9 +35,9 @@ def last_boxes(text: str) -> tuple[list[str], int] | None:
 
 
 def _places(text: str) -> list[tuple[int, int, int]]:
-    """(begin, begin of its content, its closing brace) of every complete box, the innermost where they are nested, in order.
+    """Places (start, start of content, closing brace) of all complete boxes, in order.
 
-    One pass: a completion may well be a hundred kilobytes of braces.
+    Of nested boxes it lists the innermost. It needs one pass: a completion may be a hundred kilobytes of braces.
     """
     opens = {match.end(): match.start() for match in _BOX.finditer(text)}
     if not opens:

@@ -1,8 +1,8 @@
-"""Rewards that need nothing but the standard library: pure functions `(completion, answer, **options) -> float`.
+"""Built-in rewards exact, regex, numeric and last_boxed, as pure functions of completion and answer.
 
-Each gives 1.0 or 0.0, and None where there is no usable gold answer (which becomes Unscorable, never a zero).
-The answer may be any value of a column: a number is taken as it is written.
-A user's own reward has the same form; these are also what `reward = "exact"` and the like in a recipe name.
+Each returns 1.0 or 0.0, and None without a usable gold answer (which becomes Unscorable, never a zero). The answer may be
+any value of a column. A recipe names them, as in `reward = "exact"`; a user's own reward has the same form,
+`(completion, answer, **options) -> float`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ from tidemill.envs.rewards.read_number import Reading, compare, reading_of, spel
 
 
 def exact(completion: str, answer: object, *, normalise: bool = False) -> float | None:
-    """Equality after stripping outer whitespace. `normalise` also ignores case, runs of whitespace, Unicode
-    compatibility forms and punctuation at the end. None when the row has no answer."""
+    """1.0 when completion and answer are equal after stripping outer whitespace, else 0.0.
+
+    normalise: also ignore case, runs of whitespace, Unicode compatibility forms and punctuation at the end.
+    None when the row has no answer.
+    """
     if missing(answer):
         return None
     given, wanted = completion.strip(), str(answer).strip()
@@ -29,8 +32,10 @@ def exact(completion: str, answer: object, *, normalise: bool = False) -> float 
 
 
 def regex(completion: str, answer: object, *, pattern: str, normalise: bool = False) -> float | None:
-    """Compare what the last match of `pattern` captured (its first group, or the whole match) with the answer.
-    None when the row has no answer."""
+    """Compare the last match of `pattern` (its first group, or the whole match) with the answer.
+
+    None when the row has no answer.
+    """
     if missing(answer):
         return None
     matches = list(re.finditer(pattern, completion, re.DOTALL))
@@ -41,12 +46,12 @@ def regex(completion: str, answer: object, *, pattern: str, normalise: bool = Fa
 
 
 def numeric(completion: str, answer: object, *, tolerance: float = 0.0) -> float | None:
-    """Compare the number that the completion ends with to that of the answer, exactly.
+    """Compare the number at the end of the completion exactly with the number of the answer.
 
     The number is that of the last box, or the last one of the text, read as a whole: `-$1,234.50`, `-3/4`, `3\\frac{1}{2}`,
-    `6.02e23`, `1.5 \\times 10^3`, `2\\sqrt{3}`, `5%`, `$2 million`. Units are read over. Equal within
-    `tolerance * max(1, |answer|)`. None when the answer holds no single number, or when it depends on how a text is meant
-    ("5-3", "1.200", "2 hours 30 minutes") whether it is right.
+    `6.02e23`, `1.5 \\times 10^3`, `2\\sqrt{3}`, `5%`, `$2 million`. Units are skipped. Numbers are equal within
+    `tolerance * max(1, |answer|)`. None when the answer holds no single number, or when the verdict depends on how an
+    ambiguous text is meant ("5-3", "1.200", "2 hours 30 minutes").
     """
     if missing(answer):
         return None
@@ -61,7 +66,7 @@ def numeric(completion: str, answer: object, *, tolerance: float = 0.0) -> float
 
 
 def _as_number(answer: object) -> Reading | None:
-    """A column of numbers says what each is: 1.200 is no 1,200 there."""
+    """The reading of an answer that is a number already: 1.200 in such a column is never 1,200."""
     if isinstance(answer, bool) or not isinstance(answer, int | float) or not abs(answer) < inf:
         return None
     return Reading(Fraction(str(answer)) if isinstance(answer, float) else Fraction(answer))
@@ -70,8 +75,8 @@ def _as_number(answer: object) -> Reading | None:
 def last_boxed(completion: str, answer: object) -> float | None:
     """Compare the last `\\boxed{...}` of the completion with the answer (or the answer's own box).
 
-    1.0 for the same text without its spaces and styles, and for the same value: numbers, expressions with letters, tuples,
-    lists, sets and intervals. None when the row has no answer, or when neither can be decided.
+    1.0 for equal text apart from spaces and styles, and for equal values: numbers, expressions with letters, tuples, lists,
+    sets and intervals. 0.0 without a box. None when the row has no answer, or when equality cannot be decided.
     """
     if missing(answer) or not str(answer).strip():
         return None
@@ -82,12 +87,12 @@ def last_boxed(completion: str, answer: object) -> float | None:
 
 
 def missing(answer: object) -> bool:
-    """Whether the row has no answer: the column is not there, null, or the NaN of a table."""
+    """True when the row has no answer: the column is missing, null, or NaN as in a table."""
     return answer is None or answer != answer
 
 
 def last_number(text: str) -> Fraction | None:
-    """The number that a text ends with, exactly; None when there is none, or none that means one thing only."""
+    """The exact number at the end of a text; None when there is none, or it is ambiguous."""
     value = reading_of(text).value
     return None if value is None else Fraction(value)
 

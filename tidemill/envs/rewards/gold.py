@@ -1,7 +1,8 @@
-"""The reply that a reward must give the full score: what its verdicts are checked against (`run.preflight.reward_audit`).
+"""Gold replies, which a reward must give the full score; the audit before a run uses them.
 
-For a named reward, the task's answer in the form that it reads. For a user's, what the function `gold` beside it says, its
-parameters filled by name as the reward's are; without one, the answer itself, where the reward is given the answer.
+For a named reward it is the task's answer, in the form that the reward reads. For a user's reward it is the result of the
+function `gold` beside it, whose parameters are filled by name as the reward's are. Without such a function it is the answer
+itself, if the reward is given the answer. See `run.preflight.reward_audit`.
 """
 
 from __future__ import annotations
@@ -22,13 +23,16 @@ Teller = Callable[..., Any]
 
 
 def teller_beside(reward: Callable[..., Any]) -> Teller | None:
-    """The function `gold` of the module that the reward is defined in, if there is one."""
+    """The function `gold` in the module that defines the reward; None if there is none."""
     found = vars(sys.modules[reward.__module__]).get("gold") if getattr(reward, "__module__", "") in sys.modules else None
     return found if inspect.isfunction(found) and found is not reward else None
 
 
 def gold_reply(task: Task, signature: Signature, teller: Teller | None, form: str | None) -> Gold:
-    """form: of a named reward, see `Named.gold`; None: a user's. Raises ConfigError when the user's `gold` fails."""
+    """The gold reply of a task for a reward, or Unscorable with the reason for none.
+
+    form: `Named.gold` of a named reward; None for a user's. Raises ConfigError when the user's `gold` fails.
+    """
     if teller is not None:
         return told_by(teller, task)
     answer = task.data.get("answer")
@@ -45,7 +49,7 @@ def gold_reply(task: Task, signature: Signature, teller: Teller | None, form: st
 
 
 def told_by(teller: Teller, task: Task) -> Gold:
-    """What a user's function says, its parameters filled by name."""
+    """Call a user's `gold` with its parameters filled by name. Raises ConfigError when it fails."""
     values = {**task.data, "prompt": task.prompt, "task": {"id": task.id, "prompt": task.prompt, "data": task.data}}
     try:
         parameters = inspect.signature(teller).parameters.values()

@@ -1,8 +1,9 @@
-"""Mathematical equivalence: our own reading of an answer first, then math-verify. Imported only in a scoring worker.
+"""Reward `math`: mathematical equivalence, by `answers` first and math-verify if undecided.
 
-Our reading decides numbers and what is made of them, and never takes long. What it cannot decide is given to math-verify: a
-symbolic comparison, which may run for ever or take all memory. So its own time-outs are off (they answer "wrong" where the
-truth is "not judged"), what is known to be large does not reach it, and a limit of processor time ends it: None, not a zero.
+`answers` decides numbers and simple structures of them, and is always fast. Everything else goes to math-verify, a symbolic
+comparison that may run for ever or take all memory. Its own time-outs are off: they answer "wrong" where the truth is "not
+judged". Texts known to be heavy do not reach it, and a limit of processor time ends it with None, not zero. This module is
+imported only in scoring workers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from tidemill.envs.rewards.answers import LONGEST, given_of, gold_of, in_questio
 from tidemill.envs.rewards.boxes import boxed, last_boxes
 from tidemill.envs.rewards.functions import missing, numeric
 
-SECONDS = 2.0  # of processor time, for what takes milliseconds
+SECONDS = 2.0  # limit of processor time; a comparison usually takes milliseconds
 _HEAVY = re.compile(
     r"\^\s*\{?[^{}]{0,30}\^|\^\s*\{?\s*-?\d{5,}|\d{5,}\s*!|!\s*!"
     r"|[)}\]]\s*\^\s*\{?\s*-?\d{2,}|\d{400}|\\(?:int|sum|prod|lim|iint|oint)(?![a-z])|\d[eE][-+]?\d{4,}"
@@ -29,9 +30,9 @@ _HEAVY = re.compile(
 
 
 def score(completion: str, answer: object) -> float | None:
-    """1.0 when the completion's final answer equals the answer, and 0.0 when it does not; None when that cannot be told.
+    """1.0 when the completion's final answer equals the answer, 0.0 when not, None if undecided.
 
-    The final answer is the last box, or the boxes that stand side by side; without a box the last expression.
+    The final answer is the last box, or the last boxes side by side; without a box the last expression.
     """
     if missing(answer) or not str(answer).strip():
         return None
@@ -53,13 +54,13 @@ def _unboxed(completion: str, answer: object) -> float | None:
     if own == 1.0:
         return own
     theirs = _verified(completion[-LONGEST:], answer)
-    if numeric("0", answer) is None:  # the answer is no number
+    if numeric("0", answer) is None:  # the answer is not a number
         return theirs
     return own if theirs == own else None
 
 
 def _verified(completion: str, answer: object) -> float | None:
-    """What math-verify says; None where it reads nothing of the answer, or where that would take too long."""
+    """The verdict of math-verify; None when it cannot read the answer, or would take too long."""
     gold_text = str(answer)
     marked = any(mark in gold_text for mark in ("$", "\\(", "\\[")) or boxed(gold_text) is not None
     gold_text = gold_text if marked else f"\\boxed{{{gold_text}}}"
@@ -90,7 +91,10 @@ def _limited(judged: Callable[[], float | None]) -> float | None:
 
 @contextmanager
 def _limit() -> Iterator[None]:
-    """Of processor time, so that other programs change no verdict. Only a main thread can have one."""
+    """Limit the processor time of the context; raises _TooLong. Only a main thread can have a limit.
+
+    Processor time, not the clock, so that other programs on the machine change no verdict.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -1,4 +1,4 @@
-"""The rewards that a recipe can name without a file: `reward = "numeric"`."""
+"""Table of the rewards that a recipe can name without a file, as in `reward = "numeric"`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from tidemill.envs.rewards.signature import Signature
 @dataclass(frozen=True, slots=True)
 class Named:
     reference: str
-    gold: str  # the reply that answers with {answer}; empty: it can not be told
+    gold: str  # template of a right reply, with {answer}; empty: it cannot be derived from the answer
     options: tuple[str, ...] = ()
     needs: tuple[str, ...] = ()  # options without a default
-    package: str = ""  # an extra it imports, in the worker
+    package: str = ""  # optional package that it imports in the worker
     asks: tuple[str, ...] = ("completion", "answer")
 
 
 BOXED = "\\boxed{{{answer}}}"
 
-# Stated here rather than read off the functions: inspecting `math` would import its package into the controller.
+# Written here instead of inspected: inspecting `math` would import its package into the controller.
 NAMED = {
     "exact": Named("tidemill.envs.rewards.functions:exact", "{answer}", options=("normalise",)),
     "regex": Named("tidemill.envs.rewards.functions:regex", "", options=("pattern", "normalise"), needs=("pattern",)),
@@ -36,7 +36,10 @@ NAMED = {
 
 
 def named_reward(name: str) -> tuple[str, Signature]:
-    """Reference and signature of a named reward. Raises ConfigError when there is none, or its package is missing."""
+    """Reference and signature of a named reward.
+
+    Raises ConfigError when there is no reward of this name, or its package is missing.
+    """
     if name not in NAMED:
         near = difflib.get_close_matches(name, NAMED, n=1, cutoff=0.5)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(NAMED)}; or FILE.py:FUNCTION"

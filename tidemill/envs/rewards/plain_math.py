@@ -1,7 +1,7 @@
-"""LaTeX and Unicode as plain mathematics: one way to write a minus, a product, a fraction, a degree, a currency.
+"""Converts LaTeX and Unicode mathematics to the plain text that `arithmetic` reads.
 
-`plain` makes of text what `arithmetic` reads. Words within `\\text{...}` come between « and ». Every step takes time in
-proportion to the text.
+There is one way left to write a minus, a product, a fraction, a degree or a currency. Words within `\\text{...}` are put
+between « and ». Every step takes time in proportion to the text.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import unicodedata
 
-SPACE = "\u00a0"  # between the digits of a number: what LaTeX and typographers put there
+SPACE = "\u00a0"  # between digits of a number, where LaTeX and typographers put thin spaces
 _CHARACTERS = str.maketrans(
     {
         **dict.fromkeys("−‐‑‒–﹣－", "-"),
@@ -60,7 +60,7 @@ def plain(text: str) -> str:
     text = _PI.sub("π ", _ROOT.sub(r"\\sqrt ", text))
     text = _SEPARATED.sub(",", _FRACTION.sub(r"\\frac", _DEGREES.sub("°", text)))
     text = _THIN.sub(SPACE, text)
-    for _ in range(3):  # as deep as styles are put into one another
+    for _ in range(3):  # depth to which styles are nested
         text = _STYLED.sub(_styled, text)
     text = _ANY_CURRENCY.sub(" ", _SIGNED_CURRENCY.sub(r" \1", text))
     text = _ESCAPE.sub(lambda found: _ESCAPED.get(found[1], " "), text)
@@ -91,7 +91,7 @@ def _characters(text: str) -> str:
 
 
 def _character(found: re.Match[str]) -> str:
-    """Digits of any script, full-width forms, and fractions of one character."""
+    """A character in ASCII if it is a digit of any script, full-width, or a one-character fraction."""
     given = found[0]
     if given.isdecimal():
         return str(unicodedata.decimal(given))

@@ -1,9 +1,9 @@
-"""The number that a text gives as its answer, read as a whole or not at all.
+"""Reads the number that a text gives as its answer, as a whole or not at all.
 
-    text -> its last sentence with a number -> what follows the last "=", "is" or ":" in it -> a run of arithmetic
+    text -> its last sentence with a number -> the part after its last "=", "is" or ":" -> a run of arithmetic
 
-A run that is no arithmetic (a list, a range, an algebraic term), or that has several meanings ("5-3", "($5)", "1.200"), has
-no value, or one and `others`: numbers that it might stand for. A comparison that such a number would decide is no verdict.
+A run that is not arithmetic (a list, a range, an algebraic term), or that is ambiguous ("5-3", "($5)", "1.200"), has no
+value, or a value and `others`: numbers that it may stand for too. There is no verdict when it would depend on those.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from tidemill.envs.rewards.boxes import last_boxes
 from tidemill.envs.rewards.plain_math import plain
 from tidemill.envs.rewards.units import MINOR, PARTS, SCALES, unit_of
 
-_WINDOW = 2_000  # characters before the last digit that are looked at
+_WINDOW = 2_000  # characters before the last digit that are read
 _SIGNS = set("+-*/^(){}[]|,:%°±!_<>≤≥≠∈∪∞⦃⦄&π")
 _LEADING, _TRAILING = set(",:*/%!&^°)]}⦄"), set(",:*/+-!&([⦃")
 _PI = re.compile(r"(?<![A-Za-z])pi(?![A-Za-z])")
@@ -50,16 +50,16 @@ _WORDS = (
     "nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million half quarter dozen"
 )
 _SPELLED = re.compile(rf"\b(?:{'|'.join(_WORDS.split())}|one(?=\W*$))\W*(?:\w+\W*){{0,2}}$", re.IGNORECASE)
-MOST = 30  # other numbers that are kept
+MOST = 30  # limit of other numbers that are kept
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     value: Value | None = None
-    others: tuple[Value, ...] = ()  # what it might stand for besides
+    others: tuple[Value, ...] = ()  # other numbers that it may stand for
     percent: Value | None = None  # the number before a percent sign
     unit: str = ""
-    empty: bool = False  # there is no number at all
+    empty: bool = False  # the text has no number at all
 
     @property
     def possible(self) -> tuple[Value, ...]:
@@ -69,15 +69,18 @@ class Reading:
 @dataclass(frozen=True, slots=True)
 class _Run:
     tokens: list[Token]
-    before: list[Token]  # of its sentence
+    before: list[Token]  # tokens of its sentence before it
     after: list[Token]
-    marker: int  # how many markers stand before it
-    glued: bool = field(default=False)  # a word runs into it: CO2
+    marker: int  # number of markers (=, :, "is", ...) before it
+    glued: bool = field(default=False)  # a word runs into it, as in CO2
     alone: bool = field(default=False)  # the text is nothing but an answer
 
 
 def reading_of(text: str, *, alone: bool = False) -> Reading:
-    """alone: the text is an answer, not the way to one, so a second number in it is part of it."""
+    """Read the final number of a text.
+
+    alone: the text is an answer and nothing else, so a second number belongs to the answer.
+    """
     boxes = last_boxes(text)
     if boxes is not None and any(_HOLDS_NUMBER.search(content) for content in boxes[0]):
         found = _read(", ".join(boxes[0]) if len(set(boxes[0])) > 1 else boxes[0][0], alone=True)
@@ -91,7 +94,7 @@ def reading_of(text: str, *, alone: bool = False) -> Reading:
 
 
 def compare(wanted: Reading, given: Reading, room: Fraction = Fraction(0)) -> float | None:
-    """1.0 for the value of `wanted` within `room`, 0.0 for another; None where it depends on what a text means."""
+    """1.0 when `given` equals `wanted` within `room`, 0.0 when not, None if a text is ambiguous."""
     assert wanted.value is not None
 
     def near(a: Value, b: Value) -> bool:
@@ -104,7 +107,7 @@ def compare(wanted: Reading, given: Reading, room: Fraction = Fraction(0)) -> fl
 
 
 def spelled(text: str) -> bool:
-    """Whether a text ends in a number that is written in words."""
+    """True when a text ends in a number that is written in words."""
     return _SPELLED.search(text[-200:]) is not None
 
 
@@ -143,7 +146,7 @@ def _chosen(runs: Sequence[_Run], alone: bool) -> Reading:
 
 
 def _between(runs: Sequence[_Run]) -> list[Token]:
-    """What stands between the last two."""
+    """The tokens between the last two runs."""
     return runs[-1].before[len(runs[-2].before) + len(runs[-2].tokens) :]
 
 
@@ -177,7 +180,7 @@ def _reading(run: _Run) -> Reading:
 
 
 def _certain(run: _Run, tokens: Sequence[Token]) -> bool:
-    """Whether the run means its value and nothing else."""
+    """True when the value of the run is its only possible meaning."""
     texts, before, after = [token.text for token in tokens], run.before, [each.text.lower() for each in run.after[:4]]
     plainly = not any(token.kind == "command" or token.text in "π^" for token in tokens)
     pairs = zip(tokens, tokens[1:], tokens[2:], strict=False)
@@ -194,7 +197,7 @@ def _certain(run: _Run, tokens: Sequence[Token]) -> bool:
     if texts[0] == "(" and texts[-1] == ")" and len(texts) == 3:
         return False  # a loss, in accounts
     if texts[0] == "|":
-        return False  # without its sign, or in a table
+        return False  # an absolute value, or a cell of a table
     if after[:1] in (["squared"], ["cubed"], ["factorial"], ["…"]) or {
         "half",
         "quarter",
@@ -209,7 +212,7 @@ def _certain(run: _Run, tokens: Sequence[Token]) -> bool:
 
 
 def _other_meanings(tokens: Sequence[Token]) -> list[Value]:
-    """Of a single number: with a point or a space that may separate thousands."""
+    """Other meanings of a single number with a point or space that may separate thousands."""
     numbers = [token for token in tokens if token.kind == "number"]
     if len(numbers) != 1 or len(tokens) > 2:
         return []
@@ -220,7 +223,7 @@ def _other_meanings(tokens: Sequence[Token]) -> list[Value]:
 
 
 def _numbers(tokens: Sequence[Token]) -> tuple[Value, ...]:
-    """Every number of a run that could not be read, with and without a sign."""
+    """Every number of a run without a value, with and without its sign."""
     found: list[Value] = []
     for before, token in zip([None, *tokens], tokens, strict=False):
         if token.kind == "number" and len(token.text) < DIGITS and len(found) < MOST:
@@ -248,7 +251,7 @@ def _sentences(tokens: Sequence[Token], text: str) -> list[list[Token]]:
 
 
 def _runs(sentence: Sequence[Token]) -> list[_Run]:
-    """Runs of arithmetic that hold a number, each with what stands around it."""
+    """The runs of arithmetic that hold a number, each with the tokens around it."""
     found: list[_Run] = []
     marker = i = 0
     while i < len(sentence):
@@ -275,7 +278,10 @@ def _runs(sentence: Sequence[Token]) -> list[_Run]:
 
 
 def _belongs(sentence: Sequence[Token], i: int) -> bool:
-    """Whether a token is part of arithmetic; a letter is where it is a variable, beside a number or an operator."""
+    """True when a token is part of arithmetic.
+
+    A letter is part of it as a variable, beside a number or an operator.
+    """
     token = sentence[i]
     before, after = sentence[i - 1] if i else None, sentence[i + 1] if i + 1 < len(sentence) else None
     if token.text == ":":
@@ -317,7 +323,7 @@ def _belongs(sentence: Sequence[Token], i: int) -> bool:
 
 
 def _after_word(sentence: Sequence[Token], i: int) -> int:
-    """Where to go on after a word, its index or exponent skipped: x_1, cm^2."""
+    """The index after a word with its subscript or exponent, as in x_1 or cm^2."""
     token, i = sentence[i], i + 1
     if token.kind not in ("word", "text") or i >= len(sentence) or sentence[i].text not in "^_" or sentence[i].spaced:
         return i
@@ -332,7 +338,7 @@ def _after_word(sentence: Sequence[Token], i: int) -> int:
 
 
 def _trimmed(sentence: Sequence[Token], first: int, last: int) -> tuple[int, int]:
-    """Without what belongs to the sentence around: commas, an emphasis, a bracket whose other half is elsewhere."""
+    """The range of a run without punctuation of the sentence, emphasis and unmatched brackets."""
     counts = Counter(token.text for token in sentence[first:last])
     while first < last:
         begin, end = sentence[first].text, sentence[last - 1].text

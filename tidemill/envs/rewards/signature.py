@@ -1,13 +1,13 @@
-"""How a reward function is called: its parameters are filled by name.
+"""Signature of a reward function, whose parameters are filled by name.
 
-Two forms, told apart by their parameters:
+There are two forms, told apart by their parameters:
 
-    (completion, ...)    once an attempt.  Names: completion, prompt, task, and every column of the task's data.
-    (completions, ...)   once a group, TRL's form.  Names: completions, prompts, completion_ids, and every column as a
-                         list. Conversational prompts give conversational completions, as they do there.
+    (completion, ...)    once per attempt. Names: completion, prompt, task, and every column of the task's data.
+    (completions, ...)   once per group, as in TRL. Names: completions, prompts, completion_ids, and every column as a
+                         list. Conversational prompts give conversational completions, as in TRL.
 
-`**kwargs` receives every column and name not listed; a parameter with a default is left alone when nothing has its name.
-A parameter that nothing can fill is an error before anything runs.
+`**kwargs` receives every column and name not listed. A parameter with a default keeps it when nothing has its name. A
+parameter that nothing can fill is an error before anything runs.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from tidemill.core.types import Task
 
 _SINGLE = ("completion", "prompt", "task")
 _GROUP = ("completions", "prompts", "completion_ids")
-_ASKED_FOR = ("task", "completion")  # no `**kwargs` receives these; a column `completion` is left out by TRL as well
-_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")  # further names that TRL gives
+_ASKED_FOR = ("task", "completion")  # not passed to `**kwargs`; TRL leaves out a column `completion` as well
+_TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")  # further names that TRL passes
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Signature:
         return self.required + self.optional
 
     def check(self, columns: Collection[str]) -> None:
-        """Raise ConfigError when a parameter can be filled neither from the call nor from the task's columns."""
+        """Raise ConfigError when neither the call nor the task's columns can fill a parameter."""
         given = (*(_GROUP if self.group else _SINGLE), *columns)
         missing = [name for name in self.required if name not in given]
         if beyond := [name for name in missing if name in _TRAINERS]:
@@ -57,12 +57,12 @@ class Signature:
             )
 
     def pick(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """The arguments of the call, out of everything there is."""
+        """The arguments of the call, selected from all available values."""
         return {k: v for k, v in values.items() if k in self.names or (self.rest and k not in _ASKED_FOR)}
 
 
 def signature_of(function: Callable[..., Any], name: str) -> Signature:
-    """Read a function's form. Raises ConfigError when it has neither."""
+    """The signature of a function. Raises ConfigError when it has neither form."""
     if not callable(function):
         raise ConfigError(f"reward {name!r} is a {type(function).__name__}: expected a function")
     required, optional, rest = [], [], False
@@ -88,20 +88,20 @@ def signature_of(function: Callable[..., Any], name: str) -> Signature:
 
 
 def name_of(function: Callable[..., Any]) -> str:
-    """A function's name; of a partial, that of what it calls; of an object that can be called, its class's."""
+    """The name of a function, of the function behind a partial, or of a callable object's class."""
     while isinstance(function, partial):
         function = function.func
     return getattr(function, "__name__", type(function).__name__).strip("<>")
 
 
 def single_values(task: Task, completion: str) -> dict[str, Any]:
-    """Everything a reward that judges one attempt may ask for."""
+    """All values that a reward for one attempt may ask for, by name."""
     row = {"id": task.id, "prompt": task.prompt, "data": task.data}
     return {**task.data, "completion": completion, "prompt": task.prompt, "task": row}
 
 
 def group_values(task: Task, completions: Sequence[str], ids: Sequence[list[int]]) -> dict[str, Any]:
-    """Everything a reward that judges a group may ask for, in TRL's shapes."""
+    """All values that a reward for a group may ask for, by name and in TRL's shapes."""
     count = len(completions)
     chat = not isinstance(task.prompt, str)
     texts = [[{"role": "assistant", "content": text}] for text in completions] if chat else list(completions)

@@ -1,4 +1,4 @@
-"""Words after a number: units, which say what it counts, and words that make it larger or smaller."""
+"""Words after a number: names of units, and words that scale it, such as million and percent."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PARTS = {
     **dict.fromkeys(("percent", "pct", "percentage"), Fraction(1, 100)),
     **dict.fromkeys(("bps", "bp"), Fraction(1, 10_000)),
 }
-MINOR = {"cents": Fraction(1, 100), "cent": Fraction(1, 100), "¢": Fraction(1, 100), "m": Fraction(10**6)}  # perhaps
+MINOR = {"cents": Fraction(1, 100), "cent": Fraction(1, 100), "¢": Fraction(1, 100), "m": Fraction(10**6)}  # possibly
 _UNITS = {
     "m": "m meter meters metre metres",
     "cm": "cm centimeter centimeters centimetre centimetres",
@@ -55,5 +55,5 @@ _NAMES = {name: unit for unit, names in _UNITS.items() for name in names.split()
 
 
 def unit_of(word: str) -> str:
-    """The unit that a word names, one name for all its spellings; empty when it names none."""
+    """The unit that a word names, under one name for all its spellings; empty for other words."""
     return _NAMES.get(word) or (_NAMES.get(word.lower(), "") if len(word) > 2 else "")

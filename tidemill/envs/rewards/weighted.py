@@ -1,6 +1,6 @@
-"""Several rewards of one attempt as one: the weighted sum, with each reward's own value beside it.
+"""Weighted sum of several rewards of one attempt, which keeps each reward's own value.
 
-As TRL's `reward_funcs`: a reward that gives no score to an attempt (None) does not apply to it, and the others count.
+As with TRL's `reward_funcs`, a reward that gives an attempt no score (None) does not apply, and the others count.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from math import fsum
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.types import InfraError, Outcome, Score, Unscorable
 
-DIGITS = 12  # of a sum, behind the point: weights such as 0.7, 0.2 and 0.1 make exactly 1
-TAKEN = ("mean",)  # reward/mean is the sum's own figure
+DIGITS = 12  # decimals of a sum: weights such as 0.7, 0.2 and 0.1 add up to exactly 1
+TAKEN = ("mean",)  # reward/mean is the metric of the sum itself
 
 
 def weighted(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[Outcome]) -> Outcome:
-    """One attempt's outcome, of what each reward says of it.
+    """The outcome of one attempt from the outcomes of its rewards.
 
-    A failure of one reward is a failure of all: a sum that lacks a term would be a wrong score (I5).
+    If one reward fails, the result is its InfraError: a sum without that term would be a wrong score (I5).
     """
     failed = [outcome for outcome in outcomes if isinstance(outcome, InfraError)]
     if failed:
@@ -35,12 +35,12 @@ def weighted(names: Sequence[str], weights: Sequence[float], outcomes: Sequence[
     try:
         value = round(fsum(weight * score.value for _, weight, score in scores), DIGITS)
         return Score(value, parts, tuple(map(fsum, zip_longest(*rows, fillvalue=0.0))))
-    except (ValueError, OverflowError):  # of a Score, and of a sum, beyond every float
+    except (ValueError, OverflowError):  # a score or a sum beyond every float
         return InfraError(f"the weighted sum of {', '.join(name for name, _, _ in scores)} is no finite number")
 
 
 def told_apart(given: Sequence[tuple[str, str]]) -> list[str]:
-    """A name for each of several rewards, from its function's name and its file's: alone where that tells it apart."""
+    """Distinct names for several rewards, given as (function, file): the file's name only if needed."""
     names = Counter(name for name, _ in given)
     longer = [f"{file}.{name}" if file and (names[name] > 1 or name in TAKEN) else name for name, file in given]
     found, seen = [], Counter[str](TAKEN)
@@ -51,5 +51,5 @@ def told_apart(given: Sequence[tuple[str, str]]) -> list[str]:
 
 
 def alone_enough(names: Sequence[str], weights: Sequence[float]) -> list[str]:
-    """The rewards of which one by itself counts as solved, where each gives 1 for what it looks for."""
+    """The rewards whose weight alone makes an attempt solved, if each gives 1 at most."""
     return [name for name, weight in zip(names, weights, strict=True) if weight >= SOLVED] if len(names) > 1 else []
