@@ -111,7 +111,9 @@ async def beat_cost(folder: Path, model: Path, beats: int = 300) -> float:
 
     placement = Local(folder, liveness=Liveness(every_s=1e9))
     try:
-        handle = await placement.start(Engine, "engine", "engine-0", {"model": str(model), "engine": {}, "carrier": None}, 1)
+        handle = await placement.start(
+            Engine, "engine", "engine-0", {"model": str(model), "engine": {}, "transport": None}, 1
+        )
         child = psutil.Process(handle.pid)
         own, theirs = time.process_time(), sum(child.cpu_times()[:2])
         for _ in range(beats):

@@ -129,7 +129,7 @@ def engines(quick: bool) -> Rows:
     async def measure(count: int, model: Path, place: Path) -> dict[str, Any]:
         placement = Local(place)
         handles: list[Any] = []
-        spec = {"model": str(model), "engine": {"device": "cpu", "max_sequences": 64}, "carrier": None}
+        spec = {"model": str(model), "engine": {"device": "cpu", "max_sequences": 64}, "transport": None}
         try:
             for i in range(count):
                 handles.append(await placement.start(Engine, "engine", f"engine-{i}", spec, 1))

@@ -61,7 +61,7 @@ def written(path: Path, data: np.ndarray) -> None:
 def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Path) -> dict[str, Any]:
     source = decoder(size)
     target = empty_decoder(source.arch, dtype, torch.device("cpu")).requires_grad_(False)
-    sender = make_sender(SyncSettings(carrier=carrier), folder)  # pyright: ignore
+    sender = make_sender(SyncSettings(transport=carrier), folder)  # pyright: ignore
     receiver = make_receiver(carrier)
     count = sum(p.numel() for p in source.parameters())
     flat = torch.ones(count * dtype.itemsize, dtype=torch.uint8)

@@ -77,14 +77,14 @@ async def main(folder: Path) -> list[float]:
     tokenizer = load_tokenizer(model)
 
     # Trainer and engine: two copies of one decoder, joined by a carrier of weights.
-    carrier = SyncSettings()
+    sync = SyncSettings()
     trainer = NativeTrainer(
-        load_folder(model), TrainerSettings(lr=3e-3), steps=STEPS, sender=make_sender(carrier, folder), source=model
+        load_folder(model), TrainerSettings(lr=3e-3), steps=STEPS, sender=make_sender(sync, folder), source=model
     )
     engine = NativeEngine(
         load_folder(model),
         EngineSettings(max_sequences=GROUPS * SIZE),
-        receiver=make_receiver(carrier.carrier),
+        receiver=make_receiver(sync.transport),
         version=Version(-1),
         name="engine",
         eos_ids=(tokenizer.eos_token_id,),

@@ -27,7 +27,7 @@ sample = Sample(
     versions=np.zeros(6, np.int32), advantages=np.ones(6, np.float32), weights=sampled.astype(np.float32),
 )
 async def main():
-    engine, _ = build_role(model | {"role": "engine", "name": "engine-0", "engine": {}, "carrier": "shared_memory"})
+    engine, _ = build_role(model | {"role": "engine", "name": "engine-0", "engine": {}, "transport": "shared_memory"})
     more = {"role": "trainer", "name": "trainer", "trainer": {}, "steps": 1, "sync": {}, "folder": sys.argv[1]}
     trainer, _ = build_role(model | more, offload=True)
     await trainer.forward_backward([sample], {"l": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.2})})

@@ -65,7 +65,13 @@ def test_every_name_from_elsewhere_is_answered_and_documented():
         (["engine.kind=vllm"], "engine.kind = 'vllm': other engines (vLLM, SGLang) do not exist here yet"),
         (["engine.kind=sglang"], "engine.kind = 'sglang': other engines"),
         (["engine=vllm"], "engine = 'vllm': other engines"),
-        (["engine.kind=mine"], "unknown key 'engine.kind': other engines"),
+        (["engine.kind=mine"], "engine.kind = 'mine': should be 'native'"),
+        (["trainer.kind=mine"], "trainer.kind = 'mine': should be 'native'"),
+        (["trainer.kind=fsdp"], "trainer.kind = 'fsdp': a trainer on several devices"),
+        (
+            ["placement.sync.transport=pigeon"],
+            "placement.sync.transport = 'pigeon': should be 'shared_memory' or",
+        ),
         (["placement=ray"], "placement.kind = 'ray': several machines do not exist yet"),
         (["placement.kind=ray"], "placement.kind = 'ray': several machines do not exist yet"),
         (["placement.nodes=2"], "unknown key 'placement.nodes': several machines do not exist yet"),
@@ -107,5 +113,10 @@ def test_a_pasted_table_is_explained_key_by_key():
 def test_no_key_of_ours_is_said_to_be_missing():
     ours = (Path(__file__).parents[1] / "options.txt").read_text().split()
     named = {*ELSEWHERE, *NOT_YET, *NOT_YET_VALUES} & {*ours}
-    assert named <= {"placement.kind", "env.reward"}  # of which some values are not there, or some kinds lack it
+    assert named <= {
+        "placement.kind",
+        "engine.kind",
+        "trainer.kind",
+        "env.reward",
+    }  # some of whose values are not there
     assert load("placement.kind=inline").placement.kind == "inline"

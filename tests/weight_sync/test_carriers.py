@@ -279,15 +279,15 @@ def test_a_decoder_arrives_as_it_was_served(sender: Sender, dtype: torch.dtype) 
 
 def test_factories_follow_the_settings(tmp_path: Path) -> None:
     for carrier in ("shared_memory", "checkpoint"):
-        made = make_sender(SyncSettings(carrier=carrier), tmp_path / carrier)
+        made = make_sender(SyncSettings(transport=carrier), tmp_path / carrier)
         published = send(made, Version(0), whole(weights()))
         assert published.carrier == carrier
         assert same(receive(published)[0], weights())
         made.close()
-    with pytest.raises(ValueError, match="carrier"):
+    with pytest.raises(ValueError, match="transport"):
         make_receiver("pigeon")
     with pytest.raises(ValueError):
-        SyncSettings(carrier="pigeon")
+        SyncSettings(transport="pigeon")
 
 
 def test_settings_load_without_torch() -> None:

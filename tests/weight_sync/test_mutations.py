@@ -105,7 +105,7 @@ class Run:
             "env": {"kind": "python", "path": "checksum:Checksum"},
             "steps": STEPS,
             "max_lag": 1,
-            "placement": {"kind": "inline", "sync": {"carrier": carrier}},
+            "placement": {"kind": "inline", "sync": {"transport": carrier}},
             "rollout": {"groups": 2, "group_size": 2, "max_tokens": 3},
             "eval": {"every": 0, "tasks": 1, "final_tasks": 1},
             "trainer": {"lr": 1e-2},

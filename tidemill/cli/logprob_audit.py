@@ -17,9 +17,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.core.config import build
+from tidemill.core.config import C, Config, build
 from tidemill.core.interfaces import CheckpointError
 from tidemill.core.types import GREEDY, Array, Finish, Sample, Trajectory, Version
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import PayloadLost
@@ -33,6 +34,7 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.checkpoint_manifest import read_manifest
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
 
 ROWS = 64  # trajectories of each version
 DIAGNOSED = 4  # of those that differ: each is computed in every way that could explain it
@@ -177,6 +179,12 @@ def _choose(
 # -- one version -------------------------------------------------------------------------------------------------------
 
 
+def _native(kind: type[C], used: Config) -> C:
+    """The settings that the native engine or trainer replays with, where the run may have used another kind."""
+    shared = {name: value for name, value in used.model_dump().items() if name in kind.model_fields and name != "kind"}
+    return used if isinstance(used, kind) else kind.model_validate(shared)
+
+
 class _Replayer:
     """Computes with the weights of one folder, in the ways the run did."""
 
@@ -218,7 +226,7 @@ class _Replayer:
 
     async def _trained(self, decoder: Decoder, trajectories: Sequence[Trajectory], dtype: str | None = None) -> list[Array]:
         """Logprobs [T] of every token but the first."""
-        settings = self._config.trainer.model_copy(update={"dtype": dtype} if dtype else {})
+        settings = _native(TrainerSettings, self._config.trainer).model_copy(update={"dtype": dtype} if dtype else {})
         trainer = NativeTrainer(decoder, settings, steps=1)
         try:
             return await trainer.forward([_sample(t) for t in trajectories])
@@ -226,7 +234,7 @@ class _Replayer:
             await trainer.close()
 
     async def _served(self, trajectories: Sequence[Trajectory]) -> list[Array]:
-        settings = self._config.engine
+        settings = _native(EngineSettings, self._config.engine)
         decoder = load_folder(self._where.folder, getattr(torch, self._config.trainer.serving_dtype))
         engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=())
         try:

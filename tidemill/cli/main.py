@@ -8,7 +8,7 @@ import json
 import shutil
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -286,10 +286,25 @@ _KEEP = {"demo", "train"}
 """Commands whose result is on disk, whatever becomes of what they print."""
 
 
+def _say_renamed_keys_in_one_line() -> None:
+    """A key's old name in a recipe is mentioned as a plain sentence on stderr. Other warnings keep their form."""
+    import warnings
+
+    from tidemill.core.errors import RenamedKey
+
+    usual = warnings.formatwarning
+
+    def formatted(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> str:
+        return f"note: {message}\n" if issubclass(category, RenamedKey) else usual(message, category, *where, **more)
+
+    warnings.formatwarning = formatted
+
+
 def _status() -> int:
     """Run the command line. Returns the exit status."""
     from tidemill.core.errors import ConfigError
 
+    _say_renamed_keys_in_one_line()
     try:
         app()
     except SystemExit as ended:  # of typer: always

@@ -48,6 +48,11 @@ class Config(BaseModel):
         """
         return tree
 
+    @classmethod
+    def variants(cls) -> list[type[Config]]:
+        """The settings classes that a field of this type may hold: more than one where a registry tells them apart."""
+        return [cls]
+
 
 _TOO_DEEP = "the settings are nested too deep: expected tables of keys and values"
 
@@ -235,5 +240,5 @@ def _homes(kind: type[Config], name: str, under: str = "") -> list[str]:
 def tables_of(annotation: Any) -> list[type[Config]]:
     """The settings classes that a field of this type may hold; none for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, Config):
-        return [annotation]
+        return annotation.variants()
     return [m for a in get_args(annotation) for m in tables_of(a)]

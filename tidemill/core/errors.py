@@ -8,3 +8,7 @@ from __future__ import annotations
 
 class ConfigError(ValueError):
     """The configuration, or something it names, cannot be used. The message is written for the user."""
+
+
+class RenamedKey(FutureWarning):
+    """A recipe uses the old name of a key, which still works. The message names the new one."""

@@ -25,12 +25,12 @@ from tidemill.run.roles import (
     EngineSpec,
     TrainerSpec,
     budget_of,
-    folder_of,
     start_role,
 )
 from tidemill.runtime.cpu_sharing import seats
 from tidemill.runtime.placement import Handle, Placement
 from tidemill.runtime.wire_format import PeerDied
+from tidemill.trainer.trainer_kinds import folder_of
 
 T = TypeVar("T")
 GRACE_S = 1.0  # for the report of a process's end to arrive
@@ -87,9 +87,9 @@ async def start_parts(
     tell: called with (kind of event, details) for each engine that was lost or came back.
     """
     settings, supervise = config.placement, config.supervise
-    carrier, threads = settings.sync.carrier, settings.engine_threads
+    transport, threads = settings.sync.kind_name, settings.engine_threads
     cached = config.max_lag + 1  # an older episode cannot be trained on any more
-    engine = EngineSpec(model=trainer.model, engine=config.engine, carrier=carrier, cached_versions=cached)
+    engine = EngineSpec(model=trainer.model, engine=config.engine, transport=transport, cached_versions=cached)
     specs = {"engine": engine.model_copy(update={"profile": trainer.profile})}
     counts, deadlines = {"engine": settings.engines}, {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
     if settings.reference_engines and (folder := folder_of(trainer.reference, trainer.model)) is not None:

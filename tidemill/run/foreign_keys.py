@@ -127,7 +127,7 @@ PRIME_RL = {
     "eval.interval": "'eval.every'",
     "ckpt.interval": "'record.checkpoint_every'",
     "ckpt.keep_last": "'record.checkpoints'",
-    "weight_broadcast.type": "'placement.sync.carrier'",
+    "weight_broadcast.type": "'placement.sync.transport'",
     "wandb.project": "'record.project'",
     "output_dir": "'run_dir'",
 }
@@ -205,7 +205,7 @@ _MISSING = {
     "actor_num_gpus_per_node actor_rollout_ref.actor.strategy trainer.devices",
     _PARALLEL: "tensor_parallel tensor_parallel_size tensor_model_parallel_size vllm_tensor_parallel_size tp tp_size "
     "pipeline_parallel_size pipeline_model_parallel_size pp pp_size expert_parallel_size ep ep_size engine.devices",
-    _ENGINES: "vllm sglang use_vllm vllm_mode vllm_config engine.kind engine.name engine.backend rollout.name "
+    _ENGINES: "vllm sglang use_vllm vllm_mode vllm_config engine.name engine.backend rollout.name "
     "rollout.backend rollout.engine actor_rollout_ref.rollout.name actor_rollout_ref.rollout.mode",
     _MACHINES: "ray ray_kwargs slurm cluster nnodes nodes num_nodes hosts actor_num_nodes deployment.type",
     _QUANTIZED: "quantization quantize quantization_config load_in_4bit load_in_8bit bnb fp8 int8 gptq awq kv_cache_dtype",

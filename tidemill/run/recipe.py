@@ -18,6 +18,7 @@ from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.core.config import Config, load
 from tidemill.core.hardware import usable_cores
+from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.environment_settings import (
     NO_REWARD,
@@ -28,17 +29,18 @@ from tidemill.envs.environment_settings import (
 )
 from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
 from tidemill.run.foreign_keys import ELSEWHERE, NOT_YET, NOT_YET_VALUES
+from tidemill.run.placement_kinds import BasePlacementSettings, PlacementSettings
 from tidemill.run.recipe_files import found
 from tidemill.run.recipe_tables import (
     DataSettings,
     EvalSettings,
-    PlacementSettings,
     RecordSettings,
     ReplaySettings,
     RolloutSettings,
     SuperviseSettings,
     WarmupSettings,
 )
+from tidemill.trainer.trainer_kinds import BaseTrainerSettings
 from tidemill.trainer.trainer_settings import TrainerSettings
 
 SHORT: dict[str, Callable[[str], Any]] = {
@@ -66,11 +68,11 @@ class RunConfig(Config):
     seed: int = Field(default=0, ge=0)  # every random number of the run derives from it
     profile: bool = False  # record the operators of two steps of engines and trainer in profile.json.gz
     deterministic: bool = False  # equal weights to the last bit, even after interruptions; float32 on the CPU
-    placement: PlacementSettings = PlacementSettings()
+    placement: BasePlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()
     data: DataSettings = DataSettings()
-    engine: EngineSettings = EngineSettings()
-    trainer: TrainerSettings = TrainerSettings()
+    engine: BaseEngineSettings = EngineSettings()
+    trainer: BaseTrainerSettings = TrainerSettings()
     scoring: ScoringSettings = ScoringSettings()
     warmup: WarmupSettings = WarmupSettings()
     eval: EvalSettings = EvalSettings()
@@ -131,7 +133,7 @@ class RunConfig(Config):
 
         It is False where sums must keep their bits.
         """
-        return self.placement.kind == "local" and not (self.deterministic or self.engine.batch_invariant)
+        return self.placement.processes and not (self.deterministic or self.engine.fixed_threads)
 
     @property
     def lanes(self) -> int:
@@ -164,7 +166,7 @@ class RunConfig(Config):
         p, given = self.placement, (self.trainer.device, self.engine.device)
         devices = {"cuda:0" if device == "cuda" else device for device in given}
         enough = p.trainer_threads + p.engines * p.engine_threads <= usable_cores()
-        return p.kind == "local" and (enough or (len(devices) == 2 and "auto" not in devices))
+        return p.processes and (enough or (len(devices) == 2 and "auto" not in devices))
 
     @property
     def updates(self) -> int:
@@ -292,8 +294,8 @@ class RunConfig(Config):
 OF_SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 EXACT = {
-    "engine": {"batch_invariant": True, "in_flight": "finish", "dtype": "float32", "device": "cpu"},
-    "trainer": {"dtype": "float32", "serving_dtype": "float32", "device": "cpu"},
+    "engine": {"kind": "native", "batch_invariant": True, "in_flight": "finish", "dtype": "float32", "device": "cpu"},
+    "trainer": {"kind": "native", "dtype": "float32", "serving_dtype": "float32", "device": "cpu"},
 }
 """Values that `deterministic = true` sets."""
 

@@ -1,32 +1,15 @@
-"""Settings tables of a run: placement, rollouts, data, warm-up, evaluation and more."""
+"""Settings tables of a run: rollouts, data, warm-up, evaluation and more."""
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, model_validator
 
 from tidemill.core.config import Config
 from tidemill.core.types import MIN_TEMPERATURE
 from tidemill.envs.curriculum import Order
-from tidemill.envs.environment_settings import EnvironmentWorkers
 from tidemill.observability.observability_settings import LogSettings
-from tidemill.weight_sync.sync_settings import SyncSettings
-
-
-class PlacementSettings(Config):
-    """Processes of the run, their threads, and the transport of weights between them."""
-
-    kind: Literal["local", "inline"] = "local"  # local: processes on this machine; inline: everything in one process
-    engines: int = Field(default=1, ge=1)  # rollout engines
-    engine_threads: int = Field(default=1, ge=1)  # CPU threads of each engine; more in all than there are cores share them
-    trainer_threads: int = Field(default=1, ge=1)  # CPU threads of the trainer; while engines compute, it shares the cores
-    # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: if there is a
-    # core for each thread of trainer and engines, or these name different devices
-    stream: bool | Literal["auto"] = "auto"
-    reference_engines: int = Field(default=0, ge=0)  # engines that serve algorithm.reference; 0: the trainer holds it
-    sync: SyncSettings = SyncSettings()
-    environment: EnvironmentWorkers = EnvironmentWorkers()
 
 
 class RolloutSettings(Config):

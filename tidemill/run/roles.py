@@ -12,29 +12,24 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
-from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings
 from tidemill.controller.engine_supervisor import Budget
 from tidemill.core.config import Config, build
 from tidemill.core.interfaces import Engine, Trainer
+from tidemill.core.registry import Registry
 from tidemill.core.types import Version
-from tidemill.engine.native.engine_settings import EngineSettings
+from tidemill.engine.engine_kinds import ENGINES, BaseEngineSettings, EngineSetup
 from tidemill.observability.operator_profiler import attach
+from tidemill.run.placement_kinds import PLACEMENTS, BasePlacementSettings, PlacementSetup
 from tidemill.run.preflight.probe_process import Preparation, Preparer
 from tidemill.run.recipe import RunConfig
-from tidemill.run.recipe_tables import PlacementSettings, SuperviseSettings
+from tidemill.run.recipe_tables import SuperviseSettings
 from tidemill.runtime.cpu_sharing import Cores, Seat, SharedCores
-from tidemill.runtime.inline import Inline
-from tidemill.runtime.local import Local
 from tidemill.runtime.placement import Built, Handle, Liveness, Placement
-from tidemill.trainer.trainer_settings import TrainerSettings
-from tidemill.weight_sync.sync_settings import SyncSettings
-
-if TYPE_CHECKING:
-    from tidemill.models.decoder import Decoder
-    from tidemill.trainer.critic import Critic
-    from tidemill.trainer.reference_policy import Reference
+from tidemill.trainer.trainer_kinds import TRAINERS, BaseTrainerSettings, TrainerSetup
+from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
 
 T = TypeVar("T")
 
@@ -54,8 +49,8 @@ class EngineSpec(Config):
     role: str = "engine"
     name: str = "engine-0"
     model: Path
-    engine: EngineSettings
-    carrier: str | None = None  # None: an engine that is never updated
+    engine: BaseEngineSettings
+    transport: str | None = None  # None: an engine that is never updated
     cached_versions: int = 2  # see `NativeEngine`
     seat: Seat | None = None  # None: its cores are its own
     profile: Path | None = None  # folder for `operator_profiler`
@@ -67,14 +62,14 @@ class TrainerSpec(Config):
     role: str = "trainer"
     name: str = "trainer"
     model: Path
-    trainer: TrainerSettings
+    trainer: BaseTrainerSettings
     steps: int
     reference: ReferenceSettings | None = None
     critic: CriticSettings | None = None
     scores: bool = False  # the critic is exported, as a reward model
     checkpoints: bool = True  # written beside training: see `NativeTrainer`
-    sync: SyncSettings
-    folder: Path  # for carriers that need one
+    sync: BaseSyncSettings
+    folder: Path  # for transports that need one
     seed: int = 0
     seat: Seat | None = None
     threads: int = 1  # parallel micro-batches
@@ -89,11 +84,18 @@ class PreparationSpec(Config):
     recipe: RunConfig
 
 
+REGISTRIES: dict[str, Registry] = {each.what: each for each in (ENGINES, TRAINERS, TRANSPORTS, PLACEMENTS)}
+
+
 def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
     """Build the object that `spec` describes.
 
     offload: do blocking work in a thread, so that the caller's event loop stays free. Raises ValueError for an unknown role.
     """
+    kinds = spec.get("kinds", {})  # of the process that asks: it may have registered more than is built in
+    for what, table in kinds.items():
+        REGISTRIES[what].learn(table)
+    spec = {key: value for key, value in spec.items() if key != "kinds"}
     match spec["role"]:
         case "engine" | "reference":
             return build_engine(build(EngineSpec, spec)), Engine
@@ -105,58 +107,39 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
 
 
 def build_engine(spec: EngineSpec) -> Engine:
-    import torch
-
-    from tidemill.engine.native.native_engine import NativeEngine
-    from tidemill.models.hf_weights import load_folder
-    from tidemill.models.tokenizer import generation_config, stop_ids
-    from tidemill.weight_sync.transport import make_receiver
-
-    decoder = load_folder(spec.model, dtype=getattr(torch, spec.engine.dtype))
+    """The engine of the kind that its settings name."""
     receiver, version = None, Version(0)
-    if spec.carrier is not None:
-        receiver, version = make_receiver(spec.carrier), UNPUBLISHED
-    ends = stop_ids(None, decoder.arch, generation_config(spec.model))
+    if spec.transport is not None:
+        from tidemill.weight_sync.transport import make_receiver
+
+        receiver, version = make_receiver(spec.transport), UNPUBLISHED
     cores = _cores(spec.seat, spec.engine.device)
-    engine = NativeEngine(
-        decoder,
-        spec.engine,
-        receiver=receiver,
-        version=version,
-        name=spec.name,
-        eos_ids=ends,
-        cores=cores,
-        cached_versions=spec.cached_versions,
-    )
+    setup = EngineSetup(spec.model, spec.name, receiver, version, cores, spec.cached_versions)
+    engine = ENGINES.builder_of(spec.engine.kind_name)(spec.engine, setup)
     if spec.profile is not None:
         attach(engine, "update", spec.name, spec.profile)
     return engine
 
 
 def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
-    import torch
-
-    from tidemill.models.hf_weights import load_folder
-    from tidemill.trainer.native_trainer import NativeTrainer, inline
+    """The trainer of the kind that its settings name."""
     from tidemill.weight_sync.transport import make_sender
 
-    torch.manual_seed(spec.seed)
-    decoder = load_folder(spec.model, dtype=torch.float32)
-    trainer = NativeTrainer(
-        decoder,
-        spec.trainer,
+    setup = TrainerSetup(
+        model=spec.model,
+        name=spec.name,
         steps=spec.steps,
-        reference=_reference(spec),
-        critic=_critic(spec, decoder),
+        reference=spec.reference,
+        critic=spec.critic,
         scores=spec.scores,
+        checkpoints=spec.checkpoints,
         sender=make_sender(spec.sync, spec.folder),
-        source=spec.model,
-        offload=one_thread() if offload else inline,
-        process=spec.name,
+        seed=spec.seed,
         cores=_cores(spec.seat, spec.trainer.device),
         threads=spec.threads,
-        checkpoints=spec.checkpoints,
+        offload=one_thread() if offload else None,
     )
+    trainer = TRAINERS.builder_of(spec.trainer.kind_name)(spec.trainer, setup)
     if spec.profile is not None:
         attach(trainer, "publish", spec.name, spec.profile)
     return trainer
@@ -180,41 +163,10 @@ def _cores(seat: Seat | None, device: str) -> Cores:
         return Cores()
 
 
-def _reference(spec: TrainerSpec) -> Reference | None:
-    import torch
-
-    from tidemill.models.hf_weights import load_folder
-    from tidemill.trainer.reference_policy import Reference
-
-    given, folder = spec.reference, folder_of(spec.reference, spec.model)
-    if given is None or folder is None:
-        return None
-    return Reference(load_folder(folder, dtype=torch.float32), given.every, given.decay)
-
-
-def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:
-    """The folder of a reference's or critic's first weights; None if it has none of its own."""
-    return begins_as(companion, initial, lambda named: Path(named).expanduser())
-
-
-def _critic(spec: TrainerSpec, policy: Decoder) -> Critic | None:
-    """The trainer's critic, or None. policy: the decoder that is trained."""
-    from tidemill.models.value_model import ValueModel, load_value_model
-    from tidemill.trainer.critic import Critic
-
-    if (given := spec.critic) is None:
-        return None
-    folder = folder_of(given, spec.model)
-    model = ValueModel(policy, shared=True) if folder is None else load_value_model(folder)
-    return Critic(model, spec.trainer.model_copy(update={"lr": given.lr or spec.trainer.lr}), spec.steps)
-
-
 def import_roles() -> None:
     """Import everything that roles need, so that processes forked from this one find it done."""
-    import tidemill.engine.native.native_engine
-    import tidemill.models.hf_weights
-    import tidemill.models.tokenizer
-    import tidemill.trainer.native_trainer
+    import tidemill.engine.native.build_native_engine
+    import tidemill.trainer.build_native_trainer
     import tidemill.weight_sync.transport  # noqa: F401
     from tidemill.models.kernels.library import native
 
@@ -240,16 +192,15 @@ def budget_of(supervise: SuperviseSettings) -> Budget:
 
 
 @asynccontextmanager
-async def placed(settings: PlacementSettings, logs: Path, supervise: SuperviseSettings) -> AsyncIterator[Placement]:
+async def placed(settings: BasePlacementSettings, logs: Path, supervise: SuperviseSettings) -> AsyncIterator[Placement]:
     """The placement on which roles are started.
 
     The preparation of the first start begins at once, beside the caller's own work.
     """
-    if settings.kind == "inline":
-        placement: Placement = Inline(build_role)
-    else:
-        liveness = Liveness(supervise.heartbeat_s, supervise.silent_s, supervise.stuck_s)
-        placement = Local(logs, start_deadline=START_S, liveness=liveness)
+    liveness = Liveness(supervise.heartbeat_s, supervise.silent_s, supervise.stuck_s)
+    placement: Placement = PLACEMENTS.builder_of(settings.kind_name)(
+        settings, PlacementSetup(build_role, logs, liveness, START_S)
+    )
     placement.begin()
     try:
         yield placement
@@ -289,4 +240,5 @@ async def start_role(
 ) -> Handle[T]:
     """Start a role. deadlines: seconds by method of `protocol`. threads: CPU threads, or None."""
     tree = spec.model_dump(mode="json", exclude={"role", "name"})
+    tree["kinds"] = {what: registry.table() for what, registry in REGISTRIES.items()}
     return await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)

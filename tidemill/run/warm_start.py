@@ -32,7 +32,6 @@ from tidemill.run.storage.model_folder import NEW, ModelFolder
 from tidemill.run.storage.run_folder import RunFolder, read_json
 from tidemill.run.warmup_cache import RECORD, WarmStartCache, record
 from tidemill.runtime.placement import Placement
-from tidemill.trainer.trainer_settings import TrainerSettings
 
 RAMP_UPDATES = 20  # updates over which the warm-up's learning rate rises
 RESULT = "result"  # folder of the result, beside the warm-up's checkpoints
@@ -117,12 +116,11 @@ async def _train(warming: Warming, own: Path, made: Path) -> WarmedUp:
 
 
 def _spec(config: RunConfig, model: ModelFolder, folder: RunFolder) -> TrainerSpec:
-    settings = config.trainer.model_copy(
-        update={"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
-    )
+    how = {"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
+    settings = {**config.trainer.model_dump(), **{k: v for k, v in how.items() if k in type(config.trainer).model_fields}}
     return TrainerSpec(
         model=model.path,
-        trainer=TrainerSettings.model_validate(settings.model_dump()),
+        trainer=type(config.trainer).model_validate(settings),
         steps=1,  # a constant rate has no end
         checkpoints=config.record.checkpoint_every > 0,
         sync=config.placement.sync,
@@ -166,6 +164,8 @@ def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str
     """
     tree = dump(config)
     decides = {key: tree[key] for key in ("seed", "trainer", "engine", "rollout", "env", "deterministic")}
+    for role in ("trainer", "engine"):  # the kind that was the only one once is not named: what is cached stays valid
+        decides[role] = {key: value for key, value in tree[role].items() if (key, value) != ("kind", "native")}
     decides["warmup"] = {key: value for key, value in tree["warmup"].items() if key != "steps"}
     if config.deterministic:
         decides["threads"] = [config.placement.trainer_threads, config.placement.engine_threads]

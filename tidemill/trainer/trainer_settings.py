@@ -6,11 +6,11 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tidemill.core.config import Config
+from tidemill.trainer.trainer_kinds import BaseTrainerSettings
 
 
-class TrainerSettings(Config):
-    lr: float = Field(default=1e-6, gt=0)
+class TrainerSettings(BaseTrainerSettings):
+    kind: Literal["native"] = "native"
     warmup_steps: int = Field(default=0, ge=0)  # optimizer updates over which lr rises from 0
     schedule: Literal["constant", "linear", "cosine"] = "constant"  # of lr after the warm-up, to the last update
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)  # where linear and cosine end, as a share of lr
@@ -18,11 +18,7 @@ class TrainerSettings(Config):
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = Field(default=1e-8, gt=0)
     max_grad_norm: float = Field(default=1.0, ge=0)  # 0: gradients are not clipped
-    micro_batch_tokens: int = Field(default=4096, ge=1)  # tokens run at a time: bounds memory, changes no result
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and optimizer stay in float32
-    serving_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that engines get
     checkpointing: bool = False  # recompute activations in the backward pass: less memory, a third more time
-    device: str = "auto"  # auto: cuda where there is one, else cpu
 
     @model_validator(mode="after")
     def _consistent(self) -> TrainerSettings:

@@ -1,27 +1,45 @@
-"""Factories of senders and receivers by the name of their transport."""
+"""Both ends of a transport by its name: the trainer's sender and an engine's receiver."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tidemill.models.weight_slices import Receiver, Sender
 from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
-from tidemill.weight_sync.sync_settings import SyncSettings
+from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
 
 
-def make_sender(settings: SyncSettings, folder: Path) -> Sender:
-    """The sender for `settings`. folder: for checkpoints, and for shared memory that cannot be anonymous."""
-    if settings.carrier == "checkpoint":
-        return CheckpointSender(folder, settings.keep)
-    return SharedMemorySender(folder)
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What the builder of a transport returns."""
+
+    sender: Callable[[Any, Path], Sender]  # of the transport's settings and a folder of its own
+    receiver: Callable[[], Receiver]
 
 
-def make_receiver(carrier: str) -> Receiver:
-    """The receiver for `Published.carrier`. Raises ValueError when there is no such transport."""
-    match carrier:
-        case "shared_memory":
-            return SharedMemoryReceiver()
-        case "checkpoint":
-            return CheckpointReceiver()
-    raise ValueError(f"carrier {carrier!r}: expected 'shared_memory' or 'checkpoint'")
+def shared_memory() -> Transport:
+    """Builder: the folder is used where the system has no anonymous memory."""
+    return Transport(lambda settings, folder: SharedMemorySender(folder), SharedMemoryReceiver)
+
+
+def checkpoint() -> Transport:
+    """Builder: versions are files in the folder."""
+    return Transport(lambda settings, folder: CheckpointSender(folder, settings.keep), CheckpointReceiver)
+
+
+def make_sender(settings: BaseSyncSettings, folder: Path) -> Sender:
+    """The trainer's end. folder: where the transport may keep files."""
+    return _transport(settings.kind_name).sender(settings, folder)
+
+
+def make_receiver(transport: str) -> Receiver:
+    """An engine's end. Raises ConfigError when there is no such transport."""
+    return _transport(transport).receiver()
+
+
+def _transport(name: str) -> Transport:
+    return TRANSPORTS.builder_of(name)()

@@ -67,7 +67,7 @@ class Paused:
 @pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
 async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_and_the_next_whole(carrier, tmp_path: Path):
     """As it is for a device."""
-    sender = make_sender(SyncSettings(carrier=carrier), tmp_path)
+    sender = make_sender(SyncSettings(transport=carrier), tmp_path)
     receiver = Paused(make_receiver(carrier))
     under_test = engine(receiver=receiver)  # type: ignore[arg-type]
     under_test._updates._tells_device = background("staging")

@@ -273,7 +273,7 @@ async def busy(under_test: NativeEngine, text: np.ndarray) -> asyncio.Future[Com
 @pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
 async def test_weights_staged_between_steps_are_those_that_were_published(carrier, a_piece_a_turn, tmp_path: Path):
     """Steps sample with the old weights to the bit, until all has been staged; then everything is the new ones'."""
-    sender = make_sender(SyncSettings(carrier=carrier), tmp_path)
+    sender = make_sender(SyncSettings(transport=carrier), tmp_path)
     text, new = prompts(1)[0], decoder(ARCH, seed=1)
     under_test = engine(ARCH, receiver=make_receiver(carrier), in_flight="keep")
     try:
@@ -322,7 +322,7 @@ async def test_a_mismatch_between_steps_leaves_the_old_weights_served(a_piece_a_
 @pytest.mark.parametrize("busy_too", [True, False])
 @pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
 async def test_an_update_is_cancelled_between_two_pieces(carrier, busy_too, a_piece_a_turn, tmp_path: Path):
-    sender, text = make_sender(SyncSettings(carrier=carrier), tmp_path), prompts(1)[0]
+    sender, text = make_sender(SyncSettings(transport=carrier), tmp_path), prompts(1)[0]
     receiver = Watched(make_receiver(carrier))
     under_test = engine(ARCH, receiver=receiver)  # type: ignore[arg-type]
     try:

@@ -201,7 +201,7 @@ def test_a_trainer_holds_what_was_said(follows: bool):
     copied = [t for name, t in taken.optimizer.items() if not name.startswith("random.")]
     assert said["copy while a checkpoint is written"] == size([*taken.weights.values(), *copied])
     assert said["two versions on their way to engines"] == said["weights"]  # two of half the size
-    assert "reference" not in of(memory_model.trainer_memory(recipe("placement.sync.carrier=checkpoint"), arch, None))
+    assert "reference" not in of(memory_model.trainer_memory(recipe("placement.sync.transport=checkpoint"), arch, None))
 
 
 @pytest.mark.parametrize("model", ["initial", "policy"])

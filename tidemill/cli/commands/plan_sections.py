@@ -19,6 +19,7 @@ from tidemill.cli.commands.screen import INDENT, console, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
+from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.architecture import parameters
 from tidemill.run.build_controller import context_cut
 from tidemill.run.planner.memory_model import Models, demands, in_words, processes, refusal, row_tokens
@@ -127,7 +128,7 @@ def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
         "refused_at_context": refusal(processes(config, models, context)) is not None,  # were a task as long as a row can be
         "without_reference": config.reference is not None and models.reference is None,
         "context_cut": context_cut(config, arch),
-        "short_of_kv": kv_pages(config.engine, arch, free)[1],
+        "short_of_kv": isinstance(config.engine, EngineSettings) and kv_pages(config.engine, arch, free)[1],
     }
 
 

@@ -63,7 +63,7 @@ async def self_test(folder: Path) -> list[DoctorFinding]:
         settings = TrainerSettings(device="cpu")
         spec = TrainerSpec(model=model, trainer=settings, steps=1, sync=SyncSettings(), folder=folder)
         trainer = build_trainer(spec, offload=False)
-        engine = build_engine(EngineSpec(model=model, engine=EngineSettings(device="cpu"), carrier="shared_memory"))
+        engine = build_engine(EngineSpec(model=model, engine=EngineSettings(device="cpu"), transport="shared_memory"))
     except Exception as error:  # whatever it is, finding it is what this command is for
         return [DoctorFinding("model", "fail", f"{type(error).__name__}: {error}", REPORT)]
     try:

@@ -6,26 +6,24 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from tidemill.core.config import Config
+from tidemill.engine.engine_kinds import BaseEngineSettings
 
 
-class EngineSettings(Config):
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the served weights and of the KV cache
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+class EngineSettings(BaseEngineSettings):
+    kind: Literal["native"] = "native"
     max_sequences: int = Field(default=128, ge=1)  # rows that run at the same time
     page_size: int = Field(default=16, ge=1)  # tokens of a KV page
     kv_memory_mb: int | None = Field(default=None, ge=1)  # None: max_sequences full contexts, within a share of what is free
     prefill_chunk: int = Field(default=2048, ge=1, le=1 << 17)  # prompt tokens computed in one step, beside its decode rows
-    context: int | None = Field(default=None, ge=2)  # None: the model's
     in_flight: Literal["keep", "finish", "recompute"] = "keep"  # see `types.InFlight`
     prefix_cache: bool = True
     batch_invariant: bool = (
         False  # a row's bits depend on nothing but its own tokens: float32 on the CPU, see `batch_invariant`
     )
 
-    def context_of(self, model: int) -> int:
-        """Tokens that a sequence may hold, were there pages for them. model: positions that it has."""
-        return min(self.context or model, model)
+    @property
+    def fixed_threads(self) -> bool:
+        return self.batch_invariant
 
     @model_validator(mode="after")
     def _check_invariant(self) -> Self:

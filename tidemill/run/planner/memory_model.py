@@ -18,6 +18,7 @@ from tidemill.algorithms.algorithm_settings import begins_as
 from tidemill.algorithms.preferences import UNPAIRED
 from tidemill.controller.offline_groups import ROWS as HELD_OUT_ROWS
 from tidemill.core.errors import ConfigError
+from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, page_bytes
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.paged_attention import GATHER_BYTES, MOST_PAIRS
@@ -96,7 +97,7 @@ def processes(config: RunConfig, models: Models, longest: int = 0) -> list[Proce
     longest: tokens of the longest row, or 0. A row longer than the token budget makes up a micro-batch alone.
     """
     placement, on, free = config.placement, config.engine.device, free_memory(device_of(config.engine.device))
-    own = placement.kind == "local"  # they are processes
+    own = placement.processes
     held = trainer_memory(config, models.policy, models.reference, models.critic, longest)
     found = _processes("trainer", 1, config.trainer.device, held, "" if own else None)
     count, held = placement.engines, engine_memory(config.engine, models.policy, free)
@@ -216,6 +217,8 @@ def trainer_memory(
     longest: tokens of the longest row, or 0.
     """
     own, asked, smaller = 4 * parameters(arch), config.reference, "a smaller model"
+    if not isinstance(config.trainer, TrainerSettings):
+        return [Held("weights; the rest is not known", own, smaller)]
     held = [Held("weights", own, smaller), Held("gradients", own, smaller), Held("two moments", 2 * own, smaller)]
     moves = 0
     if asked is not None and reference is not None and not config.placement.reference_engines:
@@ -226,7 +229,7 @@ def trainer_memory(
         held.append(Held("critic, its gradients and moments", 4 * size, "algorithm.critic.model = 'policy'"))
         moves += 3 * size
     held.append(Held("copy while a checkpoint is written", 3 * own + moves, smaller, host=True))
-    if config.placement.sync.carrier == "shared_memory":
+    if config.placement.sync.kind_name == "shared_memory":
         size = 2 * parameters(arch) * ITEM[config.trainer.serving_dtype]
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
         held.append(Held("two versions on their way to engines", size, lever, host=True))
@@ -290,12 +293,16 @@ def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lane
     return int(4 * share * tokens * (kept + 4 * arch.hidden)) + copies + logits
 
 
-def engine_memory(settings: EngineSettings, arch: Architecture, free: int | None = None, updated: bool = True) -> list[Held]:
-    """The most memory of one engine.
+def engine_memory(
+    settings: BaseEngineSettings, arch: Architecture, free: int | None = None, updated: bool = True
+) -> list[Held]:
+    """The most memory of one engine; of a kind other than the native one, its weights.
 
     free: bytes of which the KV cache takes a share; None: not known. updated: whether the engine receives new versions.
     """
     size = ITEM[settings.dtype]
+    if not isinstance(settings, EngineSettings):
+        return [Held("weights; the rest is not known", size * parameters(arch), "a smaller model")]
     own, on_cpu = size * parameters(arch), device_of(settings.device) == "cpu"
     packs = [(n, k) for n, k in matrices(arch) if on_cpu and not settings.batch_invariant and (size == 4 or k % STEP == 0)]
     lower = "engine.dtype = 'bfloat16'" if settings.dtype == "float32" else "a smaller model"
@@ -338,8 +345,10 @@ def step_memory(settings: EngineSettings, arch: Architecture) -> int:
     return max(size * tokens * layer, logits) + gathered  # layers and logits follow one another; the gathered buffer stays
 
 
-def row_tokens(settings: EngineSettings, arch: Architecture, free: int | None = None) -> int:
+def row_tokens(settings: BaseEngineSettings, arch: Architecture, free: int | None = None) -> int:
     """The most tokens that a row may hold."""
+    if not isinstance(settings, EngineSettings):
+        return settings.context_of(arch.context)
     pages, _ = kv_pages(settings, arch, free)
     return max(2, min(settings.context_of(arch.context), (pages - 1) * settings.page_size))
 

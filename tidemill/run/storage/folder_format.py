@@ -56,10 +56,13 @@ def migrated(recipe: dict[str, Any], written: int) -> dict[str, Any]:
     return recipe
 
 
-def _without_a_clock(recipe: dict[str, Any]) -> None:
-    """Format 1 to 2: a warm-up had a limit in seconds, which ended before training began."""
+def _from_1_to_2(recipe: dict[str, Any]) -> None:
+    """A warm-up had a limit in seconds, which ended before training began. The transport was called carrier."""
     if isinstance(recipe.get("warmup"), dict):
         recipe["warmup"].pop("seconds", None)
+    placement = recipe.get("placement")
+    if isinstance(placement, dict) and isinstance(sync := placement.get("sync"), dict) and "carrier" in sync:
+        sync.setdefault("transport", sync.pop("carrier"))
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _without_a_clock}
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _from_1_to_2}

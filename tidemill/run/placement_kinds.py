@@ -1,0 +1,72 @@
+"""The kinds of placement: what all of them are set by and built from, and the table of what is built in.
+
+A new placement is one module with a subclass of `BasePlacementSettings` and a function `(settings, PlacementSetup) ->
+Placement`, and one entry in the table.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from tidemill.core.registry import KindSettings, Registry
+from tidemill.envs.environment_settings import EnvironmentWorkers
+from tidemill.runtime.inline import Inline
+from tidemill.runtime.local import Local
+from tidemill.runtime.placement import Factory, Liveness, Placement
+from tidemill.weight_sync.sync_settings import BaseSyncSettings, SyncSettings
+
+_SETTINGS = "tidemill.run.placement_kinds:PlacementSettings"
+PLACEMENTS = Registry("placement.kind")
+PLACEMENTS.register("local", _SETTINGS, "tidemill.run.placement_kinds:local")
+PLACEMENTS.register("inline", _SETTINGS, "tidemill.run.placement_kinds:inline")
+
+
+class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
+    """Processes of the run, their threads, and the transport of weights between them, whatever the kind of placement."""
+
+    engines: int = Field(default=1, ge=1)  # rollout engines
+    engine_threads: int = Field(default=1, ge=1)  # CPU threads of each engine; more in all than there are cores share them
+    trainer_threads: int = Field(default=1, ge=1)  # CPU threads of the trainer; while engines compute, it shares the cores
+    # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: if there is a
+    # core for each thread of trainer and engines, or these name different devices
+    stream: bool | Literal["auto"] = "auto"
+    reference_engines: int = Field(default=0, ge=0)  # engines that serve algorithm.reference; 0: the trainer holds it
+    sync: BaseSyncSettings = SyncSettings()
+    environment: EnvironmentWorkers = EnvironmentWorkers()
+
+    @property
+    def processes(self) -> bool:
+        """Whether each role has a process of its own on this machine."""
+        return False
+
+
+class PlacementSettings(BasePlacementSettings):
+    kind: Literal["local", "inline"] = "local"  # local: processes on this machine; inline: everything in one process
+
+    @property
+    def processes(self) -> bool:
+        return self.kind == "local"
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementSetup:
+    """What a placement is built from, beside its settings."""
+
+    build: Factory  # makes a role from its spec in this process; in others `role_main` does
+    logs: Path
+    liveness: Liveness
+    start_deadline: float  # seconds for a role to start
+
+
+def local(settings: BasePlacementSettings, setup: PlacementSetup) -> Placement:
+    """Builder: a process for each role."""
+    return Local(setup.logs, start_deadline=setup.start_deadline, liveness=setup.liveness)
+
+
+def inline(settings: BasePlacementSettings, setup: PlacementSetup) -> Placement:
+    """Builder: every role in this process."""
+    return Inline(setup.build)

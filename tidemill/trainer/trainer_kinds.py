@@ -1,0 +1,60 @@
+"""The kinds of trainer: what all of them are set by and built from, and the table of what is built in. No torch here.
+
+A new trainer is one module, with a subclass of `BaseTrainerSettings` and a function `(settings, TrainerSetup) -> Trainer`,
+and one entry in the table.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import Field
+
+from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.core.registry import KindSettings, Registry
+
+if TYPE_CHECKING:
+    from tidemill.models.weight_slices import Sender
+    from tidemill.runtime.cpu_sharing import Cores
+
+TRAINERS = Registry("trainer.kind")
+TRAINERS.register(
+    *("native", "tidemill.trainer.trainer_settings:TrainerSettings", "tidemill.trainer.build_native_trainer:build")
+)
+
+
+class BaseTrainerSettings(KindSettings, registry=TRAINERS):
+    """What a run reads of a trainer's settings, whatever its kind."""
+
+    lr: float = Field(default=1e-6, gt=0)
+    micro_batch_tokens: int = Field(default=4096, ge=1)  # tokens run at a time: bounds memory, changes no result
+    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and optimizer stay in float32
+    serving_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that engines get
+    device: str = "auto"  # auto: cuda where there is one, else cpu
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerSetup:
+    """What a trainer is built from, beside its settings."""
+
+    model: Path  # a Hugging Face folder
+    name: str  # of its process
+    steps: int  # optimizer updates of the whole run
+    reference: ReferenceSettings | None
+    critic: CriticSettings | None
+    scores: bool  # the critic is exported, not the policy
+    checkpoints: bool  # are written beside training
+    sender: Sender  # of new weights
+    seed: int
+    cores: Cores
+    threads: int  # that may have a micro-batch of their own
+    offload: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None  # runs blocking work; None: where it stands
+
+
+def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:
+    """The folder of a reference's or critic's first weights; None if it has none of its own."""
+    return begins_as(companion, initial, lambda named: Path(named).expanduser())
