@@ -138,7 +138,7 @@ class RewardJudge:
         except Overdue:
             then = "was cancelled" if self.signature.awaits else "goes on in this process, where nothing kills it"
             return InfraError(f"{name} did not return within {limit_s:g} s and {then}")
-        except Exception as error:  # the user's code may raise anything; none of it is a score
+        except Exception as error:  # the user's code may raise anything, and an exception is no score
             return InfraError(f"{name} raised {type(error).__name__}: {clip(str(error))}")
 
     def _resolve(self, reward: str | Callable[..., Any]) -> tuple[str, Signature]:

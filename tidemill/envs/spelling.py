@@ -36,7 +36,7 @@ def score(completion: str, answer: str) -> float:
 
 
 def words(count: int) -> list[str]:
-    """`count` distinct words, the same ones in every call."""
+    """Make `count` distinct words of syllables, the same ones in every call with this count."""
     draw, found = Random(0), dict[str, None]()
     wanted = draw.choices(list(LENGTHS), list(LENGTHS.values()), k=count)
     for length in wanted:

@@ -84,7 +84,7 @@ class RpcServer:
         reading = asyncio.create_task(self._read())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
-            # bounded: it serves until it is told, or its parent ends it
+            # bounded: it serves until `stop` is called or its parent ends it
             await asyncio.wait({reading, stopping}, return_when=asyncio.FIRST_COMPLETED)
             if reading.done():
                 reading.result()

@@ -1,1 +1,1 @@
-"""The native trainer: samples to packed micro-batches to one optimizer step, and the weights to whoever serves them."""
+"""Native trainer: packs samples into micro-batches, takes optimizer steps, publishes the weights."""

@@ -1,11 +1,11 @@
-"""Samples to packed micro-batches within a budget of tokens: what several rows begin with is run once for all of them.
+"""Packed micro-batches within a token budget, in which shared prefixes of rows are run once.
 
-    Sample -> Row (what is predicted) -> split (which rows run together) -> pack -> Batch (tensors)
+    Sample -> BatchRow (what is predicted) -> split (which rows run together) -> pack -> Batch (tensors)
 
-Rows are sorted by their tokens, so that each shares its beginning with the row before it: a system prompt, the prompt of a
-group, a conversation's earlier turns. Which rows share a micro-batch, and which of their tokens are run once, is a matter of
-speed and memory only (I6): a token before which everything is equal has the same hidden states in every row, and what flows
-back into it is the sum over them. With 8 samples of a prompt longer than its answers this is most of the work.
+Rows are sorted by their tokens, so that each shares its prefix with the row before it: a system prompt, the prompt of a
+group, a conversation's earlier turns. Which rows share a micro-batch, and which tokens are run once, affects only speed and
+memory (I6): a token with the same prefix has the same hidden states in every row, and its gradient is the sum over these
+rows. With 8 samples of a prompt that is longer than its answers, the shared prefix is most of the work.
 """
 
 from __future__ import annotations
@@ -23,45 +23,48 @@ from tidemill.algorithms.losses import LossInput
 from tidemill.core.types import Array, Sample
 from tidemill.models.kernels.cpu.packed_sequences import Families
 
-WORTH_CHOOSING = 0.98  # the share of packed tokens that predict something: above, to pick them out costs what it saves
-_WORTH = 0.1  # the share of a row that must be common: below, a family of rows costs more than it saves
+WORTH_CHOOSING = 0.98  # if a larger share of packed tokens predicts something, selecting them costs what it saves
+_WORTH = 0.1  # if a smaller share of a row is common, sharing it costs more than it saves
 
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
-    index: int  # of the sample among those given
+    index: int  # index of the sample in the list that was given
     sample: Sample
-    where: Array  # [m] int64, m >= 1: the positions that are predicted, those sampled or with a weight
-    shared: int = 0  # leading tokens that the row before it in its micro-batch has too
+    where: Array  # [m] int64, m >= 1: positions that are predicted, because they were sampled or have a weight
+    shared: int = 0  # length of the prefix that it shares with the row before it in its micro-batch
 
     @property
     def length(self) -> int:
-        """Tokens that are run: up to the last predicted one, which is a target only."""
+        """The number of tokens that are run: all before the last predicted one, which is only a target."""
         return int(self.where[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """B rows, N packed tokens (shared ones once), M predicted tokens."""
+    """One micro-batch: B rows, N packed tokens (shared ones once), M predicted tokens."""
 
     rows: list[BatchRow]  # [B]
     tokens: Tensor  # [N] int64
     positions: Tensor  # [N] int64
-    families: Families  # which tokens are whose
+    families: Families  # which tokens belong to which rows
     wanted: Tensor | None  # [P] int64: the packed tokens whose hidden states predict something; None: all N
-    predictors: Tensor  # [M] int64: which of the P, or N, predicts the target
+    predictors: Tensor  # [M] int64: index of the P (or N) that predicts the target
     targets: Tensor  # [M] int64
     temperature: Tensor  # [M] float64
     weights: Tensor  # [M]
     inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages; reference, lag, old_values, returns if there are any
-    support: tuple[Tensor, Tensor] | None  # what truncated sampling left, see `models.logprobs`
+    support: tuple[Tensor, Tensor] | None  # ids that truncated sampling kept, see `models.logprobs`
     sequence: Tensor  # [M] int64: 0 .. B - 1
-    losses: dict[str, Tensor | None]  # loss id -> [M] bool, which tokens are its own; None: all of them
+    losses: dict[str, Tensor | None]  # loss id -> [M] bool mask of its tokens; None: all of them
 
     def loss_input(
         self, name: str, logprobs: Tensor, entropy: Tensor, values: Tensor | None = None
     ) -> tuple[LossInput, Tensor]:
-        """What the loss `name` sees of these logprobs, entropies and values [M], and its weights."""
+        """The input of the loss `name` from logprobs, entropies and values [M], and its weights.
+
+        Both hold only the tokens of that loss.
+        """
         given = {key: value.to(logprobs.dtype) if value.is_floating_point() else value for key, value in self.inputs.items()}
         live = {"entropy": entropy, "values": values}
         x = LossInput(logprobs, **given, **live, sequence=self.sequence, sequences=len(self.rows))
@@ -70,7 +73,7 @@ class Batch:
 
 
 def rows_of(samples: Sequence[Sample]) -> list[BatchRow]:
-    """The rows with something to predict. ValueError when that is a sample's first token."""
+    """The rows that predict something. Raises ValueError if one would predict its first token."""
     rows = [BatchRow(i, s, np.flatnonzero(s.predicted)) for i, s in enumerate(samples)]
     rows = [row for row in rows if row.where.size]
     if any(row.where[0] == 0 for row in rows):
@@ -79,8 +82,11 @@ def rows_of(samples: Sequence[Sample]) -> list[BatchRow]:
 
 
 def split(rows: Iterable[BatchRow], budget: int) -> list[list[BatchRow]]:
-    """Micro-batches of at most `budget` tokens, shared ones counted once, as few as rows in order allow and the largest of
-    them as small as that number allows; a longer row goes alone."""
+    """Split rows into micro-batches of at most `budget` tokens; a longer row is one of its own.
+
+    Shared tokens count once. There are as few micro-batches as the sorted order allows, and the largest is as small as that
+    number allows.
+    """
     ordered = sorted(rows, key=lambda row: row.sample.tokens[: row.length].tobytes())
     common = [0] * bool(ordered) + [_common(a, b) for a, b in pairwise(ordered)]
     lengths = [row.length for row in ordered]
@@ -99,7 +105,7 @@ def split(rows: Iterable[BatchRow], budget: int) -> list[list[BatchRow]]:
 
 
 def _starts(lengths: Sequence[int], common: Sequence[int], budget: int) -> list[int]:
-    """Where micro-batches begin that are filled one after another."""
+    """Indices at which micro-batches begin when they are filled one after another."""
     starts, used = [], budget
     for i, (length, shared) in enumerate(zip(lengths, common, strict=True)):
         used += length - shared
@@ -110,7 +116,7 @@ def _starts(lengths: Sequence[int], common: Sequence[int], budget: int) -> list[
 
 
 def _common(a: BatchRow, b: BatchRow) -> int:
-    """How many leading tokens, of those that are run, both have; 0 when that is too little of `b`."""
+    """Length of the common prefix of the tokens that are run; 0 if it is too short a part of `b`."""
     n = min(a.length, b.length)
     differing = a.sample.tokens[:n] != b.sample.tokens[:n]
     shared = int(differing.argmax()) if differing.any() else n
@@ -118,8 +124,10 @@ def _common(a: BatchRow, b: BatchRow) -> int:
 
 
 def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch:
-    """The micro-batch of these rows, in the order of `split`; with tokens that nobody sees it has one of few sizes, where
-    that is at most `up_to`."""
+    """Pack rows, in the order of `split`, into the tensors of one micro-batch.
+
+    up_to: pad with unused tokens to the next of few sizes, but to no more than `up_to` tokens.
+    """
     lengths, shared = [row.length for row in rows], [row.shared for row in rows]
     spare = _filling(sum(lengths) - sum(shared), max(lengths), up_to)
     families = Families.of(lengths + spare, shared + [0] * len(spare))
@@ -129,7 +137,7 @@ def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch
     places = np.concatenate([families.of_sequence(i)[row.where - 1] for i, row in enumerate(rows)])
     wanted, predictors = np.unique(places, return_inverse=True)
     fewer = len(wanted) < WORTH_CHOOSING * families.tokens
-    more = filled(len(wanted), up_to) - len(wanted)  # which predict nothing
+    more = filled(len(wanted), up_to) - len(wanted)  # padding, which predicts nothing
 
     def send(array: Array) -> Tensor:
         return torch.from_numpy(array).to(device, non_blocking=True)
@@ -165,12 +173,12 @@ def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch
 
 
 def filled(tokens: int, up_to: int) -> int:
-    """The next of 32 sizes an octave, or `up_to` where that comes first; `tokens` where they are more."""
+    """The next larger of 32 sizes per octave, at most `up_to`; `tokens` itself if it is larger."""
     return tokens + max(0, min(-tokens % (1 << max(0, tokens.bit_length() - 6)), up_to - tokens))
 
 
 def _filling(tokens: int, longest: int, up_to: int) -> list[int]:
-    """Lengths, none beyond `longest`, of what lacks to `filled`."""
+    """Lengths, each at most `longest`, of the padding rows up to the size `filled`."""
     lacking = filled(tokens, up_to) - tokens
     return [longest] * (lacking // longest) + [lacking % longest] * (lacking % longest > 0)
 
@@ -184,7 +192,7 @@ def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor
 
 
 def _known(sample: Sample, field: str) -> Array:
-    """Of a row without reference logprobs beside rows that have them, NaN: loud in a loss that reads them anyway."""
+    """A sample's optional field, NaN if it lacks it, so that a loss that reads it anyway becomes NaN."""
     values = getattr(sample, field)
     return np.full(sample.tokens.shape, np.nan, np.float32) if values is None else values
 
@@ -194,11 +202,11 @@ def _lags(sample: Sample) -> Array:
 
 
 def _support(rows: list[BatchRow], counts: list[int], send: Callable[[Array], Tensor]) -> tuple[Tensor, Tensor] | None:
-    """(predicted token [S], id [S]) of every id that a token was sampled among."""
+    """Pairs (predicted token [S], id [S]) for every id that a token was sampled from; None if none."""
     of, ids, begin = [], [], 0
     for row, count in zip(rows, counts, strict=True):
         if (support := row.sample.support) is not None:
-            sampled = np.flatnonzero(row.sample.mask[row.where])  # among the predicted ones; support has a row for each
+            sampled = np.flatnonzero(row.sample.mask[row.where])  # among the predicted tokens; support has a row for each
             of.append(begin + np.repeat(sampled, np.diff(support.offsets)))
             ids.append(support.ids)
         begin += count

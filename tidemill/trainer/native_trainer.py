@@ -1,9 +1,9 @@
-"""`NativeTrainer`: the Trainer protocol over the project's own decoder, on one device.
+"""NativeTrainer: the Trainer protocol on the project's own decoder, on one device.
 
-Every call is one blocking function handed to `offload`. By default that calls it where it stands, so that a breakpoint
-works; a process host passes a one-thread executor, so that its event loop stays free. Only a snapshot is copied and written
-beside them: what would change what it is of waits for the copy. The learning rate's schedule counts optimizer updates. A
-supervised warm-up is a trainer of its own: it ends in a folder, and another one begins there.
+Every call hands one blocking function to `offload`. The default calls it directly, so that a breakpoint works; a process
+host passes a one-thread executor, so that its event loop stays free. Only a snapshot is copied and written concurrently:
+calls that would change its source wait for the copy. The learning rate's schedule counts optimizer updates. A supervised
+warm-up is a trainer of its own: it ends with a model folder, from which another trainer begins.
 """
 
 from __future__ import annotations
@@ -61,12 +61,13 @@ class NativeTrainer:
         threads: int = 1,
         checkpoints: bool = True,
     ) -> None:
-        """steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. critic: one that is
-        trained beside the policy. scores: it is what is exported, not the policy. sender: the carrier of published weights.
-        source: the model folder whose tokenizer and configuration go into exports and checkpoints. cores: are taken before
-        each micro-batch. threads: that may have a micro-batch of their own, where a CPU computes. checkpoints: are written
-        beside training, so that memory for a copy is taken at once: it is known before anything is trained whether it fits,
-        and is there when it is needed. The decoder is moved to the device."""
+        """Move the decoder to the device and prepare training. Raises ValueError for 16-bit weights.
+
+        steps: optimizer updates in all, for the schedule. reference: another policy, for `forward`. critic: trained beside
+        the policy. scores: export the critic instead of the policy. sender: transport of published weights. source: model
+        folder whose tokenizer and configuration go into exports and checkpoints. cores: taken before each micro-batch.
+        threads: number of threads on a CPU that may run micro-batches of their own. checkpoints: reserve the memory of a
+        snapshot now, so that a lack of memory shows before training."""
         for name, parameter in decoder.named_parameters():
             if parameter.dtype in (torch.float16, torch.bfloat16):
                 raise ValueError(
@@ -75,11 +76,11 @@ class NativeTrainer:
         self.settings = settings
         self.device = resolve_device(settings.device)
         if self.device.type == "cuda" and self.device.index is not None:
-            torch.cuda.set_device(self.device)  # kernels are launched on the current one
+            torch.cuda.set_device(self.device)  # kernels are launched on the current device
         self.decoder = decoder.to(self.device)
         if self.device.type == "cuda" and settings.dtype == "bfloat16" and not MIXES:
-            # The head is computed in float32, which a device multiplies ten times more slowly than TF32. What goes in has
-            # bfloat16's eight bits, or is rounded to them when it is served; TF32 keeps eleven.
+            # The head is computed in float32, which a device multiplies ten times more slowly than TF32. Its inputs have
+            # the eight bits of bfloat16, or are rounded to them when served; TF32 keeps eleven.
             torch.set_float32_matmul_precision("high")
         self._optimizer = Optimizer(self.decoder, settings, steps)
         self._reference = reference and reference.beside(self.decoder)
@@ -97,14 +98,14 @@ class NativeTrainer:
         self._offload, self._recorder = self._compute.on_cores(offload), Recorder(process)
         self._snapshot: Snapshot | None = None
         room = Snapshot.room(self.decoder, self._optimizer, self._kept) if checkpoints else None
-        self._room: Snapshot | None = room  # for the next one
-        self._copying: asyncio.Future[None] | None = None  # of the snapshot, beside what reads the weights
-        self._announced: Announced | None = None  # what was published last; None before, and after `load`
-        self._applied: Metrics = {}  # what the optimizer said of its latest update
+        self._room: Snapshot | None = room  # memory for the next snapshot
+        self._copying: asyncio.Future[None] | None = None  # copy of the snapshot, beside calls that read the weights
+        self._announced: Announced | None = None  # the latest publication; None before the first, and after `load`
+        self._applied: Metrics = {}  # metrics of the optimizer's latest update
 
     @property
     def updates(self) -> int:
-        """Optimizer updates done."""
+        """The number of optimizer updates done."""
         return self._optimizer.done
 
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
@@ -140,7 +141,10 @@ class NativeTrainer:
         return await self._recorder.asked(self._offload, run)
 
     async def apply(self, scale: float) -> Metrics:
-        """Raises TrainingDiverged, and takes no step, when the gradient is not finite."""
+        """Take one optimizer step with `scale` times the gradient, for policy and critic; returns metrics.
+
+        Raises TrainingDiverged, and takes no step, when a gradient is not finite.
+        """
 
         def run() -> Metrics:
             fault_injection.reach(self._recorder.process, "apply", self.updates)
@@ -161,8 +165,11 @@ class NativeTrainer:
         return await self._recorder.asked(self._offload, run)
 
     async def publish(self, version: Version) -> Published:
-        """Raises PolicyMismatch, and nothing becomes visible, when the tensors about to be sent are not those of this model:
-        their names and forms. That their numbers are this trainer's, each engine proves before it serves them."""
+        """Send the weights to the engines as `version`; returns where they are.
+
+        Raises PolicyMismatch, and nothing becomes visible, when the tensors to be sent do not have the names and shapes of
+        this model. Each engine verifies their values before it serves them.
+        """
         sender = self._sender
         if sender is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
@@ -197,11 +204,11 @@ class NativeTrainer:
                 fault_injection.reach(self._recorder.process, "stream", version.step)
 
     async def snapshot(self) -> None:
-        """What the trainer is now is copied while the next gradient is computed; the update after it waits for the copy."""
+        """Take a snapshot for `save`, copied beside the next gradient; the next update waits for the copy."""
 
         def run() -> Snapshot:
             fault_injection.reach(self._recorder.process, "snapshot", self.updates)
-            room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: its save never came
+            room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: it was never saved
             with self._recorder.span("snapshot"):
                 return Snapshot.take(self.decoder, self._optimizer, self._kept, room)
 
@@ -210,11 +217,11 @@ class NativeTrainer:
         self._copying = asyncio.get_running_loop().run_in_executor(None, self._snapshot.copy)
 
     async def _copied(self) -> None:
-        """Until the latest snapshot is what it is of: before that, nothing of it may change, nor be written."""
+        """Wait for the copy of the latest snapshot; before its end, weights must not change nor be written."""
         if (copying := self._copying) is not None:
             await asyncio.wait({copying})  # bounded: by the copy, which is as fast as memory is
             copying.result()
-            if self._copying is copying:  # else somebody who waited as well has taken the next one
+            if self._copying is copying:  # otherwise another waiting call has begun the next copy
                 self._copying = None
 
     async def save(self, folder: str) -> None:
@@ -236,7 +243,7 @@ class NativeTrainer:
         await asyncio.to_thread(run)  # bounded: by the disk; a caller in another process has its deadline
 
     async def load(self, folder: str) -> None:
-        """Go on from `folder`. A checkpoint that does not fit is a CheckpointError, and leaves the trainer as it was."""
+        """Restore the trainer from `folder`. Raises CheckpointError, and changes nothing, if it does not fit."""
 
         def run() -> None:
             with self._recorder.span("load"):
@@ -265,7 +272,7 @@ class NativeTrainer:
         return self._recorder.drain()
 
     async def close(self) -> None:
-        """Give back the carrier, and the memory of gradients and snapshot."""
+        """Close the transport, and free the memory of gradients and snapshot."""
         if self._copying is not None:
             await asyncio.wait({self._copying})  # bounded: as in `_copied`
         self._optimizer.forget()

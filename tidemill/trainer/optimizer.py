@@ -1,7 +1,8 @@
-"""AdamW over the accumulated sums: scale once, clip, step, forget the gradient. And its schedule and its state.
+"""AdamW optimizer with clipping, learning-rate schedule and checkpoint state.
 
-Its arithmetic is torch's function. torch's class would be as good, but making one imports a compiler that nothing here uses,
-which takes as long as importing torch.
+A step scales the accumulated gradient sums once, clips them, updates the weights and frees the gradients. The arithmetic is
+torch's function `adamw`. torch's class would do as well, but creating one imports a compiler that nothing here uses, which
+takes as long as importing torch.
 """
 
 from __future__ import annotations
@@ -20,8 +21,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 def lr_factor(update: int, *, updates: int, warmup: int, schedule: str, floor: float) -> float:
-    """The share of lr for update number `update` (0 is the first) of `updates`: a linear rise over `warmup`, then the
-    schedule down to `floor`, which the last update reaches."""
+    """The factor on lr at update number `update` (0 is the first) of `updates`.
+
+    It rises linearly over `warmup` updates, then follows the schedule down to `floor`, which the last update reaches.
+    """
     if update < warmup:
         return (update + 1) / warmup
     if schedule == "constant":
@@ -33,7 +36,7 @@ def lr_factor(update: int, *, updates: int, warmup: int, schedule: str, floor: f
 
 class Optimizer:
     def __init__(self, model: nn.Module, settings: TrainerSettings, updates: int) -> None:
-        """updates: how many there will be in all, for the schedule's shape."""
+        """updates: their total number, which shapes the schedule."""
         if updates < 1:
             raise ValueError(f"steps={updates}: expected at least 1")
         self.settings, self.updates, self.done = settings, updates, 0
@@ -49,8 +52,10 @@ class Optimizer:
 
     @torch.no_grad()
     def norm(self, scale: float) -> float:
-        """Of `scale` times the accumulated gradient. Raises TrainingDiverged, and forgets the gradient, when it is not
-        finite."""
+        """The norm of `scale` times the accumulated gradient.
+
+        Raises TrainingDiverged, and frees the gradient, when it is not finite.
+        """
         gradients = [p.grad for p in self.named.values() if p.grad is not None]
         norm = float(torch.nn.utils.get_total_norm(gradients, foreach=True)) * abs(scale)
         if not math.isfinite(norm):
@@ -63,8 +68,11 @@ class Optimizer:
 
     @torch.no_grad()
     def apply(self, scale: float) -> Metrics:
-        """One update with `scale` times the accumulated gradient, clipped. Raises TrainingDiverged, and forgets the
-        gradient, when its norm is not finite. Parameters that nothing reached have a zero gradient."""
+        """Update the weights with `scale` times the accumulated gradient, clipped; returns metrics.
+
+        Parameters without a gradient get a zero one. Raises TrainingDiverged, and frees the gradient, when its norm is not
+        finite.
+        """
         for p in self.named.values():
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -83,7 +91,7 @@ class Optimizer:
         return {"grad_norm": norm, "lr": lr}
 
     def _step(self, names: list[str], lr: float, decay: float) -> None:
-        """Of these parameters, whose gradients are there."""
+        """Step the named parameters, all of which have gradients."""
         named: list[Tensor] = [self.named[name] for name in names]
         for name, p in zip(names, named, strict=True):
             if name not in self._moments:
@@ -96,7 +104,7 @@ class Optimizer:
             first,
             second,
             [],
-            [torch.tensor(float(self.done), device=p.device) for p in named],  # it counts the update itself
+            [torch.tensor(float(self.done), device=p.device) for p in named],  # adamw increments the count itself
             fused=True,
             amsgrad=False,
             beta1=beta1,
@@ -121,7 +129,7 @@ class Optimizer:
         return {f"{m}.{name}": p for name, p in self.named.items() for m in MOMENTS} if done else {}
 
     def restore(self, state: dict[str, Tensor], done: int) -> None:
-        """Take over checked `state` after `done` updates; moments are copied to the parameters' device."""
+        """Restore a checked `state` after `done` updates; moments are copied to the parameters' device."""
         self.forget()
         self.done = done
         moments = {name: [torch.empty_like(p) for _ in MOMENTS] for name, p in self.named.items()} if done else {}

@@ -1,10 +1,10 @@
-"""Micro-batches side by side on a CPU: each in a thread of its own, where a trainer was given several.
+"""Parallel micro-batches on a CPU: a trainer with several threads runs one micro-batch in each.
 
-    parts -> whichever lane is free takes the next one -> gradients added up, a matrix at a time
+    parts -> a free lane (thread) takes the next part -> gradients are added up, one matrix at a time
 
-The threads of one product wait for one another at its end, and for all that one of them does alone in between; micro-batches
-do not. Together they hold no more tokens than one would. What they add up comes in the order in which they get there, so the
-bits of sums differ from one run to the next.
+Threads that share one matrix product wait for one another at its end, and for the sequential code between two products;
+parallel micro-batches do not wait. Together they hold no more tokens than one micro-batch otherwise would. Gradients are
+added in the order of arrival, so the bits of sums differ from one run to the next.
 """
 
 from __future__ import annotations
@@ -20,30 +20,37 @@ from tidemill.runtime.cpu_sharing import Cores
 
 T = TypeVar("T")
 
-LEAST = 512  # tokens: with fewer, reading weights and adding to their gradients is too much of the work
+LEAST = 512  # tokens per micro-batch: with fewer, reading weights and adding gradients dominates
 
 
 def lanes_for(threads: int, tokens: int, longest: int) -> int:
-    """How many micro-batches run at a time, so many tokens together. longest: of a row, at most."""
+    """The number of micro-batches to run in parallel, with `tokens` tokens together.
+
+    longest: tokens of the longest row.
+    """
     return max(1, min(threads, tokens // max(LEAST, longest)))
 
 
 class Lanes:
     def __init__(self, threads: int = 1, cores: Cores | None = None) -> None:
-        """threads: that may have a micro-batch of their own; with one, all cores compute the same one. cores: those of this
-        process, which may lend them to others."""
+        """threads: the maximum of parallel micro-batches; with 1, all cores compute the same micro-batch.
+
+        cores: the cores of this process, which may be shared with others.
+        """
         self.threads, self.cores = threads, cores or Cores()
         self._several, self._given = False, 0
         self._todo: Sized = ()
 
     @property
     def begun(self) -> int:
-        """Micro-batches so far, for whoever asks whether it moves."""
+        """The number of micro-batches begun so far, a measure of progress."""
         return self._given - len(self._todo)
 
     def each(self, run: Callable[[T], None], parts: Sequence[T], lanes: int = 1) -> None:
-        """Run all of them, begun in this order, so many at a time. What one raises is raised when nothing runs any more; no
-        other is begun in between."""
+        """Call `run` on all parts, begun in this order, `lanes` at a time.
+
+        After an exception no further part begins; it is raised when the running parts have ended.
+        """
         todo = deque(parts)
         self._given, self._todo = self.begun + len(todo), todo
         lanes = min(lanes, len(parts))
@@ -54,19 +61,21 @@ class Lanes:
                 run(todo.popleft())
 
     def take(self) -> None:
-        """Before a pass of a micro-batch."""
+        """Take the process's cores before a pass, unless micro-batches run in parallel."""
         if not self._several:
             self.cores.take()
 
     def _side_by_side(self, run: Callable[[T], None], todo: deque[T], lanes: int) -> None:
-        """The caller's thread is the first lane, and opens others while there are cores for them; they close when there are
-        none, each after a micro-batch."""
+        """Run the parts in lanes; the caller's thread is the first lane.
+
+        It opens other lanes while there are cores for them. A lane without a core closes after its micro-batch.
+        """
         before, width = torch.get_num_threads(), self.threads // lanes
         others: dict[int, threading.Thread] = {}
         failed: list[BaseException] = []
 
         def lane(number: int) -> None:
-            torch.set_num_threads(width)  # of this thread
+            torch.set_num_threads(width)  # applies to this thread
             try:
                 while todo and not failed and number < (now := self._now(width, lanes)):
                     for other in range(1, now) if number == 0 else ():
@@ -75,7 +84,7 @@ class Lanes:
                             others[other].start()
                     try:
                         part = todo.popleft()
-                    except IndexError:  # another one took the last
+                    except IndexError:  # another lane took the last part
                         return
                     run(part)
             except BaseException as error:

@@ -1,4 +1,4 @@
-"""Another policy beside the one that is trained: what a divergence is measured from, or who teaches."""
+"""Reference policy beside the trained one: the anchor of a KL divergence, or a teacher."""
 
 from __future__ import annotations
 
@@ -9,19 +9,25 @@ from torch import Tensor
 
 from tidemill.models.decoder import Decoder
 
-_PREFIX = "reference."  # of its tensors in a checkpoint
+_PREFIX = "reference."  # prefix of its tensors in a checkpoint
 
 
 @dataclass(slots=True)
 class Reference:
-    """every: updates after which it moves, 0 for never; then decay * itself + (1 - decay) * the policy."""
+    """A frozen decoder, or one that follows the policy after every `every` updates (0: never).
+
+    It then becomes decay * itself + (1 - decay) * the policy.
+    """
 
     decoder: Decoder
     every: int = 0
     decay: float = 0.0
 
     def beside(self, policy: Decoder) -> Reference:
-        """The same, on the policy's device. Raises ValueError when it speaks another language."""
+        """Move the reference to the policy's device.
+
+        Raises ValueError when vocabularies differ, or when it must follow a policy of another architecture.
+        """
         if self.decoder.arch.vocab != policy.arch.vocab:
             raise ValueError(
                 f"the reference policy has a vocabulary of {self.decoder.arch.vocab} tokens, the policy one of "
@@ -39,11 +45,11 @@ class Reference:
                 own.lerp_(other, 1 - self.decay)
 
     def state(self) -> dict[str, Tensor]:
-        """By name, what a checkpoint must hold: nothing of one that never moves."""
+        """Tensors for a checkpoint, by name; none for a reference that never moves."""
         return {_PREFIX + name: p.detach() for name, p in self.decoder.named_parameters()} if self.every else {}
 
     def expected(self, updates: int) -> dict[str, Tensor]:
-        """Names of `state()` after so many, each with a tensor of its shape and dtype."""
+        """Names of `state()` after `updates` updates, each with a tensor of its shape and dtype."""
         return self.state()
 
     @torch.no_grad()

@@ -1,4 +1,4 @@
-"""What the trainer's process did: spans, counters, and the memory it peaked at."""
+"""Telemetry of the trainer's process: spans, counters and peak memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Offload(Protocol):
-    """Runs a blocking function and awaits its result. Calls must not overlap: they share the decoder."""
+    """Runs a blocking function and awaits its result. Calls must not overlap, as they share a decoder."""
 
     def __call__(self, function: Callable[[], T], /) -> Awaitable[T]: ...
 
@@ -38,8 +38,11 @@ class Recorder:
             self.count(f"{name}_s", time.monotonic() - start)
 
     async def asked(self, offload: Offload, work: Callable[[], T]) -> T:
-        """Awaits work, done by `offload`. While none is awaited, the trainer is idle; until it is begun, and from its end
-        until that is noticed, it is handed over between threads."""
+        """Await work that `offload` does, and record idle and handover time.
+
+        The trainer is idle while nothing is awaited. Handover between threads lasts from the call to the start of the work,
+        and from its end to the moment when the caller notices.
+        """
         handed, noticed = self._spans.begin(HANDOVER), False
 
         def timed() -> T:
@@ -48,7 +51,7 @@ class Recorder:
             try:
                 return work()
             finally:
-                if not noticed:  # whoever asked may have been cancelled
+                if not noticed:  # the caller may have been cancelled
                     handed = self._spans.begin(HANDOVER)
 
         with self._idle.asked():
@@ -62,6 +65,6 @@ class Recorder:
         self.counters[name] = self.counters.get(name, 0.0) + amount
 
     def drain(self) -> Telemetry:
-        """Everything since the last call, and what goes on until now; counters go on growing."""
+        """Telemetry since the last call, running spans included; counters keep growing."""
         spans = [*self._spans.take(), *self._idle.take()]
         return Telemetry(self.process, os.getpid(), spans, dict(self.counters), self.memory.peak or self.memory.update())

@@ -1,12 +1,13 @@
-"""A trainer on disk: a Hugging Face folder with the optimizer beside the weights. Safetensors and JSON, never pickle.
+"""Trainer checkpoints: a Hugging Face folder with the optimizer's state, without pickle.
 
     config.json, *.safetensors, tokenizer   the master weights in their own dtype, by Hugging Face name
-    optimizer.safetensors                   both moments by parameter name; the random states; what else is `Kept`
+    optimizer.safetensors                   both moments by parameter name; the random states; the state of each `Kept`
     trainer.json                            format, updates done
 
-`Snapshot` is a copy in host memory: training goes on while it is made, up to the next update, and what is written does not
-change any more. Its folder is one part of a checkpoint, whose manifest and rename make it whole (`run/storage/`).
-Loading checks everything before it touches the trainer; what follows is then, on CPU, bit for bit what would have followed.
+`Snapshot` is a copy in host memory: training continues while it is made, up to the next update, and the copy does not change
+while it is written. Its folder is one part of a checkpoint; the checkpoint's manifest and rename make it complete
+(`run/storage/`). Loading checks everything before it changes the trainer. On a CPU, training then continues bit for bit as
+it would have without the interruption.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ _CPU_RNG, _CUDA_RNG = "random.cpu", "random.cuda"
 
 
 class Kept(Protocol):
-    """What a trainer has beside policy and optimizer."""
+    """State of a trainer besides policy and optimizer: a critic or a moving reference."""
 
     def state(self) -> dict[str, Tensor]:
-        """By name, what a checkpoint must hold of it."""
+        """Tensors for a checkpoint, by name."""
         ...
 
     def expected(self, updates: int) -> dict[str, Tensor]:
-        """Names of `state()` after so many updates, each with a tensor of its shape and dtype."""
+        """Names of `state()` after `updates` updates, each with a tensor of its shape and dtype."""
         ...
 
     def restore(self, state: dict[str, Tensor], updates: int) -> None: ...
@@ -50,29 +51,29 @@ class Kept(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """All that a trainer is at one moment, in memory that is not the trainer's; it is that when `copy` has returned."""
+    """A copy of a trainer's complete state at one moment, complete once `copy` has returned."""
 
     arch: Architecture
     dtype: torch.dtype
     weights: dict[str, Tensor]  # by Hugging Face name
-    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states; of `Kept` what they hold
+    optimizer: dict[str, Tensor]  # both moments by parameter name; the random states; the state of each `Kept`
     updates: int
-    left: list[tuple[Tensor, Tensor]]  # each place in that memory, and the trainer's tensor that is to be copied there
+    left: list[tuple[Tensor, Tensor]]  # still to be copied: tensors of this snapshot, and the trainer's tensors for them
 
     @classmethod
     def take(
         cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = (), room: Snapshot | None = None
     ) -> Snapshot:
-        """Of weights, both moments, random states and what else is kept. All but the random states may be read until `copy`
-        has returned, and not be changed.
+        """Begin a snapshot of weights, moments, random states and `kept`; `copy` completes it.
 
-        room: one that nobody needs any more, whose memory is used: new memory takes longer than the copy."""
+        Until `copy` has returned, the trainer's tensors may be read but not changed. room: an unused snapshot whose memory
+        is reused, because allocating memory takes longer than the copy."""
         state = [optimizer.state(), *(each.state() for each in kept)]
         return cls._of(decoder, _together(state), _random(), optimizer.done, room)
 
     @classmethod
     def room(cls, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> Snapshot:
-        """The memory that `take` will need, touched: what does not fit is known before anything is trained."""
+        """Allocate and touch the memory that `take` needs, so that a lack of it shows before training."""
         expected = [optimizer.expected(1), *(each.expected(1) for each in kept)]
         found = cls._of(decoder, _together(expected), {}, 0, None)
         found.copy()
@@ -88,7 +89,10 @@ class Snapshot:
         return cls(decoder.arch, decoder.embed.weight.dtype, weights, kept | random, updates, left)
 
     def copy(self) -> None:
-        """As fast as memory is, from a GPU into pinned memory. Other threads go on meanwhile: it is one call of torch's."""
+        """Copy the tensors at the speed of memory, from a GPU into pinned memory.
+
+        Other threads run meanwhile, because it is one call of torch.
+        """
         if self.left:
             places, tensors = zip(*self.left, strict=True)
             with torch.no_grad():
@@ -98,7 +102,10 @@ class Snapshot:
         self.left.clear()
 
     def write(self, folder: Path, source: Path | None, wrote: Callable[[Path], None]) -> None:
-        """Make `folder`. source: whose tokenizer goes with it. wrote: is told of each big file. Raises CheckpointError."""
+        """Write the snapshot to a new `folder`. Raises CheckpointError when that fails.
+
+        source: folder whose tokenizer is copied. wrote: called with each large file when it is written.
+        """
         try:
             folder.mkdir(parents=True)
             write_model(folder, self.arch, self.weights.items(), source, self.dtype)
@@ -116,7 +123,7 @@ def _together(states: Iterable[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _places(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """For each of the tensors one of its form in host memory: that of `room`, where it fits."""
+    """A host tensor of the same shape and dtype for each tensor, from `room` where one fits."""
 
     def place(name: str, like: Tensor) -> Tensor:
         there = room.get(name)
@@ -128,8 +135,10 @@ def _places(tensors: Mapping[str, Tensor], room: Mapping[str, Tensor]) -> dict[s
 
 
 def load_checkpoint(folder: Path, decoder: Decoder, optimizer: Optimizer, kept: Sequence[Kept] = ()) -> None:
-    """Put decoder, optimizer, random states and what else is kept back to where the snapshot was taken. Raises
-    CheckpointError."""
+    """Restore decoder, optimizer, random states and `kept` to the moment of the snapshot.
+
+    Raises CheckpointError, and changes nothing, when the folder does not fit.
+    """
     updates = _read_state(folder / _STATE)
     tensors = _read_tensors(folder / OPTIMIZER)
     random = {name: tensors.pop(name) for name in (_CPU_RNG, _CUDA_RNG) if name in tensors}
@@ -193,7 +202,7 @@ def _read_tensors(file: Path) -> dict[str, Tensor]:
 
 
 def _check(file: Path, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    """Raise unless `found` has exactly the names of `expected`, each with that tensor's shape and dtype."""
+    """Raise CheckpointError unless `found` has the names, shapes and dtypes of `expected`."""
     if missing := sorted(expected.keys() - found.keys()):
         raise CheckpointError(f"{file}: {len(missing)} tensors are missing, among them {missing[0]}; is it another model's?")
     if surplus := sorted(found.keys() - expected.keys()):

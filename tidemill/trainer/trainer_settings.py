@@ -1,4 +1,4 @@
-"""How the policy is trained on one device. No torch here."""
+"""Settings of the trainer on one device, in a module without torch."""
 
 from __future__ import annotations
 

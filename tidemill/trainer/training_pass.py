@@ -1,10 +1,10 @@
-"""One pass over samples: micro-batches through the decoder, losses, gradients added up as sums.
+"""Training pass: runs samples as micro-batches through the decoder and sums up loss gradients.
 
     samples -> split -> pack -> decoder -> logprobs of the predicted tokens only -> weights * terms -> backward
                                         -> values, where there is a critic    ->
 
-Nothing is divided here (I6): the reduction's weights came with the samples, the step's scale comes with `apply`. Rows whose
-gradient is known to be zero (no weight; or no advantage, under a loss proportional to it) are run forward only.
+Nothing is divided here (I6): the samples carry the weights of the reduction, and `apply` gets the scale of the step. Rows
+whose gradient is known to be zero (no weight; or no advantage, with a loss proportional to it) are run forward only.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Compute:
-    """How the decoder is run."""
+    """Computation settings of a pass: device, token budget, dtype, checkpointing, parallel lanes."""
 
     device: torch.device
-    budget: int  # tokens of the micro-batches that run at a time
-    autocast: torch.dtype | None = None  # None: in the weights' own dtype
+    budget: int  # tokens of all micro-batches that run at the same time
+    autocast: torch.dtype | None = None  # None: the weights' own dtype
     checkpointing: bool = False
     lanes: Lanes = field(default_factory=Lanes)
 
     def on_cores(self, offload: Offload) -> Offload:
-        """`offload` of functions that compute: the cores are given back behind them."""
+        """Wrap `offload` so that a function takes the process's cores before it and leaves them after."""
 
         def offloaded(function: Callable[[], T], /) -> Awaitable[T]:
             def run() -> T:
@@ -58,18 +58,18 @@ class Compute:
         return offloaded
 
     def split(self, rows: list[BatchRow]) -> tuple[list[list[BatchRow]], int]:
-        """Micro-batches, and how many of them to run at a time."""
+        """Split rows into micro-batches; returns them and the number to run in parallel."""
         tokens = min(self.budget, sum(row.length for row in rows))
         lanes = lanes_for(self.lanes.threads, tokens, max((row.length for row in rows), default=0))
         return split(rows, self.budget if lanes == 1 else tokens // lanes), lanes
 
     def pack(self, rows: list[BatchRow]) -> Batch:
-        """Of few sizes where products prepare something for each."""
+        """Pack rows, padded to one of few sizes where matrix products keep something for each size."""
         keeps = prepares_sizes(self.device.type, self.autocast is not None)
         return pack(rows, self.device, up_to=self.budget if keeps else 0)
 
     def hidden(self, decoder: Decoder, batch: Batch) -> Tensor:
-        """[M, D] what the batch's predicted tokens are predicted from."""
+        """The hidden states [M, D] that the batch's M target tokens are predicted from."""
         self.lanes.take()
         attend = packed_attention(batch.families, decoder.arch.windows, batch.tokens.device)
         with torch.autocast(self.device.type, dtype=self.autocast, enabled=self.autocast is not None):
@@ -78,7 +78,7 @@ class Compute:
         return hidden.index_select(0, batch.predictors)
 
     def logprobs(self, decoder: Decoder, batch: Batch, hidden: Tensor) -> tuple[Tensor, Tensor]:
-        """Logprobs and entropies [M] of the batch's predicted tokens."""
+        """Logprobs [M] of the batch's target tokens, and entropies [M] at their positions."""
         logprobs, entropy = token_logprobs(
             decoder, hidden, batch.targets, batch.temperature, entropy=True, support=batch.support, dtype=self.autocast
         )
@@ -86,12 +86,15 @@ class Compute:
         return logprobs, entropy
 
     def values(self, critic: ValueModel, batch: Batch, hidden: Tensor | None = None) -> Tensor:
-        """[M] the critic's values before the batch's predicted tokens. hidden: of its decoder, where that has run."""
+        """The critic's values [M] before the batch's target tokens.
+
+        hidden: the hidden states [M, D] of its decoder, if it has run already.
+        """
         return critic.values(self.hidden(critic.decoder, batch) if hidden is None else hidden)
 
 
 def _added_up(found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Metrics of all micro-batches, which were on the device until now."""
+    """Sum up the metrics of all micro-batches, and fetch them from the device at once."""
     sums: dict[str, Tensor] = {}
     for metrics in found:
         for name, value in metrics.items():
@@ -101,8 +104,10 @@ def _added_up(found: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
 
 
 def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Compute) -> list[Array]:
-    """[T] float32 logprobs of each sample at its temperature: where it was sampled or has a weight, 0 elsewhere. Of a critic
-    its values there."""
+    """Logprobs of each sample's tokens at its temperature, or a critic's values: [T] float32 each.
+
+    Tokens that were not sampled and have no weight get 0.
+    """
     found = [np.zeros(len(s.tokens), np.float32) for s in samples]
 
     @torch.no_grad()
@@ -127,9 +132,10 @@ def forward_backward(
     at_peak: Callable[[], object] | None = None,
     critic: ValueModel | None = None,
 ) -> TrainResult:
-    """Add the gradient of the sum over tokens of weight * loss to the parameters' `.grad`, the critic's included.
+    """Add the gradient of the sum of weight * loss over tokens to the parameters' `.grad`.
 
-    `at_peak` is called once, when the activations of the largest micro-batch are alive.
+    A critic's parameters are included. at_peak: called once, when the activations of the largest micro-batch are in memory.
+    Raises ValueError when a sample names a loss that is not in `losses`.
     """
     if unknown := sorted({s.loss for s in samples} - set(losses)):
         raise ValueError(f"samples ask for the loss {', '.join(unknown)}; given were {', '.join(losses) or 'none'}")
@@ -141,7 +147,7 @@ def forward_backward(
     found = [{name: torch.zeros((), device=compute.device) for name in ("loss", "tokens")}]  # metrics, by micro-batch
 
     def run(part: list[BatchRow], with_gradient: bool, before_backward: Callable[[], object] | None) -> None:
-        """Nothing of it lives on: that would lie in the way of what the next one allocates."""
+        """Run one micro-batch in a function, so that its tensors are freed before the next one."""
         with torch.set_grad_enabled(with_gradient):
             batch = compute.pack(part)
             hidden = compute.hidden(decoder, batch)

@@ -1,6 +1,6 @@
-"""Why the served weights are the same after an update as before it. It is said, for a run where nothing changes looks sound.
+"""Explains why an update left the served weights unchanged, since such a run otherwise looks sound.
 
-An update may be too small for the dtype that weights are served in, or for float32 itself; or there was none to speak of.
+An update may be too small for the dtype of the served weights, or for float32 itself; or the update was zero.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from tidemill.models.served_weights import Contents
 
 @dataclass(frozen=True, slots=True)
 class Announced:
-    """What was published, and what it was made from."""
+    """One publication: the contents that were sent, and the weights they were made from."""
 
     contents: Contents
     masters: dict[str, int]  # sums of the float32 weights, see `words_of`
-    updates: int  # done by then
+    updates: int  # optimizer updates done by then
 
 
 def why_unchanged(before: Announced | None, now: Announced, applied: Metrics, dtype: str) -> str:
-    """The reason, or "" when the weights changed, or no update was made in between.
+    """The reason why the weights are unchanged; "" when they changed, or there was no update.
 
-    applied: what the optimizer said of the latest update. dtype: that weights are served in.
+    applied: the optimizer's metrics of the latest update. dtype: the dtype of the served weights.
     """
     if before is None or before.updates == now.updates or before.contents.fingerprint != now.contents.fingerprint:
         return ""
