@@ -15,8 +15,9 @@ from runs import Run
 from typer.testing import CliRunner
 
 from tidemill.cli import chaos_test as module
-from tidemill.cli.chaos_test import Drill, Life, Look, RunSize, unnamed
+from tidemill.cli.chaos_test import Drill, unnamed
 from tidemill.cli.main import app
+from tidemill.cli.process_lives import Life, Look, RunSize
 from tidemill.run.recipe import RunConfig
 from tidemill.runtime.local import MODULE
 

@@ -1,4 +1,4 @@
-"""`python -m tidemill.cli`: the same as `python -m tidemill`."""
+"""`python -m tidemill.cli`: another name for `python -m tidemill`."""
 
 from tidemill.cli.main import main
 

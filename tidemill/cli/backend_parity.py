@@ -1,10 +1,10 @@
-"""Do engine, trainer and `transformers` compute the same? Logprobs of the same tokens, from all three, on one model folder.
+"""Compares the logprobs that engine, trainer and `transformers` compute for one model.
 
     prompts -> engine, through each of its paths -> sampled tokens and their logprobs
     the same rows -> trainer, transformers -> logprobs of the same tokens, at the same temperature -> differences
 
-A path counts only when there is evidence that it was taken: prompts found in the prefix cache, sequences that were
-preempted. Everything is computed in float32 on the CPU; the engine in bfloat16 is reported beside it, without a verdict.
+A path counts only with evidence that it was taken: prompts found in the prefix cache, sequences that were preempted.
+Everything is computed in float32 on the CPU; the engine in bfloat16 is reported beside it, without a verdict.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 
 TOLERANCE = 1e-4  # nats
-TEMPERATURES = (1.0, 0.7)  # rows take turns
+TEMPERATURES = (1.0, 0.7)  # alternate between rows
 TEXT = (
     "The tide comes in, the pond fills, and the wheel turns at a steady rate all day long.",
     "Q: What is 12 * 7 + 5?\nA: 12 * 7 = 84, and 84 + 5 = 89.",
@@ -45,7 +45,7 @@ TEXT = (
 
 @dataclass(slots=True)
 class ParityRow:
-    """Tokens of which those from `start` on are compared; `engine` holds the logprobs the engine gave them."""
+    """A row of tokens with the engine's logprobs; tokens from `start` on are compared."""
 
     tokens: np.ndarray  # [T] int32
     start: int
@@ -57,7 +57,7 @@ class ParityRow:
 class Comparison:
     """Differences of one kind; `max` and `mean` in nats (logits for a round trip)."""
 
-    what: str  # the engine's path, or the way of a round trip
+    what: str  # the engine's path, or the direction of a round trip
     pair: str
     tokens: int
     max: float
@@ -71,11 +71,13 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class ParityReport:
+    """All comparisons of one model."""
+
     model: str
     family: str
     length: int
-    text: bool  # whether there was a tokenizer to encode text with
-    evidence: dict[str, int]  # what a path is known by, counted
+    text: bool  # True if there was a tokenizer to encode text with
+    evidence: dict[str, int]  # counts that show that a path was taken
     comparisons: list[Comparison]
 
     @property
@@ -84,7 +86,7 @@ class ParityReport:
 
 
 async def check(folder: Path, length: int = 64, seed: int = 0) -> ParityReport:
-    """The whole comparison. length: tokens of a row. Raises ValueError when the folder holds no supported model."""
+    """Compare everything. length: tokens of a row. Raises ValueError for an unsupported model."""
     arch = Architecture.from_folder(folder)
     length = min(length, arch.context)
     if length < 8:
@@ -92,7 +94,7 @@ async def check(folder: Path, length: int = 64, seed: int = 0) -> ParityReport:
     decoder = load_folder(folder)
     _check_finite(decoder, folder)
     texts = _texts(folder, length)
-    rows, evidence = await _through_engine(load_folder(folder), texts, length, seed)  # engines keep what they are given
+    rows, evidence = await _through_engine(load_folder(folder), texts, length, seed)  # an engine keeps its decoder
     low = await _low_precision(folder, [row.tokens[: row.start] for row in rows["paged"]], length)
     trainer = await _trained(load_folder(folder), [*rows.items(), ("bfloat16", low)])
     reference = _transformers(folder)
@@ -116,7 +118,7 @@ async def check(folder: Path, length: int = 64, seed: int = 0) -> ParityReport:
 async def _through_engine(
     decoder: Decoder, texts: list[np.ndarray], length: int, seed: int
 ) -> tuple[dict[str, list[ParityRow]], dict[str, int]]:
-    """Rows by path, and the evidence that the paths were taken."""
+    """Rows by the engine's path, and the evidence that the paths were taken."""
     prompts = _prompts(decoder.arch, texts, length, seed)
     paged = build(
         EngineSettings, {"max_sequences": 16, "page_size": 4, "context": length, "device": "cpu", "prefix_cache": False}
@@ -141,7 +143,7 @@ async def _through_engine(
 async def _generate(
     decoder: Decoder, settings: EngineSettings, prompts: Sequence[np.ndarray], length: int
 ) -> tuple[list[ParityRow], EngineStats]:
-    """Each prompt continued to `length` tokens, all at the same time; and the engine's figures."""
+    """Continue each prompt to `length` tokens, all at the same time. Also returns the engine's stats."""
     engine = _engine(decoder, settings)
     temperatures = [TEMPERATURES[i % len(TEMPERATURES)] for i in range(len(prompts))]
     asked = [
@@ -189,7 +191,7 @@ def _prompts(arch: Architecture, texts: list[np.ndarray], length: int, seed: int
 
 
 def _crowd(arch: Architecture, prompts: list[np.ndarray], length: int) -> tuple[list[np.ndarray], EngineSettings]:
-    """More sequences at a time than the KV memory holds, by settings alone: they begin together, and some must yield."""
+    """More sequences than the KV memory holds: they begin together, and some are preempted."""
     each = page_bytes(arch, 4, torch.float32) * -(-length // 4)  # bytes of a whole sequence
     count = max(8, -(-(3 << 20) // (2 * each)))  # about 1.5 MiB of them, or eight
     megabytes = max(1, -(-each // (1 << 20)), (count * each * 6 // 10) >> 20)
@@ -229,7 +231,7 @@ def _sample(row: ParityRow) -> Sample:
 
 
 def _transformers(folder: Path) -> Any:
-    """The same folder as `transformers` reads it. Raises ValueError when it does not take every weight as it is."""
+    """The folder's model as `transformers` reads it. Raises ConfigError unless it takes every weight."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
@@ -249,7 +251,7 @@ def _transformers(folder: Path) -> Any:
 
 @torch.inference_mode()
 def _reference_logits(model: Any, tokens: np.ndarray) -> torch.Tensor:
-    """[T, V]"""
+    """Logits of `transformers`, [T, V]."""
     return model(input_ids=torch.from_numpy(tokens.astype(np.int64))[None], use_cache=False).logits[0]
 
 
@@ -263,7 +265,7 @@ def _reference_logprobs(model: Any, row: ParityRow) -> np.ndarray:
 
 
 def _round_trip(decoder: Decoder, reference: Any, rows: list[ParityRow]) -> list[Comparison]:
-    """Saved by one and read by the other, a model must be the same to the last bit."""
+    """Compare logits of a model saved by one and read by the other: they must be identical."""
     with tempfile.TemporaryDirectory() as place:
         ours, theirs = Path(place) / "ours", Path(place) / "theirs"
         save_folder(decoder, ours, tokenizer_from=None, dtype=torch.float32)
@@ -288,7 +290,7 @@ def _round_trip(decoder: Decoder, reference: Any, rows: list[ParityRow]) -> list
 
 @torch.inference_mode()
 def _logits(decoder: Decoder, tokens: np.ndarray) -> np.ndarray:
-    """[T, V]"""
+    """Logits of the decoder, [T, V] float32."""
     attend = packed_attention([len(tokens)], decoder.arch.windows)
     return decoder.logits(
         decoder(torch.from_numpy(tokens.astype(np.int64)), packed_positions([len(tokens)]), attend)
@@ -305,7 +307,7 @@ def _check_finite(decoder: Decoder, folder: Path) -> None:
 
 
 def _texts(folder: Path, length: int) -> list[np.ndarray]:
-    """Some text in the model's own tokens; none when the folder has no tokenizer."""
+    """Some text in the model's own tokens; none if the folder has no tokenizer."""
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json")):
         return []
     tokenizer = load_tokenizer(folder)

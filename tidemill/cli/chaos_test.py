@@ -1,14 +1,14 @@
-"""A run that is made to suffer: its parts are killed, frozen and starved on a schedule, and then the losses are counted.
+"""Chaos test: kills, freezes and starves a run's parts, then counts what was lost.
 
     train in a process of its own -> (a calm while -> every so often one fault at one part, chosen by a seed) ... -> count
 
 kill      SIGKILL to an engine, the trainer, a reward or environment worker, the fork server; to the controller, which is
           then started again
-freeze    SIGSTOP until the run has noticed by itself and killed it; the controller is let go on after some seconds
+freeze    SIGSTOP until the run has noticed by itself and killed it; the controller continues after some seconds
 starve    stopped nine tenths of the time for some seconds: slow, which must not be taken for dead
 disk      the controller is killed, and the first checkpoint after that finds the disk full (`core.fault_injection`)
 
-Nothing here reaches into the run: it gets signals and the environment of a process, as from any system that fails.
+Nothing here reaches into the run: it only gets signals and environment variables, as from any failing system.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from __future__ import annotations
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from typing import IO, Any
 
 import psutil
 
+from tidemill.cli.process_lives import STARTING, Life, Look, RunSize
 from tidemill.core.errors import ConfigError
 from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.ledger.database import has_ledger
@@ -42,17 +42,14 @@ WORKERS = {
     "tidemill.envs.reward_workers.reward_worker": "reward",
     "tidemill.envs.episode_worker": "environment",
 }  # by module
-FORKSERVER, STARTING = "forkserver", "starting"  # STARTING: forked, and not yet named in status.json
+FORKSERVER = "forkserver"
 STARVED_S, FROZEN_S, DUTY_S, RUN_SHARE = 5.0, 3.0, 0.2, 0.1
-STOP_S = 120.0  # to end after its step when asked to
-TICK_S, LOOK_S = 0.25, 2.0  # between two looks at the run, and at the sizes of its processes
-ROUGH_S = 300.0  # of faults, between two calm whiles
-GROWN_S = 120.0  # the age from which on a process should not grow any more
-WINDOW_S = 30.0  # of looks, whose median a size is: what a process holds comes and goes with its work
-JUDGED_S = GROWN_S + WINDOW_S  # the age from which on it is told how a process grew: two such windows, halved, fit
+STOP_S = 120.0  # deadline of the run's end after it was asked to stop
+TICK_S, LOOK_S = 0.25, 2.0  # seconds between looks at the run, and at the sizes of its processes
+ROUGH_S = 300.0  # seconds of faults between two calm periods
 
 Schedule = tuple[tuple[str, str, float], ...]
-FAULTS: Schedule = (  # what, whom, how often beside the others
+FAULTS: Schedule = (  # fault, role, relative frequency
     ("kill", "engine", 4),
     ("kill", "trainer", 3),
     ("kill", "reward", 3),
@@ -72,60 +69,18 @@ FAULTS: Schedule = (  # what, whom, how often beside the others
 
 @dataclass(frozen=True, slots=True)
 class PlannedFault:
+    """A fault that was done to a process, and how long the run took to recover."""
+
     at: float  # seconds since the drill began
     what: str
     whom: str  # the process
-    recovered_s: float | None = None  # until the next step ended; None: not before the next fault
-
-
-@dataclass(frozen=True, slots=True)
-class RunSize:
-    resident_mb: float
-    files: int  # open descriptors
-
-
-@dataclass(frozen=True, slots=True)
-class Look:
-    name: str  # what it was called at that time: a role is forked before it has told its name
-    age: float
-    size: RunSize
-
-
-@dataclass(frozen=True, slots=True)
-class Life:
-    """A process of the run, for as long as it was seen."""
-
-    name: str
-    seconds: float
-    early: RunSize | None  # from the age of GROWN_S on; None: it did not live to that of JUDGED_S
-    late: RunSize  # at its end
-
-    @property
-    def growth(self) -> tuple[float, int] | None:
-        """From GROWN_S to its end: resident memory, in percent, and open files."""
-        if self.early is None:
-            return None
-        return 100 * (self.late.resident_mb / self.early.resident_mb - 1), self.late.files - self.early.files
-
-    @classmethod
-    def of(cls, looks: Sequence[Look]) -> Life:
-        """looks: at least one; at the last one it may have been ending."""
-        name = next((look.name for look in reversed(looks) if not look.name.startswith(STARTING)), looks[-1].name)
-        seconds = looks[-1].age
-        looks = looks[:-1] or looks
-        window = min(WINDOW_S, (seconds - GROWN_S) / 2) if seconds >= JUDGED_S else WINDOW_S
-        early = [look.size for look in looks if GROWN_S <= look.age < GROWN_S + window]
-        late = [look.size for look in looks if look.age >= seconds - window]
-        judged = early and seconds >= JUDGED_S
-        return cls(name, seconds, _median(early) if judged else None, _median(late or [looks[-1].size]))
-
-
-def _median(sizes: list[RunSize]) -> RunSize:
-    return RunSize(statistics.median(s.resident_mb for s in sizes), int(statistics.median_high([s.files for s in sizes])))
+    recovered_s: float | None = None  # seconds until the next step ended; None: not before the next fault
 
 
 @dataclass(slots=True)
 class Outcome:
+    """The result of a drill."""
+
     seconds: float = 0.0
     calm_s: float = 0.0
     faults: list[PlannedFault] = field(default_factory=list)
@@ -143,7 +98,7 @@ class Outcome:
 
 
 class _Pace:
-    """Trained groups a second, over several whiles."""
+    """Trained groups a second, over several periods."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self.seconds, self._trained = folder, 0.0, 0
@@ -161,6 +116,8 @@ class _Pace:
 
 
 class Drill:
+    """A run that is disturbed on a schedule."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -173,12 +130,15 @@ class Drill:
         spare: Collection[str] = (),
         note: Callable[[str], None],
     ) -> None:
-        """command: trains `config`, and goes on with it when it is run again. calm_s: of each calm while. every_s: the mean
-        time between two faults of a rough one. spare: roles to which nothing is done."""
+        """Prepare a drill.
+
+        command: trains `config`, and resumes it when it is run again. calm_s: seconds of each calm period. every_s: mean
+        seconds between two faults of a rough period. spare: roles that get no faults.
+        """
         self._config, self._command, self._note = config, command, note
         self._seconds, self._calm_s, self._every_s = seconds, calm_s, every_s
         self._rng, self._spare = random.Random(seed), spare
-        self._looks: dict[tuple[int, float], list[Look]] = {}  # by process id and start
+        self._looks: dict[tuple[int, float], list[Look]] = {}  # by process id and start time
         self._looked = 0.0
         self._folder = config.run_dir
         self._log = self._folder.with_name(self._folder.name + ".faults")
@@ -188,9 +148,10 @@ class Drill:
         self.outcome = Outcome()
 
     def run(self) -> Outcome:
+        """Run the drill to its end and count the groups."""
         begin = time.monotonic()
         self._folder.parent.mkdir(parents=True, exist_ok=True)
-        asked = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # by way of `_end`, as for Ctrl-C
+        asked = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that `_end` runs
         with open(self._folder.with_name(self._folder.name + ".log"), "ab") as self._output:
             try:
                 self._loop(begin)
@@ -206,11 +167,11 @@ class Drill:
         return self.outcome
 
     def _loop(self, begin: float) -> None:
-        """Calm and rough by turns: what changes the run's speed besides (the policy's replies, the machine) is in both."""
+        """Alternate calm and rough periods, so that other causes of a change of speed affect both."""
         self._note(f"the run starts in {self._folder}, and its first step is awaited; its output: {self._folder}.log")
         self._start()
         steps = _steps(self._folder)
-        while steps == _steps(self._folder):  # the clock runs from the first step on: a start is not the run's speed
+        while steps == _steps(self._folder):  # measure from the first step on: a start is not the run's speed
             self._tick()
         calm, rough = _Pace(self._folder), _Pace(self._folder)
         end = begin + self._seconds
@@ -231,7 +192,7 @@ class Drill:
         self._note(f"{now - begin:6.0f} s  the next {max(0.0, min(longest, end - now)):.0f} s are {what}")
 
     def _suffer(self, begin: float, until: float) -> None:
-        """Faults until then; ends when the last one is over, which is a part of it."""
+        """Cause faults until `until`. The recovery from the last one belongs to the period."""
         due = time.monotonic()
         while (now := time.monotonic()) < until and not self._complete():
             if now < due or (fault := self._fault(begin)) is None:
@@ -242,7 +203,7 @@ class Drill:
             latest = max(until, hit + STOP_S)
             while (now := time.monotonic()) < latest and not self._complete():
                 if (now >= due and due < until) or (back is not None and now >= min(due, until)):
-                    break  # the next one is due, or the last one is over
+                    break  # the next fault is due, or the run has recovered
                 self._tick()
                 if back is None and _steps(self._folder) > steps:
                     back = time.monotonic() - hit
@@ -263,7 +224,7 @@ class Drill:
         self.outcome.starts += 1
 
     def _tick(self) -> None:
-        """One look: a controller that has ended is started again, unless the run is complete."""
+        """Wait a moment, and restart a controller that has ended, unless the run is complete."""
         assert self._process is not None
         time.sleep(TICK_S)
         if time.monotonic() - self._looked > LOOK_S:
@@ -283,17 +244,17 @@ class Drill:
         return (self._folder / "report.json").is_file()
 
     def _fault(self, begin: float) -> PlannedFault | None:
-        """Does one thing to one process. None while there is nobody to do it to."""
+        """Do one thing to one process. Returns None while there is no process to do it to."""
         parts = self._parts()
         kinds = {name.partition("-")[0] for name in parts}
-        if "trainer" not in kinds:  # it is being started
+        if "trainer" not in kinds:  # the run is being started
             return None
         able = [f for f in FAULTS if f[1] in kinds and f[1] not in self._spare]
         what, role, _ = self._rng.choices(able, [weight for _, _, weight in able])[0]
         name = self._rng.choice(sorted(n for n in parts if n.partition("-")[0] == role))
         at = time.monotonic() - begin
         if what == "disk":
-            self._armed = f"trainer:save:*:disk-full:{len(self.outcome.faults)}"  # the number makes it another fault
+            self._armed = f"trainer:save:*:disk-full:{len(self.outcome.faults)}"  # the number makes it a new fault
         with suppress(psutil.NoSuchProcess):
             self._do("kill" if what == "disk" else what, parts[name], role)
         return PlannedFault(at, what, name)
@@ -310,16 +271,16 @@ class Drill:
                 time.sleep(DUTY_S * RUN_SHARE)
         else:
             process.suspend()
-            if role == "controller":  # nobody watches the controller but its user
+            if role == "controller":  # nothing watches the controller
                 time.sleep(FROZEN_S)
                 process.resume()
 
     def _parts(self) -> dict[str, psutil.Process]:
-        """The run's processes there are now, by name."""
+        """The run's present processes, by name."""
         assert self._process is not None
         parts: dict[str, psutil.Process] = {}
         named: dict[int, str] = {}
-        with suppress(ConfigError):  # not there yet
+        with suppress(ConfigError):  # status.json is not there yet
             named = {p["pid"]: p["name"] for p in read_json(self._folder / STATUS)["processes"] if p["alive"]}
         with suppress(psutil.NoSuchProcess):
             controller = psutil.Process(self._process.pid)
@@ -331,7 +292,7 @@ class Drill:
         return parts
 
     def _look(self) -> None:
-        """How large its processes are."""
+        """Measure the size of the run's processes."""
         self._looked = time.monotonic()
         for name, process in self._parts().items():
             with suppress(psutil.NoSuchProcess):
@@ -339,7 +300,7 @@ class Drill:
                 self._looks.setdefault((process.pid, began), []).append(Look(name, time.time() - began, size))
 
     def _stop(self) -> None:
-        """Ask it to end after its step, as Ctrl-C does."""
+        """Ask the run to end after its step, as Ctrl-C does."""
         self._note(f"the run is asked to stop after its step, for at most {STOP_S:g} s")
         assert self._process is not None
         for each in self._all():
@@ -359,12 +320,12 @@ class Drill:
             self._process.wait(STOP_S)
 
     def _all(self) -> list[psutil.Process]:
-        """Every process of this drill, orphans too: they have its variable."""
+        """Every process of this drill, including orphans: all have its environment variable."""
         return [p for p in psutil.process_iter() if p.pid != os.getpid() and _marked(p, str(self._log))]
 
 
 def unnamed(process: psutil.Process, controller: int) -> str:
-    """What a process of the run is called that status.json does not name. "": it is no part of the run."""
+    """Name for a process that status.json does not name; "" if it is no part of the run."""
     words = process.cmdline()
     if process.name() == KEEPER.decode():
         return ""
@@ -372,7 +333,7 @@ def unnamed(process: psutil.Process, controller: int) -> str:
         return f"{role}-{process.pid}"
     if MODULE not in words:
         return ""
-    forked = process.ppid() != controller  # and has the command line of the fork server
+    forked = process.ppid() != controller  # with the fork server's command line
     return f"{STARTING if forked else FORKSERVER}-{process.pid}"
 
 
@@ -393,7 +354,7 @@ def _ledger(folder: Path) -> Iterator[SqliteLedger | None]:
 
 
 def _steps(folder: Path) -> int:
-    """Steps that have ended, repeated ones included."""
+    """The number of steps that have ended, repeated ones included."""
     with _ledger(folder) as ledger:
         return ledger.ended_steps() if ledger else 0
 

@@ -1,10 +1,11 @@
-"""Recorded logprobs held against the weights that are on disk: `tidemill parity` on a run.
+"""Compares a run's recorded logprobs with the weights that it left on disk.
 
     initial/, checkpoints/, final/ -> fingerprint -> the versions they are;  ledger -> trajectories that one of them sampled
-    -> trainer's logprobs of them, engine's scores of them -> differences from what was recorded -> the class of each
+    -> trainer's logprobs of them, engine's scores of them -> differences from the record -> the class of each
 
-Only trajectories of a single version are replayed: under `keep`, a token of a later version has seen KV of an earlier one.
-A folder is taken for a version when its weights, in the serving dtype, have that version's fingerprint, not for its name.
+`tidemill parity` on a run shows it. Only trajectories of a single version are replayed: under `keep`, a token of a later
+version was computed with KV of an earlier one. A folder holds a version if its weights, in the serving dtype, have that
+version's fingerprint, whatever its name.
 """
 
 from __future__ import annotations
@@ -37,14 +38,14 @@ from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 
 ROWS = 64  # trajectories of each version
-DIAGNOSED = 4  # of those that differ: each is computed in every way that could explain it
-FITTED = 64  # tokens of a trajectory whose whole distribution is looked at
+DIAGNOSED = 4  # differing trajectories to explain, each in every way that could
+FITTED = 64  # tokens of a trajectory whose whole distribution is compared
 TEMPERATURES = np.geomspace(0.1, 10.0, 41)
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Weights on disk, and the published versions they are."""
+    """Weights on disk, and the published versions with that fingerprint."""
 
     folder: Path
     versions: tuple[Version, ...]
@@ -52,10 +53,12 @@ class Stored:
 
 @dataclass(slots=True)
 class AuditRow:
+    """A trajectory with its recomputed logprobs."""
+
     group: int
     place: int
     trajectory: Trajectory
-    said: Array  # [T] the trainer's logprobs, at the recorded version and temperature, over the support that was kept
+    said: Array  # [T] the trainer's logprobs at the recorded version and temperature, over the recorded support
     whole: Array  # [T] the trainer's, over the whole vocabulary
     served: Array  # [T] an engine's, over the whole vocabulary
 
@@ -67,7 +70,7 @@ class AuditRow:
 
 @dataclass(slots=True)
 class VersionReplay:
-    """Of one version, in nats."""
+    """Differences of one version's trajectories, in nats."""
 
     version: Version
     folder: str
@@ -75,16 +78,18 @@ class VersionReplay:
     trainer: LogprobGap  # recorded against the trainer's
     engine: LogprobGap  # recorded against an engine's
     off: int = 0  # trajectories that differ by more than rounding
-    findings: Counter[str] = field(default_factory=Counter)  # of those looked at: class and detail
-    first: str = ""  # the first that differs
+    findings: Counter[str] = field(default_factory=Counter)  # causes of those that were explained
+    first: str = ""  # the first trajectory that differs
 
 
 @dataclass(slots=True)
 class Replay:
+    """The result of an audit."""
+
     dtype: str
     limit: Limit
     versions: list[VersionReplay] = field(default_factory=list)
-    strangers: list[str] = field(default_factory=list)  # folders whose weights are not what was published
+    strangers: list[str] = field(default_factory=list)  # folders whose weights were never published
     elsewhere: int = 0  # trajectories of versions whose weights are not on disk, or of several
     given: int = 0  # trajectories that no version sampled: there is nothing to replay of them
     removed: int = 0  # by retention
@@ -101,7 +106,7 @@ class Replay:
 
 
 async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
-    """Replay up to `rows` trajectories of each version whose weights are on disk."""
+    """Recompute up to `rows` trajectories of each version whose weights are on disk."""
     config = build(RunConfig, run.recipe())
     result = Replay(config.coarsest, ROUNDING[config.coarsest])
     with SqliteLedger(run.path, mode="read") as ledger:
@@ -125,13 +130,13 @@ def _candidates(run: RunFolder) -> Iterator[tuple[Path, int | None]]:
         try:
             yield folder / "trainer", read_manifest(folder).step
         except CheckpointError:
-            continue  # unfinished, or set aside: nobody goes on from it
+            continue  # unfinished, or set aside: no resume uses it
     if run.final.is_dir():
         yield run.final, None
 
 
 def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> tuple[list[Stored], list[str]]:
-    """Weights of published versions, and what is said of folders that hold none."""
+    """Folders with weights of published versions, and complaints about folders without."""
     dtype = getattr(torch, config.trainer.serving_dtype)
     found, strangers = list[Stored](), list[str]()
     last = max((version.step for version in published), default=0)
@@ -141,7 +146,7 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
         expected = [str(version) for version in published if version.step == (last if step is None else step)]
         if versions:
             found.append(Stored(folder, versions))
-        elif expected:  # a checkpoint may be of weights that were never published: the run ended before
+        elif expected:  # the run may have ended before it published a checkpoint's weights
             strangers.append(f"{folder} holds weights that were never published; {expected[-1]} was expected there")
     return found, strangers
 
@@ -149,7 +154,7 @@ def _stored(run: RunFolder, published: Sequence[Version], config: RunConfig) -> 
 def _choose(
     ledger: SqliteLedger, stored: Sequence[Stored], rows: int, result: Replay
 ) -> dict[Version, list[tuple[int, int, Trajectory]]]:
-    """The latest trajectories of each stored version, whole of that version. Counts the others in `result`."""
+    """The latest trajectories of each stored version. Counts all others in `result`."""
     chosen: dict[Version, list[tuple[int, int, Trajectory]]] = {v: [] for each in stored for v in each.versions}
     steps = {version.step for version in chosen}
     for line in ledger.samples(order="recent", limit=2**62):
@@ -170,7 +175,7 @@ def _choose(
                 continue  # greedy tokens have no logprob
             picked = chosen.get(trajectory.sources[0]) if len(trajectory.sources) == 1 else None
             if picked is None:
-                result.elsewhere += 1  # of another life of that step
+                result.elsewhere += 1  # of another incarnation of that step
             elif len(picked) < rows:
                 picked.append((line.group_id, line.place, trajectory))
     return chosen
@@ -186,7 +191,7 @@ def _native(kind: type[C], used: Config) -> C:
 
 
 class _Replayer:
-    """Computes with the weights of one folder, in the ways the run did."""
+    """Computes with the weights of one folder as the run did."""
 
     def __init__(self, config: RunConfig, stored: Sequence[Stored], where: Stored, limit: Limit) -> None:
         self._config, self._stored, self._where, self._limit = config, stored, where, limit
@@ -213,7 +218,10 @@ class _Replayer:
         return result
 
     def _off(self, rows: Sequence[AuditRow], result: VersionReplay) -> list[AuditRow]:
-        """Those that differ. A short row may differ by chance in low precision, unless all of them together do."""
+        """The rows that differ.
+
+        A short row may differ by chance in low precision, unless all of them together do.
+        """
         together = self._limit.exceeded(result.trainer) or self._limit.exceeded(result.engine)
         slack = 1.0 if together or self._config.coarsest == "float32" else 4.0
         limit = Limit(self._limit.mean * slack, self._limit.p99 * slack)
@@ -225,7 +233,7 @@ class _Replayer:
         return found
 
     async def _trained(self, decoder: Decoder, trajectories: Sequence[Trajectory], dtype: str | None = None) -> list[Array]:
-        """Logprobs [T] of every token but the first."""
+        """The trainer's logprobs, [T] for each trajectory, of every token but the first."""
         settings = _native(TrainerSettings, self._config.trainer).model_copy(update={"dtype": dtype} if dtype else {})
         trainer = NativeTrainer(decoder, settings, steps=1)
         try:
@@ -280,7 +288,7 @@ class _Replayer:
 
     @torch.inference_mode()
     def _logits(self, tokens: Array, where: Array) -> Array:
-        """[n, V] float64: row i predicts the token at where[i]."""
+        """Logits [n, V] float64; row i predicts the token at where[i]."""
         decoder, size = self._decoder, len(tokens)
         device = decoder.embed.weight.device
         attend = packed_attention([size], decoder.arch.windows, device)
@@ -290,7 +298,10 @@ class _Replayer:
 
 
 def fit_temperature(logits: Array, targets: Array, recorded: Array) -> float:
-    """The temperature at which `targets` [n] under `logits` [n, V] have most nearly the `recorded` logprobs."""
+    """The temperature at which the logprobs of `targets` are nearest to the `recorded` ones.
+
+    logits: [n, V]; targets, recorded: [n].
+    """
 
     def distance(temperature: float) -> float:
         return float(np.abs(_at(logits, targets, temperature) - recorded).mean())
@@ -301,7 +312,7 @@ def fit_temperature(logits: Array, targets: Array, recorded: Array) -> float:
 
 
 def _smallest(function: Callable[[float], float], low: float, high: float) -> float:
-    """Where `function` is smallest between two numbers, to nine digits (golden section)."""
+    """The minimum of `function` between two numbers, to nine digits (golden section)."""
     ratio = (np.sqrt(5) - 1) / 2
     for _ in range(45):
         left, right = high - ratio * (high - low), low + ratio * (high - low)
@@ -310,7 +321,7 @@ def _smallest(function: Callable[[float], float], low: float, high: float) -> fl
 
 
 def _at(logits: Array, targets: Array, temperature: float) -> Array:
-    """[n] logprobs at this temperature."""
+    """Logprobs [n] of the targets at this temperature."""
     scaled = logits / temperature
     return scaled[np.arange(len(targets)), targets] - _log_sum_exp(scaled)
 
@@ -321,7 +332,7 @@ def _log_sum_exp(values: Array) -> Array:
 
 
 def _placed(values: Array, where: Array, trajectory: Trajectory) -> Array:
-    """[T], NaN elsewhere."""
+    """Values at `where` in a row [T], NaN elsewhere."""
     row = np.full(len(trajectory.tokens), np.nan)
     row[where] = values
     return row
@@ -332,7 +343,7 @@ def _evidence(row: AuditRow) -> Evidence:
 
 
 def _sample(trajectory: Trajectory) -> Sample:
-    """Asks for every logprob there is, whatever the record says was sampled."""
+    """A sample that asks for the logprob of every token, sampled or not."""
     size = len(trajectory.tokens)
     zero = np.zeros(size, np.float32)
     unknown, weights = np.full(size, -1, np.int32), (np.arange(size) > 0).astype(np.float32)

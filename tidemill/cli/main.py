@@ -1,4 +1,7 @@
-"""The command line. Nothing heavy is imported here: each command's module is, when it is called."""
+"""The command line: every command with its arguments.
+
+Nothing heavy is imported here: a command's module is imported when it is called.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +36,8 @@ def _print_version(asked: bool) -> None:
 
 
 def _starting(what: str, as_json: bool) -> None:
-    """The first line of a run, at once: what it needs takes seconds to import."""
-    with contextlib.suppress(OSError, ValueError):  # whoever does not read it, or cannot, misses no more than this line
+    """Print the first line of a run at once, because its imports take seconds."""
+    with contextlib.suppress(OSError, ValueError):  # an unwritable output loses only this line
         print(json.dumps({"kind": "note", "text": f"starting {what}"}) if as_json else f"  starting {what} ...", flush=True)
 
 
@@ -58,7 +61,7 @@ def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
 def train(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
-    """Train by a recipe. On a run that was interrupted, the same command goes on."""
+    """Train by a recipe. On a run that was interrupted, the same command resumes it."""
     _starting(" ".join(["to train by", str(recipe), *(overrides or [])]), as_json)
     from tidemill.cli.commands import training
 
@@ -70,7 +73,7 @@ def settings(
     table: Annotated[str, typer.Argument(metavar="[TABLE]", help="a table of a recipe, or a key; all if not given")] = "",
     as_json: AsJson = False,
 ) -> None:
-    """Every key that a recipe may have: its default, what it takes and what it does."""
+    """List every key that a recipe may have: its default, its values and its meaning."""
     from tidemill.cli.commands import settings as command
 
     raise typer.Exit(command.settings(table, as_json))
@@ -80,7 +83,7 @@ def settings(
 def explain(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
-    """What a recipe would do: its formulas and where they come from, the numbers of a step, memory by process."""
+    """Explain a recipe: its formulas with their sources, the numbers of a step, memory by process."""
     from tidemill.cli.commands import explain as command
 
     raise typer.Exit(command.explain(recipe, overrides or [], as_json))
@@ -90,7 +93,7 @@ def explain(
 def check(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
-    """Does a recipe fit here? The numbers of a step, memory by process; status 2 when `train` would refuse it."""
+    """Check whether a recipe fits here: the numbers of a step, memory by process; status 2 if not."""
     from tidemill.cli.commands import check as command
 
     raise typer.Exit(command.check(recipe, overrides or [], as_json))
@@ -115,7 +118,7 @@ def evaluate(
     which: Annotated[Literal["final", "initial"] | None, typer.Option(help="for a run: which model; else final")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Greedy accuracy on held-out tasks, with its uncertainty."""
+    """Measure greedy accuracy on held-out tasks, with its uncertainty."""
     from tidemill.cli.commands import evaluate as command
 
     raise typer.Exit(command.evaluate(target, recipe, tasks, which, overrides or [], as_json))
@@ -130,7 +133,7 @@ def samples(
     tokens: Annotated[bool, typer.Option("--tokens", help="every token, with its version and logprob")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """What the policy wrote, in a run that has ended or goes on."""
+    """Show replies of the policy, from a run that has ended or goes on."""
     from tidemill.cli.commands import samples as command
 
     raise typer.Exit(command.samples(run, step, worst, best, tokens, as_json))
@@ -142,7 +145,7 @@ def pairs(
     out: Annotated[Path, typer.Argument(help="a .jsonl file to be made: rows for the algorithms dpo, ipo, orpo and simpo")],
     as_json: AsJson = False,
 ) -> None:
-    """The best and the worst attempt at each task of a run, where their rewards differ: rows to learn preferences from."""
+    """Write preference pairs from a run: the best and the worst attempt at each task."""
     from tidemill.cli.commands import pairs as command
 
     raise typer.Exit(command.pairs(run, out, as_json))
@@ -154,7 +157,7 @@ def ledger(
     every: Annotated[bool, typer.Option("--all", help="every evaluation and event; else a few of each")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Was anything lost? Every group of a run, by its fate."""
+    """Show every group of a run by its fate; status 1 if any was lost."""
     from tidemill.cli.commands import ledger as command
 
     raise typer.Exit(command.ledger(run, every, as_json))
@@ -162,7 +165,7 @@ def ledger(
 
 @app.command()
 def why(run: RunDir, as_json: AsJson = False) -> None:
-    """Who waits for whom, since when; and of a run that has ended, the first cause."""
+    """Show what a run waits for and since when, or the first cause of its end."""
     from tidemill.cli.commands import why as command
 
     raise typer.Exit(command.why(run, as_json))
@@ -178,7 +181,7 @@ def drill(
     spare: Annotated[list[str] | None, typer.Option(help="a role to leave alone; may be given again")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run a recipe while its parts are killed, frozen and starved, and say what was lost; status 1 when anything was."""
+    """Run a recipe while its parts are killed, frozen and starved; status 1 if anything was lost."""
     if not as_json:
         _starting(f"a drill of {recipe}: about {minutes:g} min, and a start and an end of up to 2 min each", False)
     from tidemill.cli.commands import drill as command
@@ -188,7 +191,7 @@ def drill(
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """What this machine has, and whether the parts work on it."""
+    """Check this machine, and whether the parts work on it."""
     from tidemill.cli.commands import doctor as command
 
     raise typer.Exit(command.doctor(as_json))
@@ -200,7 +203,7 @@ def parity(
     length: Annotated[int, typer.Option(min=8, help="tokens of a compared row")] = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Compare the logprobs of engine, trainer and transformers on a model; of a run, also those it recorded."""
+    """Compare the logprobs of engine, trainer and transformers, and those that a run recorded."""
     from tidemill.cli.commands import parity
 
     raise typer.Exit(parity.parity(model, length, as_json))
@@ -241,7 +244,7 @@ def serve(
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
     threads: Annotated[int | None, typer.Option(min=1, help="of torch")] = None,
 ) -> None:
-    """Answer OpenAI's API for a model: completions, chat, logprobs, streaming. Ctrl-C stops."""
+    """Serve a model by OpenAI's API: completions, chat, logprobs, streaming. Ctrl-C stops it."""
     from tidemill.cli.commands import serve
 
     key = serve.key_of(api_key, api_key_file)
@@ -249,13 +252,13 @@ def serve(
 
 
 def _tell(error: BaseException) -> None:
-    """What happened, as the last line; what is known beside it (the end of a log, a traceback from elsewhere) before it."""
+    """Print an error: its first line last, with its log or traceback from elsewhere before it."""
     from tidemill.core.errors import ConfigError
     from tidemill.core.interfaces import TrainingDiverged
     from tidemill.observability.safe_text import paragraphs, visible
 
     first, *rest = str(error).splitlines() or [type(error).__name__]
-    plain = isinstance(error, (ConfigError, TrainingDiverged))  # they say all there is, wherever they come from
+    plain = isinstance(error, (ConfigError, TrainingDiverged))  # their message is complete without notes
     for text in rest if plain else [*rest, *getattr(error, "__notes__", ())]:
         for line in text.splitlines():
             print(visible(line.expandtabs()), file=sys.stderr)
@@ -265,14 +268,17 @@ def _tell(error: BaseException) -> None:
 
 
 def _known() -> tuple[type[BaseException], ...]:
-    """What ends a command in one sentence. Imported when something has: it takes a while."""
+    """Exceptions that end a command in one sentence. Imported late, because it takes a while."""
     from tidemill.cli.user_errors import KNOWN
 
     return KNOWN
 
 
 def main() -> None:
-    """Errors that are the user's affair, or the world's, are one sentence and a non-zero status; bugs are tracebacks."""
+    """Run the command line, and exit with its status.
+
+    Mistakes of the user and failures of the world are one sentence and a non-zero status; bugs are tracebacks.
+    """
     from tidemill.cli.commands.safe_output import guard
 
     lost = guard()
@@ -283,7 +289,7 @@ def main() -> None:
 
 
 _KEEP = {"demo", "train"}
-"""Commands whose result is on disk, whatever becomes of what they print."""
+"""Commands whose result is on disk, even if their output is lost."""
 
 
 def _say_renamed_keys_in_one_line() -> None:
@@ -307,7 +313,7 @@ def _status() -> int:
     _say_renamed_keys_in_one_line()
     try:
         app()
-    except SystemExit as ended:  # of typer: always
+    except SystemExit as ended:  # typer always ends so
         return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except ConfigError as error:
         _tell(error)

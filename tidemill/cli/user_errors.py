@@ -1,4 +1,7 @@
-"""What can end a command that is neither its user's mistake nor a bug here: each says in one sentence what happened."""
+"""Exceptions that end a command with one sentence instead of a traceback.
+
+They are neither mistakes of the user nor bugs here. Each says what happened.
+"""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""The algorithms as people read of them: from their docstrings, `docs/algorithms.md` and what `explain` prints."""
+"""The algorithms' documentation, for `docs/algorithms.md` and `tidemill explain`."""

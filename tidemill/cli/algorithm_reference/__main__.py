@@ -1,4 +1,4 @@
-"""`python -m tidemill.cli.algorithm_reference > docs/algorithms.md`"""
+"""Prints `docs/algorithms.md`: `python -m tidemill.cli.algorithm_reference`."""
 
 from tidemill.cli.algorithm_reference.entries import page
 

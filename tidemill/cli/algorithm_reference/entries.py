@@ -1,9 +1,9 @@
-"""What can be chosen, from the functions' own docstrings: no second list that could say something else. No torch here.
+"""Entries of the algorithm reference, read from the functions' own docstrings.
 
     docstring -> Entry(formula, source, when, cost), and the constants of the signature
 
-A docstring is the formula and what it needs to be read, then lines that begin with `Source:`, `When:` and `Cost:`. One that
-lacks a part is an error. `docs/algorithms.md` is `page()`:
+There is no second list that could differ, and no torch. A docstring is the formula and its explanation, then lines that
+begin with `Source:`, `When:` and `Cost:`. A docstring that lacks a part is an error. `docs/algorithms.md` is `page()`:
 
     python -m tidemill.cli.algorithm_reference > docs/algorithms.md
 """
@@ -33,13 +33,15 @@ _PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    kind: str  # of TITLES
+    """One function or setting of the reference."""
+
+    kind: str  # a key of TITLES
     name: str
     formula: str
     source: str
     when: str
     cost: str
-    constants: Mapping[str, Any] = field(default_factory=dict)  # and their defaults
+    constants: Mapping[str, Any] = field(default_factory=dict)  # name -> default
 
 
 TITLES = {
@@ -51,11 +53,11 @@ TITLES = {
     "preference": "Preferences",
     "reward": "Settings that are no functions",
 }
-"""Kinds of entries, and the sections that their tables are in."""
+"""Kinds of entries, and the titles of their tables."""
 
 
 def entries() -> list[Entry]:
-    """All there is, by kind. Raises ValueError when a docstring lacks a part."""
+    """All entries, by kind. Raises ValueError when a docstring lacks a part."""
     from tidemill.algorithms.losses import LOSSES
 
     terms = [function for name, function in LOSSES.items() if name not in LOSS_CONSTANTS]
@@ -71,7 +73,10 @@ def entries() -> list[Entry]:
 
 
 def entry(kind: str, name: str) -> Entry:
-    """One of `entries()`; or of a user's own function, FILE.py:function, with as much as its docstring says."""
+    """An entry of `entries()`, or one made of a user's own function, FILE.py:function.
+
+    A user's docstring may lack parts; they are then empty.
+    """
     if ".py:" not in name:
         return next(each for each in entries() if (each.kind, each.name) == (kind, name))
     function = load_object(name)
@@ -81,7 +86,7 @@ def entry(kind: str, name: str) -> Entry:
 
 
 def parsed(kind: str, name: str, text: str, constants: Mapping[str, Any] | None = None) -> Entry:
-    """Of a docstring. Raises ValueError unless every part is there, once, in order."""
+    """Parse a docstring into an entry. Raises ValueError unless every part is there once, in order."""
     formula, said = _split(text)
     if not formula or tuple(label for label, _ in said) != PARTS or not all(what for _, what in said):
         there = dict([("formula", formula), *said])
@@ -97,7 +102,7 @@ def _split(text: str) -> tuple[str, list[tuple[str, str]]]:
 
 
 def _line(text: str) -> str:
-    """On one line; a single sentence goes without its full stop."""
+    """The text on one line; a single sentence loses its full stop."""
     line = " ".join(text.split())
     return line if ". " in line else line.removesuffix(".")
 
@@ -111,7 +116,7 @@ def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
 
 
 def page() -> str:
-    """`docs/algorithms.md`."""
+    """The text of `docs/algorithms.md`."""
     every = entries()
     sections = {
         kind: _section(title, prose.ABOUT[kind], _table([e for e in every if e.kind == kind]))
@@ -134,7 +139,7 @@ def _table(found: Sequence[Entry]) -> str:
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """In GitHub's Markdown: pipes escaped, papers as links."""
+    """A table in GitHub's Markdown: pipes escaped, papers as links."""
     lines = [heads, ["---"] * len(heads), *([_cell(cell) for cell in row] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
@@ -152,7 +157,7 @@ def constants_as(constants: Mapping[str, Any]) -> str:
 
 
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Settings by their names with dots."""
+    """Settings by their dotted names."""
     found = dict[str, Any]()
     for key, value in tree.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -160,14 +165,14 @@ def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def number(value: Any) -> str:
-    """As one would write it into a recipe."""
+    """A value as one would write it into a recipe."""
     if value is None:
         return "none"
     return re.sub(r"e-0", "e-", f"{value:g}") if isinstance(value, int | float) else str(value)
 
 
 def _preset_row(name: str) -> tuple[str, ...]:
-    """preset, advantage, loss, reduction, corrections, other, paper."""
+    """A preset's row: preset, advantage, loss, reduction, corrections, other, paper."""
     values = dict(PRESETS[name])
     given, loss = values.pop("constants", {}), values.pop("loss")
     known = LOSS_CONSTANTS.get(loss, {})

@@ -1,4 +1,4 @@
-"""The parts of `docs/algorithms.md` that are written by hand; `algorithm_reference.page` puts the tables between them."""
+"""Hand-written parts of `docs/algorithms.md`; `entries.page` adds the tables."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""One module a command, or a family of them. Each is imported by `cli.main` only when it is called."""
+"""The commands, one module each; `cli.main` imports one only when it is called."""

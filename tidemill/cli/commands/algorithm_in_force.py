@@ -1,4 +1,4 @@
-"""The parts of an algorithm that are in force, in the catalogue's words, and what of them is not its preset's."""
+"""The parts of an algorithm that are in force, and how it differs from its preset."""
 
 from __future__ import annotations
 
@@ -15,16 +15,21 @@ from tidemill.core.config import Config, dump
 
 @dataclass(frozen=True, slots=True)
 class Part:
+    """One part of an algorithm, with its constants."""
+
     role: str
     name: str
     formula: str
     source: str
     constants: dict[str, Any] = field(default_factory=dict)  # in force
-    weight: float | None = None  # of what is added to something
+    weight: float | None = None  # of a part that is added to others
 
 
 def parts_of(settings: AlgorithmSettings, max_tokens: int) -> list[Part]:
-    """In the order in which they act. settings: complete, see `with_longest`. max_tokens: of the longest completion."""
+    """The parts in the order in which they act.
+
+    settings: complete, see `with_longest`. max_tokens: of the longest completion.
+    """
     found = []
     if settings.overlong.treat == "penalty":
         found.append(_part("reward", "reward", "overlong", {"limit": max_tokens, "cache": settings.overlong.cache}))
@@ -32,7 +37,7 @@ def parts_of(settings: AlgorithmSettings, max_tokens: int) -> list[Part]:
         at = "at each token" if settings.advantage in USING_GIVEN else "summed over each attempt"
         formula = f"-log(p_hat / pi_ref), {at}: a reward"
         found.append(Part("reward", "KL", formula, "as in REINFORCE++, 2501.03262", weight=settings.kl_in_reward))
-    if settings.given != "answers":  # their loss knows no advantage
+    if settings.given != "answers":  # their loss uses no advantage
         kind = "preference" if settings.preference else "advantage"
         found.append(_part(kind, kind, settings.preference or settings.advantage, settings.constants_for(kind)))
     if (reference := settings.reference) is not None and reference.distil:
@@ -54,7 +59,7 @@ def _part(role: str, kind: str, name: str, constants: Mapping[str, Any], weight:
 
 
 def p_hat(settings: AlgorithmSettings) -> str:
-    """What it is, and so the ratios."""
+    """A sentence on what p_hat, and so the ratios, are under these settings."""
     if settings.given:
         if settings.recomputes:
             return (
@@ -74,10 +79,10 @@ def p_hat(settings: AlgorithmSettings) -> str:
 
 
 def differing(settings: AlgorithmSettings) -> dict[str, dict[str, Any]]:
-    """What is not the preset's, by its name with dots: its value, and the preset's (None where it has none)."""
+    """Settings that differ from the preset, by dotted name: the value, and the preset's or None."""
     ours, preset = dump(settings), {key: value for key, value in PRESETS[settings.name].items() if key != "constants"}
     constants = ours.pop("constants")
-    usual = AlgorithmSettings.model_validate(ours).constants  # with the same functions
+    usual = AlgorithmSettings.model_validate(ours).constants  # the defaults of these functions
     theirs = {**_defaults(AlgorithmSettings), **preset}
     theirs["corrections"] = [
         {"name": each["name"], "constants": each.get("constants", {})} for each in theirs["corrections"]

@@ -1,7 +1,7 @@
-"""`tidemill check RECIPE`: the numbers of a step and of the run, and whether its memory fits what is free here, now.
+"""`tidemill check RECIPE`: the numbers of a step, and whether the run's memory fits.
 
-It refuses what `train` would refuse for its model's folder or its memory, with the same status. What is too large is the
-last line; what would help, which `train` says in the same breath, stands above it.
+It refuses what `train` would refuse for its model's folder or its memory, with the same status. The last line says what is
+too large; the remedies, which `train` gives in the same sentence, stand above it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ from tidemill.run.storage.model_folder import expect_readable
 
 
 def check(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
-    """0: it fits. Raises ConfigError, after all has been printed, where it does not."""
+    """Show the figures of a recipe. Returns 0 if it fits.
+
+    Raises ConfigError, after all has been printed, if it does not.
+    """
     config = fetched(load_recipe([recipe], overrides), data=False)
     found = figures(config, complete=True)
     try:

@@ -1,4 +1,4 @@
-"""One attempt as a conversation: who said what, what it earned and which limit cut it off.
+"""Shows one attempt as a conversation, with its reward and the limit that cut it off.
 
 payload with messages      each message under its role, the policy's own under "policy"
 payload without (older)    its tokens, cut where their provenance changes, decoded
@@ -24,7 +24,7 @@ Decode = Callable[[], Tokenizer | None]
 
 
 def rows_of(row: SampleRow, payload: Trajectory | None, tokenizer: Decode) -> list[Row]:
-    """What was said, message by message, and what the task says is right."""
+    """The messages in order, and the task's own answer."""
     if payload is not None and payload.said:
         rows = [_message_row(said) for said in payload.said]
     elif payload is not None and (found := tokenizer()) is not None:
@@ -35,7 +35,7 @@ def rows_of(row: SampleRow, payload: Trajectory | None, tokenizer: Decode) -> li
 
 
 def facts_of(payload: Trajectory | None) -> list[Row]:
-    """Why the last reply ended early, and of what its reward is made."""
+    """The limit that ended the last reply early, and the parts of its reward."""
     if payload is None:
         return []
     rows: list[Row] = []
@@ -47,13 +47,13 @@ def facts_of(payload: Trajectory | None) -> list[Row]:
 
 
 def answer_row(row: SampleRow) -> list[Row]:
-    """What the task says is right, where it says so under the usual name."""
+    """The task's own answer, if it has one under the usual name."""
     answer = row.task.data.get("answer")
     return [] if answer is None else [("answer", _cut(str(answer)))]
 
 
 def plain(payload: Trajectory | None, tokenizer: Decode) -> dict[str, Any]:
-    """The same as JSON: null where retention removed the payload."""
+    """The conversation as JSON data; null where retention removed the payload."""
     if payload is None:
         return {"conversation": None, "reward_parts": None, "reward_turns": None, "cut_off": None}
     limit, outcome = limit_of(payload), payload.outcome
@@ -86,7 +86,7 @@ def _message_row(said: Said) -> Row:
     return Text(label[:MOST_LABEL], colour), _cut(said.text)
 
 
-MOST_LABEL = 12  # characters of a role, which an environment may call what it likes
+MOST_LABEL = 12  # characters of a role, which an environment may name freely
 
 
 def _colour(role: str) -> str:

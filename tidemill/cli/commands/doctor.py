@@ -1,4 +1,4 @@
-"""`tidemill doctor`: what this machine has, whether the parts work on it, and what to do about what does not.
+"""`tidemill doctor`: checks this machine and the parts, and advises on what fails.
 
 Facts first, which cost nothing; then a small model is built and used as in a run, see `selftest`.
 """
@@ -24,7 +24,7 @@ from tidemill.cli.commands.screen import console, own_name, print_json, print_ro
 from tidemill.core.hardware import memory_bytes, usable_cores
 
 GIB = 2**30
-EXTRAS = {  # extra -> the packages it is there for
+EXTRAS = {  # extra -> its packages
     "gym": ("reasoning_gym", "math_verify"),
     "serve": ("starlette", "uvicorn"),
     "tensorboard": ("tensorboard",),
@@ -34,7 +34,7 @@ STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"
 
 
 def doctor(as_json: bool) -> int:
-    """The exit status: 1 when something fails."""
+    """Print the findings. Returns 1 when something fails, else 0."""
     findings = [*facts(Path.cwd())]
     torch = torch_build()
     findings.append(torch)
@@ -53,7 +53,7 @@ def doctor(as_json: bool) -> int:
 
 
 def facts(folder: Path) -> list[DoctorFinding]:
-    """What can be told without torch. folder: where runs would be written."""
+    """Findings that need no torch. folder: where runs would be written."""
     return [python(), sqlite(), cores(), memory(), shared_memory(), disk(folder), extras()]
 
 
@@ -88,7 +88,7 @@ def memory() -> DoctorFinding:
 
 
 def shared_memory() -> DoctorFinding:
-    """How the carrier of weights gets its memory; that it works is shown by the self-test."""
+    """The kind of shared memory for weights. The self-test shows that it works."""
     if hasattr(os, "memfd_create") and Path("/proc/self/fd").is_dir():
         return DoctorFinding("shared memory", "ok", "anonymous memory files, limited by the memory alone")
     return DoctorFinding(
@@ -111,7 +111,7 @@ def disk(folder: Path) -> DoctorFinding:
 
 
 def extras() -> DoctorFinding:
-    """Extras are a choice, so a missing one is no warning; one that is there in part is."""
+    """The installed extras. A missing one is no warning; one that is installed in part is."""
     state = {extra: [importlib.util.find_spec(name) is not None for name in names] for extra, names in EXTRAS.items()}
     here = [extra for extra, found in state.items() if all(found)]
     parts = [extra for extra, found in state.items() if any(found) and not all(found)]

@@ -1,4 +1,4 @@
-"""One line of `tidemill doctor`."""
+"""DoctorFinding: one line of `tidemill doctor`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ Status = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class DoctorFinding:
+    """A finding about this machine, with advice."""
+
     name: str
     status: Status
     found: str

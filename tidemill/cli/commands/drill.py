@@ -1,4 +1,4 @@
-"""`tidemill drill RECIPE`: run it while its parts are killed, frozen and starved, and say what was lost."""
+"""`tidemill drill RECIPE`: runs it while parts are killed, and shows what was lost."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ from pathlib import Path
 
 from rich.text import Text
 
-from tidemill.cli.chaos_test import FAULTS, GROWN_S, JUDGED_S, Drill, Life, Outcome
+from tidemill.cli.chaos_test import FAULTS, Drill, Outcome
 from tidemill.cli.commands.screen import console, print_json, print_rows
+from tidemill.cli.process_lives import GROWN_S, JUDGED_S, Life
 from tidemill.core.errors import ConfigError
 from tidemill.run.recipe import load_recipe
 
-ENDLESS = 1_000_000  # steps: a drill of so many minutes is stopped, it does not come to its end
+ENDLESS = 1_000_000  # steps: the drill ends by its time, not by its steps
 
 
 def drill(
     recipe: Path, minutes: float, every: float, seed: int, spare: Sequence[str], overrides: Sequence[str], as_json: bool
 ) -> int:
-    """The exit status: 0 when nothing was lost, trained twice or left behind, else 1."""
+    """Run a drill. Returns 0 when nothing was lost, trained twice or left behind, else 1."""
     roles = sorted({role for _, role, _ in FAULTS})
     if unknown := sorted(set(spare) - set(roles)):
         raise ConfigError(f"--spare {unknown[0]}: expected one of {', '.join(roles)}")
@@ -77,7 +78,7 @@ def _show(run: Path, outcome: Outcome) -> None:
 
 
 def _reached(outcome: Outcome) -> Counter[str]:
-    """How many faults of each kind: "kill engine" -> 3."""
+    """The number of faults of each kind, such as "kill engine" -> 3."""
     return Counter(f"{fault.what} {fault.whom.partition('-')[0]}" for fault in outcome.faults)
 
 
@@ -89,7 +90,7 @@ def _by_role(lives: Sequence[Life]) -> dict[str, list[Life]]:
 
 
 def _lived(lives: Sequence[Life]) -> str:
-    """How many processes a role had, how the one that lived longest grew, and which of all grew or shrank the most."""
+    """A role's processes: their number, the growth of the oldest, and the range of all."""
     oldest = max(lives, key=lambda life: life.seconds)
     there_were = "1 process" if len(lives) == 1 else f"{len(lives)} processes"
     if oldest.early is None:
@@ -103,6 +104,6 @@ def _lived(lives: Sequence[Life]) -> str:
 
 
 def _range(values: Sequence[float], form: str) -> str:
-    """Lowest to highest, or the one value that all are."""
+    """The lowest to the highest value, or the one value that all share."""
     low, high = (format(bound, f"+{form}") for bound in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"

@@ -1,8 +1,4 @@
-"""`tidemill eval`: greedy accuracy on held-out tasks, of a run's model or of any model folder.
-
-For a run everything but the weights is the run's own: tasks, context, reply length, engine. So `final` gives the figure
-that its report calls accuracy_after, and `initial` gives accuracy_before.
-"""
+"""`tidemill eval`: greedy accuracy on held-out tasks, of a run or a model folder."""
 
 from __future__ import annotations
 
@@ -42,23 +38,25 @@ from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.run.storage.run_folder import RunFolder
 
 Which = Literal["final", "initial"]
-MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # the settings that an evaluation reads
-SAME_FIGURES = {"placement", "scoring"}  # of these, the ones that cannot change its result
+MATTERS = ("env", "rollout", "engine", "eval", "scoring", "placement", "seed")  # tables that an evaluation reads
+SAME_FIGURES = {"placement", "scoring"}  # those of them that cannot change its result
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is evaluated, under which settings, on how many tasks."""
+    """A model to evaluate, with its settings and the number of tasks."""
 
     model: Path
     config: RunConfig
     tasks: int
-    recorded: tuple[int, float] | None = None  # tasks and accuracy, as the run's own report says of this model
+    recorded: tuple[int, float] | None = None  # tasks and accuracy in the run's own report
     logs: Path | None = None  # of the run
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluated:
+    """The results of an evaluation."""
+
     environment: str
     results: Metrics
     seconds: float
@@ -90,7 +88,7 @@ def evaluate(
 def find_subject(
     target: Path, recipe: Path | None, tasks: int | None, which: Which | None, overrides: Sequence[str]
 ) -> Subject:
-    """Whether `target` is a run or a model, and what follows from that. Raises ConfigError in one sentence."""
+    """The model and the settings for `target`, a run or a model. Raises ConfigError."""
     if tasks is not None and tasks < 1:
         raise ConfigError(f"--tasks {tasks}: expected how many to evaluate on, at least 1")
     changed = [o.lstrip("-").partition("=")[0].partition(".")[0] for o in overrides]
@@ -132,7 +130,10 @@ def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Seque
 
 
 def _with_sources(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The recipe of a run that Python began, with the environment whose source its folder has; others unchanged."""
+    """The recipe of a run begun from Python, with the environment from its recorded source.
+
+    Other recipes are unchanged.
+    """
     env = config.env
     names = [name for each in environments_of(env) if isinstance(each, PythonSettings) for name in _objects(each)]
     if not names:
@@ -148,7 +149,7 @@ def _with_sources(config: RunConfig, folder: RunFolder) -> RunConfig:
 
 
 def _objects(env: PythonSettings) -> list[str]:
-    """The names of what was given as an object of Python, and not by its file."""
+    """The names of environments and rewards that were given as Python objects, not by file."""
     return [name for name, _, same in (path.partition(":") for path in env.paths) if name == same]
 
 

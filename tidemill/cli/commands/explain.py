@@ -1,4 +1,4 @@
-"""`tidemill explain RECIPE`: which gradient a recipe asks for, and what that comes to, before anything is started."""
+"""`tidemill explain RECIPE`: the gradient that a recipe asks for, and its cost."""
 
 from __future__ import annotations
 
@@ -24,8 +24,9 @@ from tidemill.run.recipe import RunConfig, load_recipe
 
 
 def explain(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
+    """Show what a recipe asks for. Nothing is started."""
     config = load_recipe([recipe], overrides)
-    with suppress(ConfigError):  # without its model a recipe can be explained as well
+    with suppress(ConfigError):  # a recipe can be explained without its model
         config = fetched(config, data=False)
     about = explained(config)
     if as_json:
@@ -36,7 +37,7 @@ def explain(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
 
 
 def explained(config: RunConfig) -> dict[str, Any]:
-    """All that is printed, as plain data. Raises ConfigError for what `train` would refuse of algorithm and model."""
+    """The explanation as plain data. Raises ConfigError for what `train` would refuse."""
     try:
         about = {name: _explained(each, config.rollout.max_tokens) for name, each in config.algorithms.items()}
     except ValueError as error:
@@ -45,7 +46,7 @@ def explained(config: RunConfig) -> dict[str, Any]:
 
 
 def _explained(given: AlgorithmSettings, max_tokens: int) -> dict[str, Any]:
-    settings = given.with_longest(max_tokens)  # what follows from the longest reply is filled in
+    settings = given.with_longest(max_tokens)  # with values that follow from the longest reply
     loss_by_name(settings.loss_spec())
     parts = parts_of(settings, max_tokens)
     return {

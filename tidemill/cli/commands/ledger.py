@@ -1,4 +1,4 @@
-"""`tidemill ledger RUN`: was anything lost? The figures of the ledger, and in short what else it knows."""
+"""`tidemill ledger RUN`: every group's fate, and a summary of the rest of the ledger."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FEW = 8  # evaluations shown, and the last one
 
 
 def ledger(run: Path, every: bool, as_json: bool) -> int:
-    """The exit status: 0 when every admitted group has exactly one fate, else 1."""
+    """Show the ledger. Returns 0 when every admitted group has exactly one fate, else 1."""
     with SqliteLedger(run, mode="read") as record:
         counts = record.counts()
         if as_json:
@@ -71,10 +71,10 @@ def _verdict(counts: Counts) -> Text:
 
 
 def _steps(steps: Sequence[StepRecord]) -> str:
-    """Counted as the progress display counts them: the ledger's step 0 is the first."""
+    """Steps, counted from 1 as in the progress display."""
     if not steps:
         return "none yet"
-    live = {step.step: step for step in steps}  # the latest incarnation of each
+    live = {step.step: step for step in steps}  # by step, its latest incarnation
     last = live[max(live)]
     if last.ended_at is None:
         now = f"step {last.step + 1} was begun {_ago(last.begun_at)} and has not ended"
@@ -95,7 +95,7 @@ def _versions(versions: Sequence[Version]) -> str:
 
 
 def _few(evaluations: Sequence[EvalRecord]) -> Sequence[EvalRecord]:
-    """The first, the last and a few between."""
+    """The first evaluation, the last, and a few between."""
     stride = max(1, -(-len(evaluations) // FEW))
     return [e for i, e in enumerate(evaluations) if i % stride == 0 or e is evaluations[-1]]
 
@@ -105,7 +105,7 @@ def _evaluations(evaluations: Sequence[EvalRecord]) -> str:
 
 
 def _figures(evaluation: EvalRecord) -> str:
-    """The accuracy, and beside it or in its place what is known of given replies."""
+    """The accuracy, and metrics of offline replies beside it or in its place."""
     accuracy = [] if evaluation.accuracy is None else [f"{evaluation.accuracy:.3f}"]
     rest = held_out({name: value for name, value in evaluation.metrics.items() if name != "accuracy" and value is not None})
     return ", ".join([*accuracy, *([rest] if rest else [])]) or "no accuracy"

@@ -1,4 +1,4 @@
-"""Warnings of a command, such as what an environment raised: into a log, with one sentence on the screen."""
+"""Sends a command's warnings to a log, with one sentence on the screen."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from tidemill.runtime.process_logs import warnings_to
 
 @contextmanager
 def warnings_logged(command: str, logs: Path | None = None) -> Iterator[None]:
-    """Send tracebacks to a file in `logs`, or in a temporary folder where that cannot be written; stderr says where."""
+    """Send tracebacks to a file in `logs`, or in a temporary folder if that is not writable.
+
+    Standard error names the file.
+    """
     own = logs is None or not _writable(logs)
     place = Path(tempfile.mkdtemp(prefix=f"tidemill-{command}-")) if own or logs is None else logs
     try:
@@ -23,7 +26,7 @@ def warnings_logged(command: str, logs: Path | None = None) -> Iterator[None]:
             yield
     finally:
         if own:
-            with suppress(OSError):  # it holds a log
+            with suppress(OSError):  # not empty: it holds a log
                 place.rmdir()
 
 

@@ -1,4 +1,4 @@
-"""What MODEL|RUN on the command line names."""
+"""Finds the model that a command's MODEL|RUN argument names."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tidemill.run.storage.run_folder import RunFolder
 
 
 def model_of(path: Path) -> Path:
-    """The model folder itself, that of a name on the hub, or `final/` of a run. Raises ConfigError when there is none."""
+    """The folder of a model: given itself, by its hub name, or as a run's `final/`.
+
+    Raises ConfigError if there is none.
+    """
     if is_name(str(path)):
         return fetch(str(path), "model")
     if not path.is_dir():
@@ -28,4 +31,5 @@ def model_of(path: Path) -> Path:
 
 
 def is_run(path: Path) -> bool:
+    """True for the folder of a run."""
     return (path / "ledger.sqlite").is_file()

@@ -1,4 +1,4 @@
-"""`tidemill new NAME`: a folder to start from. An environment, a recipe that trains it at once, a test of its reward."""
+"""`tidemill new NAME`: makes a folder with a task, a recipe and tests to start from."""
 
 from __future__ import annotations
 
@@ -70,6 +70,7 @@ def test_no_task_comes_twice_with_another_answer():
 
 
 def new(name: str) -> int:
+    """Make the folder NAME. Returns 0. Raises ConfigError if it exists."""
     check_name(name)
     folder = Path(name)
     if folder.exists() or folder.is_symlink():
@@ -89,7 +90,7 @@ def new(name: str) -> int:
 
 
 def files(name: str) -> dict[str, str]:
-    """What is written, by file name."""
+    """The contents of the files, by name."""
     return {
         f"{name}.py": ENVIRONMENT,
         "recipe.toml": RECIPE.format(name=name),

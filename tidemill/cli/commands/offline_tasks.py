@@ -1,4 +1,4 @@
-"""Which tasks a recipe gives, in words: for `tidemill explain`."""
+"""The order of a recipe's tasks in words, for `tidemill explain`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ORDERS = {
 
 
 def tasks_of(config: RunConfig, algorithms: Mapping[str, Any]) -> dict[str, Any]:
-    """Order, retirement and environments as plain data. algorithms: what is said of each, by environment."""
+    """Order, retirement and environments as plain data. algorithms: descriptions by environment."""
     environments, data = environments_of(config.env), config.data
     total = sum(each.weight for each in environments)
     named = [

@@ -1,10 +1,10 @@
-"""`tidemill pairs RUN OUT.jsonl`: what a verifier preferred, from the ledger, as rows for DPO and its relatives.
+"""`tidemill pairs RUN OUT.jsonl`: preference pairs from a run, for DPO and the like.
 
-    index rows -> by group: the best and the worst attempt, where their rewards differ -> the texts of both
+    index rows -> by group: the best and the worst attempt, if their rewards differ -> the texts of both
 
-Attempts that were cut off have no end that could be learnt, one of several turns is more than its last reply, and one that
-was asked something else than the task's prompt answers another question: none of these is taken. A row has the task's other
-columns too, so that a reward finds the answer there.
+Attempts that were cut off have no end to learn. One of several turns is more than its last reply. One that was not asked by
+the task's prompt answers another question. None of these is taken. A row keeps the task's other columns, so that a reward
+finds the answer there.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from tidemill.models.conversations import completion_of, prompt_tokens
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.run.storage.run_folder import RunFolder
 
-WHOLE = frozenset({Finish.STOP, Finish.ENV_DONE})  # attempts that came to their end
+WHOLE = frozenset({Finish.STOP, Finish.ENV_DONE})  # finishes of complete attempts
 
 
 @dataclass(slots=True)
 class PairCounts:
-    """How many groups gave a pair, and why the others gave none."""
+    """The number of pairs, and of groups without one by reason."""
 
     groups: int = 0
     pairs: int = 0
     alike: int = 0  # no two whole attempts differ in reward
     several_turns: int = 0
-    asked_otherwise: int = 0  # than by the task's prompt
+    asked_otherwise: int = 0  # not by the task's prompt
     removed: int = 0  # their texts, by retention
     unreadable: int = 0  # their texts: the file is damaged or gone
 
@@ -75,7 +75,7 @@ def _rows(record: SqliteLedger, tokenizer: Tokenizer, found: PairCounts) -> Iter
 def _pair(
     record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleRow], found: PairCounts
 ) -> dict[str, Any] | None:
-    """The row of one group, of equals the first; None where it has none, which is counted."""
+    """The row of one group, the first among equals; None, which is counted, if it has none."""
     scored = [(a.reward, -a.place, a) for a in attempts if a.reward is not None and a.finish in WHOLE]
     if not scored or min(scored)[0] == max(scored)[0]:
         found.alike += 1

@@ -1,4 +1,4 @@
-"""`tidemill parity`: engine, trainer and transformers compared on one model; of a run, also what it recorded."""
+"""`tidemill parity`: compares engine, trainer, transformers, and a run's own record."""
 
 from __future__ import annotations
 
@@ -20,13 +20,16 @@ PAIRS = ("engine - transformers", "engine - trainer", "trainer - transformers")
 
 
 def parity(target: Path, length: int, as_json: bool) -> int:
-    """The exit status: 0 when everything agrees, 1 when something does not, or a run has nothing to replay."""
+    """Show the comparison. Returns 0 when everything agrees.
+
+    Returns 1 when something differs, or a run has nothing to replay.
+    """
     run = RunFolder.existing(target) if target.is_dir() and is_run(target) else None
     replayed = asyncio.run(replay(run)) if run else None
-    model = run.initial if run and not run.final.is_dir() else model_of(target)  # one that goes on has no final/ yet
+    model = run.initial if run and not run.final.is_dir() else model_of(target)  # an unfinished run has no final/
     report = asyncio.run(check(model, length))
     ok = report.ok and (replayed is None or replayed.ok)
-    live = ((run.summary() if run else None) or {}).get("mismatch_lag0")  # of every version, while it ran
+    live = ((run.summary() if run else None) or {}).get("mismatch_lag0")  # over all versions, while it ran
     if as_json:
         data = as_data(report)
         print(json.dumps(data | {"replay": replay_data(replayed, live), "ok": ok} if replayed else data, indent=2))
@@ -38,7 +41,7 @@ def parity(target: Path, length: int, as_json: bool) -> int:
 
 
 def replay_data(replayed: Replay, live: dict[str, Any] | None) -> dict[str, Any]:
-    """live: what the run itself measured on the latest weights, by trajectories and by probes."""
+    """The audit of a run as JSON data. live: the run's own measurement on the latest weights."""
     return {
         "while_it_ran": live,
         "dtype": replayed.dtype,
@@ -108,7 +111,7 @@ def _show(report: ParityReport) -> None:
         table.add_row(path, f"{count:,}", *values, verdict, style=None if ok else "bold red")
     console = Console()
     if not console.is_terminal:
-        console.width = 160  # of a file or a pipe: nothing is wrapped there
+        console.width = 160  # a file or a pipe: do not wrap
     console.print(table)
     for c in report.comparisons:
         if c.limit == 0:

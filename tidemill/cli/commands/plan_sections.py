@@ -1,6 +1,6 @@
-"""What a recipe comes to, as plain data and as rows for people: a step, the run, memory by process.
+"""A recipe's numbers as data and as rows: a step, the run, memory by process.
 
-Shown by `explain`, beside the formulas, and by `check`, beside whether it fits.
+`explain` shows them beside the formulas, and `check` beside the verdict.
 """
 
 from __future__ import annotations
@@ -26,18 +26,19 @@ from tidemill.run.planner.memory_model import Models, demands, in_words, process
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of, check_companions, expect_model
 
-PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and whose
+PASSES = (("p_hat", "policy"), ("reference", "reference"), ("critic", "critic"))  # forward passes, and the model of each
 MEMORY = "memory, an estimate"
-ABOVE = ("model", "context")  # rows of it that stand above the table
-MOST_PARTS = 2  # of a process's memory, that are named
+ABOVE = ("model", "context")  # rows that stand above the memory table
+MOST_PARTS = 2  # parts of a process's memory that are named
 Row = tuple[str | Text, str | Text]
 Section = tuple[str, list[Row]]
 
 
 def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
-    """As plain data. Raises ConfigError for what `train` would refuse of algorithm and model, but for its size.
+    """The numbers as plain data.
 
-    complete: the folders of all models have to be here.
+    Raises ConfigError for what `train` would refuse of algorithm and model, except for its size. complete: raises also if a
+    model's folder is missing.
     """
     try:
         asks = algorithm_of(config.algorithms, config.rollout.max_tokens).asks
@@ -60,7 +61,7 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
 
 
 def sections(config: RunConfig, found: Mapping[str, Any]) -> list[Section]:
-    """found: what `figures` returned."""
+    """Rows for people, by section. found: the result of `figures`."""
     return [
         ("a step", _step(config, found)),
         ("the run", _run(config, found)),
@@ -69,7 +70,7 @@ def sections(config: RunConfig, found: Mapping[str, Any]) -> list[Section]:
 
 
 def show(all_of: list[Section], memory: Mapping[str, Any] | None) -> None:
-    """With one column for the labels of all sections; below the last section's model a table of its memory by process."""
+    """Print the sections with one label column, and the memory table within the last."""
     screen = console()
     width = max(len(str(label)) for _, rows in all_of for label, _ in rows)
     for title, rows in all_of:
@@ -88,7 +89,7 @@ def show(all_of: list[Section], memory: Mapping[str, Any] | None) -> None:
 
 
 def _processes(memory: Mapping[str, Any], width: int) -> Table:
-    """What each process takes, and the largest parts of it."""
+    """Table of the processes' memory and its largest parts."""
     table = Table(box=None, padding=(0, 2, 0, 0), pad_edge=False, header_style="dim")
     table.add_column("  process", min_width=width + INDENT, style="dim")
     table.add_column("number", justify="right")
@@ -105,7 +106,7 @@ def _processes(memory: Mapping[str, Any], width: int) -> Table:
 
 
 def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
-    """None where the model's folder is not here, and need not be."""
+    """The memory estimate; None if the model's folder is missing and need not be there."""
     if complete:
         expect_model(config.model)
     arch = architecture_of(config.model)
@@ -125,7 +126,7 @@ def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
         "refused": "" if refused is None else str(refused),
         "too_large": "" if refused is None else refused.too_large,
         "helps": [] if refused is None else [*refused.helps],
-        "refused_at_context": refusal(processes(config, models, context)) is not None,  # were a task as long as a row can be
+        "refused_at_context": refusal(processes(config, models, context)) is not None,  # with the longest possible row
         "without_reference": config.reference is not None and models.reference is None,
         "context_cut": context_cut(config, arch),
         "short_of_kv": isinstance(config.engine, EngineSettings) and kv_pages(config.engine, arch, free)[1],
@@ -167,7 +168,7 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
 
 
 def _denominator(config: RunConfig, step: sizing.StepSize) -> str:
-    """What the weighted sum of an update is divided by, in words."""
+    """The divisor of an update's weighted sum, in words."""
     if len(config.algorithms) > 1:
         return "each algorithm's own, of its groups; each counts by its share of the step's groups"
     s, most = sizing.first_algorithm(config), step.denominator

@@ -1,4 +1,4 @@
-"""`tidemill reward test`: what a recipe's reward says of replies whose worth is known, before anything is trained."""
+"""`tidemill reward test`: tests a recipe's reward on replies of known worth."""
 
 from __future__ import annotations
 
@@ -34,8 +34,11 @@ COLOURS = {"ok": "green", "fails": "bold red", "passes": "bold red", "not judged
 
 
 def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: bool) -> int:
-    """The exit status: 1 when gold fails, garbage passes, a reply of the user's own is not judged as expected, or one that a
-    verdict is needed on could not be judged."""
+    """Show the audit of a reward.
+
+    Returns 1 when gold fails, garbage passes, a reply of the user's own is not judged as expected, or one that needs a
+    verdict could not be judged; else 0.
+    """
     config = load_recipe([recipe], overrides)
     if not config.judged:
         raise ConfigError(f"{recipe} has no reward to test: name one in env.reward")
@@ -54,7 +57,10 @@ def test(recipe: Path, answers: Path | None, overrides: Sequence[str], as_json: 
 
 
 def read_answers(path: Path) -> list[Own]:
-    """Lines of {"reply" or "answer": TEXT, "expect": "pass" or "fail", "task": ID}; `expect` is "fail" unless given."""
+    """The user's own replies from a JSONL file.
+
+    A line is {"reply" or "answer": TEXT, "expect": "pass" or "fail", "task": ID}; `expect` is "fail" by default.
+    """
     found = [_own(row, where) for where, row in json_lines(path, f"--answers {path}")]
     if not found:
         raise ConfigError(f"--answers {path} is empty: expected one object a line")
@@ -63,7 +69,7 @@ def read_answers(path: Path) -> list[Own]:
 
 def _own(row: dict[str, Any], where: str) -> Own:
     check_data(row, where)
-    if type(row.get("answer")) in (int, float):  # as in a column of answers
+    if type(row.get("answer")) in (int, float):  # a number, as a column of answers may hold
         row["answer"] = str(row["answer"])
     texts = [row[key] for key in ("reply", "answer") if key in row]
     if len(texts) != 1 or not isinstance(texts[0], str) or not row.keys() <= {"reply", "answer", "expect", "task"}:
@@ -75,7 +81,7 @@ def _own(row: dict[str, Any], where: str) -> Own:
 
 
 async def _checks(config: RunConfig, own: Sequence[Own]) -> list[Check]:
-    """Of each environment by itself, for its verifier is its own."""
+    """Audit each environment by itself, because each has its own verifier."""
     environments = environments_of(config.env)
     if own and len(environments) > 1:
         raise ConfigError(f"--answers are replies to one environment, and the recipe has {len(environments)}: give env=ONE")
@@ -94,14 +100,14 @@ async def _check(config: RunConfig, written: AnyEnv, own: Sequence[Own]) -> Chec
             tasks = environment.tasks("train")
             order = [
                 task_order(len(tasks), config.seed, i) for i in range(min(TASKS, len(tasks)))
-            ]  # those a run begins with
+            ]  # the tasks that a run begins with
             chosen = {tasks[i].id: tasks[i] for i in order}
             named = {each.task for each in own if each.task}
             chosen |= {task.id: task for split in ("train", "eval") for task in environment.tasks(split) if task.id in named}
             if unknown := named - chosen.keys():
                 raise ConfigError(f"--answers names task {min(unknown)!r}, and {environment.name} has none of that id")
             limit_s = config.rollout.episode_s
-            await scorer.start()  # so that the slowest call is no start of a process
+            await scorer.start()  # so that no call includes the start of a process
             return await check(
                 environment, list(chosen.values()), limit_s=limit_s, budget_s=BUDGET_S, own=own, without_gold=True
             )

@@ -1,4 +1,4 @@
-"""What stands on the screen when a run has ended: where time went, what was recorded, what to do next; last, the result."""
+"""Prints the end of a run: times, ledger, next commands, and the result last."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Row = tuple[str, str]
 
 
 def tell(config: RunConfig, recipe: Path, ended: RunEnded, newcomer: bool) -> None:
-    """newcomer: who ran the demo is told how to begin a task of his own."""
+    """Print the end of a run. newcomer: also explain how to begin a task of one's own."""
     screen, report = console(), ended.report
     screen.print()
     for rows, style in (
@@ -36,7 +36,7 @@ def tell(config: RunConfig, recipe: Path, ended: RunEnded, newcomer: bool) -> No
 
 
 def _time(report: dict[str, Any]) -> list[Row]:
-    """Of each process but the controller, which drives them: report.json has all."""
+    """Time of each process but the controller, and the advice."""
     rows = [("time", f"{name}: {said}") for name, said in lines(report.get("time_by_process", {}))]
     advice = report.get("advice")
     return [*rows, *([("faster", advice["text"])] if advice else [])]
@@ -90,7 +90,7 @@ def _result(config: RunConfig, ended: RunEnded) -> list[Row]:
 
 
 def unlearned(fell: dict[str, Any], config: RunConfig, test: str) -> list[str]:
-    """What happened, and what to look at first: the commonest causes in their order."""
+    """Sentences on a fall of accuracy: the figures, then the commonest causes in their order."""
     n, m = (f"{fell[key]:,}" for key in ("n_before", "n_after"))
     tasks = f"on {n} tasks" if n == m else f"on {n} and {m} tasks"
     found = [

@@ -1,4 +1,4 @@
-"""The state of a run: running, stuck, complete, stopped, failed or killed; and what to do in each."""
+"""The state of a run (running, stuck, complete, stopped, failed, killed) and a remedy."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from tidemill.run.status_file import EVERY_S, FAILURE, STATUS
 from tidemill.run.storage.run_files import Failure, Recipe, Status, expect
 from tidemill.run.storage.run_folder import RunFolder, read_json
 
-LATE_S = 5 * EVERY_S  # a status older than this is of a controller that does not turn
+LATE_S = 5 * EVERY_S  # a status older than this comes from a controller that does not run
 
 
 @dataclass(frozen=True, slots=True)
 class State:
-    """status: the last that the process wrote whose state it is; failure: by what a run ended. None where there is none."""
+    """A run's state, with its last status, its failure and its report, or None for each."""
 
     name: str
     pid: int | None
     status: dict[str, Any] | None
     failure: dict[str, Any] | None
-    report: dict[str, Any] | None  # of a run that is complete
+    report: dict[str, Any] | None  # of a complete run
 
     def what_to_do(self) -> str:
-        """The state and what to do, for a run that lacks something which a run writes."""
+        """The state and a remedy, for a run that lacks a file which it would write."""
         went = "give the command that began it once more, and it goes on from what is recorded"
         match self.name:
             case "running":
@@ -45,6 +45,7 @@ class State:
 
 
 def state_of(folder: RunFolder) -> State:
+    """The state of the run in a folder."""
     status, failure, report = _if_there(folder, STATUS, Status), _if_there(folder, FAILURE, Failure), None
     pid = holder(folder.path)
     if pid is not None:
@@ -64,7 +65,7 @@ def _complete(folder: RunFolder, report: dict[str, Any] | None) -> bool:
 
 
 def _if_there(folder: RunFolder, name: str, kind: type[Status | Failure]) -> dict[str, Any] | None:
-    """A run that goes on may remove it at any moment."""
+    """A status or failure file, or None. A running process may remove it at any moment."""
     file = folder.path / name
     try:
         return expect(file, read_json(file), kind)

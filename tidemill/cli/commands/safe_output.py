@@ -1,8 +1,8 @@
-"""Standard output that cannot end a command: closed, full, or of an encoding that lacks a character.
+"""Standard output whose failures never end a command: closed, full, or ASCII only.
 
-closed by its reader (`| head`)     the rest is thrown away in silence, and the command's status stays
+closed by its reader (`| head`)     the rest is discarded silently, and the command's status stays
 not open at all (`>&-`)             the null device takes its place, so that no other file gets its number
-any other failure (a full disk)     said once on standard error
+any other failure (a full disk)     reported once on standard error
 an encoding without a character     the nearest ASCII form is written
 """
 
@@ -25,10 +25,10 @@ QUIET = (errno.EPIPE, errno.EBADF)
 
 
 class Lenient(io.RawIOBase):
-    """A file descriptor for writing. After its first failure everything is thrown away."""
+    """A file descriptor for writing. After its first failure everything is discarded."""
 
     def __init__(self, descriptor: int, lost: Callable[[OSError], None]) -> None:
-        """lost: called once, with the first failure."""
+        """Write to `descriptor`. lost: called once, with the first failure."""
         self._descriptor, self._lost = descriptor, lost
         self.failure: OSError | None = None
 
@@ -46,7 +46,7 @@ class Lenient(io.RawIOBase):
             try:
                 return os.write(self._descriptor, data)
             except BlockingIOError:
-                select.select([], [self._descriptor], [], 1.0)  # then tried again, as a write that blocks would be
+                select.select([], [self._descriptor], [], 1.0)  # then try again, as a blocking write would
             except OSError as error:
                 self.failure = error
                 self._lost(error)
@@ -54,9 +54,9 @@ class Lenient(io.RawIOBase):
 
 
 def guard() -> Callable[[], OSError | None]:
-    """Make standard output and error lenient. Returns what tells why output was lost, None where it was not.
+    """Make standard output and error lenient. Returns a function that gives the loss, or None.
 
-    That a reader closed its end is no loss: it had what it wanted.
+    A reader that closed its end causes no loss: it had all it wanted.
     """
     _open_all()
     out = _lenient("stdout", 1, _say)
@@ -73,7 +73,7 @@ def guard() -> Callable[[], OSError | None]:
 def _lenient(name: str, descriptor: int, lost: Callable[[OSError], None]) -> Lenient:
     old, raw = getattr(sys, name), Lenient(descriptor, lost)
     if old is not None:
-        if not _is(old, descriptor):  # somebody captures it, and takes whatever is printed
+        if not _is(old, descriptor):  # it is captured: leave it alone
             return raw
         old.flush()
     line = descriptor == 2 or raw.isatty()
@@ -92,12 +92,12 @@ def _is(stream: io.TextIOBase, descriptor: int) -> bool:
 
 
 def _open_all() -> None:
-    """Nobody else's file may get the number of a standard stream: it would be printed into."""
+    """Open the standard streams that are closed, so that no other file gets their numbers."""
     for descriptor in (0, 1, 2):
         try:
             os.fstat(descriptor)
         except OSError:
-            os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            os.open(os.devnull, os.O_RDWR)  # it gets the lowest free number
 
 
 def _say(error: OSError) -> None:

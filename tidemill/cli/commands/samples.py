@@ -1,8 +1,8 @@
-"""`tidemill samples RUN`: what the policy wrote, from the ledger, also beside a live run.
+"""`tidemill samples RUN`: replies of the policy from the ledger, also of a live run.
 
     payload -> the conversation, message by message;     with --tokens: payload -> segments by provenance -> token cells
 
-Steps are counted as the progress display counts them, from 1.
+Steps are counted from 1, as in the progress display.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ LIMIT = 10  # trajectories, unless a number is given
 LIKELY, UNLIKELY = (
     math.log(0.5),
     math.log(0.1),
-)  # logprobs from which a token is no surprise, and up to which it is a big one
+)  # logprobs above which a token is likely, and below which it is a surprise
 
 
 def samples(run: Path, step: int | None, worst: int | None, best: int | None, tokens: bool, as_json: bool) -> int:
+    """Show samples. Returns 0. Raises ConfigError if there is nothing to show."""
     order, limit = _choice(worst, best)
     if step is not None and step < 1:
         raise ConfigError(f"--step {step}: steps are counted from 1, as the progress display counts them")
@@ -48,7 +49,7 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
             raise ConfigError(_nothing(record, folder, step, order))
         payloads = [_payload(record, row) for row in rows]
     tokenizer = tokenizer_of(folder) if tokens else None
-    reader = cache(partial(_reader, folder))  # loaded where a payload has no messages
+    reader = cache(partial(_reader, folder))  # loaded only for payloads without messages
     if as_json:
         found = zip(rows, payloads, strict=True)
         print_json([_plain(row, payload, tokenizer) | plain(payload, reader) for row, payload in found])
@@ -70,7 +71,7 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
 
 
 def _payload(record: SqliteLedger, row: SampleRow) -> Trajectory | None:
-    """None of one that cannot be read any more: its row remains."""
+    """The trajectory of a sample; None if it cannot be read any more, though its row remains."""
     try:
         return record.load_trajectory(row.group_id, row.place)
     except PayloadLost:
@@ -100,6 +101,7 @@ def _nothing(record: SqliteLedger, folder: RunFolder, step: int | None, order: O
 
 
 def tokenizer_of(folder: RunFolder) -> Tokenizer:
+    """The tokenizer of a run. Raises ConfigError if the run has none."""
     if not folder.initial.is_dir():
         raise ConfigError(f"{folder.initial} does not exist: the tokens cannot be read without the run's tokenizer")
 
@@ -113,7 +115,7 @@ def _reader(folder: RunFolder) -> Tokenizer | None:
 
 
 def _title(row: SampleRow, payload: Trajectory | None) -> Text:
-    """One line: where it belongs, what it earned, how it ended."""
+    """One line: the sample's fate, its reward, and how it ended."""
     fate = f"step {row.step + 1}" if row.step is not None else f"dropped: {row.reason}" if row.fate else "pending"
     facts = [
         f"sample {row.group_id}.{row.place}",
@@ -145,7 +147,7 @@ def _weights(row: SampleRow) -> str:
 
 
 def _lost(row: SampleRow, payload: Trajectory | None) -> list[Row]:
-    """What is said where the attempt's tokens are not there any more."""
+    """A remark for an attempt whose tokens are gone."""
     if payload is not None:
         return []
     why = "removed by retention" if row.gone else "unreadable, the file in trajectories/ is damaged or gone"
@@ -153,7 +155,7 @@ def _lost(row: SampleRow, payload: Trajectory | None) -> list[Row]:
 
 
 def _token_rows(t: Trajectory, tokenizer: Tokenizer, screen: Console) -> list[Row]:
-    """A row a segment: what was given as text, what was sampled as cells of token, logprob and version."""
+    """A row for each segment: text, or for sampled tokens cells of token, logprob and version."""
     width = screen.width - 2 - len("environment") - 2
     rows: list[Row] = []
     for segment in segments(t):
@@ -168,7 +170,7 @@ def _token_rows(t: Trajectory, tokenizer: Tokenizer, screen: Console) -> list[Ro
 
 
 def _cells(t: Trajectory, segment: Segment, tokenizer: Tokenizer, width: int, colour: str) -> Text:
-    """Three lines for each row of cells: the tokens, below each its logprob (nats), below that the version."""
+    """Three lines for each row of cells: the tokens, their logprobs (nats), their versions."""
     lines = [Text(no_wrap=True) for _ in range(3)]
     out = Text(no_wrap=True)
     for position in range(segment.start, segment.stop):
@@ -192,13 +194,16 @@ def _surprise(logprob: float) -> str:
 
 
 def _token(tokenizer: Tokenizer, token: int) -> str:
-    """One token as it can be seen: a space is ␣, and one that is no text of its own (part of a character) is its id."""
+    """One token made visible: a space is ␣, and a part of a character is its id."""
     text = tokenizer.decode([token], skip_special_tokens=False)
     return f"#{token}" if not text or "�" in text else visible(text).replace(" ", "␣")
 
 
 def _plain(row: SampleRow, payload: Trajectory | None, tokenizer: Tokenizer | None) -> dict[str, Any]:
-    """A sample as JSON. `step` counts from 1; `tokens` is there with --tokens, and null when retention removed them."""
+    """A sample as JSON data. `step` counts from 1.
+
+    `tokens` is there with --tokens, and null when retention removed them.
+    """
     found = asdict(row)
     found |= {"step": None if row.step is None else row.step + 1, "text": row.text if payload is None else payload.text}
     found["n_tokens"], found["n_sampled"] = found.pop("tokens"), found.pop("sampled")

@@ -1,8 +1,4 @@
-"""Where commands write: one console with the same manners for all of them.
-
-A terminal gets colours and its own width; a pipe gets plain text, wide enough that a line stays a line. A stream that
-cannot encode a character gets its nearest ASCII form.
-"""
+"""The console of all commands, and helpers that print rows and paragraphs to it."""
 
 from __future__ import annotations
 
@@ -23,12 +19,13 @@ from tidemill.observability.safe_text import DEGRADE, paragraphs, visible
 
 PIPE_WIDTH = 120
 INDENT = 2
-WHOLE = "next"  # the label of commands, which are copied
+WHOLE = "next"  # label of commands, which users copy
 _AS_IS: dict[str, Any] = {"overflow": "ignore", "no_wrap": True, "crop": False}
-MIN_COLUMN = 20  # of a terminal too narrow for anything: lines then wrap where they must
+MIN_COLUMN = 20  # narrowest column on a terminal that is too narrow
 
 
 def console(stderr: bool = False) -> Console:
+    """A console on standard output or error."""
     stream = sys.stderr if stderr else sys.stdout
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors=DEGRADE)
@@ -36,7 +33,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def own_name() -> str:
-    """How this program is called here: by its name where the shell finds it, else by the path of the one that runs."""
+    """The name of this program: `tidemill` if the shell finds it, else its path."""
     called, found = Path(sys.argv[0]), shutil.which("tidemill")
     if called.name != "tidemill" or not called.is_file() or (found and os.path.samefile(found, called)):
         return "tidemill"
@@ -44,12 +41,12 @@ def own_name() -> str:
 
 
 def print_json(value: Any) -> None:
-    """One line of JSON on standard output. NaN, which JSON does not know, must be None by now."""
+    """Print one line of JSON. Raises ValueError for NaN, which JSON does not know."""
     print(json.dumps(value, allow_nan=False))
 
 
 def print_rows(screen: Console, rows: Sequence[tuple[str | Text, str | Text]]) -> None:
-    """Rows of (what it is, what it says), indented. What is said wraps within its own column."""
+    """Print rows of (label, text), indented. The text wraps within its own column."""
     labels = [Text(label, "dim") if isinstance(label, str) else label for label, _ in rows]
     edge = INDENT + max((label.cell_len for label in labels), default=0) + INDENT
     for label, (_, said) in zip(labels, rows, strict=True):
@@ -63,7 +60,7 @@ def print_rows(screen: Console, rows: Sequence[tuple[str | Text, str | Text]]) -
 
 
 def print_labelled(screen: Console, rows: Sequence[tuple[str, str]], style: str = "") -> None:
-    """Rows of (label, sentence), the labels in one column, each shown once. Words stay whole, paths too, and commands."""
+    """Print rows of (label, sentence) with each label once. Words, paths and commands stay whole."""
     before = ""
     for label, said in rows:
         shown, before = "" if label == before else label, label
@@ -75,6 +72,6 @@ def print_labelled(screen: Console, rows: Sequence[tuple[str, str]], style: str 
 
 
 def print_wrapped(screen: Console, said: str, style: str = "") -> None:
-    """A paragraph whose words stay whole."""
+    """Print a paragraph whose words stay whole."""
     for line in paragraphs(said, screen.width):
         screen.print(Text(line, style), **_AS_IS)

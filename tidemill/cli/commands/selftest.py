@@ -1,8 +1,8 @@
-"""The doctor's self-test: a tiny model used as a run uses one, in this process, in about two seconds.
+"""The doctor's self-test: uses a tiny model as a run would, in about two seconds.
 
     trainer --publish--> shared memory --update--> engine --generate--> tokens --forward--> the trainer's own logprobs
 
-and a reward in a scoring worker. What fails here would fail in a run, with a longer story.
+It also runs a reward in a scoring worker. A failure here would be a failure in a run, with a longer story.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def cuda_devices() -> DoctorFinding:
 
 
 def kernels() -> DoctorFinding:
-    """Without them everything works, and engines are slower."""
+    """The compiled kernels. Without them everything works, but engines are slower."""
     if why := why_not():
         return DoctorFinding(
             "kernels", "warn", f"not compiled: {why}", "install gcc or clang: engines on the CPU are faster"
@@ -56,7 +56,7 @@ def kernels() -> DoctorFinding:
 
 
 async def self_test(folder: Path) -> list[DoctorFinding]:
-    """folder: an empty one, to be removed afterwards."""
+    """Run the self-test. folder: an empty one, to be removed afterwards."""
     model, findings = folder / "model", []
     try:
         fresh_model(model, alphabet="abcdefghijklmnopqrstuvwxyz \n", context=64, **SIZES["0.1m"])
@@ -64,7 +64,7 @@ async def self_test(folder: Path) -> list[DoctorFinding]:
         spec = TrainerSpec(model=model, trainer=settings, steps=1, sync=SyncSettings(), folder=folder)
         trainer = build_trainer(spec, offload=False)
         engine = build_engine(EngineSpec(model=model, engine=EngineSettings(device="cpu"), transport="shared_memory"))
-    except Exception as error:  # whatever it is, finding it is what this command is for
+    except Exception as error:  # this command is there to find any error
         return [DoctorFinding("model", "fail", f"{type(error).__name__}: {error}", REPORT)]
     try:
         findings.append(await _attempt("weights", lambda: carry_weights(trainer, engine)))
@@ -78,7 +78,7 @@ async def self_test(folder: Path) -> list[DoctorFinding]:
 
 
 async def carry_weights(trainer: Trainer, engine: Engine) -> DoctorFinding:
-    """Through shared memory, with the fingerprint computed anew by the engine."""
+    """Carry weights through shared memory; the engine computes the fingerprint anew."""
     begin = time.monotonic()
     published = await trainer.publish(Version(0))
     served = await engine.update(published)
@@ -89,7 +89,7 @@ async def carry_weights(trainer: Trainer, engine: Engine) -> DoctorFinding:
 
 
 async def compare(trainer: Trainer, engine: Engine) -> DoctorFinding:
-    """Logprobs of sampled tokens: those the engine recorded, against the trainer's own."""
+    """Compare the engine's logprobs of sampled tokens with the trainer's."""
     samples = []
     for row in range(PROMPTS):
         prompt = np.arange(3, 8 + 3 * row, dtype=np.int32)
@@ -110,7 +110,7 @@ async def compare(trainer: Trainer, engine: Engine) -> DoctorFinding:
 
 
 async def score_once() -> DoctorFinding:
-    """A reward in a worker process of its own: does it start, answer and go?"""
+    """Start a scoring worker, score one reply in it, and end it."""
     pool, begin = WorkerPool(workers=1, limit_s=10.0), time.monotonic()
     try:
         outcome = await pool.call(REWARD, kwargs={"completion": "abc", "answer": "abc"})

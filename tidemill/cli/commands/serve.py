@@ -1,4 +1,4 @@
-"""`tidemill serve`: a model behind OpenAI's interface, until Ctrl-C."""
+"""`tidemill serve`: serves a model by OpenAI's API, until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ from tidemill.core.types import Version
 from tidemill.engine.native.engine_settings import EngineSettings
 
 KEY_VARIABLE = "TIDEMILL_API_KEY"
-MOST_KEY = 4096  # bytes of a key's file that are read
+MOST_KEY = 4096  # bytes of a key file that are read
 
 
 def serve(
     model: Path, host: str, port: int, api_key: str | None, context: int | None, dtype: str, threads: int | None
 ) -> int:
+    """Serve a model. Returns 0 after Ctrl-C. Raises ConfigError."""
     if missing := [name for name in ("starlette", "uvicorn", "prometheus_client") if importlib.util.find_spec(name) is None]:
         raise ConfigError(f"serving needs {' and '.join(missing)}: pip install {' '.join(missing)}")
     if api_key is not None and not (api_key.isascii() and api_key.isprintable() and api_key.strip()):
@@ -32,11 +33,11 @@ def serve(
     folder = model_of(model)
     from tidemill.engine.server.server import bind
 
-    sock = bind(host, port, api_key=api_key)  # first: a port in use is found out before minutes of loading
+    sock = bind(host, port, api_key=api_key)  # first, so that a port in use is found before minutes of loading
     try:
         asyncio.run(_serve(folder, sock, api_key, settings, threads))
     except KeyboardInterrupt:
-        pass  # how a server ends
+        pass  # the usual end of a server
     finally:
         sock.close()
     return 0
@@ -78,7 +79,7 @@ async def _serve(
 
 
 def served_name(model: Path) -> str:
-    """The folder's name; for `runs/NAME/final` that is NAME-final, of what the hub gave its name there."""
+    """The model's name: its folder's, NAME-final for `runs/NAME/final`, or its name on the hub."""
     path = model.resolve()
     if (name := shown(path)) != str(path):
         return name.partition("@")[0]
@@ -86,7 +87,7 @@ def served_name(model: Path) -> str:
 
 
 def key_of(given: str | None, file: Path | None) -> str | None:
-    """The key of the command line, of a file's first line, or of the environment, in this order."""
+    """The API key from the command line, a file's first line, or the environment, in this order."""
     if given is not None and file is not None:
         raise ConfigError("--api-key and --api-key-file were both given: give one of them")
     if file is None:

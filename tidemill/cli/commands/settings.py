@@ -1,4 +1,4 @@
-"""`tidemill settings [TABLE]`: every key of a recipe with its default and what it does, read from where it is declared."""
+"""`tidemill settings [TABLE]`: lists every key of a recipe, read from its class."""
 
 from __future__ import annotations
 
@@ -26,15 +26,17 @@ WORDS = {bool: "true or false", int: "a whole number", float: "a number", str: "
 
 @dataclass(frozen=True, slots=True)
 class Setting:
+    """One key of a recipe."""
+
     key: str
-    kinds: tuple[str, ...]  # of its table, which know it so; () where the table has but one
+    kinds: tuple[str, ...]  # kinds of its table that have it; () if the table has one kind
     takes: str
-    default: str | None  # as JSON, or none; None: it must be given
+    default: str | None  # as JSON, or "none"; None: it must be given
     what: str
 
 
 def settings(table: str, as_json: bool) -> int:
-    """Those below `table`, or all. The exit status."""
+    """Print the settings below `table`, or all. Returns 0. Raises ConfigError for an unknown name."""
     every = known()
     found = [each for each in every if not table or each.key == table or each.key.startswith(f"{table}.")]
     if not found:
@@ -54,8 +56,11 @@ def _said(setting: Setting) -> Text:
 
 
 def known() -> list[Setting]:
-    """In the order of their declaration. What kinds of a table know alike is one; else it is there once for each."""
-    found = dict[Setting, tuple[str, ...]]()  # of any kind -> which
+    """All settings in the order of their declaration.
+
+    A setting that several kinds of a table share is one entry; otherwise there is one for each kind.
+    """
+    found = dict[Setting, tuple[str, ...]]()  # setting -> kinds
     for each in _below(RunConfig, None, "", ()):
         alike = replace(each, kinds=())
         found[alike] = (*found.get(alike, ()), *each.kinds)
@@ -63,12 +68,12 @@ def known() -> list[Setting]:
 
 
 def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[str, ...]) -> Iterator[Setting]:
-    """given: the table's default. kinds: that of this table, where there are others."""
+    """The settings of a table. given: its default. kinds: the table's kind, if there are several."""
     remarks = _remarks(table)
     for name, field in table.model_fields.items():
         required = given is None and field.is_required()
         default = getattr(given, name) if given else None if required else field.get_default(call_default_factory=True)
-        inner = list(dict.fromkeys(tables_of(field.annotation)))  # of one environment, and of a list of them
+        inner = list(dict.fromkeys(tables_of(field.annotation)))  # an environment and a list of them have the same tables
         several = [each.model_fields["kind"].default for each in inner] if len(inner) > 1 else []
         if several:
             yield Setting(f"{under}{name}.kind", kinds, " | ".join(map(_written, several)), None, "")
@@ -82,7 +87,7 @@ def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[s
 
 @lru_cache
 def _remarks(table: type[Config]) -> dict[str, str]:
-    """The comments on its fields, and on inherited ones: in the line of the field, or in those above it."""
+    """Comments on the fields of a class and its bases: in a field's line, or in the lines above."""
     said = dict[str, str]()
     for each in reversed([c for c in table.__mro__ if issubclass(c, Config) and c is not Config]):
         text = textwrap.dedent(inspect.getsource(each))

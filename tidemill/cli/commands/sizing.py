@@ -1,4 +1,4 @@
-"""What a recipe comes to before anything is run: the numbers of a step. They are bounds that hold."""
+"""Upper bounds on the numbers of a step, computed before anything is run."""
 
 from __future__ import annotations
 
@@ -14,36 +14,38 @@ from tidemill.run.recipe import RunConfig
 
 @dataclass(frozen=True, slots=True)
 class StepSize:
+    """Numbers of one step."""
+
     groups: int
     group_size: int
     sequences: int
-    replayed: int  # groups of earlier steps that are trained once more, at most
+    replayed: int  # replayed groups, at most
     updates: int
-    replies: int | None  # of an attempt, at most; None: the environment decides
-    sampled_tokens: int | None  # at most; None: neither replies nor context are known
-    row_tokens: int | None  # run for the longest row, at most; None: the context is not known
-    forward_micro_batches: int  # of one forward pass over all rows, at most
-    train_micro_batches: int  # of all updates, at most
-    lanes: int  # micro-batches that run at a time, at most: they share the tokens of one
-    denominator: int | None  # of one update, at most: what the sum of weighted terms is divided by
+    replies: int | None  # replies of an attempt, at most; None: the environment decides
+    sampled_tokens: int | None  # tokens sampled in a step, at most; None: neither replies nor context are known
+    row_tokens: int | None  # tokens computed for the longest row, at most; None: the context is not known
+    forward_micro_batches: int  # micro-batches of one forward pass over all rows, at most
+    train_micro_batches: int  # micro-batches of all updates, at most
+    lanes: int  # parallel micro-batches, at most; they share the token budget of one
+    denominator: int | None  # divisor of one update's weighted sum, at most
 
 
 def step_size(config: RunConfig, context: int | None) -> StepSize:
-    """context: tokens that a row may hold, None while the model is not known."""
+    """The numbers of a step. context: tokens that a row may hold, or None if it is not known."""
     r, updates = config.rollout, first_algorithm(config).updates
     sequences, asked_for = r.groups * r.group_size, [replies_of(each) for each in environments_of(config.env)]
     known = [count for count in asked_for if count is not None]
     replies = max(known) if len(known) == len(asked_for) else None
-    most = None if context is None else context - 1  # a prompt has a token at least
+    most = None if context is None else context - 1  # a prompt has at least one token
     given = bool(config.given)
-    asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds what a task gives
+    asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds an offline reply
     each = most if asked is None else asked if most is None else min(asked, most)
-    groups = -(-(r.groups + config.replayed) // updates.minibatches)  # of the largest update
+    groups = -(-(r.groups + config.replayed) // updates.minibatches)  # groups of the largest update
     rows = groups * r.group_size
     lanes = trainer_lanes(config)
-    together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // lanes // most)  # rows that fit in any case
-    spread = 2 * lanes if lanes > 1 else 0  # of few rows over all lanes: any two in a row are more than one holds
-    parts = min(rows, -(-rows // together) + 1 + 2 * spread)  # those that have no gradient are run apart
+    together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // lanes // most)  # rows that always fit
+    spread = 2 * lanes if lanes > 1 else 0  # more, to spread few rows over all lanes
+    parts = min(rows, -(-rows // together) + 1 + 2 * spread)  # rows without a gradient run apart
     return StepSize(
         groups=r.groups,
         group_size=r.group_size,
@@ -61,12 +63,18 @@ def step_size(config: RunConfig, context: int | None) -> StepSize:
 
 
 def first_algorithm(config: RunConfig) -> AlgorithmSettings:
-    """The recipe's, where not every environment has its own; of several, each takes one update a step."""
+    """The recipe's algorithm, or the first environment's if every environment has its own.
+
+    If there are several, each takes one update a step.
+    """
     return next(iter(config.algorithms.values()))
 
 
 def replies_of(env: AnyEnv) -> int | None:
-    """A conversation asks as often as it likes. Raises ConfigError when the user's file does not load."""
+    """Replies of one attempt; None if a conversation asks as often as it likes.
+
+    Raises ConfigError if the user's file does not load.
+    """
     if isinstance(env, PythonSettings):
         return None if hasattr(load_object(env.paths[0]), "run") else 1  # a reward function is asked about one reply
     return env.turns if isinstance(env, GuessSettings) else 1
@@ -74,7 +82,7 @@ def replies_of(env: AnyEnv) -> int | None:
 
 def _denominator(config: RunConfig, groups: int, each: int | None) -> int | None:
     s = first_algorithm(config).with_longest(config.rollout.max_tokens)
-    rows = groups * (2 if s.preference in PREFERENCES else config.rollout.group_size)  # a pair is all that trains of a group
+    rows = groups * (2 if s.preference in PREFERENCES else config.rollout.group_size)  # only a pair of each group is trained
     match s.reduction:
         case "token":
             return None if each is None else rows * each

@@ -1,7 +1,7 @@
-"""A trajectory's tokens, cut where their provenance changes, and the colours of that.
+"""Cuts a trajectory's tokens into segments by provenance, and names their colours.
 
-A segment is a maximal stretch of tokens of one provenance, as it was recorded when they were made (I7): the prompt, what
-the policy sampled, or what the task gave to be learnt, what the environment added later.
+A segment is a maximal stretch of tokens of one provenance, as recorded when they were made (I7): the prompt; tokens that the
+policy sampled, or that the task gave to be learnt; and tokens that the environment added later.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ COLOURS: dict[Provenance, str] = {"prompt": "cyan", "sampled": "green", "given":
 
 @dataclass(frozen=True, slots=True)
 class Segment:
+    """Tokens from `start` to `stop` of one provenance."""
+
     provenance: Provenance
     start: int
     stop: int
 
 
 def segments(t: Trajectory) -> list[Segment]:
-    """Its tokens, cut where their provenance changes, in order."""
+    """The segments of a trajectory, in order."""
     found, position, begun = [], 0, False
     own: Provenance = "sampled" if t.given is None else "given"
     for learnt, run in groupby(t.learnt.tolist()):

@@ -1,4 +1,4 @@
-"""`tidemill train` and `tidemill demo`."""
+"""`tidemill train` and `tidemill demo`: train by a recipe and show the result."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.session import RunEnded, run
 
 RECIPES = next(p for p in (Path(__file__).parents[2] / "recipes", Path(__file__).parents[3] / "recipes") if p.is_dir())
-"""In an installed package, or in a clone."""
+"""The recipes of an installed package, or of a clone."""
 DEMO = RECIPES / "demo.toml"
 MADE_WORDS = 'env={ kind = "python", path = "tidemill.envs.spelling:score" }'
 
 
 def train(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
-    """Run a recipe to its end, or on from where it was. The exit status: 0 done, 3 stopped before its last step."""
+    """Train by a recipe, or resume. Returns 0 when done, 3 when stopped before the last step."""
     config = load_recipe([recipe], overrides)
     ended = _run(config, as_json)
     if as_json:
@@ -32,7 +32,7 @@ def train(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
 
 
 def demo(overrides: Sequence[str], as_json: bool) -> int:
-    """Run the demo's recipe; with words that are made here where reasoning-gym, which has real ones, is not installed."""
+    """Run the demo's recipe, with made-up words if reasoning-gym is not installed."""
     made = [] if importlib.util.find_spec("reasoning_gym") else [MADE_WORDS]
     if made and not as_json:
         print(
@@ -46,6 +46,6 @@ def _run(config: RunConfig, as_json: bool) -> RunEnded:
     try:
         return asyncio.run(run(config, display))
     except (PeerLost, asyncio.CancelledError, KeyboardInterrupt) as error:
-        ended = asyncio.CancelledError() if isinstance(error, KeyboardInterrupt) else error  # that one typer would hide
+        ended = asyncio.CancelledError() if isinstance(error, KeyboardInterrupt) else error  # typer would hide it
         ended.add_note("the same command goes on from what is recorded")
         raise ended from error.__cause__

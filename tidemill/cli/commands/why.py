@@ -1,4 +1,4 @@
-"""`tidemill why RUN`: who waits for whom, since when; and of a run that has ended, the first cause."""
+"""`tidemill why RUN`: shows what a run waits for, or the first cause of its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROUTINE = ("checkpoint", "reward_check")  # events that explain nothing
 
 
 def why(run: Path, as_json: bool) -> int:
-    """The exit status: 0 for a run that goes on or is complete, 1 for one that is stuck or ended before its last step."""
+    """Show a run's state. Returns 0 if it runs or is complete, else 1."""
     about = standing(RunFolder.existing(run))
     if as_json:
         print_json(about)
@@ -29,12 +29,12 @@ def why(run: Path, as_json: bool) -> int:
 
 
 def standing(folder: RunFolder) -> dict[str, Any]:
-    """state: running, stuck, complete, failed, stopped or killed; and what is known beside it.
+    """A run's state as data: running, stuck, complete, failed, stopped or killed, and details.
 
-    status: the last that the process wrote whose state it is; None when it came to none.
+    status: the last one that the run's process wrote, or None.
     """
     found = state_of(folder)
-    unearned = ((found.report or {}).get("unearned") or {}).get("text")  # older ones have none
+    unearned = ((found.report or {}).get("unearned") or {}).get("text")  # reports of older runs have none
     with SqliteLedger(folder.path, mode="read") as ledger:
         counts = ledger.counts().figures()
         events = [{"at": e.at, "kind": e.kind, **e.detail} for e in ledger.events() if e.kind not in ROUTINE][-5:]
@@ -55,7 +55,7 @@ def _show(run: Path, about: dict[str, Any]) -> None:
     if status is not None:
         step = f"step {status.get('step', '?')} of {status.get('steps', '?')}, {_age(status['at'])}"
         rows.append(("at" if live else "last at", step))
-        if live or about["state"] == "killed":  # a run that ended by itself waits for nobody
+        if live or about["state"] == "killed":  # a run that ended by itself waits for nothing
             waits, processes = ("waits", "processes") if live else ("was waiting", "had processes")
             rows += [(waits if i == 0 else "", _wait(w, status["at"])) for i, w in enumerate(status["waits"])]
             rows += [(processes if i == 0 else "", _process(p)) for i, p in enumerate(status["processes"])]
@@ -94,7 +94,7 @@ def _times(count: int) -> str:
 
 
 def _process(process: dict[str, Any]) -> str:
-    alike = dict[str, list[float]]()  # seconds of each, oldest first
+    alike = dict[str, list[float]]()  # method -> seconds of its calls, oldest first
     for method, seconds in process["busy"]:
         alike.setdefault(method, []).append(seconds)
     calls = [f"{method}{_times(len(each))} for {each[0]:.1f} s" for method, each in alike.items()]
