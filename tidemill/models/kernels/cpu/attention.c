@@ -1,10 +1,10 @@
 /* Attention of decoding rows over pages, and the writing of pages.
  *
- * A layer's pages: [pages, kv_heads, page_size, 2 * size], a token's key and value side by side. Reading them is what takes
- * time, so rows that begin with the same pages are taken together: these pages are read once, for all of their queries, then
- * each row's own. Memory is asked for early: a run of one page and one head is too short for the processor to see it coming.
+ * A layer's pages: [pages, kv_heads, page_size, 2 * size], a token's key and value side by side. Most of the time goes into
+ * reading them, so rows that begin with the same pages are processed together: these pages are read once, for all of their
+ * queries, then each row's own. Memory is prefetched: a run of one page and one head is too short for the processor to predict.
  *
- * A query's softmax is taken piece by piece: what was summed is scaled again when a greater score comes.
+ * A query's softmax is computed piece by piece: the sums are rescaled when a greater score comes.
  */
 
 #include "rows.h"
@@ -12,7 +12,7 @@
 
 #include <math.h>
 
-#define MOST_QUERIES 16 /* that share a key/value head */
+#define MOST_QUERIES 16 /* queries that share a key/value head */
 #define MOST_VECTORS (128 / WIDTH) /* of a head */
 #define TOGETHER 32     /* queries whose rows are taken together */
 #define MOST_ROWS 8     /* taken together though they share nothing: one's pages are asked for while another's are read */
@@ -23,7 +23,7 @@
 #define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
 #define AHEAD AT_ONCE   /* tokens that are asked for so long before they are read */
 
-/* How a layer's pages lie. */
+/* Layout of a layer's pages. */
 typedef struct {
     int64_t page_bytes, stride; /* from page to page, from token to token of a head */
     int page_size, shift; /* tokens in a page: 2 to the power of `shift`, where that is not 0 */
@@ -36,7 +36,7 @@ typedef struct {
     int low, end;
 } span;
 
-/* What is known of some queries: the greatest score, the sum of the weights, and of the values, V vectors of a query. */
+/* State of some queries: the greatest score, the sum of the weights, and the sum of the values, V vectors per query. */
 typedef struct {
     float greatest[TOGETHER], total[TOGETHER];
     vec sums[TOGETHER * MOST_VECTORS];
@@ -426,7 +426,7 @@ INLINE const char *pages_of(const paged_queries *of, int head) {
     return (const char *)of->kv + (int64_t)head * of->page_size * 2 * of->size * (of->narrow ? 2 : 4);
 }
 
-/* What is read first for a family. */
+/* The pages that are read first for a family. */
 static span first_of(const paged_queries *of, const family *rows, int head) {
     const int64_t r = of->order[rows->first];
     return (span){of->table + of->slots[r] * of->table_stride, pages_of(of, head), of->lows[r],

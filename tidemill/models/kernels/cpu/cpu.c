@@ -1,5 +1,5 @@
-/* What PyTorch has no fast way to say on a CPU. Compiled on first use by `building.py`; `native.py` says what every
- * function is for; each has a counterpart in PyTorch or NumPy that is used where there is no compiler.
+/* Sampling and fingerprints on a CPU, where PyTorch has no fast form of them. `compilation.py` compiles all files on first use;
+ * `bindings.py` documents every function. Each has a counterpart in PyTorch or NumPy for machines without a compiler.
  */
 
 #include "vectors.h"
@@ -15,7 +15,7 @@ INLINE float weight_of(float logit, float most, float sharpness) {
     return x < -87.0f ? 0.0f : exponential(x); /* a NaN stays one */
 }
 
-/* The sum of e^(sharpness * (logit - most)) over a row; that of each block goes to `sums`. */
+/* The sum of e^(sharpness * (logit - most)) over a row; `sums` gets the sum of each block. */
 INLINE double total_weight(const float *logits, int vocab, float most, float sharpness, double *sums) {
     double total = 0;
     for (int from = 0; from < vocab; from += BLOCK) {
@@ -51,7 +51,7 @@ void tidemill_sample(const float *logits, int n, int vocab, const float *sharpne
             while (last > 0 && sums[last] == 0) last--;
             while (block < last && left >= sums[block]) left -= sums[block++];
             const int end = (block + 1) * BLOCK < vocab ? (block + 1) * BLOCK : vocab;
-            int likely = -1; /* the last one seen that can be drawn: where rounding leaves nothing to exceed */
+            int likely = -1; /* the last token that can be drawn, in case rounding leaves nothing to exceed */
             for (token = block * BLOCK; token < end; token++) {
                 const float w = weight_of(x[token], most, sharp);
                 if (w > 0) likely = token;
@@ -96,7 +96,7 @@ enum {
     TOGETHER = 8, /* runs that a part of the keys is read for at once */
 };
 
-/* The sum of `count` elements times their keys; to `words` is added the sum of their words, which begin with the first. */
+/* The sum of `count` elements times their keys. The sum of their words, from the first element on, is added to `words`. */
 static uint64_t keyed(const char *elements, int width, const uint64_t *key, int64_t count, uint64_t *words) {
     uint64_t sum = 0, seen = 0;
     if (width == 1)
@@ -115,7 +115,7 @@ static uint64_t keyed(const char *elements, int width, const uint64_t *key, int6
     return sum;
 }
 
-/* Of `tidemill_keyed_sum`, elements [at, end), in one thread. To `words` is added the sum of theirs. */
+/* `tidemill_keyed_sum` of elements [at, end), in one thread. The sum of their words is added to `words`. */
 static uint64_t keyed_runs(const char *bytes, int width, int64_t at, int64_t end, int64_t first, const uint64_t *keys,
                            int64_t run, const uint64_t *factors, uint64_t *words) {
     uint64_t total = 0;

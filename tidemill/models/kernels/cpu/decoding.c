@@ -1,7 +1,7 @@
 /* A whole decoder over rows of one token each, whose sequences are in pages.
  *
- * Each thread takes rows of its own through all layers: it waits for no other one, and what it computes stays in its caches.
- * Every thread reads all matrices, which pays from some rows a thread on.
+ * Each thread takes its own rows through all layers: it waits for no other thread, and its results stay in its caches. Every
+ * thread reads all matrices, which is worth it from some number of rows per thread on.
  */
 
 #include "rows.h"
@@ -46,8 +46,8 @@ static void add(void *x, const void *y, int narrow, int64_t n) {
     for (; i < n; i++) store(x, i, number(x, i, narrow) + number(y, i, narrow), narrow);
 }
 
-/* Of n rows: themselves, their angles, what a product reads or gives in the width of the decoder, and beside it heads, turned, and
- * seen, or gates. */
+/* Work memory of n rows: hidden states, angles, the input or output of a product, and heads, rotated heads and attention output,
+ * or gates. */
 int64_t tidemill_decoding_room(const decoder *of, int n) {
     const int64_t heads = (int64_t)of->size * (3 * of->q_heads + 3 * of->kv_heads), gates = 3 * (int64_t)of->intermediate;
     return (2 * of->hidden + of->size + (heads > gates ? heads : gates)) * n * (of->narrow ? 2 : 4);

@@ -1,7 +1,7 @@
-/* What lies between the matrix products: norms, rotations and gates. Each has a way back, from what a loss changes by with
- * what came out (`d`) to what it changes by with what went in. Where `again` says so, the way back writes over `d` what came
- * out, number by number as it did, so that nobody has to keep it. Numbers are float32, or bfloat16 where they are `narrow`;
- * what is computed in between is float32.
+/* The operations between matrix products: norms, rotations and gates, each with its backward pass. That takes `d`, the gradient
+ * by the output, and computes the gradient by the input. With `again`, it also computes the output anew, to the same bits, and
+ * writes it over `d`, so that no caller has to keep it. Numbers are float32, or bfloat16 where they are `narrow`; intermediate
+ * results are float32.
  */
 
 #include "rows.h"
@@ -11,10 +11,10 @@
 
 /* ---- sums over rows --------------------------------------------------------------------------------------------- */
 
-/* Rows are shared out in the same runs whatever the number of threads is, and the sums of the runs are added in order. */
+/* Rows are divided into the same runs for any number of threads, and the sums of the runs are added in order. */
 INLINE int first_row(int share, int shares, int n) { return (int)((int64_t)n * share / shares); }
 
-/* sums [shares, size]: into the first. */
+/* Adds up sums [shares, size] into the first. */
 static void add_up(float *sums, int shares, int size) {
     for (int share = 1; share < shares; share++)
         for (int i = 0; i < size; i++) sums[i] += sums[share * size + i];
@@ -40,7 +40,7 @@ INLINE void norm_row(float *x, const float *weight, float eps, int size, int nar
     scale_row(x, weight, scale_of(x, eps, size), size, narrow);
 }
 
-/* The way back of one row, in place of d; what the loss changes by with the weights is added to `sums`. Gives the scale. */
+/* Backward pass of one row, in place of d; the gradient of the weights is added to `sums`. Returns the scale. */
 INLINE float norm_row_back(const float *x, const float *weight, float eps, int size, float *d, float *sums) {
     const float scale = scale_of(x, eps, size);
     float along = 0;
@@ -52,7 +52,7 @@ INLINE float norm_row_back(const float *x, const float *weight, float eps, int s
     return scale;
 }
 
-/* Weights [size] as floats, in the dtype of what they are applied to. */
+/* Weights [size] as floats, rounded to the dtype of the numbers they are applied to. */
 INLINE void weights_for(int narrow, const void *weight, int narrow_weight, int size, float *to) {
     widen(weight, 0, size, narrow_weight, to);
     round_off(to, size, narrow);
@@ -104,7 +104,7 @@ void tidemill_norm_back(const void *x, int64_t stride, int narrow, const void *w
      : size == 128 ? function(128, __VA_ARGS__) \
                    : function(size, __VA_ARGS__))
 
-/* What is rotated: heads of size numbers, the first q_heads of them queries, in rows of x that are `stride` numbers apart. */
+/* Heads to rotate: `size` numbers each, the first q_heads of them queries, in rows of x that are `stride` numbers apart. */
 typedef struct {
     const void *x, *cos, *sin;
     int64_t stride;
@@ -196,7 +196,7 @@ void tidemill_rotate_back(const void *x, int64_t stride, int narrow, const void 
 
 /* ---- gates ------------------------------------------------------------------------------------------------------ */
 
-/* The logistic function of x, and what it lacks to 1, both to the last places. */
+/* The logistic function of x, and 1 minus it, both to full precision. */
 INLINE float sigmoid(float x, float *lacks) {
     const float e = exponential(x < 0 ? x : -x), share = 1.0f / (1.0f + e);
     *lacks = x < 0 ? share : e * share;

@@ -1,6 +1,6 @@
-/* x W^T + b for weights [outputs, inputs] that were put, once, into the order in which they are read here.
+/* x W^T + b for weights [outputs, inputs] that were packed once, in the order in which they are read here.
  *
- * A block is BLOCK outputs, of all inputs; what is missing of the last one is zero.
+ * A block holds the weights of BLOCK outputs for all inputs; the last one is padded with zeros.
  *     float      [blocks][inputs][BLOCK]
  *     bfloat16   [blocks][inputs / 32][2 halves][16 pairs of inputs][16 outputs][2 inputs]: two tiles of 1 KiB a step
  *
@@ -17,7 +17,7 @@
 #endif
 
 #define BLOCK 32
-#define ROWS (FULL / 2) /* that share what is loaded of a block */
+#define ROWS (FULL / 2) /* rows that share the loaded weights of a block */
 #define PASSES (BLOCK / (2 * WIDTH)) /* over so many rows: two vectors of outputs each */
 #define ASKING(narrow) (PASSES > 1 ? 4 : 1 + (narrow)) /* inputs, with which a line or two are asked for */
 #define STEP 32  /* inputs of a tile */
@@ -29,19 +29,19 @@
 #define WORTH_ASKING (PASSES > 1 ? ROWS + 1 : ROWS) /* rows: with fewer, floats are read sooner than they are asked for */
 #define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
 
-/* How products are computed; of bfloat16 in one of three ways. */
+/* Ways to compute products; there are three for bfloat16. */
 enum { FLOATS, WIDENED, PAIRED, TILED };
 
 /* ---- in vectors ------------------------------------------------------------------------------------------------- */
 
-/* Asks for what will be read next, one or two lines at each of the steps that it hides behind: were all asked for at once, what is
- * read meanwhile would wait for them. */
+/* Prefetches what will be read next, one or two lines at each step. If all were requested at once, the present reads would wait
+ * for them. */
 INLINE void ask(const char *ahead, int rate) {
     if (rate) __builtin_prefetch(ahead, 0, 3);
     if (rate > LINE) __builtin_prefetch(ahead + LINE, 0, 3);
 }
 
-/* Keeps a vector in a register: compilers rather read what is used several times again and again from memory. */
+/* Keeps a vector in a register: compilers tend to reload it from memory at every use. */
 INLINE void keep(vec *value) {
 #if defined(__AVX512F__) || (defined(__AVX2__) && WIDTH <= 8)
     __asm__("" : "+v"(*value));
@@ -103,7 +103,7 @@ INLINE void rows_of_floats(const float *x, int64_t stride, const float *block, i
     float_rows(x, stride, block, 0, inputs, begins, kept, ahead, rate, rows);
 }
 
-/* Weights that one set of rows reads are widened on the way. */
+/* Weights that only one set of rows reads are widened as they are read. */
 INLINE void rows_widening(const float *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
                           const char *ahead, int rate, const int rows) {
     float_rows(x, stride, block, 1, inputs, begins, kept, ahead, rate, rows);
@@ -296,7 +296,7 @@ int tidemill_tiles(void) {
     return allowed > 0;
 }
 
-/* Whether there is code for it, and a processor that runs it. */
+/* True if there is code for this way, and a processor that runs it. */
 int tidemill_multiplies(int kind) {
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
     if (kind == FLOATS || kind == WIDENED) return 1;

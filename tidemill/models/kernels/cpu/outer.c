@@ -1,6 +1,6 @@
-/* The gradient of weights of bfloat16: d^T x, added up over rows in float32, two rows a step.
+/* The gradient of bfloat16 weights: d^T x, added up over rows in float32, two rows a step.
  *
- * A stretch of rows is put into pairs first, a row's number beside the next one's, in the order in which they are read here:
+ * A stretch of rows is first arranged in pairs, each number beside that of the next row, in the order in which they are read:
  *     d     [outputs / OUTPUTS][pairs of rows][OUTPUTS][2]
  *     x     [inputs / INPUTS][pairs of rows][INPUTS][2]
  */

@@ -1,4 +1,4 @@
-/* What one file computes of rows, and another asks for. Numbers are float32, or bfloat16 where they are `narrow`. */
+/* Functions on rows that several files use. Numbers are float32, or bfloat16 where they are `narrow`. */
 
 #pragma once
 

@@ -1,12 +1,12 @@
-/* Attention inside sequences, each seeing itself, and what flows back through it: for training.
+/* Attention inside packed sequences, forward and backward, for training.
  *
- * Sequences come in families: each shares its first tokens with the one before it, or nothing, and then a family begins. What is
- * shared is held once, computed once, and what flows back into it is the sum over all that see it. A family and one key/value
- * head are a piece of work: its keys and values are laid out once, and of the next sequence only what differs is.
+ * Sequences come in families: each shares its first tokens with the one before it; one that shares nothing begins a new family.
+ * Shared tokens are stored and computed once, and their gradient is the sum over all sequences that see them. A family and one
+ * key/value head are a unit of work: its keys and values are laid out once, and for the next sequence only those that differ.
  *
- * All is added up in float32. Scores are never kept: the passage back computes them again from the logarithm of each query's
- * total weight (as in 2205.14135). Where queries, keys and values are bfloat16 and pairs of it are quickly multiplied, they are
- * multiplied as they are; so are weights on the way back, rounded, which what flows back is in any case.
+ * All sums are float32. Scores are never kept: the backward pass computes them again from the logarithm of each query's total
+ * weight (as in 2205.14135). bfloat16 queries, keys and values are multiplied as they are where pairs of bfloat16 are multiplied
+ * fast; in the backward pass so are the weights, rounded as the gradients are in any case.
  */
 
 #include "tiles.h"
@@ -14,9 +14,9 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define QUERIES 24     /* of one head and sequence that are taken together */
-#define KEYS 256       /* that they see at a time */
-#define MOST_NUMBERS 128 /* of a head */
+#define QUERIES 24     /* queries of one head and sequence that are processed together */
+#define KEYS 256       /* keys that they see at a time */
+#define MOST_NUMBERS 128 /* largest size of a head */
 
 /* Numbers with `stride` from token to token, head after head. */
 typedef struct {
@@ -34,7 +34,7 @@ typedef struct {
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
 
-/* What is multiplied: floats, or pairs of bfloat16 that are neighbours in what is summed over. */
+/* Operands of products: floats, or pairs of bfloat16 that are neighbours along the summed dimension. */
 typedef union {
     float number;
     int32_t pair;
@@ -111,7 +111,7 @@ typedef struct {
     float *d_keys, *d_values; /* of a passage back only: empty between families */
 } room;
 
-/* What some queries have: [QUERIES, KEYS] and [QUERIES, size]. */
+/* Work memory of some queries: [QUERIES, KEYS] and [QUERIES, size]. */
 typedef struct {
     float weights[QUERIES * KEYS], d_weights[QUERIES * KEYS];
     unit asked[QUERIES * MOST_NUMBERS], d_seen[QUERIES * MOST_NUMBERS];
@@ -145,7 +145,7 @@ INLINE void pair_narrow(const unit *rows, int size, int second, unit *pairs) {
     }
 }
 
-/* The same of floats, rounded. */
+/* As above for floats, rounded. */
 INLINE void pair_rounded(const float *numbers, int n, int second, unit *pairs) {
     for (int i = 0; i < n; i += WIDTH) pair_up(nearest(load(numbers + i, 0)) >> 16 & 0xffff, second, pairs + i);
 }
@@ -306,7 +306,7 @@ typedef struct {
     int32_t back;
 } tensors;
 
-/* What flowed into positions [begin, end) goes where they lie, and their room is empty again. */
+/* Writes the gradients of positions [begin, end) to their place, and clears the work memory. */
 static void hand_over(const room *kv, const tensors *t, const int64_t *places, int begin, int end, int head, int size) {
     for (int at = begin; at < end; at++) {
         float *d_key = kv->d_keys + (int64_t)at * size;

@@ -1,4 +1,4 @@
-/* Products of bfloat16, where a processor has them: of pairs in vectors, and of matrices in tiles, sixteen rows of 64 bytes each. */
+/* bfloat16 products of processors that have them: of pairs in vectors, and of matrices in tiles of sixteen rows of 64 bytes. */
 
 #pragma once
 
@@ -19,8 +19,8 @@ typedef struct {
 } __attribute__((packed)) shape;
 #endif
 
-/* Whether there are tiles, and the system lets us use them; the first call asks it. */
+/* True if there are tiles that the system lets us use; the first call asks for permission. */
 int tidemill_tiles(void);
 
-/* Whether adding up pairs is quicker than widening them and adding up floats. */
+/* True if adding up pairs is faster than widening them and adding up floats. */
 int tidemill_pairs_are_quick(void);
