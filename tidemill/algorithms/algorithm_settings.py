@@ -52,12 +52,12 @@ class ReferenceSettings(Config):
     """A second policy and its use: `"initial"`, a model folder, or a table."""
 
     model: str = "initial"
-    every: int = Field(default=0, ge=0)  # updates after which it is brought up to the policy; 0: never
-    decay: float = Field(default=0.0, ge=0, lt=1)  # then: decay * itself + (1 - decay) * the policy
-    kl: float = Field(default=0.0, ge=0)  # times the divergence from it
-    estimator: Literal["k1", "k2", "k3"] | None = None  # k3; in a reward k1
+    every: int = Field(default=0, ge=0)  # updates between copies of the policy into the reference; 0: never
+    decay: float = Field(default=0.0, ge=0, lt=1)  # each copy becomes decay * reference + (1 - decay) * policy
+    kl: float = Field(default=0.0, ge=0)  # coefficient of the KL divergence from the reference
+    estimator: Literal["k1", "k2", "k3"] | None = None  # of the KL divergence; None: k3 in a loss, k1 in a reward
     into: Literal["loss", "reward"] = "loss"
-    distil: float = Field(default=0.0, ge=0)  # times log(reference / policy), as each token's reward: it is the teacher
+    distil: float = Field(default=0.0, ge=0)  # coefficient of log(reference / policy) as a reward of each token
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceSettings:
@@ -75,12 +75,12 @@ class ReferenceSettings(Config):
 class CriticSettings(Config):
     """The critic, which predicts returns: `"initial"`, `"policy"`, a model folder, or a table."""
 
-    model: str = "initial"  # a model or reward model to begin as; initial: the policy's; policy: a head on its own decoder
-    lr: float | None = Field(default=None, gt=0)  # None: the trainer's
-    weight: float = Field(default=0.5, gt=0)  # of its loss beside the policy's
-    clip: float = Field(default=0.0, ge=0)  # how far a value may move in a step, see `value`; 0: as far as it likes
-    lam: float = Field(default=1.0, ge=0, le=1)  # of the returns that it is trained towards
-    warmup: int = Field(default=0, ge=0)  # first steps, in which no advantage reaches the policy
+    model: str = "initial"  # a folder to start from; initial: the policy's model; policy: a head on the policy's own decoder
+    lr: float | None = Field(default=None, gt=0)  # learning rate; None: the trainer's
+    weight: float = Field(default=0.5, gt=0)  # weight of the critic's loss beside the policy's
+    clip: float = Field(default=0.0, ge=0)  # largest change of a value in a step, see the loss `value`; 0: no limit
+    lam: float = Field(default=1.0, ge=0, le=1)  # lambda of the returns that the critic is trained towards
+    warmup: int = Field(default=0, ge=0)  # first steps, in which only the critic is trained
 
 
 def begins_as(companion: ReferenceSettings | CriticSettings | None, initial: T, named: Callable[[str], T]) -> T | None:
@@ -96,7 +96,7 @@ def begins_as(companion: ReferenceSettings | CriticSettings | None, initial: T, 
 class OverlongSettings(Config):
     """Treatment of attempts that were cut off: `"mask"`, or `{ treat = "penalty", cache = 64 }`."""
 
-    treat: Literal["keep", "filter", "mask", "penalty"] = "keep"  # see `prepare`
+    treat: Literal["keep", "filter", "mask", "penalty"] = "keep"  # mask: no gradient; filter: left out; penalty: less reward
     cache: int | None = Field(default=None, ge=1)  # tokens before the limit over which the penalty grows; None: a fifth
 
     @model_validator(mode="after")
@@ -112,9 +112,9 @@ class EntropySettings(Config):
     With a target, the weight changes from step to step.
     """
 
-    coefficient: float = 0.0  # times the entropy, to be kept high (or, below 0, low); with a target: in the first step
-    target: float | None = Field(default=None, gt=0)  # nats a token, to be kept at or above; None: the weight is constant
-    change: float | None = Field(default=None, gt=0)  # of the weight, each step; None: 0.005
+    coefficient: float = 0.0  # weight of the entropy bonus (below 0: a penalty); with a target: that of the first step
+    target: float | None = Field(default=None, gt=0)  # least entropy, in nats per token; None: the weight is constant
+    change: float | None = Field(default=None, gt=0)  # change of the weight in each step; None: 0.005
 
     @model_validator(mode="after")
     def _consistent(self) -> EntropySettings:
@@ -135,7 +135,7 @@ class UpdateSettings(Config):
     """The number of optimizer updates in a step."""
 
     minibatches: int = Field(default=1, ge=1)  # parts of a step's groups, each with an update of its own
-    epochs: int = Field(default=1, ge=1)  # times that a step's groups are gone over
+    epochs: int = Field(default=1, ge=1)  # passes over a step's groups
 
     @property
     def count(self) -> int:
@@ -144,16 +144,16 @@ class UpdateSettings(Config):
 
 class AlgorithmSettings(Config):
     name: str  # the preset that the other values came from
-    advantage: str  # of `advantages`, or FILE.py:function
-    loss: str  # of `losses`, or FILE.py:function
+    advantage: str  # a name in `advantages`, or FILE.py:function
+    loss: str  # a name in `losses`, or FILE.py:function
     reduction: Literal["token", "sequence", "prompt", "attempt", "fixed"]
-    given: Literal["", "answers", "pairs", "labels"] = ""  # what is learnt: what was sampled, or what each task holds
-    constants: Constants = Field(default_factory=dict)  # of the loss and the advantage; may be given beside the other keys
-    preference: str = ""  # of `preferences`: the best and the worst attempt at a task are a pair, in place of an advantage
+    given: Literal["", "answers", "pairs", "labels"] = ""  # replies that the tasks give, to be learnt; empty: sampled ones
+    constants: Constants = Field(default_factory=dict)  # for loss and advantage; may be given beside the other keys
+    preference: str = ""  # a name in `preferences`: pairs the best and worst attempt; replaces the advantage
     corrections: tuple[CorrectionSettings, ...] = ()
-    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"  # p_hat: the engine's logprobs, or the trainer's own
+    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"  # p_hat: the engine's logprobs or the trainer's own
     updates: UpdateSettings = UpdateSettings()
-    zero_variance: Literal["drop", "keep"] = "keep"  # groups whose rewards are all equal: they only dilute the mean
+    zero_variance: Literal["drop", "keep"] = "keep"  # groups whose rewards are all equal; kept ones only dilute the mean
     overlong: OverlongSettings = OverlongSettings()
     fixed_length: int | None = Field(default=None, ge=1)  # tokens; None: the longest completion that may be sampled
     reference: ReferenceSettings | None = None

@@ -323,7 +323,7 @@ def _longest_reply(mask: Array) -> int:
 
 def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
     """Slices of rows for `count` parts with about equally many groups; no group is divided."""
-    starts = np.flatnonzero(np.diff(prompts, prepend=prompts[:1] - 1))  # of each group its first row
+    starts = np.flatnonzero(np.diff(prompts, prepend=prompts[:1] - 1))  # the first row of each group
     firsts = [int(part[0]) for part in np.array_split(starts, min(count, len(starts)))] if len(starts) else [0]
     for first, last in zip(firsts, [*firsts[1:], len(prompts)], strict=True):
         yield slice(first, last)
@@ -374,7 +374,7 @@ def _metrics(groups: Sequence[Group], attempts: Attempts, flat: int) -> Metrics:
         "groups": float(len(groups)),
         "samples": float(len(attempts)),
         "unscored": float(tried - len(attempts)),
-        "zero_variance_groups": float(flat),  # of an advantage that compares: without a gradient
+        "zero_variance_groups": float(flat),  # groups without a gradient, if the advantage compares attempts
         "reward": float(rewards.mean()),
         "reward_std": float(rewards.std()),
         "completion_tokens": float(lengths.mean()),

@@ -84,7 +84,7 @@ class Layer(nn.Module):
             seen = attend(self.index, heads, self._rotation(cos, sin)).flatten(1)
         else:
             seen = attend(self.index, *self._rotated(heads, self._rotation(cos, sin))).flatten(1)
-        if wanted is not None:  # of the other rows, only keys and values were needed
+        if wanted is not None:  # only keys and values of the other rows were needed
             x, seen = x.index_select(0, wanted), seen.index_select(0, wanted)
         x = self.o.onto(x, seen)
         return self.down.onto(x, gated(self.gate_up(self.post_norm(x))))

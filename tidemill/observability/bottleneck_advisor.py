@@ -44,7 +44,7 @@ class Setup:
 @dataclass(frozen=True, slots=True)
 class Advice:
     cause: str  # judging, trainer, engines, straggler, turns, reward, environment, sync, evaluation, reference, ledger, ...
-    share: float  # of the run's time
+    share: float  # share of the run's time
     text: str
 
     @property

@@ -10,7 +10,7 @@ from tidemill.observability import time_summary
 BAR = 10
 HELD_OUT = ("accuracy", "preference_accuracy", "preference_loss", "loss")  # figures of an evaluation, the best known first
 TITLES = ("step", "reward", "held-out", "len", "lag", "|Δlogp|", "policy", "tok/s", time_summary.TITLE)
-WIDTHS = (5, 5 + BAR, 8, 5, 6, 7, 8, 6)  # of all but the last, which takes what is left
+WIDTHS = (5, 5 + BAR, 8, 5, 6, 7, 8, 6)  # widths of all columns but the last, which takes the rest
 BETWEEN = 2
 LEAST = 24  # columns for the last one; with fewer it is left out
 

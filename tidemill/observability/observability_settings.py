@@ -13,7 +13,7 @@ class LogSettings(Config):
     sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()  # besides metrics.jsonl, which is always written
     project: str = Field(default="tidemill", min_length=1)  # the W&B project
     trace: bool = True  # write trace.json
-    trace_events: int = Field(default=100_000, ge=1_000)  # at most so many spans in it; a longer run is drawn more coarsely
+    trace_events: int = Field(default=100_000, ge=1_000)  # most spans in it; a longer run is drawn more coarsely
 
     @field_validator("sinks")
     @classmethod

@@ -18,7 +18,7 @@ from tidemill.core.types import Array, Group, Metrics, Sample, Version
 _LOW, _DECADES, _PER_DECADE = 1e-9, 11, 100  # |delta| from 1e-9 to 100 nats; smaller ones count as 0
 BIN_RATIO = 10 ** (1 / _PER_DECADE)
 _EDGES = _LOW * BIN_RATIO ** np.arange(_DECADES * _PER_DECADE + 1)
-_CLAMP = 20.0  # of the log ratio before exp()
+_CLAMP = 20.0  # bound of the log ratio before exp()
 
 
 @dataclass(slots=True)

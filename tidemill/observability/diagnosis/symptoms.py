@@ -27,7 +27,7 @@ class Symptoms:
     """The symptoms of one run. `told`: the kinds that were reported already."""
 
     told: dict[str, str] = field(default_factory=dict)
-    _entropy: float | None = None  # of the first step
+    _entropy: float | None = None  # entropy of the first step
     _solved: float | None = None  # share of the attempts that solve their task, over the latest steps
 
     def look(self, groups: Sequence[Group], figures: Metrics) -> list[str]:
