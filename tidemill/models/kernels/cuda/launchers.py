@@ -5,21 +5,18 @@ CUDA builds, compiles each kernel at its first call and keeps it in a cache of i
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from tidemill.models.kernels.cpu.packed_sequences import Families
 from tidemill.models.kernels.cuda.tiles import Tiles
-from tidemill.models.kernels.cuda.transfers import fetched, sent
+from tidemill.models.kernels.cuda.vocabulary_launchers import VocabularyLaunchers, power
 from tidemill.models.kernels.rotation import Rotation
 
 DTYPES = (torch.float32, torch.bfloat16)
 TILE = 16  # keys that a decoding row reads at a time
-VOCABULARY_BLOCK = 2048  # logits that a program reads at a time
 TOGETHER = 8  # heads that a program rotates
 PROGRAMS = 528  # enough to keep a large device busy: with fewer rows, each is split
 MOST_SPLITS = 16
@@ -28,13 +25,13 @@ KEYS_TOGETHER = 64  # keys of a tile
 KEYS_AT_ONCE = 32  # keys that a tile of queries reads at a time in the forward pass
 
 
-class Gpu:
+class Gpu(VocabularyLaunchers):
     """The kernels, on tensors of one device and on its current stream; a graph can capture them."""
 
     def __init__(self) -> None:
         from tidemill.models.kernels.cuda import triton_backward, triton_kernels
 
-        self._source: Any = triton_kernels
+        super().__init__(triton_kernels)
         self._trained: Any = triton_backward
         self._tiles: Tiles | None = None  # tiles of the latest packed sequences
 
@@ -64,7 +61,7 @@ class Gpu:
             *(pages, q, q.stride(0), parts, sums, lengths, table, width, size**-0.5),
             HEADS=kv_heads,
             GROUP=group,
-            GROUP_WIDTH=max(16, _power(group)),
+            GROUP_WIDTH=max(16, power(group)),
             SIZE=size,
             PAGE=page,
             TILE=TILE,
@@ -74,12 +71,12 @@ class Gpu:
             num_stages=3,
         )
         if splits > 1:
-            self._source.merge[(n * heads,)](parts, sums, out, SPLITS=splits, WIDTH=_power(splits), SIZE=size, num_warps=1)
+            self._source.merge[(n * heads,)](parts, sums, out, SPLITS=splits, WIDTH=power(splits), SIZE=size, num_warps=1)
 
     @staticmethod
     def tile(heads: int, kv_heads: int) -> int:
         """The most queries that `attend_tiles` takes as one tile."""
-        return ROWS_TOGETHER // _power(heads // kv_heads)
+        return ROWS_TOGETHER // power(heads // kv_heads)
 
     def attend_tiles(
         self, pages: Tensor, q: Tensor, tiles: Tensor, table: Tensor, width: Tensor, window: int | None, out: Tensor
@@ -94,7 +91,7 @@ class Gpu:
             *(pages, q, q.stride(0), out, tiles, table, width, size**-0.5),
             HEADS=kv_heads,
             GROUP=heads // kv_heads,
-            TOGETHER=_power(heads // kv_heads),
+            TOGETHER=power(heads // kv_heads),
             SIZE=size,
             PAGE=page,
             ROWS=ROWS_TOGETHER,
@@ -114,7 +111,7 @@ class Gpu:
         if len(rows):
             warps = 4 if size <= 4096 else 8
             self._source.norm[(len(rows),)](
-                *(rows, rows.stride(0), weight, out, eps), SIZE=size, WIDTH=_power(size), num_warps=warps
+                *(rows, rows.stride(0), weight, out, eps), SIZE=size, WIDTH=power(size), num_warps=warps
             )
         return out
 
@@ -130,7 +127,7 @@ class Gpu:
             self._trained.norm_back[(programs,)](
                 *(rows, rows.stride(0), weight, eps, d, d_x, sums, len(rows)),
                 SIZE=size,
-                WIDTH=_power(size),
+                WIDTH=power(size),
                 AGAIN=again,
                 num_warps=warps,
             )
@@ -168,7 +165,7 @@ class Gpu:
                 TURNED=how.queries + how.keys,
                 HEADS=of,
                 HALF=size // 2,
-                WIDTH=_power(size // 2),
+                WIDTH=power(size // 2),
                 TOGETHER=TOGETHER,
                 NORMED=how.norms is not None,
                 PAGE=0 if pages is None else pages.shape[2],
@@ -195,7 +192,7 @@ class Gpu:
                 TURNED=turned,
                 HEADS=every,
                 HALF=size // 2,
-                WIDTH=_power(size // 2),
+                WIDTH=power(size // 2),
                 TOGETHER=TOGETHER,
                 NORMED=normed,
                 num_warps=4,
@@ -207,7 +204,7 @@ class Gpu:
         n, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((n, size), dtype=gate_up.dtype, device=gate_up.device)
         assert gate_up.is_contiguous()
-        block = min(1024, _power(size))
+        block = min(1024, power(size))
         if n:
             self._source.gate[(n, -(-size // block))](gate_up, out, size, BLOCK=block, num_warps=4)
         return out
@@ -217,7 +214,7 @@ class Gpu:
         n, size = d.shape
         out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=d.device)
         assert gate_up.is_contiguous() and d.is_contiguous() and gate_up.shape == (n, 2 * size)
-        block = min(1024, _power(size))
+        block = min(1024, power(size))
         if n:
             self._trained.gate_back[(n, -(-size // block))](gate_up, d, out, size, BLOCK=block, AGAIN=again, num_warps=4)
         return out
@@ -294,100 +291,6 @@ class Gpu:
             "num_warps": 4,
         }
 
-    def sample(
-        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens int64, logprobs float32, unmodified model's logprobs float32), each [n].
-
-        logits [n, V] float32; temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is
-        the first whose cumulative probability exceeds it. Logits that are not finite give logprobs that are not."""
-        unread = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
-        return self.sampling(logits, temperature, uniform, unread)()
-
-    def sampling(
-        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray, into: Tensor
-    ) -> Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]:
-        """Launch `sample`; return a function that waits for its result.
-
-        The tokens are also written to `into` [>= n] int32, for kernels launched next: valid ids whatever the logits are."""
-        n, vocab = logits.shape
-        assert logits.is_contiguous() and logits.dtype == torch.float32 and into.dtype == torch.int32
-        if not n:
-            return lambda: (np.zeros(0, np.int64), np.zeros(0, np.float32), np.zeros(0, np.float32))
-        device, blocks = logits.device, -(-vocab // VOCABULARY_BLOCK)
-        greedy = temperature == 0
-        sharpness = np.where(greedy, 0, 1 / np.where(greedy, 1, temperature))
-        sharp, given = sent(np.stack((sharpness, uniform)), device)
-        found = torch.empty((n, blocks, 4), dtype=torch.float32, device=device)
-        likeliest = torch.empty((n, blocks), dtype=torch.int32, device=device)
-        out = torch.empty((3, n), dtype=torch.float64, device=device)
-        self._source.survey[(n, blocks)](logits, vocab, sharp, found, likeliest, BLOCK=VOCABULARY_BLOCK, num_warps=4)
-        self._source.draw[(n,)](
-            *(logits, vocab, sharp, given, found, likeliest, out, into, n, blocks),
-            WIDTH=_power(blocks),
-            BLOCK=VOCABULARY_BLOCK,
-            num_warps=8,
-        )
-        come, done = fetched(out)
-
-        def read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-            if done is not None:
-                done.synchronize()  # bounded: by what was launched
-            tokens, logprobs, model = come.numpy()
-            numbers = np.isfinite(logprobs)
-            return np.where(numbers, tokens, 0).astype(np.int64), logprobs.astype(np.float32), model.astype(np.float32)
-
-        return read
-
-    def feed(self, tokens: Tensor, sampled: Tensor) -> Tensor:
-        """tokens [N] int32, with each token t < 0 replaced by sampled[-1 - t]."""
-        out = torch.empty_like(tokens)
-        block = 256
-        self._source.feed[(-(-len(tokens) // block),)](tokens, sampled, out, len(tokens), BLOCK=block, num_warps=4)
-        return out
-
-    def summarise(
-        self, logits: Tensor, temperature: Tensor, targets: Tensor, entropy: bool
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """(log sum exp, the targets' logprobs, entropies if wanted), each [n] float32.
-
-        They are of the softmax of logits [n, V] / temperature [n], both float32; targets [n] int64. Logits of -inf are
-        left out."""
-        n, vocab = logits.shape
-        assert logits.is_contiguous() and logits.dtype == temperature.dtype == torch.float32
-        totals, logprobs, entropies = torch.empty((3, n), dtype=torch.float32, device=logits.device)
-        self._source.summarise[(n,)](
-            *(logits, temperature, targets, totals, logprobs, entropies, vocab), BLOCK=2048, ENTROPY=entropy, num_warps=8
-        )
-        return totals, logprobs, entropies if entropy else None
-
-    def differentiate(
-        self,
-        logits: Tensor,
-        temperature: Tensor,
-        targets: Tensor,
-        totals: Tensor,
-        entropies: Tensor,
-        d_logprobs: Tensor | None,
-        d_entropies: Tensor | None,
-        dtype: torch.dtype = torch.float32,
-    ) -> Tensor:
-        """Gradient by the logits [n, V], written over them, or in another dtype.
-
-        It comes from d_logprobs and d_entropies, the gradients by `summarise`'s outputs."""
-        n, vocab = logits.shape
-        assert logits.is_contiguous() and logits.dtype == torch.float32
-        out = logits if dtype == logits.dtype else torch.empty((n, vocab), dtype=dtype, device=logits.device)
-        self._source.differentiate[(n, -(-vocab // 2048))](
-            *(logits, out, temperature, targets, totals, entropies),
-            *(logits if d_logprobs is None else d_logprobs, logits if d_entropies is None else d_entropies, vocab),
-            BLOCK=2048,
-            LOGPROBS=d_logprobs is not None,
-            ENTROPY=d_entropies is not None,
-            num_warps=4,
-        )
-        return out
-
     def keyed_sum(self, elements: Tensor, first: int, keys: Tensor, factors: Tensor) -> Tensor:
         """As `Native.keyed_sum`, with words: [2] int64 on the device, where `keys` and `factors` lie too."""
         count, width, run = elements.numel(), elements.element_size(), keys.numel()
@@ -406,8 +309,3 @@ class Gpu:
             num_warps=4,
         )
         return out.sum(0)
-
-
-def _power(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
