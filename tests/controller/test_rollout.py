@@ -28,9 +28,7 @@ class FakeEngine:
         if self.error is not None:
             raise self.error
         one = np.ones(1, np.int32)
-        return Completion(
-            one * 3, -0.5 * np.ones(1, np.float32), -0.5 * np.ones(1, np.float32), one, (Version(1),), Finish.STOP
-        )
+        return Completion(one * 3, -0.5 * np.ones(1, np.float32), one, (Version(1),), Finish.STOP)
 
     async def abort(self, key: str) -> None:
         self.aborted.append(key)

@@ -71,7 +71,6 @@ class ScriptedEngine:
             Completion(
                 tokens=ids,
                 logprobs=-(np.arange(n, dtype=np.float32) + 1) / 100 - call,
-                model_logprobs=np.zeros(n, np.float32),
                 versions=versions,
                 sources=tuple(Version(v) for v in sorted(set(versions.tolist()))),
                 finish=Finish.STOP if stopped else Finish.CONTEXT if full else Finish.LENGTH,

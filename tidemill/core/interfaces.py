@@ -44,6 +44,8 @@ class Capabilities:
     score: bool = True
     sleep: bool = False
     adapters: bool = False
+    model_logprobs: bool = True  # completions carry the unmodified model's logprobs, and its alternatives where asked for
+    constraint: bool = False  # a reply can be held to a grammar
 
 
 @dataclass(frozen=True, slots=True)

@@ -150,10 +150,10 @@ class Completion:
 
     tokens: Array  # [n] int32
     logprobs: Array  # [n] float32  of the distribution that was sampled (temperature, truncation applied), nats
-    model_logprobs: Array  # [n] float32  of the unmodified model distribution (temperature 1, no truncation), nats
     versions: Array  # [n] int32  step of the weights that sampled each token
     sources: tuple[Version, ...]  # the distinct versions behind `versions`, oldest first
     finish: Finish
+    model_logprobs: Array | None = None  # [n] float32  of the unmodified model (temperature 1, no truncation); None: unknown
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
     support: Support | None = None

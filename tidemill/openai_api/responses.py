@@ -15,7 +15,7 @@ FLOOR = -9999.0  # JSON has no minus infinity
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
     token: int
-    logprob: float | None  # None: the first token of a prompt, which nothing predicts
+    logprob: float | None  # None: the first token of a prompt, which nothing predicts, or the engine does not know it
     top: list[tuple[int, float]]  # alternatives, likeliest first
     offset: int  # where the token begins, in characters of the choice's text
     data: bytes  # bytes that it adds to the text

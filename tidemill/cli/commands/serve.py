@@ -63,7 +63,8 @@ async def _serve(
         raise ConfigError(f"--context {settings.context}: this model's context is {folder.architecture.context}")
     decoder = load_folder(model, dtype=getattr(torch, settings.dtype))
     engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=folder.stop_ids)
-    context = (await engine.capabilities()).context
+    able = await engine.capabilities()
+    context = able.context
     name = served_name(model)
     usual = generation_config(model).get("max_new_tokens")
     service = Service(
@@ -73,6 +74,7 @@ async def _serve(
         context=context,
         vocab=folder.architecture.vocab,
         reply_tokens=usual if isinstance(usual, int) and usual > 0 else None,
+        model_logprobs=able.model_logprobs,
     )
     about = f"serving {name} at {address_of(sock)}/v1  (context {context}, {settings.dtype}; Ctrl-C stops)"
     await HttpServer(make_app(service, api_key), about).serve([sock])

@@ -17,7 +17,7 @@ from tidemill.engine.native.runner import Probed
 from tidemill.engine.native.sampler import RowParams, mixed, uniforms
 from tidemill.engine.native.scheduler import Sequence
 
-Token = tuple[int, float, float, list[tuple[int, float]]]
+Token = tuple[int, float, float | None, list[tuple[int, float]]]
 """(token, logprob, model logprob, [(alternative, its model logprob)])"""
 
 

@@ -175,5 +175,7 @@ def _tokens(completion: Completion) -> list[Token]:
     if completion.top_ids is not None and completion.top_logprobs is not None:
         rows = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
         tops = [list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
-    columns = completion.tokens.tolist(), completion.logprobs.tolist(), completion.model_logprobs.tolist(), tops
+    known = completion.model_logprobs
+    model: list[float | None] = [None] * n if known is None else known.tolist()
+    columns = completion.tokens.tolist(), completion.logprobs.tolist(), model, tops
     return list(zip(*columns, strict=True))

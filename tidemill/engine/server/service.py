@@ -54,10 +54,13 @@ class Service:
         context: int,
         vocab: int,
         reply_tokens: int | None = None,
+        model_logprobs: bool = True,
     ) -> None:
         """name: of the model. context: tokens a reply may fill, its prompt included. vocab: ids below it have an embedding.
 
-        reply_tokens: of a chat that does not say how many; None: see `asking.limit_of`.
+        reply_tokens: of a chat that does not say how many; None: see `sampling_requests.limit_of`.
+        model_logprobs: the engine knows the unmodified model's logprobs, which replies list; requests for them are refused
+        otherwise.
         """
         self.engine, self.name, self.context = engine, name, context
         self.metrics = Metrics(name, engine.pages)
@@ -65,7 +68,7 @@ class Service:
         self.prompts = Prompts(tokenizer, self.reader, context=context, vocab=vocab)
         self._vocabulary, self._reply_tokens = Vocabulary(tokenizer), reply_tokens
         self.tokens = TokenRoutes(tokenizer, self.prompts, self.check_model)
-        self._created = int(time.time())
+        self._created, self._model_logprobs = int(time.time()), model_logprobs
 
     def model(self) -> dict[str, Any]:
         about = {"id": self.name, "object": "model", "created": self._created, "owned_by": "tidemill"}
@@ -76,11 +79,18 @@ class Service:
             message = f"model {name[:100]!r} is not served here: this server has {self.name!r}"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
+    def _checked_logprobs(self, wanted: bool) -> bool:
+        if wanted and not self._model_logprobs:
+            message = "the engine behind this server does not report the model's logprobs: leave logprobs out"
+            raise ApiError(message, param="logprobs")
+        return wanted
+
     async def completion(self, raw: bytes) -> CheckedRequest:
         body = await beside(raw, parse, CompletionBody, raw)
         clock = Clock(self.metrics)
         self.check_model(body.model)
         check_body(body, self.prompts)
+        logprobs = self._checked_logprobs(body.logprobs is not None)
         if body.max_tokens == 0 and not body.echo:
             raise ApiError("max_tokens = 0: expected at least 1, or echo to look at the prompt alone", param="max_tokens")
         prompts = await beside(raw, prompts_of, body.prompt)
@@ -103,7 +113,7 @@ class Service:
                 one = asked_of(body, tokens, min(body.max_tokens, self.context - len(tokens)), seed, i, begun=begun)
                 asked.append(one if body.max_tokens else None)
         ids = [row.tolist() for row in rows for _ in range(body.n)] if body.return_token_ids else None
-        shape = CompletionShape(self.name, self._vocabulary, body.logprobs is not None, ids, body.return_tokens_as_token_ids)
+        shape = CompletionShape(self.name, self._vocabulary, logprobs, ids, body.return_tokens_as_token_ids)
         return _prepared(shape, asked, echoes, sum(map(len, rows)), body, clock)
 
     async def chat(self, raw: bytes) -> CheckedRequest:
@@ -111,13 +121,14 @@ class Service:
         clock = Clock(self.metrics)
         self.check_model(body.model)
         check_body(body, self.prompts)
+        logprobs = self._checked_logprobs(body.logprobs)
         tokens = await self.prompts.of_chat(body)
         tokens = self.prompts.check(tokens, 1, self.prompts.place_of(tokens, body), "messages")
         limit = limit_of(body, self.context - len(tokens), self.context, self._reply_tokens)
         seed = _seed(body)
         asked: list[Asked | None] = [asked_of(body, tokens, limit, seed, i) for i in range(body.n)]
         ids = [tokens.tolist()] if body.return_token_ids else None
-        shape = ChatShape(self.name, self._vocabulary, body.logprobs, ids, body.return_tokens_as_token_ids)
+        shape = ChatShape(self.name, self._vocabulary, logprobs, ids, body.return_tokens_as_token_ids)
         return _prepared(shape, asked, [None] * body.n, len(tokens), body, clock)
 
     async def reply(self, prepared: CheckedRequest) -> dict[str, Any]:

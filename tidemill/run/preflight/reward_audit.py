@@ -266,7 +266,8 @@ class _Script:
         text = text.encode(errors="replace").decode()  # no policy can say half a surrogate pair
         said = np.array([*self._tokenizer.encode(text), self._tokenizer.eos_token_id], np.int32)
         nothing, finish = np.zeros(len(said), np.float32), Finish.STOP if self._turn < MOST_TURNS else Finish.CONTEXT
-        return Completion(said, nothing, nothing, np.zeros(len(said), np.int32), (Version(0),), finish, len(request.tokens))
+        versions = np.zeros(len(said), np.int32)
+        return Completion(said, nothing, versions, (Version(0),), finish, prompt_tokens=len(request.tokens))
 
     async def abort(self, key: str) -> None:
         return None
