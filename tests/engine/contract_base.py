@@ -1,0 +1,130 @@
+"""Base of the engine contract: tiny models, what `transformers` says of them, versions sent by a real trainer, fixtures."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tidemill.core.interfaces import Capabilities, Engine
+from tidemill.core.types import Published, SamplingParams, Version
+from tidemill.models.hf_weights import load_folder
+from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.weight_sync.sync_settings import SyncSettings
+from tidemill.weight_sync.transport import make_sender
+
+VOCAB, CONTEXT, EOS = 61, 96, 2
+TOLERANCE = 1e-4  # nats
+PROMPT = np.array([5, 17, 3, 42, 8, 23], np.int32)
+FREE = SamplingParams(max_tokens=20, ignore_eos=True, seed=7)
+LONG = SamplingParams(max_tokens=CONTEXT, ignore_eos=True, seed=7)
+
+
+def prompt(seed: int, length: int = 9) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, VOCAB, length).astype(np.int32)
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(60):
+        while not await condition():
+            await asyncio.sleep(0)
+
+
+async def refused(call: Awaitable[object], *names: str) -> None:
+    """`call` raises a ValueError of one sentence, which names these words."""
+    with pytest.raises(ValueError) as error:
+        await call
+    message = str(error.value)
+    assert message and "\n" not in message and ". " not in message, message
+    assert all(name in message for name in names), message
+
+
+def log_softmax(row: np.ndarray) -> np.ndarray:
+    shifted = row - row.max(-1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """A model folder, and the same weights in `transformers`."""
+
+    folder: Path
+    model: LlamaForCausalLM
+
+    @classmethod
+    def make(cls, folder: Path, seed: int) -> Reference:
+        torch.manual_seed(seed)
+        config = LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=CONTEXT,
+            initializer_range=0.3,  # far from uniform, so that errors show
+            bos_token_id=1,
+            eos_token_id=EOS,
+            pad_token_id=None,
+        )
+        model = LlamaForCausalLM(config).eval()
+        model.save_pretrained(folder)
+        return cls(folder, model)
+
+    def rows(self, prompt: np.ndarray, reply: np.ndarray) -> np.ndarray:
+        """[n, V] float64 logits, of which row t is what token t of the reply was sampled from."""
+        whole = torch.from_numpy(np.concatenate([prompt, reply]).astype(np.int64))
+        with torch.no_grad():
+            logits = self.model(whole[None]).logits[0].double().numpy()
+        return logits[len(prompt) - 1 : -1]
+
+    def logprobs(self, prompt: np.ndarray, reply: np.ndarray, temperature: float = 1.0) -> np.ndarray:
+        rows = log_softmax(self.rows(prompt, reply) / temperature)
+        return rows[np.arange(len(reply)), reply]
+
+
+@asynccontextmanager
+async def new_version(model: Path, scratch: Path, step: int) -> AsyncIterator[Published]:
+    """The weights of a model folder, published as a run's trainer does, until the context is left."""
+    settings = TrainerSettings(device="cpu")
+    trainer = NativeTrainer(load_folder(model), settings, steps=1, sender=make_sender(SyncSettings(), scratch))
+    try:
+        yield await trainer.publish(Version(step))
+    finally:
+        await trainer.close()
+
+
+class ContractBase:
+    """Fixtures of the contract's tests, made of `make`."""
+
+    def make(self, folder: Path) -> Engine:
+        raise NotImplementedError
+
+    @pytest.fixture(scope="class")
+    def models(self, tmp_path_factory: pytest.TempPathFactory) -> list[Reference]:
+        """The model that is served, and another one, which is published as version 1."""
+        return [Reference.make(tmp_path_factory.mktemp(f"model-{seed}"), seed) for seed in (0, 1)]
+
+    @pytest.fixture
+    async def engine(self, models: list[Reference]) -> AsyncIterator[Engine]:
+        made = self.make(models[0].folder)
+        yield made
+        await made.close()
+
+    @pytest.fixture
+    async def able(self, engine: Engine) -> Capabilities:
+        return await engine.capabilities()
+
+    @pytest.fixture
+    async def published(self, models: list[Reference], tmp_path: Path) -> AsyncIterator[Published]:
+        """Version 1, sent and ready to be staged."""
+        async with new_version(models[1].folder, tmp_path, 1) as version:
+            yield version
