@@ -50,7 +50,7 @@ class Config(BaseModel):
 
     @classmethod
     def variants(cls) -> list[type[Config]]:
-        """The settings classes that a field of this type may hold: more than one where a registry tells them apart."""
+        """The settings classes that a field of this type may hold; several if it has a registry."""
         return [cls]
 
 

@@ -20,7 +20,7 @@ from tidemill.core.import_object import load_object
 
 
 class Kind(NamedTuple):
-    """Where one kind is found. Each is MODULE:NAME or FILE.py:NAME."""
+    """Import strings of one kind, each MODULE:NAME or FILE.py:NAME."""
 
     settings: str
     builder: str
@@ -35,7 +35,10 @@ class Registry:
         self._kinds: dict[str, Kind] = {}
 
     def register(self, name: str, settings: str, builder: str) -> None:
-        """Add a kind. Saying the same again changes nothing. Raises ValueError when the name has another meaning."""
+        """Add a kind. Adding it once more changes nothing.
+
+        Raises ValueError if the name is registered with another meaning.
+        """
         if self._kinds.setdefault(name, Kind(settings, builder)) != (settings, builder):
             raise ValueError(
                 f"{self.what} {name!r} is registered already, as {self._kinds[name].builder}: choose another name"
@@ -82,10 +85,11 @@ class Registry:
 
 
 class KindSettings(Config):
-    """Base of what a registry tells apart. A field of a direct subclass takes the settings of any registered kind.
+    """Base of settings whose kinds are in a registry.
 
-    A direct subclass names its registry: `class BaseEngineSettings(KindSettings, registry=ENGINES)`. The class of each kind
-    declares the key that names it: `kind: Literal["mine"] = "mine"`.
+    A direct subclass names its registry: `class BaseEngineSettings(KindSettings, registry=ENGINES)`. A field of that
+    type takes the settings of any registered kind. The class of each kind declares the key that names it: `kind:
+    Literal["mine"] = "mine"`.
     """
 
     registry: ClassVar[Registry]
