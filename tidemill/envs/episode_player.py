@@ -98,6 +98,8 @@ class EpisodeCall:
 
 
 class Player:
+    """One worker process as the controller uses it: start, call, serve."""
+
     def __init__(self, child: WorkerProcess, name: str, limit_s: float) -> None:
         """child: runs `envs.episode_worker`. limit_s: for the answer to a ping, and the end of a cancelled episode."""
         self._child, self._name, self._limit_s = child, name, limit_s

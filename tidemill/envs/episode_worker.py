@@ -103,6 +103,8 @@ class RemoteChat:
 
 
 class Worker:
+    """The episodes of one worker process, and its frames."""
+
     def __init__(self, frames_out: int) -> None:
         self._pipe, self._here = os.fdopen(frames_out, "wb", buffering=0, closefd=False), os.getpid()
         self._environment: Environment | None = None

@@ -24,6 +24,7 @@ ALPHABET = "0123456789abcdefghijklmnopqrstuvwxyz -\n"
 
 
 async def guess(task: Task, chat: Chat) -> Score:
+    """Play one game; the score is 1 - turn / turns at the right guess."""
     number, turns = task.data["number"], task.data["turns"]
     message = task.prompt
     for turn in range(turns):

@@ -31,6 +31,8 @@ _NEAR = 0.7  # likeness from which a name is suggested
 
 
 class Order(msgspec.Struct, frozen=True):
+    """Request for the tasks of one dataset."""
+
     dataset: str
     args: dict[str, Any]
     seed: int

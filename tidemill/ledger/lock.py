@@ -17,6 +17,8 @@ _held: set[tuple[int, int]] = set()  # (device, inode) of the lock files this pr
 
 
 class FolderLock:
+    """The lock of one run folder, held from construction to `release`."""
+
     def __init__(self, folder: Path) -> None:
         """Take the lock of a run folder. Raises RunFolderError, which names the holder, if it is taken."""
         path = folder / "ledger.lock"

@@ -76,6 +76,8 @@ class PendingGroup:
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
+    """One incarnation of a training step; times in seconds since 1970."""
+
     step: int
     incarnation: int
     begun_at: float
@@ -86,6 +88,8 @@ class StepRecord:
 
 @dataclass(frozen=True, slots=True)
 class EvalRecord:
+    """One evaluation of the weights of `step`, on `n` tasks."""
+
     step: int
     at: float
     n: int | None
@@ -95,6 +99,8 @@ class EvalRecord:
 
 @dataclass(frozen=True, slots=True)
 class Event:
+    """One recorded event of a run, such as a lost worker."""
+
     id: int
     at: float
     kind: str

@@ -42,6 +42,7 @@ class Location(NamedTuple):
 
 
 def segment_path(folder: Path, number: int) -> Path:
+    """The file of the segment with this number."""
     return folder / f"seg-{number:06d}.bin"
 
 

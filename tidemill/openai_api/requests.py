@@ -105,6 +105,8 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
+    """Body of `/v1/completions`."""
+
     prompt: Any  # see `prompts_of`
     max_tokens: int = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
@@ -122,6 +124,8 @@ class ChatInput(BaseModel):
 
 
 class ChatBody(Body, ChatInput):
+    """Body of `/v1/chat/completions`."""
+
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
@@ -129,6 +133,8 @@ class ChatBody(Body, ChatInput):
 
 
 class TokenizeBody(BaseModel):
+    """Body of `/tokenize` with a text."""
+
     model_config = STRICT
 
     model: str | None = None
@@ -138,6 +144,8 @@ class TokenizeBody(BaseModel):
 
 
 class TokenizeChatBody(ChatInput):
+    """Body of `/tokenize` with messages."""
+
     model_config = STRICT
 
     model: str | None = None
@@ -145,6 +153,8 @@ class TokenizeChatBody(ChatInput):
 
 
 class DetokenizeBody(BaseModel):
+    """Body of `/detokenize`."""
+
     model_config = STRICT
 
     model: str | None = None
@@ -158,6 +168,7 @@ OWN_NAMES += ("max_length", "return_tensors", "return_dict", "return_assistant_t
 
 
 def parse(kind: type[B], raw: bytes) -> B:
+    """Decode and check the body of a completion or a chat. Raises ApiError."""
     tree = {key: value for key, value in read(raw).items() if value is not None and key not in IGNORED}
     if tree.get("best_of") == tree.get("n", 1):
         tree.pop("best_of", None)

@@ -14,6 +14,8 @@ FLOOR = -9999.0  # JSON has no minus infinity
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
+    """One token of a reply with its logprob and its alternatives."""
+
     token: int
     logprob: float | None  # None: the first token of a prompt, which nothing predicts, or the engine does not know it
     top: list[tuple[int, float]]  # alternatives, likeliest first
@@ -41,6 +43,8 @@ class TextPiece:
 
 @dataclass(slots=True)
 class Usage:
+    """Numbers of tokens of one request."""
+
     prompt_tokens: int
     completion_tokens: int = 0
 
@@ -70,6 +74,8 @@ class ReplyShape:
 
 
 class CompletionShape(ReplyShape):
+    """Format of a text completion, whole or streamed."""
+
     def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]:
         choices = [self._choice(i, piece) | self._prompt(i) for i, piece in enumerate(pieces)]
         return self.envelope("text_completion", "cmpl", choices, usage=usage.body())
@@ -112,6 +118,8 @@ class CompletionShape(ReplyShape):
 
 
 class ChatShape(ReplyShape):
+    """Format of a chat completion, whole or streamed."""
+
     def reply(self, pieces: list[TextPiece], usage: Usage) -> dict[str, Any]:
         choices = []
         for i, piece in enumerate(pieces):

@@ -18,6 +18,8 @@ _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Vocabulary:
+    """Bytes and names of a tokenizer's tokens, looked up once each."""
+
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
         self._anchor, self._before = _anchor(tokenizer)

@@ -52,6 +52,8 @@ class Cores:
 
 
 class SharedCores(Cores):
+    """The cores of a process that shares them with others by a board (see the module)."""
+
     def __init__(self, seat: Seat, use: Callable[[int], None]) -> None:
         """use: called with the new number of threads whenever it changes, in the thread that calls `take`."""
         fd = os.open(seat.board, os.O_RDWR | os.O_CLOEXEC)

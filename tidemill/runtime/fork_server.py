@@ -49,6 +49,8 @@ class Launch(msgspec.Struct, frozen=True):
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag="fork"):
+    """Request to fork one child; three descriptors travel with it."""
+
     id: int
     launch: Launch
     threads: int | None  # for numerical libraries; None: their own default
@@ -62,20 +64,26 @@ class Reap(msgspec.Struct, frozen=True, tag="reap"):
 
 
 class Serving(msgspec.Struct, frozen=True, tag="serving"):
-    pass
+    """Notice that the imports are done and the server can fork."""
 
 
 class Forked(msgspec.Struct, frozen=True, tag="forked"):
+    """Answer to a ForkRequest: the child's process id."""
+
     id: int
     pid: Pid
 
 
 class ForkRefused(msgspec.Struct, frozen=True, tag="refused"):
+    """Answer to a ForkRequest that failed, with the reason."""
+
     id: int
     why: str
 
 
 class ProcessEnded(msgspec.Struct, frozen=True, tag="ended"):
+    """Notice that a child has ended; it is not reaped before a Reap."""
+
     pid: Pid
     code: int  # exit status, or the signal's number, negative
 

@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 
 class InlineHandle(Generic[T]):
+    """Handle of a role in this process; its proxy is the object itself."""
+
     def __init__(self, name: str, proxy: T, closable: bool) -> None:
         self.name, self.proxy, self._closable = name, proxy, closable
         self._closed = False
@@ -50,6 +52,8 @@ class InlineHandle(Generic[T]):
 
 
 class Inline:
+    """Placement that builds every role in this process."""
+
     def __init__(self, build: Factory) -> None:
         self._build = build
 
@@ -62,6 +66,7 @@ class Inline:
         threads: int | None = None,  # ignored: the threads of this process are not changed
         deadlines: Mapping[str, float] | None = None,  # checked, then not needed
     ) -> InlineHandle[T]:
+        """Build the role. Raises ValueErrors of its construction as they are, else StartFailed."""
         check_deadlines(protocol, deadlines)
         try:
             built = self._build(spec | {"role": role, "name": name})

@@ -65,6 +65,8 @@ class Handle(Protocol[T_co]):
 
 
 class Placement(Protocol):
+    """Starts roles and ends them; `Inline` and `Local` implement it."""
+
     async def start(
         self,
         protocol: type[T],

@@ -18,6 +18,8 @@ MOST_BYTES = 4 << 20  # per file of warnings (there are two): an environment may
 
 @dataclass(frozen=True)
 class Log:
+    """A process's log file, from the byte at which this process began to write."""
+
     path: Path
     since: int  # bytes that earlier processes of this name wrote
 

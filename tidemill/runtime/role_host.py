@@ -39,6 +39,8 @@ _LONGEST_FOLDER = 80  # a Unix socket's path holds 103 bytes on macOS
 
 
 class Ready(msgspec.Struct, frozen=True, tag="ready"):
+    """Report of a child that is ready: the address of its socket."""
+
     address: str
     folder: str  # holds the socket, "" for none; the client removes it once connected
 

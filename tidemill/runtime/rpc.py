@@ -81,6 +81,7 @@ class RpcServer:
         self._stopping.set()
 
     async def run(self) -> None:
+        """Serve calls until `stop` or the target's `close`; then cancel what still runs."""
         reading = asyncio.create_task(self._read())
         stopping = asyncio.create_task(self._stopping.wait())
         try:
@@ -203,6 +204,7 @@ class Connection(Generic[T]):
         self.proxy: T = cast(T, _proxy(protocol, self))
 
     async def call(self, method: Method, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the peer; raises what it raised, PeerTimeout or PeerDied."""
         bound = method.signature.bind(*args, **kwargs)
         bound.apply_defaults()
         payload = serialization.encode(tuple(bound.arguments.values()))

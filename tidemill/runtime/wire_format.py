@@ -26,11 +26,15 @@ _MAX_TRACE = 20_000  # characters of a traceback that are sent, counted from its
 
 
 class Call(msgspec.Struct, frozen=True, tag="call"):
+    """Request to call a method; its encoded arguments are a frame of their own."""
+
     id: int
     method: str
 
 
 class Cancel(msgspec.Struct, frozen=True, tag="cancel"):
+    """Request to cancel the call with this id."""
+
     id: int
 
 
@@ -54,10 +58,14 @@ class Beat(msgspec.Struct, frozen=True):
 
 
 class Done(msgspec.Struct, frozen=True, tag="done"):
+    """Reply to a request that succeeded; the encoded result is a frame of its own."""
+
     id: int
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """Reply to a request that raised an exception."""
+
     id: int
     kinds: list[str]  # class names, from the exception's own up to Exception
     message: str
@@ -102,6 +110,7 @@ _REBUILT: dict[str, type[Exception]] = {
 
 
 def failure(call: int, error: BaseException) -> Failed:
+    """Describe an exception as a reply to call number `call`."""
     kinds = [k.__name__ for k in type(error).__mro__ if issubclass(k, BaseException)]
     trace = "".join(traceback.format_exception(error))
     return Failed(call, kinds, str(error), trace[-_MAX_TRACE:])
@@ -124,6 +133,8 @@ def rebuild(failed: Failed, peer: str) -> Exception:
 
 @dataclass(frozen=True)
 class Method:
+    """An async method of a protocol, with the types of its arguments and result."""
+
     name: str
     signature: inspect.Signature  # without self
     arguments: Any  # tuple type of the parameters

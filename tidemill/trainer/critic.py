@@ -21,6 +21,8 @@ _PREFIX = "critic."  # prefix of its tensors in a checkpoint
 
 
 class Critic:
+    """A value model with its optimizer, clipped apart from the policy."""
+
     def __init__(self, model: ValueModel, settings: TrainerSettings, updates: int) -> None:
         self.model = model
         self._weights = dict(model.trained.named_parameters())

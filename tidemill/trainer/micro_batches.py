@@ -29,6 +29,8 @@ _WORTH = 0.1  # if a smaller share of a row is common, sharing it costs more tha
 
 @dataclass(frozen=True, slots=True)
 class BatchRow:
+    """One sample with something to predict, as a row of a micro-batch."""
+
     index: int  # index of the sample in the list that was given
     sample: Sample
     where: Array  # [m] int64, m >= 1: positions that are predicted, because they were sampled or have a weight

@@ -44,6 +44,8 @@ async def inline(function: Callable[[], T], /) -> T:
 
 
 class NativeTrainer:
+    """Trainer of one policy, with its critic and reference if there are any, on one device."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -109,6 +111,7 @@ class NativeTrainer:
         return self._optimizer.done
 
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
+        """Logprobs by `policy` ("policy", "reference"), or values ("critic"): [T] float32 each."""
         others = {
             "policy": self.decoder,
             "reference": self._reference and self._reference.decoder,
@@ -126,6 +129,8 @@ class NativeTrainer:
         return await self._recorder.asked(self._offload, run)
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
+        """Add the gradient of these samples; returns metrics as sums, and logprobs."""
+
         def run() -> TrainResult:
             recorder = self._recorder
             fault_injection.reach(recorder.process, "train", self.updates)
@@ -225,6 +230,7 @@ class NativeTrainer:
                 self._copying = None
 
     async def save(self, folder: str) -> None:
+        """Write the latest snapshot to `folder`. Raises CheckpointError without one."""
         snapshot, self._snapshot = self._snapshot, None
         if snapshot is None:
             raise CheckpointError(f"{folder}: there is no snapshot to write; save() comes after snapshot(), once")
@@ -254,6 +260,8 @@ class NativeTrainer:
         await self._recorder.asked(self._offload, run)
 
     async def export(self, folder: str) -> None:
+        """Write the policy (or the critic) to `folder` as a Hugging Face model."""
+
         def run() -> None:
             with self._recorder.span("export"):
                 dtype = DTYPES[self.settings.serving_dtype]
@@ -284,6 +292,7 @@ class NativeTrainer:
 
 
 def resolve_device(name: str) -> torch.device:
+    """The device of this name; "auto" prefers CUDA. Raises ValueError when it is missing."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

@@ -35,6 +35,8 @@ def lr_factor(update: int, *, updates: int, warmup: int, schedule: str, floor: f
 
 
 class Optimizer:
+    """AdamW over a module's parameters; matrices have weight decay, vectors none."""
+
     def __init__(self, model: nn.Module, settings: TrainerSettings, updates: int) -> None:
         """updates: their total number, which shapes the schedule."""
         if updates < 1:

@@ -32,6 +32,8 @@ def lanes_for(threads: int, tokens: int, longest: int) -> int:
 
 
 class Lanes:
+    """Runs parts of a pass in one lane (thread) or several, on the cores of this process."""
+
     def __init__(self, threads: int = 1, cores: Cores | None = None) -> None:
         """threads: the maximum of parallel micro-batches; with 1, all cores compute the same micro-batch.
 

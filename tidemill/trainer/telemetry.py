@@ -22,6 +22,8 @@ class Offload(Protocol):
 
 
 class Recorder:
+    """Spans, counters and memory of one process, until `drain` hands them out."""
+
     def __init__(self, process: str) -> None:
         self.process = process
         self.counters: dict[str, float] = {}

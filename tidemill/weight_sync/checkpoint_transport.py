@@ -79,7 +79,10 @@ class CheckpointSender:
 
 
 class CheckpointReceiver:
+    """Reads versions that a CheckpointSender wrote to a shared folder."""
+
     def receive(self, published: Published) -> Iterator[Slice]:
+        """Iterate over the slices of a version. Raises PolicyMismatch when files do not fit."""
         folder = Path(published.location)
         manifest = _read_manifest(folder)
         manifest.expect(published)

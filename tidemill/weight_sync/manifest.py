@@ -91,11 +91,14 @@ class Block(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The version and the blocks of one transfer of weights."""
+
     version: Version  # with the fingerprint that the blocks together must have
     blocks: list[Block]
     format: str = FORMAT
 
     def encode(self) -> bytes:
+        """The manifest as JSON. Raises ValueError when it is longer than MAX_BYTES."""
         raw = msgspec.json.encode(self)
         if len(raw) > MAX_BYTES:
             raise ValueError(f"manifest of {len(raw)} bytes: at most {MAX_BYTES} travel; send fewer, larger slices")

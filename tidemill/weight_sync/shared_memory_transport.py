@@ -77,6 +77,8 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
+    """Reads versions in place, from the slots of a SharedMemorySender on this machine."""
+
     def __init__(self) -> None:
         self._mappings: dict[tuple[int, int], _Mapping] = {}  # by device and inode; mapping anew costs page faults
 

@@ -18,6 +18,8 @@ MAX_REPLY = 1 << 20  # bytes
 
 
 class RewardRequest(msgspec.Struct, frozen=True):
+    """Request to call one reward function."""
+
     id: int
     function: str  # FILE.py:NAME or MODULE:NAME
     name: str  # the function's name in messages
@@ -27,10 +29,14 @@ class RewardRequest(msgspec.Struct, frozen=True):
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
+    """Notice that a worker has loaded the function and begins the call."""
+
     id: int
 
 
 class RewardReply(msgspec.Struct, frozen=True, tag=True):
+    """Outcomes of one call."""
+
     id: int
     outcomes: list[Score | Unscorable | InfraError]
     children: bool = False  # the call left processes behind

@@ -34,6 +34,8 @@ _CHOICE = re.compile(r"^\s*\(([A-Za-z])\)(?=\s|$)")
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """One answer in the forms in which it is compared."""
+
     written: str  # without spaces and styles
     shown: str  # as `plain` returns it
     text: str
@@ -42,6 +44,7 @@ class Answer:
 
 
 def gold_of(answer: object) -> Answer:
+    """The gold answer: its last box, the text after "####", or the whole text."""
     text = str(answer)
     inner = boxed(text)
     if inner is None and (at := text.rfind("####")) >= 0:
@@ -63,6 +66,7 @@ def judged(contents: Sequence[str], gold: Answer) -> float | None:
 
 
 def verdict(given: Answer, gold: Answer) -> float | None:
+    """1.0 for equal answers, 0.0 for different ones, None if that cannot be decided."""
     if given.written == gold.written:
         return 1.0
     if max(len(given.shown), len(gold.shown)) > LONGEST:

@@ -38,6 +38,8 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Token:
+    """One token of a text, with its place."""
+
     kind: str  # number, command, word, text, sign
     text: str
     start: int
@@ -49,6 +51,7 @@ class Token:
 
 
 def tokens_of(text: str) -> list[Token]:
+    """Split a text into numbers, commands, words, quoted texts and signs."""
     found, end = [], 0
     for match in _TOKEN.finditer(text):
         found.append(Token(match.lastgroup or "", match[0], match.start(), match.start() > end))
@@ -69,6 +72,7 @@ def evaluate(tokens: Sequence[Token], letters: Mapping[str, Fraction] | None = N
 
 
 def equal(a: Value, b: Value) -> bool:
+    """True for equal values: exact for fractions, within 1e-40 (relative) for decimals."""
     if isinstance(a, Fraction) and isinstance(b, Fraction):
         return a == b
     a, b = Fraction(a), Fraction(b)

@@ -12,6 +12,8 @@ from tidemill.envs.rewards.signature import Signature
 
 @dataclass(frozen=True, slots=True)
 class Named:
+    """A named reward: its function, its options, and the form of its gold reply."""
+
     reference: str
     gold: str  # template of a right reply, with {answer}; empty: it cannot be derived from the answer
     options: tuple[str, ...] = ()

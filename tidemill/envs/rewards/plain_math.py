@@ -55,6 +55,7 @@ _ESCAPE = re.compile(r"\\([^a-zA-Z])", re.DOTALL)
 
 
 def plain(text: str) -> str:
+    """Convert a text to the plain form (see the module)."""
     text = _characters(text.translate(_CHARACTERS))
     text = _BOLD.sub(" ", _POWER.sub("^", _TAG.sub(" ", text)))
     text = _PI.sub("π ", _ROOT.sub(r"\\sqrt ", text))

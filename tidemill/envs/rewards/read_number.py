@@ -55,6 +55,8 @@ MOST = 30  # limit of other numbers that are kept
 
 @dataclass(frozen=True, slots=True)
 class Reading:
+    """The number that a text means, or the numbers that it may mean."""
+
     value: Value | None = None
     others: tuple[Value, ...] = ()  # other numbers that it may stand for
     percent: Value | None = None  # the number before a percent sign

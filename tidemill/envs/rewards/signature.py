@@ -29,6 +29,8 @@ _TRAINERS = ("trainer_state", "log_extra", "log_metric", "environments")  # furt
 
 @dataclass(frozen=True, slots=True)
 class Signature:
+    """The parameters of a reward function, and the form in which it is called."""
+
     name: str  # the reward as the user named it
     group: bool  # called once for the whole group
     required: tuple[str, ...]

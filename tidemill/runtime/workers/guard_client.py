@@ -22,6 +22,7 @@ class Guard:
         return None if self._process is None else self._process.pid
 
     async def start(self) -> None:
+        """Start the guard process unless it runs."""
         async with self._lock:
             if self._process is None:
                 self._process = await asyncio.create_subprocess_exec(

@@ -14,6 +14,7 @@ HEADER_BYTES = _HEADER.size
 
 
 def framed(body: bytes) -> bytes:
+    """The bytes of a frame: the length of the body, then the body."""
     return _HEADER.pack(len(body)) + body
 
 
