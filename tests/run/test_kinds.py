@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
@@ -16,11 +17,14 @@ import pytest
 import tidemill
 from tidemill.core.atomic_files import write_json
 from tidemill.core.config import build, dump
-from tidemill.core.errors import RenamedKey
+from tidemill.core.errors import ConfigError, RenamedKey
+from tidemill.core.types import Version
 from tidemill.engine.engine_kinds import ENGINES, EngineSetup
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.guess import ALPHABET
+from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run.capability_check import NO_PROBES, OLDEST
 from tidemill.run.placement_kinds import PLACEMENTS, PlacementSetup
 from tidemill.run.placement_kinds import BasePlacementSettings as BasePlacement
 from tidemill.run.recipe import RunConfig, load_recipe
@@ -191,3 +195,61 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tidemill", "explain", str(recipe)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=tmp_path)
     assert done.stderr == "note: placement.sync.carrier is called placement.sync.transport now\n"
+
+
+# -- an engine that can do less --------------------------------------------------------------------------------------
+
+
+def build_lesser(settings: StampedEngine, setup: EngineSetup):
+    """A native engine that promises less."""
+    from dataclasses import replace
+
+    from tidemill.engine.native.build_native_engine import build as native
+
+    engine = native(settings, setup)
+    capabilities, lacks = engine.capabilities, json.loads(settings.stamp)
+
+    async def fewer():
+        return replace(await capabilities(), **lacks)
+
+    engine.capabilities = fewer
+    if not lacks.get("token_versions", True):
+        generate = engine.generate
+
+        async def unstamped(request):
+            got = await generate(request)
+            return replace(got, versions=got.versions + 50, sources=(Version(50),))  # of no version that there is
+
+        engine.generate = unstamped
+    return engine
+
+
+@pytest.fixture
+def lesser() -> Iterator[None]:
+    ENGINES.register("stamped", f"{HERE}:StampedEngine", f"{HERE}:build_lesser")
+    yield
+    ENGINES.unregister("stamped")
+
+
+def lesser_run(model: Path, folder: Path, lacks: dict[str, object], **more: object) -> tidemill.Run:
+    settings: dict = {
+        "engine": {"kind": "stamped", "stamp": json.dumps(lacks), "device": "cpu", "context": 32},
+        "rollout": {"groups": 2, "group_size": 2, "max_tokens": 2},
+        "algorithm": {"name": "grpo", "zero_variance": "keep"},
+        "eval": {"every": 0, "tasks": 1, "final_tasks": 1},
+    }
+    env = {"kind": "guess", "low": 1, "high": 4, "turns": 2}
+    return tidemill.train(env, model, run_dir=folder, steps=2, placement="inline", quiet=True, **settings | more)
+
+
+def test_a_run_adapts_to_an_engine_that_can_do_less(lesser: None, model: Path, tmp_path: Path) -> None:
+    run = lesser_run(model, tmp_path / "run", {"token_versions": False, "score": False}, record={"probe_every": 1})
+    assert run.complete
+    with SqliteLedger(run.folder, mode="read") as ledger:
+        said = [event.detail["how"] for event in ledger.events("engine_adapted")]
+    assert said == [f"engine.kind = 'stamped': {OLDEST}", f"engine.kind = 'stamped': {NO_PROBES}"]
+
+
+def test_a_run_refuses_an_engine_that_cannot_do_what_the_recipe_needs(lesser: None, model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"rollout.top_k = 3: engine.kind = 'stamped' lacks the capability 'support'"):
+        lesser_run(model, tmp_path / "run", {"support": False}, rollout={"groups": 2, "group_size": 2, "top_k": 3})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from tidemill.core.types import (
     Array,
@@ -33,19 +33,16 @@ from tidemill.core.types import (
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """The features that an engine offers.
-
-    An engine without `token_versions` stamps every token with the oldest version it may come from.
-    """
+    """The features that an engine offers. `run.capability_check` holds them against the recipe."""
 
     context: int  # tokens a sequence may hold, prompt included
-    token_versions: bool = True
-    support: bool = True
-    score: bool = True
-    sleep: bool = False
-    adapters: bool = False
+    token_versions: bool = True  # each token carries the version that sampled it
+    support: bool = True  # under top-p, top-k and min-p, a completion tells the tokens that each one was chosen from
+    score: bool = True  # `score` works
     model_logprobs: bool = True  # completions carry the unmodified model's logprobs, and its alternatives where asked for
-    constraint: bool = False  # a reply can be held to a grammar
+    constraint: bool = False  # a reply can be held to a grammar: `GenerateRequest.constraint`
+    sleep: bool = False  # `sleep` gives its memory back until `wake`
+    proof: Literal["served", "received", "none"] = "served"  # what the fingerprint of `update` was computed over
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.architecture import Architecture
 from tidemill.observability.events import worded
 from tidemill.observability.time_breakdown import EVALUATE
+from tidemill.run.capability_check import probe_every
 from tidemill.run.cluster import Parts
 from tidemill.run.deterministic_resume import Recorded, take_up_exactly
 from tidemill.run.recipe import RunConfig
@@ -125,9 +126,8 @@ async def train(session: Session, parts: Parts) -> int:
     kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
     kept |= {"replays": replay.within if replay.share else 0}
     checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
-    engines = [engine for each in parts.pools for engine in each.engines]
-    contexts = [(await engine.capabilities()).context for engine in engines]  # shorter if the KV cache is small
-    episodes = replace(session.episodes(), context=min(contexts))
+    context = min(can.context for can in parts.capabilities)  # shorter if the KV cache is small
+    episodes = replace(session.episodes(), context=context)
     if config.given:
         roller = Given(config.given, session.model.tokenizer)
         held_out = HeldOut(parts.trainer, algorithm, roller)
@@ -154,7 +154,7 @@ async def train(session: Session, parts: Parts) -> int:
     curriculum = session.remembered()
     session.monitor.attach(parts.trainer, parts.pools, curriculum.figures)
     controller = Controller(
-        _schedule(config, standing),
+        _schedule(config, standing, probe_every(config, parts.capabilities)),
         _buffer(config, standing),
         giving(curriculum),
         recorded or roller,
@@ -196,7 +196,7 @@ def _gate(session: Session) -> Gate:
     return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
 
 
-def _schedule(config: RunConfig, standing: Standing) -> Schedule:
+def _schedule(config: RunConfig, standing: Standing, probes: int) -> Schedule:
     return Schedule(
         steps=config.steps,
         first=standing.step,
@@ -204,7 +204,7 @@ def _schedule(config: RunConfig, standing: Standing) -> Schedule:
         incarnation=standing.incarnation,
         eval_every=_eval_every(config),
         checkpoint_every=config.record.checkpoint_every,
-        probe_every=config.record.probe_every,
+        probe_every=probes,
         deterministic=config.deterministic,
         stream=config.trainer.micro_batch_tokens if config.streams else 0,
     )

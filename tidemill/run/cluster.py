@@ -16,7 +16,8 @@ from tidemill.controller.controller import first_cause
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.engine_supervisor import Supervisor
 from tidemill.controller.reference_pool import WithServedReference
-from tidemill.core.interfaces import Engine, PolicyMismatch, Trainer
+from tidemill.core.interfaces import Capabilities, Engine, PolicyMismatch, Trainer
+from tidemill.run.capability_check import adapted, check_engine
 from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import (
     ENGINE_DEADLINES,
@@ -43,6 +44,7 @@ class Parts:
     trainer: Trainer
     pools: list[EnginePool]  # the rollouts' pool, then a served reference's
     supervisors: list[Supervisor]  # one for each pool
+    capabilities: list[Capabilities]  # of every engine, as it said at its start
     handles: Callable[[], list[Handle[Any]]]  # the present processes: the trainer's, then the engines'
 
     @property
@@ -98,6 +100,7 @@ async def start_parts(
         trainer = trainer.model_copy(update={"reference": None})
 
     started: list[Handle[Any]] = []
+    capabilities, told = dict[str, Capabilities](), set[str]()
 
     async def kept(starting: Awaitable[Handle[T]]) -> Handle[T]:
         handle = await starting  # bounded: a start has a deadline
@@ -107,7 +110,13 @@ async def start_parts(
     async def start_engine(role: str, index: int) -> Handle[Engine]:
         name = f"{role}-{index}"
         spec = specs[role].model_copy(update={"seat": shared.get(name)})
-        return await kept(start_role(placement, Engine, spec, name, threads, deadlines[role]))
+        handle = await kept(start_role(placement, Engine, spec, name, threads, deadlines[role]))
+        can = capabilities[name] = await handle.proxy.capabilities()
+        for said in check_engine(config.engine.kind_name, can, config, role):
+            if said not in told:
+                told.add(said)
+                tell("engine_adapted", {"how": said})
+        return adapted(handle, can)
 
     async with AsyncExitStack() as stack:
         wanted = {"trainer": settings.trainer_threads}
@@ -126,7 +135,7 @@ async def start_parts(
         handle = first.result()
         learner = WithServedReference(handle.proxy, pools["reference"]) if "reference" in pools else handle.proxy
         yield Parts(
-            *(learner, list(pools.values()), supervisors),
+            *(learner, list(pools.values()), supervisors, list(capabilities.values())),
             lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles)],
         )
 

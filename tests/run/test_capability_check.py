@@ -1,0 +1,104 @@
+"""What a recipe needs and an engine lacks is refused by name, or adapted to and said; it is never silently used."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Capabilities
+from tidemill.core.types import Completion, Finish, GenerateRequest, Published, SamplingParams, Version
+from tidemill.run.capability_check import NO_PROBES, OLDEST, UNPROVEN, adapted, check_engine, probe_every
+from tidemill.run.recipe import RunConfig, load_recipe
+
+BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
+REFERENCE = ("algorithm.reference={kl=0.1}", "placement.reference_engines=1")
+
+
+def recipe(*overrides: str) -> RunConfig:
+    return load_recipe([], overrides, BASE)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "overrides", "role", "says"),
+    [
+        ({"support": False}, ["rollout.top_p=0.9"], "engine", "rollout.top_p = 0.9: engine.kind = 'x' lacks .*'support'"),
+        ({"support": False}, ["rollout.top_k=5"], "engine", "rollout.top_k = 5: .*'support'.* leave out rollout.top_k"),
+        ({"support": False}, ["rollout.min_p=0.1"], "engine", "rollout.min_p = 0.1: .*'support'"),
+        ({"score": False}, REFERENCE, "reference", "placement.reference_engines = 1: .* lacks the capability 'score'; set"),
+        ({"proof": "none"}, [], "engine", "lacks the capability 'proof': it cannot show which weights it serves"),
+        ({"proof": "received", "score": False}, [], "engine", "'received'.* lacks the capability 'score'"),
+        ({"proof": "received"}, ["record.probe_every=0"], "engine", "record.probe_every = 0: .* set record.probe_every = 5"),
+    ],
+)
+def test_what_cannot_be_done_is_refused(lacks: dict[str, Any], overrides: list[str], role: str, says: str) -> None:
+    config = recipe(*overrides)
+    assert check_engine("x", Capabilities(64), config, role) == []  # of an engine that has everything
+    with pytest.raises(ConfigError, match=says) as refused:
+        check_engine("x", Capabilities(64, **lacks), config, role)
+    assert "engine.kind = 'x'" in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("lacks", "overrides", "said"),
+    [
+        ({"support": False}, [], []),  # nothing is truncated
+        ({"token_versions": False}, [], [OLDEST]),
+        ({"score": False}, [], [NO_PROBES]),
+        ({"score": False}, ["record.probe_every=0"], []),
+        ({"proof": "received"}, [], [UNPROVEN]),
+        ({"token_versions": False, "score": False}, [], [OLDEST, NO_PROBES]),
+        ({"model_logprobs": False, "constraint": False}, ["rollout.top_p=0.9"], []),  # training needs neither
+    ],
+)
+def test_what_can_be_adapted_to_is_said(lacks: dict[str, Any], overrides: list[str], said: list[str]) -> None:
+    assert check_engine("x", Capabilities(64, **lacks), recipe(*overrides), "engine") == [
+        f"engine.kind = 'x': {s}" for s in said
+    ]
+
+
+def test_engines_that_cannot_score_are_not_probed() -> None:
+    config, able, unable = recipe("record.probe_every=3"), Capabilities(64), Capabilities(64, score=False)
+    assert probe_every(config, [able, able]) == 3
+    assert probe_every(config, [able, unable]) == 0
+
+
+class Unstamped:
+    """An engine that answers when it is told to, and stamps everything with the newest version."""
+
+    def __init__(self) -> None:
+        self.answer, self.newest = asyncio.Event(), Version(-1)
+
+    async def update(self, published: Published) -> Version:
+        self.newest = published.version
+        return published.version
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        await self.answer.wait()  # bounded: by the test
+        new, three = self.newest, np.zeros(3, np.float32)
+        stamps = np.full(3, new.step, np.int32)
+        return Completion(np.arange(3, dtype=np.int32), three, three, stamps, (new,), Finish.LENGTH)
+
+    async def stats(self) -> str:
+        return "its own"
+
+
+async def test_every_token_counts_as_the_oldest_version_of_its_request() -> None:
+    engine = Unstamped()
+    handle: Any = SimpleNamespace(name="engine-0", proxy=engine)
+    assert adapted(handle, Capabilities(64)) is handle
+    wrapped: Any = adapted(handle, Capabilities(64, token_versions=False))
+    proxy, request = wrapped.proxy, GenerateRequest(np.zeros(2, np.int32), SamplingParams())
+    assert wrapped.name == "engine-0" and await proxy.stats() == "its own"
+    await proxy.update(Published(Version(4, fingerprint="four"), "memory", ""))
+    asked = asyncio.create_task(proxy.generate(request))
+    await asyncio.sleep(0)  # it has begun
+    await proxy.update(Published(Version(5, fingerprint="five"), "memory", ""))
+    engine.answer.set()
+    got = await asked
+    assert got.sources == (Version(4, fingerprint="four"),) and got.versions.tolist() == [4, 4, 4]
+    assert (await proxy.generate(request)).versions.tolist() == [5, 5, 5]

@@ -1,0 +1,119 @@
+"""Capabilities of engines, held against the recipe when they start: refused by name, or adapted to and said.
+
+check_engine(kind, can, config, role)   raises ConfigError for what the recipe needs and the engine lacks; returns a
+                                        sentence for each thing that the run adapts to
+adapted(handle, can)                    the engine's handle, with what the adaptation changes about its completions
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import numpy as np
+
+from tidemill.core.errors import ConfigError
+from tidemill.core.interfaces import Capabilities, Engine
+from tidemill.core.types import Completion, GenerateRequest, Published, Version
+from tidemill.run.recipe import RunConfig
+from tidemill.runtime.placement import Handle
+
+UNPROVEN = "it proves only what it received, not what it serves: probes hold it against the trainer"
+OLDEST = "it does not stamp tokens with versions: every token counts as the oldest version that may have sampled it"
+NO_PROBES = "it cannot score given tokens: no probe of matched versions is made (record.probe_every)"
+
+
+def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str) -> list[str]:
+    """Raise ConfigError for what this role needs and the engine lacks; return what the run adapts to.
+
+    role: "engine" samples and is updated; "reference" only scores.
+    """
+    engine = f"engine.kind = {kind!r}"
+    if role == "reference":
+        if not can.score:
+            raise ConfigError(
+                f"placement.reference_engines = {config.placement.reference_engines}: {engine} lacks the capability "
+                "'score'; set placement.reference_engines = 0, or take another kind of engine"
+            )
+        return []
+    _expect_support(engine, can, config)
+    _expect_proof(engine, can, config)
+    probes = config.record.probe_every > 0
+    told = [(not can.token_versions, OLDEST), (not can.score and probes, NO_PROBES), (can.proof == "received", UNPROVEN)]
+    return [f"{engine}: {said}" for holds, said in told if holds]
+
+
+def _expect_support(engine: str, can: Capabilities, config: RunConfig) -> None:
+    """Truncated sampling is trained on the tokens that each one was chosen from, so these must be known."""
+    r = config.rollout
+    truncated = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0}
+    if not can.support and (asked := [key for key, on in truncated.items() if on]):
+        raise ConfigError(
+            f"rollout.{asked[0]} = {getattr(r, asked[0])}: {engine} lacks the capability 'support', the tokens that each "
+            f"one was chosen from; leave out rollout.{asked[0]}, or take another kind of engine"
+        )
+
+
+def _expect_proof(engine: str, can: Capabilities, config: RunConfig) -> None:
+    """New weights must be proved; those that are only received also need probes against the trainer."""
+    if can.proof == "none":
+        raise ConfigError(
+            f"{engine} lacks the capability 'proof': it cannot show which weights it serves, and nothing is trained on "
+            "tokens of an unknown policy; take another kind of engine"
+        )
+    if can.proof == "received" and not can.score:
+        raise ConfigError(
+            f"{engine} proves only what it received (proof = 'received') and lacks the capability 'score', by which it "
+            "could be held against the trainer; take another kind of engine"
+        )
+    if can.proof == "received" and not config.record.probe_every:
+        raise ConfigError(
+            f"record.probe_every = 0: {engine} proves only what it received (proof = 'received'), so probes must hold it "
+            "against the trainer; set record.probe_every = 5"
+        )
+
+
+def probe_every(config: RunConfig, engines: Sequence[Capabilities]) -> int:
+    """Steps between probes; 0 when an engine cannot be probed."""
+    return config.record.probe_every if all(can.score for can in engines) else 0
+
+
+def adapted(handle: Handle[Engine], can: Capabilities) -> Handle[Engine]:
+    """The same handle, whose engine stamps versions where it does not do so itself."""
+    return handle if can.token_versions else cast(Any, AdaptedHandle(handle, StampedEngine(handle.proxy)))
+
+
+class AdaptedHandle:
+    """A handle with another proxy."""
+
+    def __init__(self, handle: Handle[Engine], proxy: Any) -> None:
+        self._handle, self.proxy = handle, proxy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._handle, name)
+
+
+class StampedEngine:
+    """An engine without token versions: each completion gets the version that was served when it was asked for.
+
+    A commit may come while it samples, so this is the oldest version that a token may be of.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._served = Version(-1)  # nothing is sampled before the first publication
+
+    async def update(self, published: Published) -> Version:
+        served = await self._engine.update(published)
+        self._served = served
+        return served
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        oldest = self._served
+        completion = await self._engine.generate(request)
+        versions = np.full(len(completion.tokens), oldest.step, np.int32)
+        return replace(completion, versions=versions, sources=(oldest,))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
