@@ -1,7 +1,7 @@
-"""The kinds of engine: what all of them are set by and built from, and the table of what is built in. No torch here.
+"""Registry of engine kinds, with the settings and inputs that all kinds share.
 
-A new engine is one module, with a subclass of `BaseEngineSettings` and a function `(settings, EngineSetup) -> Engine`,
-and one entry in the table.
+No torch here. A new engine is one module, with a subclass of `BaseEngineSettings` and a function `(settings, EngineSetup) ->
+Engine`, and one entry in the table.
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ ENGINES.register(
 
 
 class BaseEngineSettings(KindSettings, registry=ENGINES):
-    """What a run reads of an engine's settings, whatever its kind."""
+    """Engine settings that a run reads, whatever the engine's kind."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of the served weights and of the KV cache
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    context: int | None = Field(default=None, ge=2)  # None: the model's
+    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the served weights and of the KV cache
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
+    # tokens that a sequence may hold, prompt included; None: the model's context
+    context: int | None = Field(default=None, ge=2)
 
     def context_of(self, model: int) -> int:
-        """Tokens that a sequence may hold, were there memory for them. model: positions that it has."""
+        """Tokens that a sequence may hold, given enough memory. model: positions that the model has."""
         return min(self.context or model, model)
 
     @property
     def fixed_threads(self) -> bool:
-        """Whether the number of threads is part of the result, so that no core may be lent."""
+        """True when the number of threads is part of the result, so that no core may be lent."""
         return False
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSetup:
-    """What an engine is built from, beside its settings."""
+    """Inputs of an engine's builder besides its settings."""
 
     model: Path  # a Hugging Face folder
-    name: str  # of its process
-    receiver: Receiver | None  # of new weights; None: an engine that is never updated
-    version: Version  # what the folder's weights count as
+    name: str  # name of its process
+    receiver: Receiver | None  # source of new weights; None: the engine is never updated
+    version: Version  # version of the folder's weights
     cores: Cores
     cached_versions: int  # recent versions whose prefix cache may still be found

@@ -1,4 +1,4 @@
-"""The kinds of placement: what all of them are set by and built from, and the table of what is built in.
+"""Registry of placement kinds, with the settings and inputs that all kinds share.
 
 A new placement is one module with a subclass of `BasePlacementSettings` and a function `(settings, PlacementSetup) ->
 Placement`, and one entry in the table.
@@ -26,7 +26,7 @@ PLACEMENTS.register("inline", _SETTINGS, "tidemill.run.placement_kinds:inline")
 
 
 class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
-    """Processes of the run, their threads, and the transport of weights between them, whatever the kind of placement."""
+    """Processes of a run, their threads, and the transport of weights, for any placement."""
 
     engines: int = Field(default=1, ge=1)  # rollout engines
     engine_threads: int = Field(default=1, ge=1)  # CPU threads of each engine; more in all than there are cores share them
@@ -40,7 +40,7 @@ class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
 
     @property
     def processes(self) -> bool:
-        """Whether each role has a process of its own on this machine."""
+        """True when each role has a process of its own on this machine."""
         return False
 
 
@@ -54,7 +54,7 @@ class PlacementSettings(BasePlacementSettings):
 
 @dataclass(frozen=True, slots=True)
 class PlacementSetup:
-    """What a placement is built from, beside its settings."""
+    """Inputs of a placement's builder besides its settings."""
 
     build: Factory  # makes a role from its spec in this process; in others `role_main` does
     logs: Path

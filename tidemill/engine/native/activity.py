@@ -1,4 +1,4 @@
-"""What an engine did and when, for `Engine.telemetry`."""
+"""Counters and time spans of an engine, for `Engine.telemetry`."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from contextlib import AbstractContextManager
 from tidemill.core.types import Span
 from tidemill.observability.timeline import Beside, Idle
 
-GAP_S = 0.002  # steps closer than this are one span
-MOST_SPANS = 4096  # kept between two calls of `take`; the oldest go first
+GAP_S = 0.002  # steps closer than this count as one span
+MOST_SPANS = 4096  # spans kept between two calls of `take`; the oldest are dropped first
 
 
 class Activity:
+    """Records steps, yields to other tasks, and work beside the steps."""
+
     def __init__(self) -> None:
         self.counters: dict[str, float] = dict.fromkeys(
             ("generated_tokens", "prompt_tokens", "cached_tokens", "steps", "busy_s", "preemptions"), 0.0
         )
         self._spans: deque[Span] = deque(maxlen=MOST_SPANS)
         self._busy: Span | None = None
-        self._left: float | None = None  # since when others have the process
-        self._away: Span | None = None  # what they had of it before the next step
-        self._beside, self.idle = Beside(), Idle()  # what goes on in threads; when there is nothing to compute
+        self._left: float | None = None  # time since which other tasks run
+        self._away: Span | None = None  # their span before the next step
+        self._beside, self.idle = Beside(), Idle()  # work in threads; times without work
 
     def step(self, start: float, end: float) -> None:
-        """A step ran from `start` to `end`, seconds of the monotonic clock."""
+        """Record a step from `start` to `end`, seconds of the monotonic clock."""
         self.counters["steps"] += 1
         self.counters["busy_s"] += end - start
         if self._busy is not None and start - self._busy.end < GAP_S:
@@ -38,11 +40,11 @@ class Activity:
         self._spans.append(self._busy)
 
     def leave(self) -> None:
-        """The loop lets others have the process: what takes calls in and sends results, and whatever else lives there."""
+        """Note that the loop yields to other tasks, such as those that take calls and send results."""
         self._left = time.monotonic()
 
     def back(self, between: bool = False) -> None:
-        """It has the process again. between: two steps, which are one span where they are close."""
+        """Note that the loop runs again. between: two steps follow; close ones are one span."""
         assert self._left is not None
         away = Span("yield", self._left, time.monotonic())
         self._left = self._away = None
@@ -52,14 +54,15 @@ class Activity:
             self._spans.append(away)
 
     def span(self, name: str, start: float, end: float, **args: float) -> None:
+        """Record a span from `start` to `end`, seconds of the monotonic clock."""
         self._spans.append(Span(name, start, end, args))
 
     def beside(self, name: str, **args: float) -> AbstractContextManager[None]:
-        """Something that goes on while steps are run."""
+        """Context manager that records work beside the steps."""
         return self._beside.span(name, **args)
 
     def take(self) -> list[Span]:
-        """The spans since the last call. A stretch that goes on begins anew."""
+        """The spans since the last call. A span that is still open is split there."""
         if self._left is not None:
             self.back()
             self.leave()

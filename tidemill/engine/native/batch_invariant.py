@@ -1,16 +1,17 @@
-"""A step whose rows' bits depend on nothing but their own tokens and the weights: `batch_invariant = true`.
+"""A step whose rows have the same bits in any batch: `batch_invariant = true`.
 
-A kernel chooses its order of summation by the shape it is given. So here every shape is fixed: a step is cut into blocks of
-BLOCK tokens (the last one is filled up), and decoder, head and sampler only ever see whole blocks. What is left to vary is a
-row's place in its block and its company there. The kernels do not mind either; `invariance_check` looks whether that is so.
-(The bits are those of one machine, one number of threads and one page size.)
+A row's bits depend only on its own tokens and the weights. A kernel chooses its order of summation by the shape of its
+input, so here every shape is fixed: a step is cut into blocks of BLOCK tokens (the last one is padded), and decoder, head
+and sampler only ever see whole blocks. Only a row's place in its block and the other rows there can vary. The kernels do
+not depend on either, which `invariance_check` verifies. (The bits are those of one machine, one number of threads and one
+page size.)
 
 Attention has one path: each token, decoding or of a prompt, is a row with one query that walks over its keys in tiles of
-fixed shape that begin at fixed positions. A tile that holds nothing for a row changes nothing: its weights are exactly 0, so
-a row may walk as far as the longest of its block does.
+fixed shape that begin at fixed positions. A tile without keys for a row changes nothing: its weights are exactly 0, so a row
+may walk as far as the longest of its block does.
 
-A step's tokens are computed in order of position, block after block. A token reads what lies before it only, so whatever it
-reads is written by then, in whichever sequence's page. It also brings rows of like length together.
+A step's tokens are computed in order of position, block after block. A token reads only keys before it, so all that it reads
+is already written, in whichever sequence's page. This order also brings rows of similar length together.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.decoder import Attend
 
 BLOCK = 32  # rows: a multiple of the widest unrolled vector loop, whose remainder would be computed by another formula
-TILE = 64  # keys, at least
-ALIGN = 16  # floats of a cache line: within a batch of products every operand begins at one, else they round differently
-LOWEST = -1e30  # where a running maximum begins: below every score, and finite, so that LOWEST - LOWEST is 0
+TILE = 64  # keys of a tile, at least
+ALIGN = 16  # floats of a cache line: operands of a batch of products begin at one, or they would round differently
+LOWEST = -1e30  # start of a running maximum: below every score, and finite, so that LOWEST - LOWEST is 0
 
 
 @dataclass(slots=True)
@@ -44,13 +45,13 @@ class Rows:
 
     tokens: np.ndarray
     positions: np.ndarray
-    slots: np.ndarray  # whose row of the table says where its keys are
-    writes: np.ndarray  # where its own key and value go
+    slots: np.ndarray  # row of the table with the pages of its keys
+    writes: np.ndarray  # place of its own key and value
 
 
 @dataclass(slots=True)
 class Tile:
-    """The same stretch of positions for every row of a block."""
+    """One stretch of positions, shared by every row of a block."""
 
     index: Tensor  # [BLOCK * K * pages of a tile] int64 into [pages * K]
     mask: Tensor  # [BLOCK, 1, T] float32, added to the scores
@@ -60,7 +61,7 @@ class Tile:
 def run_invariant(
     weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, ask: RowParams, top: int, probes: list[Probe]
 ) -> Output:
-    """One step, as `runner.run` does it."""
+    """Run one step: see `runner.run`."""
     hidden = _hidden(weights, cache, plan, table)
     cache.copy(plan.copies)
     sampled, top_ids, top_logprobs = _sample(hidden[plan.sample_rows], weights.head, ask, top)
@@ -69,9 +70,9 @@ def run_invariant(
 
 
 def _hidden(weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray) -> Tensor:
-    """[N, D] in the plan's order."""
+    """Hidden states [N, D] in the plan's order."""
     slots = np.concatenate([plan.singles, *(np.full(c.count, c.slot) for c in plan.chunks)])
-    # Of two rows at one position the one whose write is discarded reads what the other writes: it comes second.
+    # Two rows at one position: the one whose write is discarded reads the other's write, so it comes second.
     order = np.lexsort((plan.writes < cache.page_size, plan.positions))
     parts = []
     for picked, _ in _blocks(order):
@@ -83,7 +84,10 @@ def _hidden(weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray) 
 
 
 def _blocks(rows: np.ndarray) -> Iterator[tuple[np.ndarray, int]]:
-    """([BLOCK] of `rows`, how many of them count): the last block is filled up with its last row, which writes the same."""
+    """Blocks [BLOCK] of `rows`, each with the number of rows that count.
+
+    The last block is padded with its last row, which writes the same values.
+    """
     for at in range(0, len(rows), BLOCK):
         yield _filled(rows[at : at + BLOCK]), min(BLOCK, len(rows) - at)
 
@@ -103,7 +107,7 @@ def _attend(cache: PagedCache, rows: Rows, table: np.ndarray) -> Attend:
     tiles = {window: _tiles(cache, rows, table, window) for window in set(cache.windows)}
     heads, size = cache.arch.kv_heads, cache.arch.head_dim
     group = cache.arch.heads // heads
-    whole = math.lcm(size, ALIGN) // size  # so many heads fill whole cache lines
+    whole = math.lcm(size, ALIGN) // size  # this many heads fill whole cache lines
     padded = -(-group // whole) * whole
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -117,7 +121,7 @@ def _attend(cache: PagedCache, rows: Rows, table: np.ndarray) -> Attend:
 
 
 def _walk(cache: PagedCache, layer: int, query: Tensor, tiles: list[Tile]) -> Tensor:
-    """Attention of query [BLOCK * K, G, E], scaled, over the tiles (the online softmax of 1805.02867)."""
+    """Attention of scaled queries [BLOCK * K, G, E] over the tiles (online softmax, 1805.02867)."""
     n, group, size = query.shape
     best = query.new_full((n, group, 1), LOWEST)
     total, out = query.new_zeros(n, group, 1), torch.zeros_like(query)
@@ -135,10 +139,10 @@ def _walk(cache: PagedCache, layer: int, query: Tensor, tiles: list[Tile]) -> Te
 
 
 def _tiles(cache: PagedCache, rows: Rows, table: np.ndarray, window: int | None) -> list[Tile]:
-    """From the first position that any row of the block sees to the last."""
+    """Tiles from the first position that any row of the block sees to the last."""
     unit = math.lcm(cache.page_size, ALIGN)
     length = -(-TILE // unit) * unit  # whole pages, whole cache lines
-    low = np.maximum(rows.positions + 1 - (window or math.inf), 0)  # [BLOCK] the first position that each row sees
+    low = np.maximum(rows.positions + 1 - (window or math.inf), 0)  # [BLOCK] first position that each row sees
     tiles = []
     for tile in range(int(low.min()) // length, int(rows.positions.max()) // length + 1):
         key = tile * length + np.arange(length)
@@ -151,15 +155,15 @@ def _tiles(cache: PagedCache, rows: Rows, table: np.ndarray, window: int | None)
 
 
 def _logits(hidden: Tensor, head: Tensor) -> Iterator[tuple[Tensor, np.ndarray]]:
-    """(logits [BLOCK, V], which rows of `hidden` [n, D] they are of): the last block is filled up, its rows are fewer."""
+    """Logits [BLOCK, V] of each block, with the rows of `hidden` [n, D] that they belong to."""
     for picked, count in _blocks(np.arange(len(hidden))):
         yield F.linear(hidden[torch.from_numpy(picked)], head), picked[:count]
 
 
 def _sample(hidden: Tensor, head: Tensor, ask: RowParams, top: int) -> tuple[Sampled, np.ndarray | None, np.ndarray | None]:
-    """What was sampled for `hidden` [S, D], and alternatives [S, k] when `top` is not 0."""
+    """Samples for `hidden` [S, D], and alternatives [S, k] if `top` is not 0."""
     count = len(hidden)
-    most = min(MOST_TOP_LOGPROBS, head.shape[0]) if top else 0  # not as many as are asked for: others ask for other numbers
+    most = min(MOST_TOP_LOGPROBS, head.shape[0]) if top else 0  # a fixed number: the requests ask for different ones
     result = Sampled(np.empty(count, np.int64), np.empty(count, np.float32), np.empty(count, np.float32))
     ids, logprobs = np.empty((count, most), np.int32), np.empty((count, most), np.float32)
     for logits, rows in _logits(hidden, head):
@@ -171,8 +175,10 @@ def _sample(hidden: Tensor, head: Tensor, ask: RowParams, top: int) -> tuple[Sam
 
 
 def _sample_block(logits: Tensor, ask: RowParams, rows: np.ndarray, into: Sampled) -> None:
-    """Rows with a way of their own one by one, the others as one block: how far truncation looks depends on who is looked
-    at."""
+    """Sample a block: rows with truncation or adjustments one by one, all others together.
+
+    The truncation's search width depends on the rows that it is given.
+    """
     own = ask.truncated[rows] | np.isin(rows, list(ask.adjustments))
     if not own.all():
         plain = replace(_take(ask, _filled(rows)), adjustments={})
@@ -190,7 +196,7 @@ def _take(ask: RowParams, rows: np.ndarray) -> RowParams:
 
 
 def _merge(into: Sampled, part: Sampled, picked: np.ndarray, rows: np.ndarray) -> None:
-    """Rows `picked` of `part` are rows `rows[picked]` of the whole."""
+    """Copy rows `picked` of `part` to rows `rows[picked]` of the whole."""
     into.tokens[rows[picked]] = part.tokens[picked]
     into.logprobs[rows[picked]] = part.logprobs[picked]
     into.model_logprobs[rows[picked]] = part.model_logprobs[picked]

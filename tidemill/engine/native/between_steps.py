@@ -1,8 +1,8 @@
-"""Work that an engine does between its steps, in turns with them: a step, a turn, a step, a turn.
+"""Runs long work in small turns between an engine's steps.
 
 It needs no thread, so nothing competes with the threads that compute a step, neither for cores nor for the interpreter. The
-engine's loop and `in_turns` each come once in a round of the event loop; where no step is to be taken, turn follows turn,
-and calls and heartbeats are answered between them.
+engine's loop and `in_turns` each come once in a round of the event loop. Without steps, turn follows turn, and calls and
+heartbeats are answered between them.
 """
 
 from __future__ import annotations
@@ -16,17 +16,19 @@ from tidemill.models.piecewise import Work
 
 T = TypeVar("T")
 
-TURN_S = 0.0025  # half of the 5 ms that a step may take longer; the rest is for the last piece, and for what it leaves cold
-SHARE = 1 / 20  # of what the others took since the last turn: however slow the steps, the work ends in 20 times its own time
+TURN_S = 0.0025  # half of the 5 ms by which a step may be delayed; the rest is for the last piece and for cold caches
+SHARE = 1 / 20  # of the time since the last turn: even with slow steps the work ends in 20 times its own time
 
 
 async def in_turns(work: Work[T], note: Callable[[float, float], None], check: Callable[[], None]) -> T:
-    """Do `work`, which is given up when this is cancelled or `check` raises before a turn. `note` is told when each turn
-    began and ended, by the monotonic clock."""
+    """Do `work` in turns. It is given up when this is cancelled or `check` raises before a turn.
+
+    note: called with the beginning and the end of each turn, by the monotonic clock.
+    """
     ended = time.monotonic()
     try:
         while True:
-            await asyncio.sleep(0)  # first: what was done before, another job's last turn or a commit, is a step's delay too
+            await asyncio.sleep(0)  # first, because earlier work in this round, such as a commit, delays the step too
             check()
             begin = time.monotonic()
             until = begin + max(TURN_S, SHARE * (begin - ended))

@@ -1,14 +1,14 @@
-"""A step on a CUDA device: its integers go there in one copy, and it is a graph, captured once.
+"""Steps on a CUDA device as graphs: captured once for each shape, then replayed.
 
 A small model's step is hundreds of kernels of a few microseconds each: launched one by one, the device would wait for
-Python. So for each shape, rounded up to one of a few, the decoder is run once while CUDA records what is launched, and
-replayed from then on with other numbers in the same memory. Tokens that fill up are written to the null page, and nobody
-looks at what they compute. Rows that decode and chunks of prompts stand side by side in every product, and a kernel each
-attends for them. A graph holds the addresses of the weights it was recorded with: the two decoders that take turns in
-serving have graphs of their own, and an update writes into the same memory.
+Python. So for each shape, rounded up to one of a few, the decoder is run once while CUDA records the launches, and replayed
+from then on with other numbers in the same memory. A step's integers go to the device in one copy. Padding tokens are
+written to the null page, and their results are ignored. Decoding rows and chunks of prompts stand side by side in every
+product, and each kind has its own attention kernel. A graph holds the addresses of its weights: the two decoders that take
+turns in serving have graphs of their own, and an update writes into the same memory.
 
-A step is launched before the tokens of the one before it have come back: it reads them where that one left them, and the
-device does not wait for what is planned and recorded.
+A step is launched before the tokens of the previous step have come back: it reads them on the device, which does not wait
+for planning or recording.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tidemill.models.kernels.rotation import Rotation
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """Of a step on the device: N tokens, the first D of which decode; the others are queries of T tiles."""
+    """Shape of a step: N tokens, of which the first D decode, and T tiles of the other queries."""
 
     tokens: int
     rows: int
@@ -45,16 +45,16 @@ class GraphShape:
 
     @property
     def before_table(self) -> int:
-        """Numbers that stand before the table."""
+        """The count of numbers before the table."""
         return 1 + 3 * self.tokens + self.rows + 4 * self.tiles
 
 
 @dataclass(slots=True)
 class Inputs:
-    """What a step needs to know on the device. All int32, views of one row of numbers."""
+    """Inputs of a step on the device: int32 views of one row of numbers."""
 
-    width: Tensor  # [1] pages of a row of the table
-    tokens: Tensor  # [N] below 0: -1 - a place among those that the step before sampled
+    width: Tensor  # [1] pages in a row of the table
+    tokens: Tensor  # [N] token ids; -1 - i stands for token i that the previous step sampled
     positions: Tensor  # [N]
     writes: Tensor  # [N] where the KV goes: page * page_size + offset
     lengths: Tensor  # [D] tokens that a decoding row attends to
@@ -70,17 +70,17 @@ class Inputs:
 
 
 def shape_of(plan: Plan, tile: int) -> GraphShape:
-    """`tile`: queries of one, at most."""
+    """The exact shape of a plan. tile: the most queries of one tile."""
     return GraphShape(len(plan.tokens), len(plan.singles), sum(-(-chunk.count // tile) for chunk in plan.chunks))
 
 
 def recorded_shape(exact: GraphShape, slots: int, tile: int) -> GraphShape | None:
-    """One of few, that steps are recorded for, and nowhere smaller than `exact`; None if that is cut too small."""
+    """The recorded shape that holds `exact`; None if `exact` has too many tiles."""
     most = row_counts(slots)[-1]
     if not exact.tiles:
         rows = next(c for c in row_counts(slots) if c >= exact.rows)
         return GraphShape(rows, rows, 0)
-    rows = next(c for c in (most // 16, most // 4, most) if c >= exact.rows)  # one that fills up costs next to nothing here
+    rows = next(c for c in (most // 16, most // 4, most) if c >= exact.rows)  # padding costs next to nothing here
     tokens = token_count(max(exact.tokens, rows))
     tiles = tokens // tile + max(8, tokens // 16)
     return GraphShape(tokens, rows, tiles) if exact.tiles <= tiles else None
@@ -88,7 +88,7 @@ def recorded_shape(exact: GraphShape, slots: int, tile: int) -> GraphShape | Non
 
 @lru_cache(maxsize=8)
 def row_counts(most: int) -> list[int]:
-    """Numbers of rows that are recorded where all decode: at most a fifth of them fills up, from 64 on."""
+    """Recorded numbers of rows if all decode; from 64 on at most a fifth is padding."""
     counts, step = [1, 2, 4, 8], 8
     while counts[-1] < most:
         if counts[-1] >= 8 * step:
@@ -98,14 +98,16 @@ def row_counts(most: int) -> list[int]:
 
 
 def token_count(least: int) -> int:
-    """Of tokens that are recorded where not all decode: at most a fifth of them fills up, from 64 on."""
+    """Recorded number of tokens if not all decode; from 64 on at most a fifth is padding."""
     step = max(16, 2 ** ((least - 1).bit_length() - 3))
     return -(-least // step) * step
 
 
 def numbers_of(plan: Plan, table: np.ndarray, page_size: int, tile: int, shape: GraphShape) -> np.ndarray:
-    """The numbers behind the `Inputs` of a plan. What it leaves of the shape is filled up: with tokens that are written to
-    the null page, rows of no length and tiles of no queries, all of which are zeros."""
+    """The numbers behind the `Inputs` of a plan, padded to the shape.
+
+    Padding is tokens that are written to the null page, rows of no length and tiles of no queries, all of which are zeros.
+    """
     chunks = plan.chunks
     width = -(-max(int(plan.lengths.max(initial=1)), *(c.start + c.count for c in chunks), 1) // page_size)
     numbers = np.zeros(shape.before_table + (shape.rows + len(chunks)) * width, np.int32)
@@ -144,13 +146,13 @@ class AttendPages(AttendHeads):
         out, rows, where = torch.empty_like(q), len(inputs.lengths), (inputs.table, inputs.width)
         if rows:
             self.kernels.attend(pages, q[:rows], *where, inputs.lengths, window, out[:rows])
-        if len(inputs.tiles):  # afterwards: rows that fill up stand where chunks have their tokens
+        if len(inputs.tiles):  # last: padding rows overlap the chunks' tokens
             self.kernels.attend_tiles(pages, q, inputs.tiles, *where, window, out)
         return out
 
 
 class GpuCache(PagedCache):
-    """The paged cache on a device that has the kernels for it."""
+    """The paged cache on a device with kernels for it."""
 
     ahead = True
 
@@ -160,10 +162,10 @@ class GpuCache(PagedCache):
         super().__init__(arch, pages, page_size, dtype, device)
         self._kernels = kernels
         self._tile = kernels.tile(arch.heads, arch.kv_heads)
-        self._numbers = torch.empty(0, dtype=torch.int32, device=device)  # of steps that are recorded
-        self._sampled = torch.empty(0, dtype=torch.int32, device=device)  # by the step before
+        self._numbers = torch.empty(0, dtype=torch.int32, device=device)  # inputs of recorded steps
+        self._sampled = torch.empty(0, dtype=torch.int32, device=device)  # tokens of the previous step
         self._recorded: WeakKeyDictionary[Decoder, dict[GraphShape, tuple[Callable[[], None], Tensor]]] = WeakKeyDictionary()
-        self._pool = None  # of the graphs' memory: they run one after another and share it
+        self._pool = None  # memory that the graphs share: they run one after another
 
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
         exact = shape_of(plan, self._tile)
@@ -191,7 +193,7 @@ class GpuCache(PagedCache):
         return decoder(tokens, inputs.positions, AttendPages(self._kernels, self.kv, self.windows, inputs))
 
     def _make_room(self, needed: int) -> None:
-        """For the numbers of a step. Records hold the address of the room that was: they are made anew."""
+        """Enlarge the memory for a step's numbers. Recorded graphs hold its old address: drop them."""
         if len(self._numbers) >= needed:
             return
         self._recorded.clear()
@@ -208,19 +210,19 @@ class GpuCache(PagedCache):
         return hidden
 
     def _record(self, compute: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
-        """(what computes it again, where its result lies)"""
-        compute()  # whatever is made at a first call is made outside of the record
-        if not any(self._recorded.values()):  # one whose last graph is gone cannot be used again
+        """Record a computation. Returns a function that repeats it, and its result's tensor."""
+        compute()  # the first call allocates outside of the recording
+        if not any(self._recorded.values()):  # a pool without graphs cannot be used again
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are held to what may be recorded: another one may be staging weights.
+        # Only this thread's calls must be recordable: another thread may be staging weights.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             hidden = compute()
         return graph.replay, hidden
 
 
 def paged_cache(arch: Architecture, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> PagedCache:
-    """For a device: with its kernels where there are some that fit."""
+    """The cache for a device, with compiled kernels if some fit."""
     fits = device.type == "cuda" and Gpu.attends(dtype, arch.heads, arch.kv_heads, arch.head_dim)
     if fits and (kernels := gpu()) is not None:
         return GpuCache(arch, pages, page_size, dtype, device, kernels)

@@ -10,16 +10,19 @@ from tidemill.engine.engine_kinds import BaseEngineSettings
 
 
 class EngineSettings(BaseEngineSettings):
+    """Settings of the native engine."""
+
     kind: Literal["native"] = "native"
-    max_sequences: int = Field(default=128, ge=1)  # rows that run at the same time
-    page_size: int = Field(default=16, ge=1)  # tokens of a KV page
-    kv_memory_mb: int | None = Field(default=None, ge=1)  # None: max_sequences full contexts, within a share of what is free
-    prefill_chunk: int = Field(default=2048, ge=1, le=1 << 17)  # prompt tokens computed in one step, beside its decode rows
-    in_flight: Literal["keep", "finish", "recompute"] = "keep"  # see `types.InFlight`
-    prefix_cache: bool = True
-    batch_invariant: bool = (
-        False  # a row's bits depend on nothing but its own tokens: float32 on the CPU, see `batch_invariant`
-    )
+    max_sequences: int = Field(default=128, ge=1)  # sequences that run at the same time
+    page_size: int = Field(default=16, ge=1)  # tokens in a page of the KV cache
+    # MiB of the KV cache; None: enough for all sequences, or a share of free memory
+    kv_memory_mb: int | None = Field(default=None, ge=1)
+    prefill_chunk: int = Field(default=2048, ge=1, le=1 << 17)  # prompt tokens in one step, beside the decoding sequences
+    # sequences in flight at an update: keep their KV, finish first while the update waits, or recompute their KV
+    in_flight: Literal["keep", "finish", "recompute"] = "keep"
+    prefix_cache: bool = True  # reuse the KV of equal prompt beginnings
+    # a sequence's bits depend only on its own tokens, whatever is computed beside it; float32 on the CPU
+    batch_invariant: bool = False
 
     @property
     def fixed_threads(self) -> bool:

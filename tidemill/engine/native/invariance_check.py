@@ -1,9 +1,9 @@
-"""Whether blocks compute each of their rows alike on this machine: what `batch_invariant` rests on, and no library promises.
+"""Checks that blocks compute each row alike on this machine, for `batch_invariant`.
 
-It mostly depends on the number of threads: with three of them a vector loop may be cut in the middle of a row, and its
-remainder is computed by another formula. So an engine looks before it serves, with its own weights: a sequence is computed
-in order, then its last block again in other orders and among other rows. Whatever a module of the decoder reads and returns
-is compared, not only what comes out at the end, where a difference in the last place may happen to be rounded away.
+No library promises it. It mostly depends on the number of threads: with three of them a vector loop may be cut in the middle
+of a row, and its remainder is computed by another formula. So an engine checks before it serves, with its own weights: a
+sequence is computed in order, then its last block again in other orders and among other rows. Inputs and outputs of every
+module are compared, because a difference in the last place may be rounded away before the end.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ PROMPT = -(-2 * TILE // BLOCK) * BLOCK  # tokens: more than one tile, whole bloc
 
 @torch.inference_mode()
 def check_machine(weights: Weights, page_size: int) -> None:
-    """Raises ConfigError when, for this model on this machine, a row's bits depend on its place or company in a block."""
+    """Raise ConfigError if a row's bits depend on its place or on the other rows of a block."""
     pages = -(-PROMPT // page_size)
     cache = PagedCache(weights.decoder.arch, pages + 1, page_size, torch.float32, torch.device("cpu"))
     table = np.arange(1, pages + 1)[None]
@@ -59,7 +59,7 @@ def check_machine(weights: Weights, page_size: int) -> None:
 
 @contextmanager
 def _watched(decoder: Decoder) -> Iterator[list[Tensor]]:
-    """Collects what the decoder's norms and projections read and return, all [BLOCK, ...]."""
+    """Collect the inputs and outputs of the decoder's norms and projections, all [BLOCK, ...]."""
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, given: tuple[Any, ...], result: Any) -> None:
@@ -74,5 +74,5 @@ def _watched(decoder: Decoder) -> Iterator[list[Tensor]]:
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    """Bit for bit, NaNs too."""
+    """True when two tensors are equal bit for bit, NaNs included."""
     return torch.equal(a.contiguous().view(torch.int32), b.contiguous().view(torch.int32))

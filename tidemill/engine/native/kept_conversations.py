@@ -1,7 +1,7 @@
-"""What an engine remembers of a conversation between two of its turns, under `keep`: the salt that its KV was written under.
+"""Remembers the KV salt of each conversation between its turns (`in_flight = "keep"`).
 
 Only a request that continues this very sequence gets the salt: a key that is used again for something else must not find KV
-of weights that are gone.
+of old weights.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ import numpy as np
 
 from tidemill.engine.native.scheduler import Salt
 
-REMEMBERED = 16384  # episodes; the oldest go first
+REMEMBERED = 16384  # conversations; the oldest are dropped first
 
 
 @dataclass(frozen=True, slots=True)
 class _Episode:
     salt: Salt
-    length: int  # tokens so far
-    digest: bytes  # of them
+    length: int  # number of tokens so far
+    digest: bytes  # digest of the tokens
 
 
 class KeptConversations:
+    """Salts of conversations, by key."""
+
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, _Episode] = OrderedDict()
 
     def remember(self, key: str, salt: Salt, tokens: np.ndarray) -> None:
-        """The episode `key` stands at `tokens` [T] int32."""
+        """Note that the conversation `key` has reached `tokens` [T] int32."""
         self._by_key[key] = _Episode(salt, len(tokens), _digest(tokens))
         self._by_key.move_to_end(key)
         if len(self._by_key) > REMEMBERED:
             self._by_key.popitem(last=False)
 
     def salt(self, key: str, tokens: np.ndarray) -> Salt | None:
-        """The salt for a prompt that goes on where the episode `key` stood; None for any other."""
+        """The salt for a prompt that continues the conversation `key`; None for any other."""
         episode = self._by_key.get(key)
         if episode is None or len(tokens) <= episode.length or _digest(tokens[: episode.length]) != episode.digest:
             return None

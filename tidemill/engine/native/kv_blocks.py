@@ -1,4 +1,4 @@
-"""Which KV page belongs to whom. Integers only.
+"""Block manager: ownership of KV pages, and the prefix cache. Integers only.
 
 A page is exactly one of: free, referenced by one or more sequences, or cached (full, unreferenced, findable by content).
 Full pages are found again through a hash chain: a page's key is (its parent in the chain, the salt, its tokens). Keys are
@@ -8,7 +8,7 @@ whole prefix, and a collision of hashes cannot serve the KV of other tokens.
 Pages are released from the end of a sequence to its beginning, so a parent is always used more recently than its
 children and eviction takes leaves first. Page 0 is never given out: padding reads it and discarded writes go there.
 
-Cached pages are also kept by salt, so that a whole version's are retired between two decode steps without a look at each:
+Cached pages are also kept by salt, so that a whole version's pages are retired between two decode steps in constant time:
 they are forgotten one by one, as they are given out again.
 """
 
@@ -24,25 +24,29 @@ NULL_PAGE = 0
 ROOT = 0  # the serial of the empty prefix
 
 
-Salt = tuple[int, int]  # pages of different ones are never shared: the version that they were computed with
+Salt = tuple[int, int]  # version that a page was computed with; pages of different salts are never shared
 
 
 class PageKey(NamedTuple):
+    """Key of a full page: the whole prefix by its parent, the salt, and the page's tokens."""
+
     parent: int  # serial of the page before it, ROOT for the first
     salt: Salt
     tokens: bytes
 
 
 class BlockManager:
+    """Gives out KV pages and finds cached ones by content."""
+
     def __init__(self, pages: int, page_size: int, prefix_cache: bool = True) -> None:
-        """`pages` counts the null page: pages - 1 can be given out."""
+        """Manage `pages` pages, of which the null page is never given out."""
         assert pages >= 2 and page_size >= 1
         self.pages, self.page_size, self.prefix_cache = pages, page_size, prefix_cache
         self._references = [0] * pages
-        self._free = list(range(pages - 1, NULL_PAGE, -1))  # a stack: low pages first, so that little memory is touched
-        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached pages nobody holds, least recently used first
-        self._by_salt: dict[Salt, OrderedDict[int, None]] = {}  # the same, and no salt that has none
-        self._retired: dict[Salt, None] = {}  # those of these salts go first
+        self._free = list(range(pages - 1, NULL_PAGE, -1))  # a stack, low pages first, to touch little memory
+        self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached, without a holder; oldest use first
+        self._by_salt: dict[Salt, OrderedDict[int, None]] = {}  # those pages by salt, without empty entries
+        self._retired: dict[Salt, None] = {}  # salts whose pages are given out first
         self._by_key: dict[PageKey, int] = {}
         self._keys: list[PageKey | None] = [None] * pages
         self._serials = [ROOT] * pages
@@ -62,7 +66,10 @@ class BlockManager:
         return -(-tokens // self.page_size)
 
     def lookup(self, tokens: np.ndarray, salt: Salt) -> tuple[list[int], int]:
-        """The cached full pages that `tokens` [T] int32 begins with, and the serial of the last (ROOT when none)."""
+        """The cached full pages at the beginning of `tokens` [T] int32, and the last one's serial.
+
+        The serial is ROOT if there are none.
+        """
         found: list[int] = []
         serial = ROOT
         if self.prefix_cache:
@@ -75,7 +82,7 @@ class BlockManager:
         return found, serial
 
     def can_allocate(self, count: int, shared: Sequence[int] = ()) -> bool:
-        """Whether `count` new pages can be had beside holding the `shared` ones."""
+        """True if `count` new pages are available while the `shared` ones are held."""
         held = sum(self._references[page] == 0 for page in shared)
         return count <= self.available - held
 
@@ -94,7 +101,10 @@ class BlockManager:
         return pages[-1]
 
     def register(self, page: int, tokens: np.ndarray, parent: int, salt: Salt) -> int:
-        """Make a full page findable; returns its serial in the chain. Content that is cached already stays where it is."""
+        """Make a full page findable; returns its serial in the chain.
+
+        If the content is cached already, the earlier page stays.
+        """
         key = PageKey(parent, salt, tokens.tobytes())
         known = self._by_key.setdefault(key, page)
         if known == page and self._keys[page] is None:
@@ -116,8 +126,10 @@ class BlockManager:
                     self._by_salt.setdefault(key.salt, OrderedDict())[page] = None
 
     def retire(self, salts: Collection[Salt]) -> None:
-        """Cached pages of other salts than these are given out before all others, also before pages that were never touched,
-        so that memory does not fill with what nobody will look for. Takes as long however many there are."""
+        """Give out cached pages of other salts first, even before unused pages.
+
+        Memory then does not fill with pages that no request will look for. It takes constant time.
+        """
         self._retired = dict.fromkeys(salt for salt in self._by_salt if salt not in salts)
 
     def _take(self) -> int:
@@ -131,7 +143,7 @@ class BlockManager:
         return page
 
     def _uncache(self, page: int) -> PageKey:
-        """Of pages that nobody holds it is none any more; returns its key, by which it is still found."""
+        """Take a page out of the unreferenced ones. Returns its key, by which it is still found."""
         key = self._key_of(page)
         del self._unreferenced[page]
         pages = self._by_salt[key.salt]
@@ -147,7 +159,10 @@ class BlockManager:
         return key
 
     def check_integrity(self, held: Iterable[Sequence[int]]) -> None:
-        """`held` are the page lists of all sequences. Raises RuntimeError naming the first contradiction."""
+        """Raise RuntimeError, naming the first contradiction, if the pages do not add up.
+
+        held: the page lists of all sequences.
+        """
         expected = [0] * self.pages
         for pages in held:
             for page in pages:

@@ -1,7 +1,7 @@
-"""What a request changes in the logits before it samples: penalties, a bias, and ends that may not come yet.
+"""Changes of a request to its logits before sampling: penalties, bias, minimum length.
 
-In this order: the repetition penalty of Keskar et al. (2019) on the model's own logits, the frequency and presence penalties
-of OpenAI's interface, the bias, and `min_tokens`.
+They apply in this order: the repetition penalty of Keskar et al. (2019) on the model's own logits, the frequency and
+presence penalties of OpenAI's interface, the bias, and `min_tokens`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tidemill.core.types import SamplingParams
 
-NEVER = -1e9  # a logit whose probability is 0; finite, so that a row of nothing else is still a distribution
+NEVER = -1e9  # a logit of probability 0; finite, so that a row of such logits is still a distribution
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,14 +1,14 @@
-"""The native engine: paged KV, continuous batching, exact behaviour logprobs, weight updates between two steps.
+"""The native engine: paged KV cache, continuous batching, exact behaviour logprobs.
 
     generate/score/stream -> Request -> scheduler.plan -> run -> record -> Completion
 
 Everything happens in one event loop: `_step` runs while there is work, and between two steps callers get their turn, as do
-`weight_updates`. Whatever a method does outside of an `await` happens between two steps. Each sampled token is stamped with
-version whose step sampled it (I1).
+`weight_updates`. Code outside of an `await` runs between two steps. Each sampled token is stamped with the version whose
+step sampled it (I1).
 
-On a device the next step is launched before what this one sampled is read (`_settle`). Rows that reach their limit are not
-in it; those that turn out to have stopped are, and nobody looks at what they compute. Whoever changes weights, or needs the
-tokens so far, settles first.
+On a device the next step is launched before the tokens of this one are read (`_settle`). It leaves out rows that reach their
+limit. Rows that turn out to have stopped are computed in vain. Code that changes weights, or needs the tokens so far,
+settles first.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ class UnderWay:
 
 
 class NativeEngine:
+    """`interfaces.Engine` on this project's own models."""
+
     def __init__(
         self,
         decoder: Decoder,
@@ -70,11 +72,11 @@ class NativeEngine:
         cores: Cores | None = None,
         cached_versions: int = 2,
     ) -> None:
-        """Serves `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
+        """Serve `decoder`, which is cast and moved as `settings` say and belongs to the engine from now on.
 
-        `receiver`: where updates come from; None for an engine that is never updated. `eos_ids` end a completion unless
-        its parameters say `ignore_eos`. `cores`: are taken before each step. `cached_versions`: of so many, the
-        latest, KV may be found again, since an episode between two turns still has that of the version it began with.
+        receiver: source of updates; None for an engine that is never updated. eos_ids: end a completion unless its
+        parameters say `ignore_eos`. cores: taken before each step. cached_versions: how many recent versions keep their
+        prefix cache; an episode between two turns still has KV of the version it began with.
         """
         self.name, self.settings, self.eos_ids = name, settings, eos_ids
         device = device_of(settings.device)
@@ -128,11 +130,14 @@ class NativeEngine:
         return await self._result(self._submit(request, stream=False))
 
     def stream(self, request: GenerateRequest) -> Stream:
-        """As `generate`, token by token. Close it (`aclose`, or cancel the iteration) to abort."""
+        """Sample as `generate` does, token by token. Close it (`aclose`, or cancel the iteration) to abort."""
         return Stream(self._submit(request, stream=True), self._forget)
 
     async def score(self, tokens: Array, policy: str, temperature: float = 1.0, top_k: int = 0) -> Scored:
-        """`top_k` alternatives at `temperature`; row 0, which nothing predicts, holds ids of -1."""
+        """Logprobs of given tokens, and `top_k` alternatives, at `temperature`.
+
+        Row 0, which nothing predicts, holds ids of -1. Raises ValueError for tokens or a temperature that cannot be scored.
+        """
         if not temperature > 0:
             raise ValueError(f"temperature={temperature!r}: expected a value > 0 to score at")
         tokens = self._check(tokens, policy)
@@ -156,7 +161,10 @@ class NativeEngine:
             self._complete(request, Finish.CANCELLED, length)
 
     async def sleep(self) -> None:
-        """Give the KV memory back. What runs is kept and prefilled again after `wake`; new calls are refused until then."""
+        """Free the KV memory. Running sequences are kept and prefilled again after `wake`.
+
+        New calls are refused until then.
+        """
         self._check_alive()
         if self._cache is None:
             return
@@ -241,7 +249,7 @@ class NativeEngine:
             self._activity.idle.end()
 
     def _step(self, cache: PagedCache) -> None:
-        """Schedule, run, postprocess: the step before, where one is computed ahead."""
+        """Schedule a step, run it, and record the tokens of the previous one if it ran ahead."""
         fault_injection.reach(self.name, "generate", self._updates.weights.version.step)
         start = time.monotonic()
         self._cores.take()
@@ -262,7 +270,7 @@ class NativeEngine:
         self._activity.step(start, time.monotonic())
 
     def _launch(self, cache: PagedCache, plan: Plan) -> tuple[UnderWay, bool]:
-        """(a step that is being computed, whether it has been)"""
+        """Launch a step. Returns it, and True if it is already computed."""
         slots, weights, table = plan.sample_slots, self._updates.weights, self._scheduler.table
         params = self._slots.params(slots, plan.sample_positions)
         if self._slots.adjusted[slots].any():  # a step that samples for them is never ahead: their replies are known
@@ -278,7 +286,7 @@ class NativeEngine:
         return UnderWay(plan, len(self._updates.versions) - 1, read), not ahead
 
     def _settle(self) -> None:
-        """What the step under way sampled is known from here on, and whoever ended with it has ended."""
+        """Wait for the step under way, record its tokens, and finish the requests that end with it."""
         if (step := self._under_way) is not None:
             self._under_way = None
             try:
@@ -339,7 +347,7 @@ class NativeEngine:
             request.stream.put_nowait((int(token), float(logprob), float(model), top))
 
     def _record_probe(self, slot: int, start: int, part: Probed) -> None:
-        """`part` begins with the distribution after position `start`: row 0 is predicted by nothing."""
+        """Store scored logprobs; `part` begins with the distribution after position `start`."""
         request = self._slots.requests[slot]
         assert request is not None and request.probed is not None
         rows = slice(start + 1, start + 1 + len(part.logprobs))
@@ -400,7 +408,7 @@ class NativeEngine:
             raise
 
     def _forget(self, request: ActiveRequest) -> None:
-        """It leaves the engine, wherever it stands."""
+        """Remove a request from the engine, wherever it stands."""
         if self._requests.pop(request.sequence, None) is None:
             return
         self._scheduler.release(request.sequence)
@@ -419,7 +427,7 @@ class NativeEngine:
             request.stream.put_nowait(None)
 
     def _complete(self, request: ActiveRequest, finish: Finish, length: int) -> None:
-        """`length`: tokens that are known of it, the prompt's too."""
+        """Finish a request with its completion. length: its known tokens, the prompt included."""
         sequence, slot = request.sequence, request.sequence.slot
         if self.settings.in_flight == InFlight.KEEP and request.key and sequence.salt is not None and not sequence.last:
             self._episodes.remember(request.key, sequence.salt, self._scheduler.tokens[slot, :length])
@@ -433,13 +441,13 @@ class NativeEngine:
             raise EngineFailed(str(self._failure)) from self._failure
 
     def _stop(self, error: Exception) -> None:
-        """A step went wrong."""
+        """Fail every request after a step went wrong."""
         failed = EngineFailed(f"engine {self.name} has stopped: {error!r}")
         failed.__cause__ = error
         self._fail(failed)
 
     def _fail(self, error: Exception) -> None:
-        """Everybody who waits gets `error`, and whoever comes later is told."""
+        """Fail every waiting request with `error`, and all later ones."""
         if self._failure is None:
             self._failure = error
         for request in list(self._requests.values()):

@@ -1,15 +1,15 @@
-"""The paged KV cache, and attention over it for a step that mixes decoding rows with chunks of prompts.
+"""The paged KV cache, and attention over it for decoding rows and chunks of prompts.
 
 Layout: [layers, pages, K, page_size, 2E], a token's key and value side by side. One `index_select` of pages by block table
 then yields [rows * K, T, 2E], whose halves are the operands of two batched matrix products without another copy.
-A compiled kernel reads the pages where they lie (`kernels`; on a CUDA device through `cuda`); on the CPU those that several
-rows begin with are read once for all of them, be they siblings or tokens of one chunk. Another kernel attends to chunks that
-begin a sequence, whose keys and values are all of this step. Without one, rows are gathered a block at a time, those that
-decode sorted by length, chunks by theirs: a block is padded to its longest row only, and small enough to be still in the
-processor's cache when it is read. Decode attention is computed in float32 whatever the pages hold.
+A compiled kernel reads the pages where they lie (`kernels`; on a CUDA device through `cuda`). On the CPU pages that several
+rows begin with, siblings or tokens of one chunk, are read once for all of them. Another kernel attends to chunks that begin
+a sequence, whose keys and values are all of this step. Without a kernel, rows are gathered a block at a time, decoding ones
+and chunks each sorted by length. A block is padded to its longest row only, and small enough to stay in the processor's
+cache until it is read. Decode attention is computed in float32 whatever the pages hold.
 
-Where there are chunks, every layer writes the step's keys and values before it reads any, or the chunks are computed first:
-so rows may share pages that this very step fills.
+In steps with chunks, every layer writes the step's keys and values before it reads any, or the chunks are computed first. So
+rows may share pages that this very step fills.
 """
 
 from __future__ import annotations
@@ -36,10 +36,13 @@ from tidemill.models.kernels.cpu.packed_sequences import Families
 from tidemill.models.kernels.cpu.thread_thresholds import whole_pass
 from tidemill.models.kernels.library import native
 
-GATHER_BYTES = {"cpu": 4 << 20, "cuda": 256 << 20}  # of keys and values of one block of rows, unless a single row has more
-QUERY_BLOCK = 512  # queries of a chunk attended at once: bounds the mask, and skips what causality hides
-MOST_PAIRS = 16 * QUERY_BLOCK**2  # of a query and a key, in chunks that are attended together
-PADDING = 1.25  # chunks are attended together when that computes at most this much more than one by one
+GATHER_BYTES = {
+    "cpu": 4 << 20,
+    "cuda": 256 << 20,
+}  # bytes of keys and values in one block of rows, unless one row has more
+QUERY_BLOCK = 512  # queries of a chunk attended at once, to bound the mask and to skip causally hidden keys
+MOST_PAIRS = 16 * QUERY_BLOCK**2  # pairs of a query and a key in chunks that are attended together
+PADDING = 1.25  # chunks are attended together if that computes at most this much more than one by one
 
 
 @dataclass(slots=True)
@@ -58,8 +61,8 @@ class ChunkBlock:
     """Several chunks (or pieces of them), padded to C queries and T keys."""
 
     queries: Tensor  # [rows, C] int64 into the step's flat row; padding repeats the last query
-    flat: Tensor  # [tokens] int64: which of the rows * C are not padding
-    targets: Tensor  # [tokens] int64: where those go in the step's flat row
+    flat: Tensor  # [tokens] int64: indices of the rows * C that are not padding
+    targets: Tensor  # [tokens] int64: their places in the step's flat row
     index: Tensor  # [rows * K * T / page_size] int64 into [pages * K]
     mask: Tensor  # [rows, 1, C, T] bool: may be seen
 
@@ -75,7 +78,9 @@ class QuerySpan:
 
 
 class PagedCache:
-    ahead = False  # whether a step can be computed while only the device knows what the one before it sampled
+    """The KV pages of all layers, and the attention over them."""
+
+    ahead = False  # True if a step can run before the previous step's tokens are read
 
     def __init__(self, arch: Architecture, pages: int, page_size: int, dtype: torch.dtype, device: torch.device) -> None:
         self.arch, self.pages, self.page_size, self.device = arch, pages, page_size, device
@@ -87,14 +92,16 @@ class PagedCache:
         self._by_token = self.kv.view(arch.layers, pages * arch.kv_heads * page_size, width)
         self._row_bytes = arch.kv_heads * width * 4
         self._native = _native(arch, page_size, dtype, device)
-        self._room = torch.empty(0, dtype=torch.uint8)  # of `Native.decode`
+        self._room = torch.empty(0, dtype=torch.uint8)  # scratch memory of `Native.decode`
         self._angles = (torch.empty(0), torch.empty(0))  # cos and sin of the first positions
         self._gathered = torch.empty(0, dtype=dtype, device=device)
         self._wide = torch.empty(0, dtype=torch.float32, device=device)
 
     def hidden(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
-        """[P, D] of the `wanted` ones [P] of the step's N tokens, all of whose keys and values are in the cache afterwards.
-        `table` as for `attend`. The next call may overwrite it."""
+        """Hidden states [P, D] of the `wanted` [P] tokens among the step's N tokens.
+
+        All N keys and values are in the cache afterwards. `table` as for `attend`. The next call may overwrite the result.
+        """
         layers, count = weights.decoding, len(plan.singles)
         if self._native is not None and layers is not None and whole_pass(count, layers.largest):
             if not plan.chunks:
@@ -106,7 +113,10 @@ class PagedCache:
         return weights.decoder(tokens, positions, self.attend(plan, table), self.chosen(wanted, len(tokens)))
 
     def _apart(self, weights: Weights, plan: Plan, table: np.ndarray, wanted: np.ndarray) -> Tensor:
-        """The same, the chunks first: rows that decode may share pages that these fill, and nobody sees what those write."""
+        """Hidden states of a mixed step, computed chunks first.
+
+        Decoding rows may share pages that the chunks fill, and no row reads what decoding rows write.
+        """
         count = len(plan.singles)
         chunks = [replace(chunk, row=chunk.row - count) for chunk in plan.chunks]
         none = plan.singles[:0]
@@ -119,12 +129,14 @@ class PagedCache:
         return out
 
     def sampling(self, logits: Tensor, ask: RowParams) -> Callable[[], Sampled]:
-        """Where `ahead`: `sample`, for rows that choose among the whole vocabulary. Who calls what this returns waits; the
-        next step does not."""
+        """Sample as `sample` does, for rows without truncation, if `ahead`.
+
+        Calling the returned function waits for the tokens; the next step does not.
+        """
         raise NotImplementedError
 
     def chosen(self, wanted: np.ndarray, count: int) -> Tensor | None:
-        """The indices of the wanted ones of so many; None where these are all, in order."""
+        """Indices of the wanted tokens among `count`; None if they are all, in order."""
         return None if np.array_equal(wanted, np.arange(count)) else self.tensor(wanted)
 
     def _decoded(
@@ -137,8 +149,11 @@ class PagedCache:
         wanted: np.ndarray,
         threads: int,
     ) -> Tensor:
-        """The same where every row decodes: each thread takes some rows through all layers. None sees what another one
-        writes: of pages that a step fills, only those of chunks are shared within it (`Scheduler._compute`)."""
+        """Hidden states of a step in which every row decodes: each thread takes rows through all layers.
+
+        No thread reads what another writes: of the pages that a step fills, only those of chunks are shared within it
+        (`Scheduler._compute`).
+        """
         order = siblings_together(table[plan.singles, 0])
         if len(self._angles[0]) <= (furthest := int(plan.positions.max())):
             self._angles = decoder.rope(torch.arange(max(1024, 2 * furthest)), layers.dtype)
@@ -193,7 +208,7 @@ class PagedCache:
         return attend
 
     def _lows(self, ends: np.ndarray) -> list[np.ndarray]:
-        """Of each layer, the first token that a row sees of `ends` [n]."""
+        """For each layer, the first token that each row sees. ends: [n] tokens of the rows."""
         lows = {w: np.maximum(ends - w, 0) if w else np.zeros_like(ends) for w in set(self.windows)}
         return [lows[window] for window in self.windows]
 
@@ -204,11 +219,11 @@ class PagedCache:
         return self.tensor(((pages[:, None] * len(heads) + heads) * self.page_size + offsets[:, None]).reshape(-1))
 
     def write(self, layer: int, index: Tensor, k: Tensor, v: Tensor) -> None:
-        """k, v [N, K, E] go where `write_index` says."""
+        """Write k, v [N, K, E] to the places of `write_index`."""
         self._by_token[layer].index_copy_(0, index, torch.cat((k, v), dim=-1).view(-1, 2 * self.arch.head_dim))
 
     def copy(self, copies: np.ndarray) -> None:
-        """`copies` [C, 2] of a plan: what one page holds, in all layers, goes to another one."""
+        """Copy pages in all layers. copies: [C, 2] (source, target) of a plan."""
         if len(copies):
             sources, targets = self.tensor(copies).unbind(1)
             self.kv.index_copy_(1, targets, self.kv.index_select(1, sources))
@@ -232,6 +247,7 @@ class PagedCache:
         return gathered if self.kv.dtype == torch.float32 else self._wide[:size].view(shape).copy_(gathered)
 
     def attend_chunks(self, layer: int, q: Tensor, block: ChunkBlock, out: Tensor) -> None:
+        """Attention of a block of chunks, written into `out`."""
         n, queries = block.queries.shape
         size, heads = self.arch.head_dim, self.arch.kv_heads
         kv = self._by_page[layer].index_select(0, block.index).view(n, heads, -1, 2 * size)
@@ -245,7 +261,7 @@ class PagedCache:
         blocks = []
         first, total, size = 0, len(plan.singles), self.page_size
         begins = _first_page(plan.lengths, window, size)
-        counts = -(-plan.lengths // size) - begins  # pages each row reads; descending, but for windows
+        counts = -(-plan.lengths // size) - begins  # pages each row reads; descending, except with windows
         while first < total:
             length = int(counts[first]) * size
             last = min(total, first + max(1, GATHER_BYTES[self.device.type] // (length * self._row_bytes)))
@@ -261,7 +277,7 @@ class PagedCache:
         return blocks
 
     def chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray) -> dict[int | None, list[ChunkBlock]]:
-        """Of each window that a layer has, for `attend_chunks`."""
+        """Blocks for `attend_chunks`, by the windows that layers have."""
         return {w: self._chunk_blocks(chunks, table, w) for w in set(self.windows)}
 
     def _chunk_blocks(self, chunks: Sequence[Chunk], table: np.ndarray, window: int | None) -> list[ChunkBlock]:
@@ -294,7 +310,7 @@ class PagedCache:
         )
 
     def page_index(self, table: np.ndarray, slots: np.ndarray, begins: np.ndarray, pages: int) -> Tensor:
-        """[rows * K * pages] into the pages of all heads, row by row and head by head."""
+        """Indices [rows * K * pages] into the pages of all heads, row by row and head by head."""
         columns = begins[:, None] + np.arange(pages)
         inside = columns < table.shape[1]
         page = np.where(inside, table[slots[:, None], np.minimum(columns, table.shape[1] - 1)], NULL_PAGE).astype(np.int64)
@@ -306,8 +322,11 @@ class PagedCache:
 
 
 def _one_by_one(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(rows [n], their slots [n], tokens that each sees [n]) of all but the chunks that begin a sequence, int64. A chunk's
-    tokens are rows like those that decode; what pages they have in common are read once for many of them."""
+    """Rows that are attended one by one: (rows, slots, tokens that each sees), each [n] int64.
+
+    Left out are chunks that begin a sequence. A later chunk's tokens are rows like those that decode; their common pages are
+    read once for many of them.
+    """
     later = [chunk for chunk in plan.chunks if chunk.start]
     rows = [np.arange(len(plan.singles)), *(np.arange(c.row, c.row + c.count) for c in later)]
     slots = [plan.singles, *(np.full(c.count, c.slot) for c in later)]
@@ -316,19 +335,19 @@ def _one_by_one(plan: Plan) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def _part(plan: Plan, rows: slice, **changed: Any) -> Plan:
-    """Some rows of the step's flat row."""
+    """A plan of some rows of the step's flat row."""
     given = {"tokens": plan.tokens[rows], "positions": plan.positions[rows], "writes": plan.writes[rows]}
     return replace(plan, **given, **changed)
 
 
 def _native(arch: Architecture, page_size: int, dtype: torch.dtype, device: torch.device) -> Native | None:
-    """The compiled kernels, where they are for this."""
+    """The compiled kernels, if they support this model and device."""
     fits = Native.attends(dtype, arch.heads, arch.kv_heads, arch.head_dim, page_size)
     return native() if fits and device.type == "cpu" else None
 
 
 def siblings_together(pages: np.ndarray) -> np.ndarray:
-    """[n] an order of rows in which those with the same first page [n] stand side by side, else as they were."""
+    """An order [n] of rows that puts rows with equal first pages [n] side by side."""
     _, first, inverse = np.unique(pages, return_index=True, return_inverse=True)
     return np.argsort(first[inverse], kind="stable")
 
@@ -339,7 +358,7 @@ def _first_page(lengths: np.ndarray, window: int | None, page_size: int) -> np.n
 
 
 def _group(pieces: list[QuerySpan], most: int) -> list[list[QuerySpan]]:
-    """Pieces of like size together, as long as padding stays small. most: keys that pieces which are together may see."""
+    """Groups of pieces of similar size, as long as padding stays small. most: keys of one group."""
     groups: list[list[QuerySpan]] = []
     work = padded = queries = keys = seen = 0
     for piece in sorted(pieces, key=lambda p: (-p.count, -(p.start + p.count))):
@@ -357,7 +376,7 @@ def _group(pieces: list[QuerySpan], most: int) -> list[list[QuerySpan]]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """On the CPU from the system's lazily zeroed memory: only pages that are used become resident.
+    """Zeroed memory; on the CPU only pages that are used become resident.
 
     Zeros, because a masked position has weight 0 and 0 times an uninitialised NaN would not be 0.
     """

@@ -1,4 +1,4 @@
-"""Requests under way: an `ActiveRequest` for each call, and per-slot arrays for what is sampled.
+"""Requests under way: an `ActiveRequest` for each call, and arrays for sampled data.
 
 The arrays are indexed by [slot, position], so that a step records its whole batch in a few NumPy assignments.
 """
@@ -23,7 +23,7 @@ Token = tuple[int, float, float | None, list[tuple[int, float]]]
 
 @dataclass(slots=True, eq=False)
 class ActiveRequest:
-    """One call. `params` is None for a score."""
+    """One call of the engine. `params` is None for a score."""
 
     sequence: Sequence
     arrived: float  # monotonic seconds
@@ -31,12 +31,12 @@ class ActiveRequest:
     key: str = ""
     stops: tuple[int, ...] = ()
     future: asyncio.Future[Completion] | asyncio.Future[Scored] | None = None
-    stream: asyncio.Queue[Token | None] | None = None  # None in it: the future is done
+    stream: asyncio.Queue[Token | None] | None = None  # a None in it means that the future is done
     queued_s: float = 0.0
     first_token_s: float = 0.0
     supports: list[np.ndarray] = field(default_factory=list)
     tops: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list)
-    temperature: float = 1.0  # of a score
+    temperature: float = 1.0  # temperature of a score
     top_k: int = 0
     probed: Probed | None = None  # rows by position
 
@@ -47,7 +47,7 @@ class ActiveRequest:
 
     @property
     def detailed(self) -> bool:
-        """Its tokens need more than the per-slot arrays."""
+        """True when its tokens need more than the per-slot arrays."""
         return self.stream is not None or self.truncated or (self.params is not None and self.params.top_logprobs > 0)
 
     def support(self) -> Support | None:
@@ -59,7 +59,7 @@ class ActiveRequest:
 
 
 class Slots:
-    """What each running row asks for, and what was sampled in it."""
+    """Per-slot arrays: each running row's sampling parameters, and its sampled tokens' data."""
 
     def __init__(self, slots: int, context: int) -> None:
         self.requests: list[ActiveRequest | None] = [None] * slots
@@ -69,16 +69,17 @@ class Slots:
         self.seed = np.zeros(slots, np.uint64)  # mixed
         self.detailed = np.zeros(slots, bool)
         self.adjusted = np.zeros(slots, bool)
-        self.fresh = np.zeros(slots, bool)  # nothing has been sampled in it yet
+        self.fresh = np.zeros(slots, bool)  # True until its first token is sampled
         self.stops = [
             np.full(slots, -1, np.int64)
         ]  # the first of each, the second and so on: -1, which no token is, fills up
-        # Zeroed lazily by the system: only what is used takes memory.
+        # Zeroed lazily by the system: only used parts take memory.
         self.logprobs = np.zeros((slots, context), np.float32)
         self.model_logprobs = np.zeros((slots, context), np.float32)
-        self.epochs = np.zeros((slots, context), np.int32)  # which of the engine's versions sampled it
+        self.epochs = np.zeros((slots, context), np.int32)  # index of the version that sampled it
 
     def enter(self, slot: int, request: ActiveRequest) -> None:
+        """Set a slot's parameters for a request."""
         self.requests[slot] = request
         self.limit[slot] = request.sequence.limit
         if (params := request.params) is None:
@@ -102,7 +103,10 @@ class Slots:
         )
 
     def adjustments(self, slots: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> dict[int, Adjustment]:
-        """Of those rows that adjust their logits. `tokens` [slot, position] are known below the row's position."""
+        """Adjustments of the rows that change their logits.
+
+        tokens: [slot, position], known below each row's position.
+        """
         found: dict[int, Adjustment] = {}
         for i in np.flatnonzero(self.adjusted[slots]).tolist():
             request, row = self.requests[slots[i]], tokens[slots[i]]
@@ -112,7 +116,7 @@ class Slots:
         return found
 
     def stopped(self, slots: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-        """[n] bool: which of these rows' tokens end them."""
+        """True, [n] bool, for rows that end with their token."""
         found = tokens == self.stops[0][slots]
         for stops in self.stops[1:]:
             found |= tokens == stops[slots]
@@ -120,7 +124,10 @@ class Slots:
 
 
 class Stream(AsyncIterator[Token]):
-    """The tokens of one call as they are sampled. When it is exhausted `completion` holds the whole; closing it aborts."""
+    """The tokens of one call as they are sampled. Closing it aborts.
+
+    When it is exhausted, `completion` holds the whole.
+    """
 
     def __init__(self, request: ActiveRequest, end: Callable[[ActiveRequest], None]) -> None:
         self._request, self._end = request, end
@@ -150,13 +157,13 @@ class Stream(AsyncIterator[Token]):
 def completion(
     request: ActiveRequest, finish: Finish, tokens: np.ndarray, slots: Slots, versions: list[Version], engine: str
 ) -> Completion:
-    """The record of what was sampled for `request`: `tokens` [n], and what the slots hold beside them."""
+    """The record of a request: its sampled `tokens` [n], and the slots' data about them."""
     slot, first = request.sequence.slot, len(request.sequence.prompt)
     row = slice(first, first + len(tokens))
     epochs = slots.epochs[slot, row]
     begins = [0, *(np.flatnonzero(epochs[1:] != epochs[:-1]) + 1).tolist()] if len(epochs) else []
     sources, steps = tuple(versions[e] for e in epochs[begins]), np.empty(len(epochs), np.int32)
-    for begin, source in zip(begins, sources, strict=True):  # a version that has been left does not come back
+    for begin, source in zip(begins, sources, strict=True):  # versions only go forward
         steps[begin:] = source.step
     tops = request.tops
     return Completion(

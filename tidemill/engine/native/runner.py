@@ -1,5 +1,7 @@
-"""Runs a plan on the model: hidden states through the paged cache, then tokens for the rows that sample and logprobs for
-the rows that are scored. The head is float32 on every path."""
+"""Runs a plan on the model: hidden states, sampled tokens, logprobs of scored rows.
+
+The head is float32 on every path.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +18,12 @@ from tidemill.engine.native.scheduler import Plan
 from tidemill.engine.native.staged_weights import Weights
 from tidemill.models.kernels.library import without_gradient
 
-LOGITS_BYTES = 64 << 20  # of scored positions that are looked at together
+LOGITS_BYTES = 64 << 20  # bytes of logits of scored positions that are computed together
 
 
 @dataclass(slots=True)
 class Probe:
-    """What is asked of scored rows [first, last) of a step."""
+    """Scored rows [first, last) of a step, with the tokens to score."""
 
     first: int
     last: int
@@ -32,6 +34,8 @@ class Probe:
 
 @dataclass(slots=True)
 class Probed:
+    """Logprobs of scored rows."""
+
     logprobs: np.ndarray  # [n] float32
     top_ids: np.ndarray  # [n, k] int32, k may be 0
     top_logprobs: np.ndarray  # [n, k] float32
@@ -39,6 +43,8 @@ class Probed:
 
 @dataclass(slots=True)
 class Output:
+    """The result of a step."""
+
     sampled: Sampled
     top_ids: np.ndarray | None  # [S, k] int32, of the unmodified model
     top_logprobs: np.ndarray | None  # [S, k] float32
@@ -49,7 +55,7 @@ class Output:
 def run(
     weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, ask: RowParams, top: int, probes: list[Probe]
 ) -> Output:
-    """One step. `top`: how many alternatives to report for the sampled rows."""
+    """Run one step. top: how many alternatives to report for the sampled rows."""
     sampled = len(plan.sample_rows)
     wanted = np.concatenate([plan.sample_rows, *(np.arange(p.first, p.last) for p in probes)])
     hidden, *scored = cache.hidden(weights, plan, table, wanted).split([sampled, *(p.last - p.first for p in probes)])
@@ -64,7 +70,7 @@ def run(
 
 @torch.inference_mode()
 def launch(weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, ask: RowParams) -> Callable[[], Output]:
-    """As `run`, where the cache is `ahead` and nothing else is asked for; who calls what this returns waits for it."""
+    """Launch a step on a cache that runs `ahead`. Calling the returned function waits for it."""
     hidden = cache.hidden(weights, plan, table, plan.sample_rows)
     cache.copy(plan.copies)
     sampled = cache.sampling(weights.logits(hidden), ask)

@@ -1,8 +1,9 @@
-"""From logits to tokens, and to the exact logprob of what was done. Rows of one batch may all ask for something else.
+"""Sampler: logits to tokens, with the exact logprob of each choice.
 
-Noise is one uniform number per (seed, position), from a counter-based hash: neither batching, preemption nor the order of
-arrival can change it. The token is where the cumulative probability first exceeds it (inverse CDF, accumulated in float64
-over blocks, then inside one block), so a token of probability zero is never chosen.
+Rows of one batch may have different parameters. Noise is one uniform number per (seed, position), from a counter-based hash:
+neither batching, preemption nor the order of arrival can change it. The token is where the cumulative probability first
+exceeds it (inverse CDF, accumulated in float64 over blocks, then inside one block), so a token of probability zero is never
+chosen.
 
 `logprobs` belong to the distribution that was sampled: adjusted logits, temperature, then top-k, then top-p on what top-k
 kept, and min-p, renormalised. `model_logprobs` belong to the unmodified model. A greedy choice is certain: its logprob is 0.
@@ -21,13 +22,13 @@ from tidemill.models.kernels.cpu.bindings import Native
 from tidemill.models.kernels.cuda.launchers import Gpu
 
 BLOCK = 256  # tokens of the vocabulary in one block of the two-level search
-CANDIDATES = 256  # a truncated row is first looked for among this many likeliest tokens
+CANDIDATES = 256  # a truncated row's tokens are first searched among this many likeliest ones
 _STEP, _FIRST, _SECOND = np.array([0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB], np.uint64)
 
 
 @dataclass(slots=True)
 class RowParams:
-    """What each of R rows asks for."""
+    """Sampling parameters of R rows."""
 
     temperature: np.ndarray  # [R] float64
     top_p: np.ndarray  # [R] float64
@@ -38,12 +39,14 @@ class RowParams:
 
     @property
     def truncated(self) -> np.ndarray:
-        """[R] bool: rows that do not choose among the whole vocabulary."""
+        """True, [R] bool, for rows that do not sample from the whole vocabulary."""
         return (self.temperature != 0) & ((self.top_p < 1) | (self.top_k > 0) | (self.min_p > 0))
 
 
 @dataclass(slots=True)
 class Sampled:
+    """Sampled tokens of R rows, with their logprobs."""
+
     tokens: np.ndarray  # [R] int64
     logprobs: np.ndarray  # [R] float32
     model_logprobs: np.ndarray  # [R] float32
@@ -51,22 +54,26 @@ class Sampled:
 
 
 def uniforms(seeds: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """[R] float64 in [0, 1) from seeds [R] that `mixed` gave and token `positions` [R] (splitmix64, Steele et al. 2014)."""
+    """Uniform numbers [R] float64 in [0, 1) from `mixed` seeds [R] and token positions [R].
+
+    It is splitmix64 (Steele et al. 2014).
+    """
     counter = (positions.astype(np.uint64) + np.uint64(1)) * _STEP
     return (mixed(seeds + counter) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def mixed(z: np.ndarray) -> np.ndarray:
-    """[R] uint64 for as many: neighbours no longer have anything in common."""
+    """Hash of [R] uint64 that leaves nothing common between neighbours."""
     z = (z ^ (z >> np.uint64(30))) * _FIRST
     z = (z ^ (z >> np.uint64(27))) * _SECOND
     return z ^ (z >> np.uint64(31))
 
 
 def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None) -> Sampled:
-    """One token for each row of `logits` [R, V] float32. Raises FloatingPointError when logits are not finite numbers.
+    """Sample one token for each row of `logits` [R, V] float32.
 
-    compiled: kernels that may be used; what they say differs in the last place.
+    Raises FloatingPointError when logits are not finite. compiled: kernels that may be used; their results differ in the
+    last place.
     """
     if ask.adjustments:
         return _sample_adjusted(logits, ask)
@@ -75,7 +82,7 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
         return finite(Sampled(*compiled.sample(logits, ask.temperature, ask.uniform)))
     greedy = ask.temperature == 0
     uniform = _column(ask.uniform, logits.device)
-    model = logprobs = torch.log_softmax(logits, dim=-1)  # at temperature 1 without truncation this is all there is
+    model = logprobs = torch.log_softmax(logits, dim=-1)  # enough at temperature 1 without truncation
     if tempered := bool((ask.temperature != 1).any()):
         temperature = _column(np.where(greedy, 1.0, ask.temperature), logits.device)
         logprobs = torch.log_softmax(logits / temperature.float(), dim=-1)
@@ -100,7 +107,7 @@ def sample(logits: Tensor, ask: RowParams, compiled: Native | Gpu | None = None)
 
 
 def _sample_adjusted(logits: Tensor, ask: RowParams) -> Sampled:
-    """As `sample`, after what some rows change in their logits. Their `model_logprobs` stay the unmodified model's."""
+    """Sample after applying adjustments. `model_logprobs` stay the unmodified model's."""
     rows, own = list(ask.adjustments), logits
     logits = logits.clone()
     for row, adjustment in ask.adjustments.items():
@@ -113,23 +120,23 @@ def _sample_adjusted(logits: Tensor, ask: RowParams) -> Sampled:
 
 
 def finite(result: Sampled) -> Sampled:
-    """`result`; raises FloatingPointError when it is of logits that are not finite numbers."""
+    """Return `result`. Raises FloatingPointError when its logits were not finite."""
     if not (np.isfinite(result.logprobs).all() and np.isfinite(result.model_logprobs).all()):
         raise FloatingPointError("the model's logits are not finite: the weights hold NaN or infinite values, or overflowed")
     return result
 
 
 def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """[R, 1] int64: the first index whose cumulative probability exceeds `uniform` [R, 1] of the total.
+    """The first index whose cumulative probability exceeds a share of the total: [R, 1] int64.
 
-    `probabilities` [R, W] need not sum to one exactly.
+    probabilities: [R, W]; they need not sum to one exactly. uniform: the share, [R, 1].
     """
     rows, width = probabilities.shape
     if width > 2 * BLOCK:
         size = next((n for n in (BLOCK, BLOCK // 2, BLOCK // 4) if width % n == 0), BLOCK)
         if width % size:
             probabilities = torch.nn.functional.pad(probabilities, (0, -width % size))
-        blocks = probabilities.view(rows, probabilities.shape[1] // size, size)  # rows may be 0: a step that only scores
+        blocks = probabilities.view(rows, probabilities.shape[1] // size, size)  # perhaps 0 rows
         block, rest = _search(blocks.sum(dim=-1).double(), uniform, scale=True)
         inside = blocks.gather(1, block[:, :, None].expand(-1, -1, size)).squeeze(1).double()
         return block * size + _search(inside, rest, scale=False)[0]
@@ -137,17 +144,20 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
 
 
 def _search(weights: Tensor, target: Tensor, *, scale: bool) -> tuple[Tensor, Tensor]:
-    """(index [R, 1], what of the target is left inside it). `scale`: the target is a share of the row's sum."""
+    """Index [R, 1] and the rest of the target inside it. scale: the target is a share of the sum."""
     cumulative = weights.cumsum(dim=-1)
     total = cumulative[:, -1:]
     target = target * total if scale else target
-    # Rounding can push the target to the total or past it: then the last step of the cumulative sum is meant.
+    # Rounding can push the target to the total or past it: then take the last step of the cumulative sum.
     index = torch.minimum((cumulative <= target).sum(-1, keepdim=True), (cumulative < total).sum(-1, keepdim=True))
     return index, target - (cumulative.gather(1, index) - weights.gather(1, index))
 
 
 def truncate(logprobs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.ndarray) -> tuple[Tensor, Tensor]:
-    """(ids [R, W] likeliest first, their logprobs with -inf where not kept) of normalised `logprobs` [R, V]."""
+    """Apply top-k, top-p and min-p to normalised `logprobs` [R, V].
+
+    Returns (ids [R, W] likeliest first, their logprobs with -inf where not kept).
+    """
     vocab = logprobs.shape[1]
     k = _column(np.where(top_k > 0, np.minimum(top_k, vocab), vocab), logprobs.device)
     p, ratio = _column(top_p, logprobs.device), _column(min_p, logprobs.device)
@@ -159,7 +169,7 @@ def truncate(logprobs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.n
         )
         mass = values.double().exp()
         ranked = torch.arange(width, device=logprobs.device) < k
-        # Without top-k the row's whole mass is 1 even when only its head is looked at here.
+        # Without top-k the row's whole mass is 1 even if only its head is computed here.
         total = torch.where(k < vocab, torch.where(ranked, mass, 0.0).sum(-1, keepdim=True), torch.ones_like(p))
         before = mass.cumsum(dim=-1) - mass
         keep = ranked & ((p >= 1) | (before < p * total)) & (mass >= ratio * mass[:, :1])
@@ -171,7 +181,7 @@ def truncate(logprobs: Tensor, top_k: np.ndarray, top_p: np.ndarray, min_p: np.n
 
 
 def alternatives(logprobs: Tensor, count: int) -> tuple[np.ndarray, np.ndarray]:
-    """(ids [R, count] int32, logprobs [R, count] float32) of the likeliest tokens, likeliest first."""
+    """The likeliest tokens: (ids [R, count] int32, logprobs [R, count] float32), likeliest first."""
     values, ids = torch.topk(logprobs, min(count, logprobs.shape[1]), dim=-1)
     return ids.to(torch.int32).cpu().numpy(), values.float().cpu().numpy()
 

@@ -1,4 +1,4 @@
-"""What the next step computes. Integers only.
+"""Scheduler: decides which tokens the next step computes. Integers only.
 
     submit -> waiting -> (admit: slot + pages) -> running -> release        preempt: running -> front of waiting
 
@@ -7,13 +7,13 @@ A running sequence owns a slot: a row of `tokens`, `length` (known tokens), `com
 When pages run out the latest admitted sequence is preempted: its pages go, its tokens stay, and it is prefilled again.
 Pages that chunks of a step are about to fill are findable at once: each layer writes before it reads, so prompts that
 arrive together share a beginning within the very step that computes it. Where all rows decode, none waits for another.
-A twin, whose tokens are all those of a sequence that this very step computes to its end, computes none: it samples from the
-same row, and is given a copy of the page that is not full.
+A twin has the same tokens as a sequence that this very step computes to its end. It computes nothing: it samples from the
+same row, and gets a copy of the page that is not full.
 
-    plan -> advance (it is being computed) -> learn (what it sampled)
+    plan -> advance (it is being computed) -> learn (its sampled tokens)
 
-The next step may be planned before what this one samples is known: such a token is written down as -1 - its place among the
-step's samples. Whatever looks at tokens themselves, as preemption does, waits for `learn`.
+The next step may be planned before this one's tokens are known: such a token is recorded as -1 - its place among the step's
+samples. Code that reads tokens themselves, such as preemption, waits for `learn`.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager, Salt
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """What the scheduler knows of a request."""
+    """The scheduler's record of a request."""
 
     prompt: np.ndarray  # [P] int32
-    limit: int  # tokens it may hold in the end
+    limit: int  # most tokens that it may hold
     probe: bool = False  # scored, not continued: neither reads nor feeds the prefix cache, samples nothing
-    last: bool = False  # no other one goes on where it ends: what it sampled does not feed the cache
-    salt: Salt | None = None  # of the prefix cache; None until admission
+    last: bool = False  # nothing continues it, so its sampled tokens do not feed the cache
+    salt: Salt | None = None  # prefix cache salt; None until admission
     slot: int = -1  # kept while preempted
     pages: list[int] = field(default_factory=list)
     registered: int = 0  # leading pages whose content has been offered to the cache
@@ -51,7 +51,7 @@ class Chunk:
     slot: int
     start: int  # position of its first token
     count: int
-    row: int  # where it begins in the step's flat row of tokens
+    row: int  # its beginning in the step's flat row of tokens
 
 
 @dataclass(slots=True)
@@ -66,19 +66,21 @@ class Plan:
     writes: np.ndarray  # [N] int64  where the KV goes: page * page_size + offset
     sample_rows: np.ndarray  # [S] rows whose next token is sampled
     sample_slots: np.ndarray  # [S]
-    sample_positions: np.ndarray  # [S] where that token will stand
-    tenures: np.ndarray  # [S] of the slots: another one's, when this one's sequence has left
-    copies: np.ndarray  # [C, 2] pages, of a sequence and of its twin: copied when the step's KV is written
+    sample_positions: np.ndarray  # [S] position of that token
+    tenures: np.ndarray  # [S] tenures of the slots; they change when a sequence leaves
+    copies: np.ndarray  # [C, 2] pages of a sequence and of its twin, copied when the step's KV is written
     probes: list[Chunk]  # rows whose next token is known and scored
-    admitted: list[Sequence]  # which compute for the first time
+    admitted: list[Sequence]  # those that compute for the first time
 
 
 class Scheduler:
+    """Admits, grows, preempts and releases sequences, and plans steps."""
+
     def __init__(self, blocks: BlockManager, max_sequences: int, context: int, prefill_chunk: int) -> None:
         self.blocks, self.prefill_chunk = blocks, prefill_chunk
         self.context = min(context, blocks.usable * blocks.page_size)  # a lone sequence can always grow to its end
-        self.admitting = True  # False: only what has begun goes on (drain)
-        self.salt: Salt = (0, 0)  # of sequences admitted from now on
+        self.admitting = True  # False: no new sequence is admitted (drain)
+        self.salt: Salt = (0, 0)  # salt of sequences admitted from now on
         self.preemptions = 0
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot, in order of admission
@@ -88,17 +90,17 @@ class Scheduler:
         self.length = np.zeros(max_sequences, np.int64)
         self.computed = np.zeros(max_sequences, np.int64)
         self._owned = np.zeros(max_sequences, np.int64)  # pages in `table`
-        self._shared = np.zeros(max_sequences, np.int64)  # leading tokens in pages of others, never written
+        self._shared = np.zeros(max_sequences, np.int64)  # leading tokens in shared pages, never written
         self._limit = np.zeros(max_sequences, np.int64)  # tokens each may hold
-        self._tenure = np.zeros(max_sequences, np.int64)  # sequences that have left it
+        self._tenure = np.zeros(max_sequences, np.int64)  # number of sequences that have left the slot
         self._probe = np.zeros(max_sequences, bool)
         self._free_slots = list(range(max_sequences - 1, -1, -1))
-        self._released_waiting = 0  # entries of `waiting` that are gone and will be skipped
+        self._released_waiting = 0  # released entries of `waiting`, which will be skipped
         self._order: np.ndarray | None = None  # `running` as an array
         # Of the step that is being planned:
         self._admitted: list[Sequence] = []  # for the first time
-        self._ending: dict[tuple[Salt, bytes], Sequence] = {}  # computed to their last token, by all their tokens
-        self._twins: list[tuple[Sequence, Sequence]] = []  # and the one that computes for it
+        self._ending: dict[tuple[Salt, bytes], Sequence] = {}  # sequences computed to their last token, by their tokens
+        self._twins: list[tuple[Sequence, Sequence]] = []  # (twin, the sequence that computes for it)
 
     @property
     def waiting_count(self) -> int:
@@ -110,7 +112,7 @@ class Scheduler:
         return len(self.length) - len(self._free_slots)
 
     def submit(self, sequence: Sequence) -> None:
-        """Queue it. Raises ValueError when it can never fit."""
+        """Queue a sequence. Raises ValueError if it can never fit."""
         size = len(sequence.prompt)
         if size == 0:
             raise ValueError("the prompt is empty: give at least one token")
@@ -125,7 +127,7 @@ class Scheduler:
         self.waiting.append(sequence)
 
     def may_preempt(self) -> bool:
-        """Whether `plan` may have to: what has been sampled must be known by then."""
+        """True if the next `plan` may preempt. All sampled tokens must be known by then."""
         return not self.blocks.can_allocate(len(self._growing()))
 
     def plan(self) -> Plan | None:
@@ -144,11 +146,11 @@ class Scheduler:
         if not len(singles) and not chunks:
             return None
         lengths = self.computed[singles] + 1
-        order = np.argsort(-lengths, kind="stable")  # neighbours of like length are padded least
+        order = np.argsort(-lengths, kind="stable")  # neighbours of similar length need least padding
         return self._lay_out(singles[order], lengths[order], chunks)
 
     def advance(self, plan: Plan) -> None:
-        """The plan is being computed."""
+        """Note that the plan is being computed."""
         self.computed[plan.singles] += 1
         for chunk in plan.chunks:
             self.computed[chunk.slot] += chunk.count
@@ -156,19 +158,21 @@ class Scheduler:
         self.length[plan.sample_slots] += 1
 
     def learn(self, plan: Plan, sampled: np.ndarray) -> np.ndarray:
-        """`sampled` [S] are the new tokens of the plan's `sample_slots`. Returns which of them count, in order: the others'
-        sequences have been released since it was planned."""
+        """Store the tokens `sampled` [S] for the plan's `sample_slots`.
+
+        Returns the indices that count: the other sequences were released since the step was planned.
+        """
         here = np.flatnonzero(self._tenure[plan.sample_slots] == plan.tenures)
         self.tokens[plan.sample_slots[here], plan.sample_positions[here]] = sampled[here]
         return here
 
     def release(self, sequence: Sequence) -> None:
-        """It is over, for whatever reason and wherever it stands: slot and pages are free again."""
+        """Free the slot and the pages of a sequence that is over, wherever it stands."""
         if sequence.released:
             return
         sequence.released = True
         if sequence.waiting:
-            self._released_waiting += 1  # it is skipped when its turn comes: no search through the queue
+            self._released_waiting += 1  # skipped at its turn, without a search through the queue
         else:
             self._leave(sequence, len(sequence.prompt) if sequence.last else None)
         if sequence.slot >= 0:
@@ -176,18 +180,18 @@ class Scheduler:
             self._free_slots.append(sequence.slot)
 
     def preempt(self, sequence: Sequence) -> None:
-        """Drop its KV and put it first in line."""
+        """Drop a sequence's KV and put it first in line."""
         self._leave(sequence)
         sequence.waiting = True
         self.waiting.appendleft(sequence)
 
     def preempt_all(self, *, renew: bool) -> None:
-        """`renew`: everything in flight is to be prefilled under the salt of the time, not under its own."""
+        """Preempt everything. renew: prefill sequences in flight under the current salt, not their own."""
         for sequence in reversed(list(self.running.values())):
             self.preempt(sequence)
         for sequence in self.waiting if renew else ():
             if sequence.slot < 0 and not sequence.released:
-                break  # those that had begun stand before those that had not
+                break  # sequences that have begun come first
             sequence.salt = None
 
     def check_integrity(self) -> None:
@@ -205,7 +209,7 @@ class Scheduler:
         return slots[begins & (self.length[slots] < self._limit[slots])]
 
     def _grow(self) -> None:
-        """A page for every row whose next token begins one."""
+        """Allocate a page for every row whose next token begins one; preempt if there are none."""
         for slot in self._growing().tolist():
             while slot in self.running and not self.blocks.can_allocate(1):
                 self.preemptions += 1
@@ -254,7 +258,10 @@ class Scheduler:
                 budget -= self._compute(sequence, budget, chunks)
 
     def _enter(self, sequence: Sequence, tokens: np.ndarray, cached: int, pages: list[int], shared: int, chain: int) -> None:
-        """`cached` of its tokens need not be computed; of its pages the first `shared` are also others'."""
+        """Put a sequence into its slot.
+
+        cached: tokens that need not be computed. shared: leading pages that other sequences also hold.
+        """
         if sequence.slot < 0:
             sequence.slot = slot = self._free_slots.pop()
             sequence.cached = cached
@@ -274,7 +281,7 @@ class Scheduler:
         self._order = None
 
     def _leave(self, sequence: Sequence, kept: int | None = None) -> None:
-        """Its pages go; those of its first `kept` tokens, of all by default, may be found again."""
+        """Free a sequence's pages. Those of its first `kept` tokens, by default all, stay findable."""
         slot = sequence.slot
         computed = int(self.computed[slot])
         self._register(sequence, computed if kept is None else min(kept, computed))
@@ -286,7 +293,10 @@ class Scheduler:
         self._order = None
 
     def _compute(self, sequence: Sequence, budget: int, chunks: list[Chunk]) -> int:
-        """Plan its next pending tokens; returns how many. A single one is left to the rows that decode."""
+        """Plan the next pending tokens of a sequence; returns how many.
+
+        A single one is left to the decoding rows.
+        """
         start = int(self.computed[sequence.slot])
         pending = int(self.length[sequence.slot]) - start
         count = min(budget, pending)

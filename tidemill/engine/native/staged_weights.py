@@ -1,13 +1,13 @@
 """The weights an engine serves, and the staging of the next ones beside them.
 
-    receive -> copy into the spare decoder -> fingerprint what would be served -> compare     (the commit is the engine's)
-    after the commit: look at what is served now, once more
+    receive -> copy into the spare decoder -> fingerprint the staged weights -> compare     (the commit is the engine's)
+    after the commit: verify the weights that are served now
 
 All of it is done in pieces, between which steps are taken: see `between_steps`.
-The fingerprint is taken of the staged decoder, not of what the carrier delivered: it covers the copy as well. Two decoders
-take turns, so staging allocates nothing and generation goes on meanwhile. A commit that changed the label only, or the
-decoder without its head or without what decoding steps read, is found before its version is confirmed: the sums of the bytes
-that run are compared with those of the bytes that were proven.
+The fingerprint is taken of the staged decoder, not of the received data, so it covers the copy as well. Two decoders take
+turns, so staging allocates nothing and generation continues meanwhile. A commit that changed only the label, or the decoder
+without its head or without the weights of decoding steps, is found before its version is confirmed: the sums of the bytes in
+use are compared with those of the verified bytes.
 """
 
 from __future__ import annotations
@@ -36,20 +36,22 @@ from tidemill.models.weight_slices import Receiver, Slice
 
 @dataclass(slots=True)
 class Weights:
+    """Weights that are served, in the forms that steps use."""
+
     decoder: Decoder
-    head: Tensor  # [V, D]: the decoder's own, or a float32 copy of it where nothing multiplies with that as it is
+    head: Tensor  # [V, D]: the decoder's own, or a float32 copy if no product takes it as it is
     version: Version
-    decoding: DecodingWeights | None  # the layers, for steps of rows that decode, where they are compiled
+    decoding: DecodingWeights | None  # layers for compiled decoding steps, if there are any
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[n, V] float32 of hidden [n, D]: products of the numbers as they are, added up in float32."""
+        """Logits [n, V] float32 of hidden [n, D], accumulated in float32."""
         product = self.decoder.packed_head.product(hidden, len(self.head), wide=True)
         product = wide_product(hidden, self.head) if product is None else product
         return F.linear(hidden.float(), self.head.float()) if product is None else product
 
 
 def serve(decoder: Decoder, version: Version, pack: bool) -> Weights:
-    """`pack`: compute with a copy of the matrices that is quicker to read, where there is one for this processor."""
+    """Prepare a decoder for serving. pack: use faster copies of the matrices if there are any."""
     return at_once(_serving(decoder, version, pack))
 
 
@@ -66,17 +68,20 @@ def _serving(decoder: Decoder, version: Version, pack: bool) -> Work[Weights]:
 
 
 class Staging:
-    """The spare decoder. One stage at a time; what it returns is served until `retire` gives the old decoder back."""
+    """The spare decoder, into which the next version is staged. One stage at a time.
+
+    The result of a stage is served until `retire` gives the old decoder back.
+    """
 
     def __init__(self, receiver: Receiver, serving: Weights, pack: bool) -> None:
         self._receiver, self._pack = receiver, pack
         self._spare = _spare_of(serving.decoder, pack)
         device = serving.decoder.embed.weight.device
         self._uploads = Uploads(device) if device.type == "cuda" else None
-        self._proven: tuple[Version, dict[str, int]] | None = None  # what was staged last: its version and its words
+        self._proven: tuple[Version, dict[str, int]] | None = None  # version and words of the latest stage
 
     def stage(self, published: Published, serving: Weights) -> Work[Weights]:
-        """Raises PolicyMismatch when the result is not the version that was announced."""
+        """Receive and verify a version. Raises PolicyMismatch if it is not the announced one."""
         if not published.version.fingerprint:
             raise PolicyMismatch(f"{published.version} was published without a fingerprint, so it cannot be verified")
         with beside(serving.decoder.embed.weight.device):
@@ -97,7 +102,7 @@ class Staging:
         return (yield from _serving(self._spare, version, self._pack))
 
     def prove(self, serving: Weights, version: Version) -> Work[None]:
-        """Of weights that are in use. Raises PolicyMismatch unless they are what was staged last, as `version`."""
+        """Verify weights in use. Raises PolicyMismatch unless they are the latest stage, as `version`."""
         assert self._proven is not None, "nothing was staged"
         proven, words = self._proven
         if not serving.version == proven == version:
@@ -114,7 +119,7 @@ class Staging:
             raise PolicyMismatch(f"{version} was staged and committed, but the head that is served is another one")
 
     def retire(self, weights: Weights) -> None:
-        """These are served no more: their decoder receives the next version."""
+        """Take back weights that are served no more: their decoder receives the next version."""
         self._spare = weights.decoder
 
     def close(self) -> None:
@@ -122,8 +127,11 @@ class Staging:
 
 
 def _spare_of(decoder: Decoder, pack: bool) -> Decoder:
-    """One like it, all zeros. Every byte is written, copies included, so that its memory is here: to get it page by page
-    takes several times as long as to write it again, which would be the first update's time."""
+    """A decoder of the same shape, all zeros.
+
+    Every byte is written, copies included, so that its memory is allocated now. Allocating it page by page takes several
+    times as long as writing it, and would slow down the first update.
+    """
     weight = decoder.embed.weight
     spare = empty_decoder(decoder.arch, weight.dtype, weight.device).requires_grad_(False)
     for parameter in spare.parameters():
@@ -135,8 +143,10 @@ def _spare_of(decoder: Decoder, pack: bool) -> Decoder:
 
 @contextmanager
 def beside(device: torch.device) -> Iterator[None]:
-    """What is asked of a CUDA device in this context does not queue up with the steps that sample there. It is done at the
-    end of it, which must come in the thread of its beginning."""
+    """Run CUDA work on a stream of its own, so that it does not queue with the sampling steps.
+
+    It is complete at the end of the context, which must end in the thread in which it began.
+    """
     if device.type != "cuda":
         yield
         return
@@ -144,13 +154,13 @@ def beside(device: torch.device) -> Iterator[None]:
     try:
         with torch.cuda.stream(stream):
             yield
-    finally:  # also of what failed: the next one writes to the same memory
+    finally:  # also after an error: the next stage writes to the same memory
         stream.synchronize()  # bounded: by the copies and sums above
 
 
 @lru_cache(maxsize=8)
 def _stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all that goes on beside the steps: memory that work on one stream gave back is not for another one's."""
+    """The one stream for all work beside the steps: memory freed on a stream is reused only there."""
     return torch.cuda.Stream(device)
 
 
@@ -169,7 +179,7 @@ def _noting(slices: Iterable[Slice], totals: dict[str, int | None]) -> Iterator[
 
 
 def _difference(held: Contents, announced: Version, totals: dict[str, int | None], served: Version) -> str:
-    """How what was staged differs from what was announced."""
+    """The difference between the staged and the announced weights, in words."""
     other = next((name for name, total in totals.items() if total is not None and held.totals[name] != total), None)
     first = f"; the first tensor that differs is {other}" if other else ""
     stale = f" (these are the weights of {served})" if held.fingerprint == served.fingerprint else ""

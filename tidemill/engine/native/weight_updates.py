@@ -1,9 +1,9 @@
-"""The weights an engine serves, and their change between two of its steps.
+"""Weight updates between two steps of an engine: stage, commit, verify.
 
     stage, in turns with steps -> commit, at once or when nothing is in flight -> prove, in turns with steps
 
-(On a CUDA device a thread stages and proves, beside the steps.) Whatever is done outside of an `await` happens between two
-steps: that is where new weights are committed.
+(On a CUDA device a thread stages and verifies, beside the steps.) Code outside of an `await` runs between two steps: new
+weights are committed there.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 
 class Updates:
+    """The served weights, and their change."""
+
     def __init__(
         self,
         weights: Weights,
@@ -43,22 +45,28 @@ class Updates:
         settle: Callable[[], None],
         asleep: Callable[[], bool],
     ) -> None:
-        """`staging`: None where nothing is ever updated. `cached_versions`: of so many, the latest, KV may be found again.
-        `check` raises when the engine has failed; `settle` ends the step that is under way; `asleep`: no steps are taken, so
-        nothing in flight can finish."""
+        """Serve `weights` until the first update.
+
+        staging: None if nothing is ever updated. cached_versions: how many recent versions keep their prefix cache. check:
+        raises when the engine has failed. settle: ends the step under way. asleep: True while no steps are taken, so that
+        nothing in flight can finish.
+        """
         self.weights = weights
-        self.versions = [weights.version]  # every version served, in order; tokens are stamped with an index into it
+        self.versions = [weights.version]  # every version served, in order; tokens are stamped with their index
         self._staging, self._scheduler, self._activity = staging, scheduler, activity
         self._name, self._in_flight, self._cached_versions = name, in_flight, cached_versions
         self._check, self._settle, self._asleep = check, settle, asleep
         on_cuda = weights.decoder.embed.weight.device.type == "cuda"
         self._tells_device: ThreadPoolExecutor | None = background("staging") if on_cuda else None
         self._one_at_a_time = asyncio.Lock()  # bounded: an update has its caller's deadline
-        self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for what is in flight
+        self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for sequences in flight
         scheduler.salt = _salt(weights.version)
 
     async def update(self, published: Published, fail: Callable[[Exception], None]) -> Version:
-        """`fail` is told when it cannot be proven what is served: nothing more may be sampled from it."""
+        """Stage, commit and verify a version.
+
+        fail: called when the served weights cannot be verified: nothing more may be sampled from them.
+        """
         async with self._one_at_a_time:
             self._check()
             if self._staging is None:
@@ -76,6 +84,7 @@ class Updates:
             return self.weights.version
 
     def commit_when_drained(self) -> None:
+        """Do a waiting commit once nothing is in flight."""
         if self._draining is not None and not self._scheduler.in_flight:
             (staged, drained), self._draining = self._draining, None
             self._swap(staged)
@@ -83,12 +92,12 @@ class Updates:
             drained.set_result(None)
 
     def fail(self, error: Exception) -> None:
-        """Whoever waits for a commit gets `error`."""
+        """Fail a waiting commit with `error`."""
         if self._draining is not None and not self._draining[1].done():
             self._draining[1].set_exception(error)
 
     async def close(self) -> None:
-        async with self._one_at_a_time:  # an update may still be reading the carrier
+        async with self._one_at_a_time:  # an update may still be receiving
             if self._staging is not None:
                 self._staging.close()
                 self._staging = None
@@ -124,7 +133,7 @@ class Updates:
             self._swap(staged)
 
     def _swap(self, staged: Weights) -> None:
-        """The commit: the next step runs on `staged`."""
+        """Commit: the next step runs on `staged`."""
         assert self._staging is not None
         fault_injection.reach(self._name, "commit", staged.version.step)
         self._settle()
@@ -141,8 +150,10 @@ class Updates:
         self._activity.span("commit", begin, time.monotonic(), step=staged.version.step)
 
     def _begin_again(self, before: Salt) -> None:
-        """What is scored, and what began under the weights of `before` and has sampled nothing yet, starts again: all its
-        tokens are of the new version, so its KV must be too."""
+        """Restart scores, and sequences that began under the salt `before` and have sampled nothing.
+
+        All their tokens will be of the new version, so their KV must be, too.
+        """
         scheduler = self._scheduler
         for sequence in [s for s in scheduler.running.values() if s.probe or self._only_prompt(s, before)]:
             scheduler.preempt(sequence)
@@ -151,7 +162,7 @@ class Updates:
                 sequence.salt = None
 
     def _only_prompt(self, sequence: Sequence, salt: Salt) -> bool:
-        """It has begun, under this salt, and has sampled nothing yet."""
+        """True if a sequence has begun under this salt and has sampled nothing yet."""
         begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt
         return begun and self._scheduler.length[sequence.slot] == len(sequence.prompt)
 

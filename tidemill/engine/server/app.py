@@ -1,6 +1,6 @@
-"""The HTTP application: routes, the key, bounded bodies, errors in OpenAI's format, and clients that leave.
+"""The HTTP application: routes, the API key, bounded bodies, and errors in OpenAI's format.
 
-A client that goes away ends the work that was done for it: its choices are aborted in the engine between two steps.
+When a client leaves, its work ends: its choices are aborted in the engine between two steps.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from tidemill.openai_api.requests import MAX_BODY
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 HEALTH = "/health"
-BODY_S = 60.0  # for a request's body to come
+BODY_S = 60.0  # deadline of a request's body
 
 
 def make_app(service: Service, api_key: str | None) -> Starlette:
-    """`service` is closed when the application shuts down."""
+    """The application for a service, which is closed when the application shuts down."""
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncGenerator[None, None]:
@@ -87,9 +87,9 @@ def reply(value: dict[str, Any], status: int = 200) -> Response:
 
 
 class KeyCheck:
-    """Lets requests through that bear the key, and those that only ask whether the server lives.
+    """Middleware that lets only requests with the API key through, except for the health check.
 
-    The time it takes tells nothing about the key.
+    Its duration tells nothing about the key.
     """
 
     def __init__(self, app: ASGIApp, key: str) -> None:
@@ -108,10 +108,10 @@ class KeyCheck:
 
 
 class OriginCheck:
-    """Without a key: lets requests through that were meant for this machine, and that no page of another site made.
+    """Middleware without a key: refuses requests from other machines' names or pages.
 
-    A browser sends what any page asks it to send to a loopback address, but it says whose page that was (`origin`), and
-    which name it thought it was calling (`host`).
+    A browser sends any page's requests to a loopback address, but it says whose page that was (`origin`), and which name the
+    page called (`host`).
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -155,7 +155,7 @@ class EventStream(Response):
             async with aclosing(self._events) as events:
                 async for event in events:
                     await send({"type": "http.response.body", "body": _event(_encode(event)), "more_body": True})
-        except Exception as error:  # the status is sent: whatever it is, the client can only be told in the stream
+        except Exception as error:  # the status is sent, so the client can only be told in the stream
             log.exception("a streamed reply failed")
             told = _encode(error_body(f"the engine failed: {error}", 500))
             await send({"type": "http.response.body", "body": _event(told), "more_body": True})
@@ -163,7 +163,10 @@ class EventStream(Response):
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T | None:
-    """The result of `work`; None, and the work is cancelled, when the client leaves before. The body has been read."""
+    """The result of `work`; None, with the work cancelled, if the client leaves first.
+
+    Call it after the body has been read.
+    """
     working, leaving = asyncio.create_task(work), asyncio.create_task(_left(receive))
     try:
         # bounded: by the tokens asked for; an engine that fails fails its requests
@@ -187,7 +190,7 @@ def _answer(
         raw = await _body(request)
         prepared = await while_connected(request.receive, prepare(raw))
         if prepared is None:
-            return Response(status_code=499)  # nobody reads it
+            return Response(status_code=499)  # the client has left
         if prepared.stream:
             return EventStream(service.events(prepared))
         value = await while_connected(request.receive, service.reply(prepared))
@@ -205,7 +208,10 @@ def _tell(work: Callable[[bytes], Coroutine[Any, Any, dict[str, Any]]]) -> Calla
 
 
 async def _body(request: Request) -> bytes:
-    """At most MAX_BODY bytes are ever held, whatever the headers say, and not for longer than BODY_S."""
+    """The request's body, of at most MAX_BODY bytes, within BODY_S. Raises ApiError.
+
+    The limit holds whatever the headers say.
+    """
     too_large = ApiError(f"the body is larger than {MAX_BODY >> 20} MiB", status=413)
     length = request.headers.get("content-length", "0")
     if length.isdecimal() and int(length[:20]) > MAX_BODY:

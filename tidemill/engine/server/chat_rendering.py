@@ -17,9 +17,9 @@ _PROBE = "qzxprobexzq"  # a text that no template writes by itself
 
 
 def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> Array:
-    """The tokens of a chat, ready for the reply: those of `apply_chat_template(tokenize=True)`. [P] int32
+    """The tokens of a chat, ready for the reply: [P] int32, as from `apply_chat_template`.
 
-    options: what else the template is given. Raises ValueError with the template's own message where it fails.
+    options: further names for the template. Raises ValueError with the template's own message where it fails.
     """
     if not tokenizer.chat_template:
         return prompt_tokens(tokenizer, [dict(message) for message in messages])
@@ -28,7 +28,7 @@ def chat_tokens(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], opt
 
 
 def rendered(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
-    """The text of a chat. A developer's message is the system's for a template that knows no developer."""
+    """The text of a chat. If the template has no developer role, its messages become the system's."""
     given = [dict(message) for message in messages]
     if any(message["role"] == "developer" for message in given) and not _knows_developers(tokenizer):
         given = [message | {"role": "system"} if message["role"] == "developer" else message for message in given]
@@ -46,7 +46,7 @@ def _knows_developers(tokenizer: Tokenizer) -> bool:
     try:
         probe = [{"role": "developer", "content": _PROBE}, {"role": "user", "content": "a"}]
         return _PROBE in _render(tokenizer, probe, {})
-    except Exception:  # whatever it is, the template does not take that role
+    except Exception:  # the template does not take that role
         return False
 
 

@@ -1,4 +1,4 @@
-"""One choice of a reply: the engine's tokens as pieces of text, each with the tokens it is made of.
+"""One choice of a reply: tokens from the engine become pieces of text with logprobs.
 
 The logprobs are the unmodified model's, whatever the temperature; alternatives are of the same distribution. A stop id that
 was sampled is among the tokens, without text. Tokens that begin behind the place where a stop string cut are left out,
@@ -25,7 +25,7 @@ from tidemill.openai_api.vocabulary import Vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What one choice is sampled from, and how."""
+    """The prompt of one choice, and its sampling parameters."""
 
     tokens: np.ndarray  # [P] int32
     params: SamplingParams
@@ -36,10 +36,13 @@ class Asked:
 
 
 class Assembler:
-    """Tokens in, pieces out; a token leaves together with the text that begins with it."""
+    """Turns tokens into pieces; a token leaves together with the text that begins with it."""
 
     def __init__(self, vocabulary: Vocabulary, asked: Asked, ends: tuple[int, ...]) -> None:
-        """ends: the ids that end a completion, which have no text even where the tokenizer would show them."""
+        """Assemble one choice.
+
+        ends: the ids that end a completion, which have no text even where the tokenizer would show them.
+        """
         self._ends, self._every, self._least = ends, asked.every, asked.params.min_tokens
         self._detokenizer = Detokenizer(vocabulary, begun=asked.begun, shown=asked.shown)
         self._marks = Marks(asked.stops, vocabulary)
@@ -62,7 +65,7 @@ class Assembler:
         return self._piece(text, "" if data else self._marks.of(number))
 
     def finish(self, finish: Finish) -> TextPiece:
-        """The last piece, for the reason the engine gave; a stop string, found now or before, takes precedence."""
+        """The last piece, with the engine's reason; a stop string takes precedence."""
         piece = TextPiece("")
         if not self.stopped:
             piece = self._piece(self._detokenizer.flush())
@@ -139,9 +142,9 @@ async def whole(engine: NativeEngine, vocabulary: Vocabulary, asked: Asked, cloc
 
 
 def of_prompt(tokens: np.ndarray, vocabulary: Vocabulary, text: str | None, scored: Scored | None) -> TextPiece:
-    """A prompt as the first piece of its echo, with its tokens where `scored` has their logprobs.
+    """A prompt as the first piece of its echo, with its tokens if `scored` has their logprobs.
 
-    text: the prompt's, where it was given as one. What it spells of special tokens belongs to it then.
+    text: the prompt, if it was given as text. Spelled special tokens then belong to it.
     """
     shown = text is not None and text == _decoded(tokens, vocabulary, shown=True)
     piece = TextPiece(_decoded(tokens, vocabulary, shown=shown) if text is None else text)
@@ -160,7 +163,7 @@ def of_prompt(tokens: np.ndarray, vocabulary: Vocabulary, text: str | None, scor
 
 
 def goes_on(tokens: np.ndarray, vocabulary: Vocabulary) -> bool:
-    """Whether a text stands in these tokens that another one behind it would go on with."""
+    """True if a text after these tokens would continue a text in them."""
     return not vocabulary.special.keys() >= set(tokens.tolist())
 
 

@@ -1,11 +1,11 @@
-"""A client's connection: a deadline in every state, and room for new clients when there are too many.
+"""Client connections: a deadline in every state, and room for new ones at the limit.
 
     HEAD: waiting for a request, or for the rest of its head          REST: answered before its body came to an end
     TAKE: something was sent that the client has not taken yet        otherwise the application answers, within its limits
 
-uvicorn waits for ever in the first three, so whoever can reach the port could hold connections, and what is computed for
-them, without sending a key. The body's deadline is the application's (`app.BODY_S`), which can still answer. A client that
-is late is disconnected; its request ends as that of a client that left.
+uvicorn waits for ever in the first three, so any client that reaches the port could hold connections, and work that is done
+for them, without a key. The body's deadline is the application's (`app.BODY_S`), which can still answer. A client that is
+late is disconnected; its request ends like that of a client that left.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ HEAD_S = 30.0  # from the first wait for a request's head to its last byte
 REST_S = 5.0  # for what is left of a body after its request was refused
 TAKE_S = 60.0  # for TAKEN bytes to be taken, or all that there are
 TAKEN = 1 << 16
-YOUNG_S = 1.0  # a connection is left alone for so long, however many there are
-BEYOND = 64  # connections above the limit that are told so; more are closed without a word
+YOUNG_S = 1.0  # a connection is never closed earlier to make room
+BEYOND = 64  # connections above the limit that get an answer; more are just closed
 
 
 class BoundedConnection(H11Protocol):
+    """uvicorn's HTTP/1.1 connection with deadlines."""
+
     _deadline: asyncio.TimerHandle | None = None
     _taking: asyncio.TimerHandle | None = None
-    _state: type | None = None  # IDLE: HEAD, SEND_BODY: REST, None: the application's
+    _state: type | None = None  # IDLE: HEAD, SEND_BODY: REST, None: the application answers
     since = 0.0  # the loop's time at which this state began
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        transport.set_write_buffer_limits(high=0)  # whatever is left in the buffer was not taken
+        transport.set_write_buffer_limits(high=0)  # so that the buffer holds what the client has not taken
         self._watch()
         if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:
             make_room(self, self.connections, self.limit_concurrency)
@@ -56,7 +58,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def answering(self) -> bool:
-        """Its request is with the application, body and all."""
+        """True when the application has the whole request."""
         return self._state is None and self.conn.their_state is not h11.SEND_BODY
 
     def pause_writing(self) -> None:
@@ -72,7 +74,7 @@ class BoundedConnection(H11Protocol):
         super().connection_lost(exc)
 
     def _watch(self) -> None:
-        """Begin the deadline of the state that the connection is in now. More bytes in the same state do not put it off."""
+        """Begin the deadline of the connection's present state. More bytes do not extend it."""
         theirs = self.conn.their_state
         if self.cycle is None or self.cycle.response_complete:
             state = h11.IDLE if theirs is h11.IDLE else h11.SEND_BODY
@@ -86,7 +88,7 @@ class BoundedConnection(H11Protocol):
             self._deadline = self.loop.call_later(HEAD_S if state is h11.IDLE else REST_S, self.leave)
 
     def leave(self) -> None:
-        """Close the connection. What the client has not taken yet keeps its own deadline."""
+        """Close the connection. Data that the client has not taken yet keeps its own deadline."""
         if self._taking is None:
             self.transport.abort()
         else:
@@ -101,8 +103,10 @@ class BoundedConnection(H11Protocol):
 
 
 def make_room(new: BoundedConnection, connections: set[Any], limit: int) -> None:
-    """Close the connection that has been waited for longest, of the address that has most. Who is being answered stays,
-    and where there is nobody else the new one is answered with status 503."""
+    """Close the connection that has waited longest, of the address that has the most.
+
+    Connections that are being answered stay. If there are no others, the new one gets status 503.
+    """
     now, of_address = new.loop.time(), Counter(_address(each) for each in connections)
     waiting = [each for each in connections if not each.answering and now - each.since >= YOUNG_S]
     if waiting:
@@ -112,7 +116,7 @@ def make_room(new: BoundedConnection, connections: set[Any], limit: int) -> None
     else:
         return
     gone.transport.abort()
-    connections.discard(gone)  # now: others may come before its end is told
+    connections.discard(gone)  # now, because others may come before its end is reported
 
 
 def _address(connection: BoundedConnection) -> str | None:

@@ -1,6 +1,6 @@
-"""Figures of the server for Prometheus.
+"""Metrics of the server for Prometheus.
 
-Where vLLM has such a figure too, the name is the same with `tidemill:` in front.
+Metrics that vLLM has, too, have its names with `tidemill:` in front.
 """
 
 from __future__ import annotations
@@ -24,8 +24,10 @@ REQUEST_S = (0.01, 0.05, 0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 
 
 
 class Metrics:
+    """Counters, gauges and histograms of one server."""
+
     def __init__(self, model: str, pages: int) -> None:
-        """model: the name that is a label of every figure. pages: of the KV cache."""
+        """Register the metrics. model: the label `model_name`. pages: KV pages of the engine."""
         self.registry = CollectorRegistry()
         self._model, self._engine = model, _Engine(model, pages)
         self.registry.register(self._engine)
@@ -59,7 +61,7 @@ class Metrics:
         )
 
     def text(self, stats: EngineStats) -> bytes:
-        """All figures in Prometheus' text format."""
+        """All metrics in Prometheus' text format."""
         self._engine.stats = stats
         return generate_latest(self.registry)
 
@@ -75,18 +77,18 @@ class Metrics:
 
 
 class Clock:
-    """Times of one reply, from now on."""
+    """Times of one reply, measured from its creation."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics, self._begin = metrics, time.monotonic()
         self._first_s: float | None = None
 
     def copy(self) -> Clock:
-        """For another reply to the same request."""
+        """A clock for another reply to the same request."""
         return copy(self)
 
     def first(self, seconds: float | None = None) -> None:
-        """A token came; `seconds`: when the first one did, where it is known. Later calls change nothing."""
+        """Note the first token; later calls change nothing. seconds: its time, if it is known."""
         if self._first_s is None:
             self._first_s = time.monotonic() - self._begin if seconds is None else seconds
 
@@ -96,10 +98,13 @@ class Clock:
 
 
 class CountRequests:
-    """Counts answers by the route that gave them; a path that no route has is `other`, so that labels stay few."""
+    """Middleware that counts answers by route; unknown paths count as `other` to bound the labels."""
 
     def __init__(self, app: ASGIApp, metrics: Metrics, routes: Collection[str]) -> None:
-        """routes: paths as they are declared; one that ends in `{name:path}` stands for all that begin like it."""
+        """Count answers of `app`.
+
+        routes: paths as they are declared; one that ends in `{name:path}` stands for all with that beginning.
+        """
         self._app, self._metrics = app, metrics
         self._exact = {path for path in routes if "{" not in path}
         self._beginnings = [path.partition("{")[0] for path in routes if "{" in path]
@@ -123,7 +128,7 @@ class CountRequests:
 
 
 class _Engine(Collector):
-    """The engine's own figures, as they were last read."""
+    """The engine's own metrics, as they were last read."""
 
     stats: EngineStats | None = None
 

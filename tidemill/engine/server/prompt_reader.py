@@ -1,8 +1,8 @@
-"""Prompts and chats to tokens, beside the event loop and within bounds of length, time and memory.
+"""Tokenizes prompts and chats beside the event loop, bounded in length, time and memory.
 
     short text -> here (microseconds)     chat, long text -> a lane's process (`reader_process`) -> tokens, or an ApiError
 
-There is a lane for what is short and one for what is long, so that nobody waits for another's megabytes.
+There is a lane for short requests and one for long ones, so that short requests never wait for long ones.
 """
 
 from __future__ import annotations
@@ -33,31 +33,36 @@ from tidemill.openai_api.api_error import ApiError
 from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
 from tidemill.runtime.workers.guard_client import Guard
 
-HERE = 1000  # characters of a text that is tokenized in this process
-SHORT = 1 << 15  # characters of what the short lane takes
-LIMIT_S = 15.0  # to render and tokenize one request
-QUEUE_S = 30.0  # for those before it
-_SLACK_S = 5.0  # for the process itself to answer
+HERE = 1000  # characters of a text, up to which it is tokenized in this process
+SHORT = 1 << 15  # characters of a request, up to which the short lane takes it
+LIMIT_S = 15.0  # seconds to render and tokenize one request
+QUEUE_S = 30.0  # seconds to wait for earlier requests
+_SLACK_S = 5.0  # seconds for the process itself to answer
 MOST_REPLY = 64 << 20  # bytes
 
 
 class Reader:
+    """Tokenizes texts and chats, in this process or in the lanes' processes."""
+
     def __init__(self, tokenizer: Tokenizer, context: int) -> None:
-        """tokenizer: of a folder, which is loaded once more in the processes. context: tokens a request may hold."""
+        """Read with `tokenizer`, which the lanes' processes load again from its folder.
+
+        context: tokens that a request may hold.
+        """
         self._tokenizer, self._context, self._reach = tokenizer, context, reach_of(tokenizer)
         load = LoadTokenizer(tokenizer.name_or_path, class_name(tokenizer), context, LIMIT_S)
         self._guard = Guard()
         self._short, self._long = _Lane(load, self._guard), _Lane(load, self._guard)
 
     def begin(self) -> None:
-        """Start what the first chat needs, without waiting for it."""
+        """Start the process for the first chat without waiting for it."""
         if self._tokenizer.chat_template:
             self._short.begin()
 
     async def text(self, text: str, *, special: bool = True, bounded: bool = True, param: str = "prompt") -> Array:
-        """The tokens of a text. [P] int32
+        """The tokens of a text: [P] int32. Raises ApiError.
 
-        special: with the special tokens that the tokenizer adds. bounded: refuse what the context cannot hold.
+        special: add the tokenizer's special tokens. bounded: refuse a text that the context cannot hold.
         """
         if len(text) <= HERE:
             return np.array(self._tokenizer.encode(text, add_special_tokens=special), np.int32)
@@ -69,7 +74,10 @@ class Reader:
     async def chat(
         self, messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any] | None = None, *, param: str = "messages"
     ) -> Array:
-        """The tokens of a chat, ready for the reply. `options`: further names that the template may use. [P] int32"""
+        """The tokens of a chat, ready for the reply: [P] int32. Raises ApiError.
+
+        options: further names that the template may use.
+        """
         size = sum(len(value) for message in messages for value in message.values() if isinstance(value, str))
         size += len(messages)
         if size <= HERE and not self._tokenizer.chat_template and not options:
@@ -89,13 +97,13 @@ class Reader:
 
 
 class _Lane:
-    """One process, started when it is needed, that does one request after the other."""
+    """One process that does one request after the other; started when it is first needed."""
 
     def __init__(self, load: LoadTokenizer, guard: Guard) -> None:
         self._load, self._guard = load, guard
         self._turn = asyncio.Lock()
         self._child: WorkerProcess | None = None
-        self._tasks: set[asyncio.Task[Any]] = set()  # what goes on though who asked has left
+        self._tasks: set[asyncio.Task[Any]] = set()  # tasks that go on after the client has left
         self._closed = False
 
     def begin(self) -> None:
@@ -119,11 +127,11 @@ class _Lane:
         task = asyncio.ensure_future(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
-        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # nobody may be left to ask
+        task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve the error
         return task
 
     async def _ready(self) -> None:
-        with suppress(ApiError):  # whoever asks first is told
+        with suppress(ApiError):  # the first request reports it
             await self._acquire()
             try:
                 self._child = self._child or await self._start()
@@ -138,7 +146,7 @@ class _Lane:
             raise ApiError(f"the server is busy: no turn within {QUEUE_S:g} s", status=503) from None
 
     async def _exchange(self, request: Request) -> Reply:
-        """The turn is this request's, and is given back."""
+        """Do a request that has the turn, and give the turn back."""
         try:
             if self._child is not None:
                 with suppress(ApiError):  # it may have ended since

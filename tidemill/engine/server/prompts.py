@@ -1,4 +1,4 @@
-"""Prompts and chats to tokens that the model can be given, or an ApiError that names the place of what it cannot."""
+"""Prompts and chats as tokens that the model accepts, or an ApiError that says why not."""
 
 from __future__ import annotations
 
@@ -10,18 +10,26 @@ from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.requests import ChatInput, messages_of, options_of
 
-FEW = 1000  # messages that are looked at on the event loop
+FEW = 1000  # messages, up to which they are parsed on the event loop
 
 
 class Prompts:
+    """Tokenizes and checks prompts for one model."""
+
     def __init__(self, tokenizer: Tokenizer, reader: Reader, *, context: int, vocab: int) -> None:
-        """context: tokens a reply may fill, its prompt included. vocab: ids below it have an embedding."""
+        """Check against `context` and `vocab`.
+
+        context: tokens of a prompt and its reply together. vocab: ids below it have an embedding.
+        """
         self._tokenizer, self._reader, self.context, self._vocab = tokenizer, reader, context, vocab
 
     async def of_text(
         self, prompt: str | list[int], place: str = "prompt", *, special: bool = True, bounded: bool = True
     ) -> np.ndarray:
-        """[P] int32. special: with the special tokens that the tokenizer adds. bounded: it is to fit the context."""
+        """The tokens of a text or of given ids: [P] int32. Raises ApiError.
+
+        special: add the tokenizer's special tokens. bounded: it must fit the context.
+        """
         if isinstance(prompt, str):
             return await self._reader.text(prompt, special=special, bounded=bounded)
         if bounded:
@@ -30,19 +38,22 @@ class Prompts:
         return np.array(prompt, np.int32)
 
     async def of_chat(self, chat: ChatInput) -> np.ndarray:
-        """[P] int32, ready for the reply"""
+        """The tokens of a chat, ready for the reply: [P] int32. Raises ApiError."""
         options = options_of(chat)
         messages = messages_of(chat.messages) if len(chat.messages) <= FEW else await in_thread(messages_of, chat.messages)
         return await self._reader.chat(messages, options)
 
     def check_ids(self, ids: list[int], place: str, param: str) -> None:
-        """Raises ApiError for ids that the model has no embedding for."""
+        """Raise ApiError for ids that the model has no embedding for."""
         if outside := [token for token in ids if not 0 <= token < self._vocab]:
             message = f"{place}: token id {outside[0]!s:.40}: this model knows 0 to {self._vocab - 1}"
             raise ApiError(message, param=param)
 
     def check(self, tokens: np.ndarray, wanted: int, place: str, param: str) -> np.ndarray:
-        """`tokens`, for which there is an embedding, and room beside the `wanted` ones of the reply, of which one counts."""
+        """Return `tokens` if they have embeddings and leave room for a reply. Raises ApiError.
+
+        wanted: tokens of the reply; room for one is enough.
+        """
         if not len(tokens):
             raise ApiError(f"{place} has no tokens: give at least one character", param=param)
         self._check_length(len(tokens), min(wanted, 1), place, param)
@@ -65,7 +76,7 @@ class Prompts:
             raise ApiError(message, param=param, code="context_length_exceeded")
 
     def place_of(self, tokens: np.ndarray, chat: ChatInput) -> str:
-        """The message with a token that the model does not know; `messages` where there is none."""
+        """The message that holds a token which the model does not know, else `messages`."""
         for token in tokens[tokens >= self._vocab][:1].tolist():
             name = str(self._tokenizer.convert_ids_to_tokens(token))
             for i, message in enumerate(chat.messages):

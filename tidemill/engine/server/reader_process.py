@@ -1,10 +1,11 @@
-"""The process that tokenizes prompts and renders chats, `python -m tidemill.engine.server.reader_process MEMORY_MB PARENT`.
+"""The process that tokenizes prompts and renders chats, for `prompt_reader`.
 
     Load -> Loaded, then Text | Chat -> Tokens | Refused
 
-A chat template comes from the model's folder and may loop for ever; a text may take a minute and a gigabyte. So each
-request is done by a fork of this process, with a limit of memory, that is killed when it is late. A fork that behaved
-stays for the next request; one that had much to do is ended, and its memory goes back to the system.
+Start it with `python -m tidemill.engine.server.reader_process MEMORY_MB PARENT`. A chat template comes from the model's
+folder and may loop for ever; a text may take a minute and a gigabyte. So each request is done by a fork of this process with
+a memory limit, which is killed when it is late. A fork that stayed small serves the next request, too; one that grew is
+ended, and its memory goes back to the system.
 """
 
 from __future__ import annotations
@@ -27,37 +28,49 @@ from tidemill.models.token_bounds import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
 from tidemill.runtime.workers import worker_setup
 
-MEMORY_MB = 1024  # that one request may take
-GROWN_MB = 16  # a fork that ever took so much more is not used again
+MEMORY_MB = 1024  # memory that one request may take
+GROWN_MB = 16  # a fork that has grown by more is not used again
 
 
 class LoadTokenizer(msgspec.Struct, frozen=True, tag=True):
+    """First message: the tokenizer to load, and the limits."""
+
     folder: str
     of_class: str | None
     context: int
-    limit_s: float  # of one request
+    limit_s: float  # seconds of one request
 
 
 class Text(msgspec.Struct, frozen=True, tag=True):
+    """Request to tokenize a text."""
+
     text: str
     special: bool  # the tokenizer adds its special tokens
     bounded: bool  # refuse what the context cannot hold
 
 
 class ChatToRender(msgspec.Struct, frozen=True, tag=True):
+    """Request to render and tokenize a chat."""
+
     messages: list[dict[str, Any]]
-    options: dict[str, Any]  # of the template
+    options: dict[str, Any]  # further names for the template
 
 
 class TokenizerLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Reply to LoadTokenizer; `error` is empty on success."""
+
     error: str
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
+    """Reply with the tokens."""
+
     tokens: np.ndarray  # [P] int32
 
 
 class PromptRefused(msgspec.Struct, frozen=True, tag=True):
+    """Reply that a request cannot be done, with the reason."""
+
     why: str
     too_long: bool = False
 
@@ -87,7 +100,7 @@ class ReaderFork:
         self._replies, self._requests = self._socket.makefile("rb"), self._socket.makefile("wb", buffering=0)
 
     def ask(self, frame: bytes, limit_s: float) -> Reply:
-        """Raises TimeoutError, and EOFError or OSError when the fork ended."""
+        """Answer a request. Raises TimeoutError, or EOFError or OSError when the fork has ended."""
         self._socket.settimeout(limit_s)
         worker_setup.write(self._requests, frame)
         if not (reply := worker_setup.read(self._replies)):
@@ -105,7 +118,7 @@ class ReaderFork:
 
 def main(parent: int) -> None:
     frames_in, frames_out = worker_setup.settle(0, parent)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks that end are not waited for
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks need not be reaped
     requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
     load = serialization.decode(worker_setup.read(requests), LoadTokenizer)
     try:
@@ -129,14 +142,14 @@ def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Req
         return Tokens(np.array(tokenizer.encode(request.text, add_special_tokens=request.special), np.int32))
     try:
         if reach is not None and tokenizer.chat_template and reach.exceeds(_texts(request.messages), context):
-            # Whoever renders a long chat may leave most of it out. Only what it renders is held against the context.
+            # A template may leave out most of a long chat. Only the rendered text must fit the context.
             text = rendered(tokenizer, request.messages, request.options)
             if reach.exceeds(text, context):
                 return PromptRefused(too_long("the chat", reach.least(text), context), too_long=True)
         return Tokens(chat_tokens(tokenizer, request.messages, request.options))
-    except ValueError as error:  # what the template says of these messages
+    except ValueError as error:  # the template's own message
         return PromptRefused(str(error))
-    except Exception as error:  # of whatever a template made
+    except Exception as error:  # a template may produce anything
         return PromptRefused(f"the chat cannot be tokenized: {type(error).__name__}: {error!s:.500}")
 
 
@@ -154,7 +167,7 @@ def _reply(fork: ReaderFork, frame: bytes, limit_s: float) -> tuple[Reply, Reade
 
 
 def _be_fork(channel: socket.socket, answer: Callable[[Request], Reply], parent: int) -> None:
-    """Never returns: what called it is the other process's."""
+    """Serve requests in the fork. Never returns, because the caller belongs to the parent process."""
     try:
         worker_setup.die_with(parent)
         if sys.platform == "linux":

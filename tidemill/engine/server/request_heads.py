@@ -1,4 +1,4 @@
-"""Heads of requests that are refused whoever sends them: too long, or with a body of two lengths."""
+"""Refuses requests whose head is too long or ambiguous about the body's length."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ MOST_HEAD = 32 << 10  # bytes of all headers
 
 
 class HeadCheck:
-    """Answers such a request itself, and has its connection closed: what follows in it may be no request."""
+    """Middleware that answers such a request itself and closes its connection.
+
+    Bytes after such a head may be no request.
+    """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -38,6 +41,6 @@ def _refused(scope: Scope) -> tuple[int, str] | None:
         return 431, f"the headers are more than {MOST_HEADERS}, or longer than {MOST_HEAD} bytes"
     names = {name for name, _ in headers}
     if b"transfer-encoding" in names and (b"content-length" in names or scope["http_version"] == "1.0"):
-        # A proxy may read the other of the two, and take a part of the body for the next request.
+        # A proxy may go by the other header, and take a part of the body for the next request.
         return 400, "a body has either Content-Length or, from HTTP/1.1 on, Transfer-Encoding: give one of them"
     return None

@@ -1,4 +1,4 @@
-"""Bodies to what is asked of the engine."""
+"""Turns the body of a request into the engine's sampling parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from tidemill.engine.server.prompts import Prompts
 from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.requests import Body, ChatBody, CompletionBody
 
-MOST_TOP_K = 1 << 30  # more than any vocabulary has, and an integer of any machine
-REPLY_TOKENS = 4096  # of a chat that does not say how many
+MOST_TOP_K = 1 << 30  # more than any vocabulary, and a machine integer
+REPLY_TOKENS = 4096  # reply tokens of a chat that gives no limit
 
 
 def check_body(body: CompletionBody | ChatBody, prompts: Prompts) -> None:
-    """Raises ApiError where parameters contradict one another or the model."""
+    """Raise ApiError if parameters contradict one another or the model."""
     prompts.check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids")
     prompts.check_ids([token for token, _ in _bias(body)], "logit_bias", "logit_bias")
     limit = body.max_tokens
@@ -31,10 +31,10 @@ def check_body(body: CompletionBody | ChatBody, prompts: Prompts) -> None:
 
 
 def limit_of(body: ChatBody, room: int, context: int, usual: int | None) -> int:
-    """Tokens that the reply may take of the `room` that its prompt leaves.
+    """The most tokens of a chat's reply, within the `room` that its prompt leaves.
 
-    A chat that does not say gets the model's `usual` number, or else 4096 and at most half the context: so it ends where a
-    model does not, and the conversation can go on.
+    A chat that gives no limit gets the model's `usual` one, or else 4096 and at most half the context: then a reply without
+    an end stops, and the conversation can go on.
     """
     asked = body.max_tokens or body.max_completion_tokens
     if asked is None:
@@ -45,7 +45,7 @@ def limit_of(body: ChatBody, room: int, context: int, usual: int | None) -> int:
 def asked_of(
     body: CompletionBody | ChatBody, tokens: np.ndarray, limit: int, seed: int, index: int, *, begun: bool = False
 ) -> Asked:
-    """Choice `index` of those of the prompt `tokens`."""
+    """Choice `index` of a prompt's choices."""
     params = SamplingParams(
         temperature=body.temperature,
         top_p=body.top_p,

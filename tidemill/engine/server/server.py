@@ -1,4 +1,4 @@
-"""The address and the process: a socket that is bound before the model is loaded, and uvicorn on it until Ctrl-C."""
+"""The server process: a socket bound before the model is loaded, and uvicorn on it."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tidemill.core.errors import ConfigError
 from tidemill.engine.server.connection import BoundedConnection
 from tidemill.engine.server.request_heads import HeadCheck
 
-GRACE_S = 5  # for what is being answered when the server is told to stop
-CONNECTIONS = 1024  # at a time; each may hold a body (`bodies.MAX_BODY`)
-BACKLOG = 128  # connections that are taken up in one turn of the loop
+GRACE_S = 5  # seconds for requests under way when the server stops
+CONNECTIONS = 1024  # open at a time; each may hold a body (`requests.MAX_BODY`)
+BACKLOG = 128  # connections that are accepted in one turn of the loop
 _SPARE = 256  # descriptors for everything else: a turn's connections, those above the limit, files, pipes
 
 
 def bind(host: str, port: int, *, api_key: str | None) -> socket.socket:
-    """A bound socket that does not listen yet; port 0 is any free one. Raises ConfigError when that cannot be had."""
+    """A bound socket that does not listen yet; port 0 is any free one. Raises ConfigError."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (OSError, UnicodeError, OverflowError) as error:
@@ -42,13 +42,13 @@ def bind(host: str, port: int, *, api_key: str | None) -> socket.socket:
 
 
 def address_of(sock: socket.socket) -> str:
-    """http://HOST:PORT of a bound socket."""
+    """The URL http://HOST:PORT of a bound socket."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if sock.family == socket.AF_INET6 else f"http://{host}:{port}"
 
 
 def connections() -> int:
-    """How many there may be at a time: CONNECTIONS, where the system lets this process have so many descriptors."""
+    """The most connections at a time: CONNECTIONS, or fewer if the system allows fewer descriptors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = CONNECTIONS + _SPARE
     if soft < wanted:
@@ -58,7 +58,7 @@ def connections() -> int:
 
 
 class HttpServer(uvicorn.Server):
-    """Says `announcement` when it listens."""
+    """uvicorn that prints `announcement` when it listens."""
 
     def __init__(self, app: Starlette, announcement: str) -> None:
         config = uvicorn.Config(

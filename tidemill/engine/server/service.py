@@ -1,7 +1,7 @@
-"""What a request is turned into, and how it is answered: bodies -> choices asked of the engine -> a reply or its events.
+"""Answers requests: a body becomes choices for the engine, then a reply or its events.
 
-Every check that can refuse a request is made before anything is sampled. A seed decides the noise of each choice by its
-place among the `n` of its prompt, so a prompt gives the same text alone and in a list.
+Every check that can refuse a request is made before anything is sampled. The noise of a choice follows from the seed and its
+place among the `n` choices of its prompt, so a prompt gives the same text alone and in a list.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ from tidemill.openai_api.vocabulary import Vocabulary
 
 @dataclass(slots=True)
 class CheckedRequest:
-    """A checked request. `echoes[i]` is what choice i begins with; a choice of None is its echo alone."""
+    """A checked request, ready to be sampled.
+
+    `echoes[i]` is the beginning of choice i; a choice of None consists of its echo alone.
+    """
 
     shape: CompletionShape | ChatShape
     asked: list[Asked | None]
@@ -45,6 +48,8 @@ class CheckedRequest:
 
 
 class Service:
+    """The model behind the API: checks requests and answers them."""
+
     def __init__(
         self,
         engine: NativeEngine,
@@ -56,11 +61,11 @@ class Service:
         reply_tokens: int | None = None,
         model_logprobs: bool = True,
     ) -> None:
-        """name: of the model. context: tokens a reply may fill, its prompt included. vocab: ids below it have an embedding.
+        """Serve `engine` under the model name `name`.
 
-        reply_tokens: of a chat that does not say how many; None: see `sampling_requests.limit_of`.
-        model_logprobs: the engine knows the unmodified model's logprobs, which replies list; requests for them are refused
-        otherwise.
+        context: tokens of a prompt and its reply together. vocab: ids below it have an embedding. reply_tokens: limit of a
+        chat that gives none; None: see `sampling_requests.limit_of`.
+        model_logprobs: True if the engine knows the unmodified model's logprobs; else requests for them are refused.
         """
         self.engine, self.name, self.context = engine, name, context
         self.metrics = Metrics(name, engine.pages)
@@ -101,7 +106,7 @@ class Service:
             place = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
             tokens = await self.prompts.of_text(prompt, place, special=body.add_special_tokens)
             rows.append(self.prompts.check(tokens, body.max_tokens, place, "prompt"))
-            await asyncio.sleep(0)  # others go on between two of them
+            await asyncio.sleep(0)  # let others run between two prompts
         asked: list[Asked | None] = []
         echoes: list[TextPiece | None] = []
         seed = _seed(body)
@@ -137,7 +142,7 @@ class Service:
         return prepared.shape.reply(choices, prepared.usage)
 
     async def events(self, prepared: CheckedRequest) -> AsyncGenerator[dict[str, Any], None]:
-        """The chunks of a streamed reply, choices interleaved as their tokens come. Closing it aborts what still runs."""
+        """The chunks of a streamed reply, choices interleaved. Closing it aborts unfinished choices."""
         shape, usage = prepared.shape, prepared.usage
         last = {"usage": None} if prepared.include_usage else {}
         for index in range(len(prepared.asked)):
@@ -151,7 +156,10 @@ class Service:
             yield shape.closing(usage)
 
     async def _merged(self, prepared: CheckedRequest) -> AsyncGenerator[tuple[int, TextPiece], None]:
-        """Pieces wait here for a client that reads slowly: a stop string is looked for all the same, and ends its choice."""
+        """Pieces of all choices as they come.
+
+        They wait here for a slow client. Stop strings are still searched at once, and end their choice.
+        """
         arrived: asyncio.Queue[tuple[int, TextPiece] | asyncio.Task[None]] = asyncio.Queue(
             sum(map(most_pieces, prepared.asked))
         )
@@ -211,7 +219,7 @@ class Service:
 
 
 def most_pieces(asked: Asked | None) -> int:
-    """What waits of one choice at most: its echo, a piece for each of its tokens, the last piece, and that it has ended."""
+    """The most items of one choice that wait: echo, a piece for each token, last piece, and end."""
     return 2 if asked is None else asked.params.max_tokens + 3
 
 

@@ -1,4 +1,4 @@
-"""Text to token ids and back, and what the tokenizer is: the shapes are vLLM's."""
+"""Routes that tokenize, detokenize and describe the tokenizer, in vLLM's shapes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from tidemill.openai_api.body_decoding import beside, read
 from tidemill.openai_api.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, validated
 
 MOST_TEXT = 1 << 20  # characters of one request
-MOST_TOKENS = 1 << 16  # of one request, or as many as the context holds: what is shown is written while others wait
+MOST_TOKENS = 1 << 16  # tokens of one request, or the context if that is more: writing them blocks other requests
 TOLD = ("bos_token", "eos_token", "pad_token", "unk_token", "additional_special_tokens", "model_max_length")
 
 
 class TokenRoutes:
+    """The routes' work for one tokenizer."""
+
     def __init__(self, tokenizer: Tokenizer, prompts: Prompts, check_model: Callable[[str | None], None]) -> None:
         self._tokenizer, self._prompts, self._check_model = tokenizer, prompts, check_model
         self._size = max([*tokenizer.added_tokens_decoder, len(tokenizer) - 1]) + 1
@@ -50,7 +52,7 @@ class TokenRoutes:
             raise ApiError(f"{param}: {tokens} tokens, expected at most {most} in a request: give it in parts", param=param)
 
     def info(self) -> dict[str, Any]:
-        """What a client needs to know of the tokenizer to stand in for it."""
+        """Description of the tokenizer, for a client that tokenizes by itself."""
         about = {key: value for key in TOLD if (value := getattr(self._tokenizer, key, None)) is not None}
         about |= {"tokenizer_class": type(self._tokenizer).__name__, "chat_template": self._tokenizer.chat_template}
         return {key: _plain(value) for key, value in about.items()}
@@ -66,7 +68,7 @@ def _to_detokenize(raw: bytes) -> DetokenizeBody:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON can hold it: a special token by its text."""
+    """A value as JSON can hold it: a special token by its text."""
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return value if isinstance(value, dict | str | int | None) else str(value)
