@@ -94,7 +94,7 @@ Notice = Serving | Forked | ForkRefused | ProcessEnded
 
 @dataclass(frozen=True)
 class Birth:
-    """Everything a forked child knows when it begins."""
+    """Start data of a forked child: its launch, its threads, its report pipe, its parent."""
 
     launch: Launch
     threads: int | None

@@ -1,4 +1,4 @@
-"""Builder of the native trainer: a model folder and settings in, a trainer out, with its reference and its critic."""
+"""Builds the native trainer, its reference and its critic from a model folder and settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The kinds of trainer: what all of them are set by and built from, and the table of what is built in. No torch here.
+"""Registry of trainers, with their common settings and build inputs, in a module without torch.
 
 A new trainer is one module, with a subclass of `BaseTrainerSettings` and a function `(settings, TrainerSetup) -> Trainer`,
 and one entry in the table.
@@ -28,7 +28,7 @@ TRAINERS.register(
 
 
 class BaseTrainerSettings(KindSettings, registry=TRAINERS):
-    """What a run reads of a trainer's settings, whatever its kind."""
+    """Settings that every trainer has, which a run reads whatever its kind."""
 
     lr: float = Field(default=1e-6, gt=0)
     micro_batch_tokens: int = Field(default=4096, ge=1)  # tokens run at a time: bounds memory, changes no result
@@ -39,20 +39,20 @@ class BaseTrainerSettings(KindSettings, registry=TRAINERS):
 
 @dataclass(frozen=True, slots=True)
 class TrainerSetup:
-    """What a trainer is built from, beside its settings."""
+    """Inputs from which a trainer is built, besides its settings."""
 
     model: Path  # a Hugging Face folder
-    name: str  # of its process
+    name: str  # name of its process
     steps: int  # optimizer updates of the whole run
     reference: ReferenceSettings | None
     critic: CriticSettings | None
-    scores: bool  # the critic is exported, not the policy
-    checkpoints: bool  # are written beside training
-    sender: Sender  # of new weights
+    scores: bool  # export the critic instead of the policy
+    checkpoints: bool  # checkpoints are written beside training
+    sender: Sender  # sends new weights
     seed: int
     cores: Cores
-    threads: int  # that may have a micro-batch of their own
-    offload: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None  # runs blocking work; None: where it stands
+    threads: int  # at most so many parallel micro-batches
+    offload: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None  # runs blocking work; None: in the calling thread
 
 
 def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:

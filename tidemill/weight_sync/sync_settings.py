@@ -1,4 +1,6 @@
-"""Settings of weight sync and the table of transports, in a module without torch because the command line reads it.
+"""Settings of weight sync, and the registry of transports.
+
+The command line reads this module, so it does not import torch.
 
 A new transport is one module, with a subclass of `BaseSyncSettings` and a function `() -> transport.Transport` that makes
 both ends, and one entry in the table.
@@ -23,7 +25,7 @@ OLD_NAME = "carrier"  # of the key `transport`
 
 
 class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
-    """What a run reads of a transport's settings, whatever its kind."""
+    """Settings that every transport has, which a run reads whatever the transport."""
 
     @classmethod
     def _chosen(cls, given: Any) -> Any:
@@ -38,7 +40,10 @@ class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """The same table with `transport` for `carrier`, which is said in one line."""
+    """The table with the key `transport` in place of `carrier`; warns of the old name.
+
+    Raises ValueError when both keys are given.
+    """
     if "transport" in given:
         raise ValueError(f"{OLD_NAME} and transport are two names of one key: leave out {OLD_NAME}, the old one")
     warnings.warn("placement.sync.carrier is called placement.sync.transport now", RenamedKey, stacklevel=2)

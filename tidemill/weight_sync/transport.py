@@ -15,29 +15,29 @@ from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What the builder of a transport returns."""
+    """Both ends of one transport, returned by its builder."""
 
-    sender: Callable[[Any, Path], Sender]  # of the transport's settings and a folder of its own
+    sender: Callable[[Any, Path], Sender]  # called with the transport's settings and a folder of its own
     receiver: Callable[[], Receiver]
 
 
 def shared_memory() -> Transport:
-    """Builder: the folder is used where the system has no anonymous memory."""
+    """Builder of the shared-memory transport; files in the folder replace missing anonymous memory."""
     return Transport(lambda settings, folder: SharedMemorySender(folder), SharedMemoryReceiver)
 
 
 def checkpoint() -> Transport:
-    """Builder: versions are files in the folder."""
+    """Builder of the checkpoint transport, whose versions are files in the folder."""
     return Transport(lambda settings, folder: CheckpointSender(folder, settings.keep), CheckpointReceiver)
 
 
 def make_sender(settings: BaseSyncSettings, folder: Path) -> Sender:
-    """The trainer's end. folder: where the transport may keep files."""
+    """The trainer's end of a transport. folder: where the transport may keep files."""
     return _transport(settings.kind_name).sender(settings, folder)
 
 
 def make_receiver(transport: str) -> Receiver:
-    """An engine's end. Raises ConfigError when there is no such transport."""
+    """An engine's end of a transport. Raises ConfigError when there is no such transport."""
     return _transport(transport).receiver()
 
 
