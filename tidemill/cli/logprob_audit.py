@@ -185,7 +185,7 @@ def _choose(
 
 
 def _native(kind: type[C], used: Config) -> C:
-    """The settings that the native engine or trainer replays with, where the run may have used another kind."""
+    """Native settings for the replay, also when the run used another kind of engine or trainer."""
     shared = {name: value for name, value in used.model_dump().items() if name in kind.model_fields and name != "kind"}
     return used if isinstance(used, kind) else kind.model_validate(shared)
 

@@ -1,4 +1,4 @@
-"""Capabilities of engines, held against the recipe when they start: refused by name, or adapted to and said.
+"""Checks engines' capabilities against the recipe: refuses them, or adapts and says so.
 
 check_engine(kind, can, config, role)   raises ConfigError for what the recipe needs and the engine lacks; returns a
                                         sentence for each thing that the run adapts to

@@ -45,6 +45,8 @@ class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
 
 
 class PlacementSettings(BasePlacementSettings):
+    """Placement on this machine: a process for each role, or one process for all."""
+
     kind: Literal["local", "inline"] = "local"  # local: processes on this machine; inline: everything in one process
 
     @property

@@ -242,7 +242,7 @@ class NativeEngine:
             begin = time.monotonic()
             self._scheduler.check_integrity()
             self._activity.span("check", begin, time.monotonic())
-        except Exception as error:  # whatever it is: nobody may wait for an engine that has stopped
+        except Exception as error:  # any error fails all requests: none may wait for a stopped engine
             self._stop(error)
         finally:
             self._cores.leave()
@@ -291,7 +291,7 @@ class NativeEngine:
             self._under_way = None
             try:
                 output = step.read()
-            except Exception as error:  # whoever asked for it is told, but everybody waits for it
+            except Exception as error:  # every request waits for this step, not only the caller's
                 self._stop(error)
                 raise
             self._record(step.plan, output, step.epoch)

@@ -1,4 +1,4 @@
-"""The HTTP application: routes, the API key, bounded bodies, and errors in OpenAI's format.
+"""The HTTP application: routes, API key, bounded bodies, errors in OpenAI's format.
 
 When a client leaves, its work ends: its choices are aborted in the engine between two steps.
 """

@@ -1,4 +1,4 @@
-"""Tokenizes prompts and chats beside the event loop, bounded in length, time and memory.
+"""Tokenizes prompts and chats beside the event loop, with bounds on time and memory.
 
     short text -> here (microseconds)     chat, long text -> a lane's process (`reader_process`) -> tokens, or an ApiError
 
