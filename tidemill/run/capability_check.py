@@ -45,7 +45,7 @@ def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str) -> 
 
 
 def _expect_support(engine: str, can: Capabilities, config: RunConfig) -> None:
-    """Truncated sampling is trained on the tokens that each one was chosen from, so these must be known."""
+    """Raise ConfigError if sampling is truncated and the engine does not report the kept tokens."""
     r = config.rollout
     truncated = {"top_p": r.top_p < 1, "top_k": r.top_k > 0, "min_p": r.min_p > 0}
     if not can.support and (asked := [key for key, on in truncated.items() if on]):
@@ -56,7 +56,7 @@ def _expect_support(engine: str, can: Capabilities, config: RunConfig) -> None:
 
 
 def _expect_proof(engine: str, can: Capabilities, config: RunConfig) -> None:
-    """New weights must be proved; those that are only received also need probes against the trainer."""
+    """Raise ConfigError unless new weights are verified; merely received ones need probes, too."""
     if can.proof == "none":
         raise ConfigError(
             f"{engine} lacks the capability 'proof': it cannot show which weights it serves, and nothing is trained on "
@@ -80,7 +80,7 @@ def probe_every(config: RunConfig, engines: Sequence[Capabilities]) -> int:
 
 
 def adapted(handle: Handle[Engine], can: Capabilities) -> Handle[Engine]:
-    """The same handle, whose engine stamps versions where it does not do so itself."""
+    """The handle itself, or one whose engine is made to stamp versions if it does not do so."""
     return handle if can.token_versions else cast(Any, AdaptedHandle(handle, StampedEngine(handle.proxy)))
 
 
@@ -95,7 +95,7 @@ class AdaptedHandle:
 
 
 class StampedEngine:
-    """An engine without token versions: each completion gets the version that was served when it was asked for.
+    """An engine without token versions: completions get the version served at their request.
 
     A commit may come while it samples, so this is the oldest version that a token may be of.
     """
