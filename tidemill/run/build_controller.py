@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from tidemill.algorithms.mixture import algorithm_of
@@ -122,10 +123,7 @@ async def train(session: Session, parts: Parts) -> int:
     config, ledger = session.config, session.ledger
     pool = parts.pool
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
-    replay = config.data.replay
-    kept = {"keep": config.record.checkpoints, "keep_every": config.record.keep_every}
-    kept |= {"replays": replay.within if replay.share else 0}
-    checkpoints = Checkpoints(session.folder.checkpoints, ledger, session.note, **kept)
+    checkpoints = _checkpoints(session)
     context = min(can.context for can in parts.capabilities)  # shorter if the KV cache is small
     episodes = replace(session.episodes(), context=context)
     if config.given:
@@ -168,18 +166,29 @@ async def train(session: Session, parts: Parts) -> int:
         restored=standing.left,
         versions=standing.versions,
         learn=curriculum.learn_group,
-        again=Experience(ledger, replay, config.rollout.groups),
+        again=Experience(ledger, config.data.replay, config.rollout.groups),
         timeline=session.monitor.loop,
     )
 
-    def now() -> dict[str, Any]:
-        buffer = controller.buffer
-        versions = [version.step for version in controller.versions.values()]
-        slots = {"slots": buffer.slots, "used": buffer.used, "finished": buffer.ready}
-        return {"step": controller.step, "steps": config.steps, "version": max(versions, default=None), "buffer": slots}
-
-    async with _stop_on_signals(session, controller.stop), reporting(session.folder.path, parts.handles, now):
+    async with (
+        _stop_on_signals(session, controller.stop),
+        reporting(session.folder.path, parts.handles, partial(_position, controller, config.steps)),
+    ):
         return await controller.run()
+
+
+def _checkpoints(session: Session) -> Checkpoints:
+    record, replay = session.config.record, session.config.data.replay
+    kept = {"keep": record.checkpoints, "keep_every": record.keep_every, "replays": replay.within if replay.share else 0}
+    return Checkpoints(session.folder.checkpoints, session.ledger, session.note, **kept)
+
+
+def _position(controller: Controller, steps: int) -> dict[str, Any]:
+    """The run's position now, for `status.json`."""
+    buffer = controller.buffer
+    versions = [version.step for version in controller.versions.values()]
+    slots = {"slots": buffer.slots, "used": buffer.used, "finished": buffer.ready}
+    return {"step": controller.step, "steps": steps, "version": max(versions, default=None), "buffer": slots}
 
 
 def _gate(session: Session) -> Gate:

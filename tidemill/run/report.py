@@ -41,7 +41,6 @@ def make_report(
     """
     counts, evaluations, last = ledger.counts(), ledger.evaluations(), ledger.last_step()
     begin, end = _extent(trace)
-    matched, lagged = totals.matched.metrics(), totals.mismatch.lagged.metrics()
     return {
         "accuracy_before": evaluations[0].accuracy if evaluations else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
@@ -66,14 +65,7 @@ def make_report(
         "cut_off": [
             {"by": kind, "tokens": tokens, "attempts": n} for (kind, tokens), n in totals.cut.most_common(MOST_CUTS)
         ],
-        "mismatch_lag0": {
-            "mean": matched["logprob_gap"],
-            "p99": matched["logprob_gap_p99"],
-            "max": matched["logprob_gap_max"],
-            "tokens": int(matched["tokens"]),
-            "of_which_probed": totals.probe.tokens,
-        },
-        "staleness": {"mean": lagged["logprob_gap"], "p99": lagged["logprob_gap_p99"], "tokens": int(lagged["tokens"])},
+        **_mismatch(totals),
         "versions_published": totals.versions,
         "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
         "time": time_shares(totals.time, trace, begin, end),
@@ -84,6 +76,21 @@ def make_report(
         },
         "advice": advice(totals, config, policy),
         "warnings": dict(totals.symptoms.told),
+    }
+
+
+def _mismatch(totals: Totals) -> dict[str, Any]:
+    """Gaps between the trainer's and the engines' logprobs, in nats: under the same weights, and under older ones."""
+    matched, lagged = totals.matched.metrics(), totals.mismatch.lagged.metrics()
+    return {
+        "mismatch_lag0": {
+            "mean": matched["logprob_gap"],
+            "p99": matched["logprob_gap_p99"],
+            "max": matched["logprob_gap_max"],
+            "tokens": int(matched["tokens"]),
+            "of_which_probed": totals.probe.tokens,
+        },
+        "staleness": {"mean": lagged["logprob_gap"], "p99": lagged["logprob_gap_p99"], "tokens": int(lagged["tokens"])},
     }
 
 
