@@ -110,7 +110,7 @@ class LifecycleContract(ContractBase):
         assert (start.waiting, start.running, start.generated, start.prompt_tokens) == (0, 0, 0, 0)
         assert start.version == Version(0)
         requests = [GenerateRequest(prompt(i % 2, 20), replace(FREE, seed=i, max_tokens=5 + i)) for i in range(4)]
-        done = [await engine.generate(request) for request in requests]
+        done = await asyncio.gather(*map(engine.generate, requests))
         stats = await engine.stats()
         assert stats.waiting == stats.running == 0 and 0 <= stats.kv_used <= 1
         assert stats.generated == sum(len(each.tokens) for each in done)
