@@ -11,8 +11,9 @@ import pytest
 from tokenizers_of import KINDS, LINES, SPECIAL, tokenizer_of
 
 from tidemill.core.types import Finish, SamplingParams
-from tidemill.engine.server.choices import Asked, Assembler, Piece, goes_on
+from tidemill.engine.server.choices import Asked, Assembler, goes_on
 from tidemill.openai_api.detokenizer import Detokenizer
+from tidemill.openai_api.responses import TextPiece
 from tidemill.openai_api.vocabulary import BROKEN, Vocabulary
 
 TEXTS = ["The mill", " tide", "é€😀 naïve", "\n  x + 1\n", "日本語 café", "a<|tool|>b the", "grains, mill.", "  the", "x"]
@@ -105,8 +106,8 @@ def spelt(units: list[tuple[str, str]]) -> set[str]:
     return {"".join(parts) for parts in product(*({shown} if shown else {"", read} for shown, read in units))}
 
 
-def assembled(kind: str, ids: list[int], asked: Asked, ends: tuple[int, ...] = ()) -> list[Piece]:
-    assembler, found = Assembler(vocabulary_of(kind), asked, ends), list[Piece]()
+def assembled(kind: str, ids: list[int], asked: Asked, ends: tuple[int, ...] = ()) -> list[TextPiece]:
+    assembler, found = Assembler(vocabulary_of(kind), asked, ends), list[TextPiece]()
     for token in ids:
         found.append(assembler.push((token, -1.0, -1.0, [])))
         if assembler.stopped:
