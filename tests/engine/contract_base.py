@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tidemill.core.interfaces import Capabilities, Engine
 from tidemill.core.types import Published, SamplingParams, Version
-from tidemill.models.hf_weights import load_folder
+from tidemill.models.hf_weights import load_folder, serving_slices
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
@@ -100,6 +100,16 @@ async def new_version(model: Path, scratch: Path, step: int) -> AsyncIterator[Pu
         yield await trainer.publish(Version(step))
     finally:
         await trainer.close()
+
+
+@contextmanager
+def mislabelled(model: Path, scratch: Path, version: Version) -> Iterator[Published]:
+    """The weights of a model folder, sent as `version`: only what an engine sums up itself can tell that they are not."""
+    sender = make_sender(SyncSettings(), scratch)
+    try:
+        yield sender.send(version, serving_slices(load_folder(model), torch.float32))
+    finally:
+        sender.close()
 
 
 class ContractBase:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from contract_base import (
+    CONTEXT,
     FREE,
     LONG,
     PROMPT,
     TOLERANCE,
     ContractBase,
     Reference,
+    mislabelled,
     prompt,
     until,
 )
@@ -57,6 +60,7 @@ class LifecycleContract(ContractBase):
         with pytest.raises(asyncio.CancelledError):
             await call
         await until(free)
+        assert (await engine.stats()).generated < CONTEXT - len(PROMPT), "it was sampled to its end"
 
     async def test_tokens_after_an_update_are_the_new_versions(
         self, engine: Engine, able: Capabilities, models: list[Reference], published: Published
@@ -93,13 +97,15 @@ class LifecycleContract(ContractBase):
             assert not any(steps), "an unknown boundary counts as the oldest version"
 
     async def test_a_wrong_fingerprint_is_refused_and_the_old_version_goes_on(
-        self, engine: Engine, published: Published
+        self, engine: Engine, models: list[Reference], published: Published, tmp_path: Path
     ) -> None:
         before = await engine.generate(GenerateRequest(PROMPT, FREE))
-        true = published.version.fingerprint
-        false = true[:-1] + ("0" if true[-1] != "0" else "1")
-        with pytest.raises(PolicyMismatch):
-            await engine.update(replace(published, version=replace(published.version, fingerprint=false)))
+        false = published.version.fingerprint[::-1]
+        relabelled = replace(published, version=replace(published.version, fingerprint=false))
+        with mislabelled(models[1].folder, tmp_path, Version(1, fingerprint=false)) as sent:
+            for wrong in (relabelled, sent):
+                with pytest.raises(PolicyMismatch):
+                    await engine.update(wrong)
         after = await engine.generate(GenerateRequest(PROMPT, FREE))
         assert after.tokens.tolist() == before.tokens.tolist() and after.sources == before.sources
         assert (await engine.stats()).version.step == 0
