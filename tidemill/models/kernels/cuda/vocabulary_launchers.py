@@ -1,4 +1,4 @@
-"""Launchers of the Triton kernels that read whole rows of logits: sampling, logprobs, entropies and their gradients."""
+"""Launchers of the Triton kernels over rows of logits: sampling, logprobs, entropies, gradients."""
 
 from __future__ import annotations
 
