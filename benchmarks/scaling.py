@@ -109,7 +109,7 @@ def queue(quick: bool) -> Rows:
             await asyncio.sleep(0)
         spent["computing"] = 0.0
         first, begin = served.progress(), time.perf_counter()
-        while served.progress() < first + 120 and served._requests:  # several generations: some end, others are admitted
+        while served.progress() < first + 120 and served._requests.under_way:  # some end, others are admitted
             await asyncio.sleep(0)
         seconds, steps = time.perf_counter() - begin, served.progress() - first
         rest = seconds - spent["computing"]  # now: steps go on while calls are cancelled

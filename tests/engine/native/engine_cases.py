@@ -53,7 +53,7 @@ def engine(arch: Architecture = BASE, seed: int = 0, receiver: MemoryReceiver | 
 
 def with_pages(monkeypatch, pages: int) -> None:
     """Engines built from now on have `pages` KV pages, the null page not counted."""
-    monkeypatch.setattr(native_engine, "_pages_of", lambda *_: pages + 1)
+    monkeypatch.setattr(native_engine, "pages_of", lambda *_: pages + 1)
 
 
 @torch.no_grad()

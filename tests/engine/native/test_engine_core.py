@@ -110,8 +110,8 @@ async def test_abort_and_cancel_give_everything_back(started):
     assert (await calls[3]).finish is Finish.LENGTH
     await under_test.abort("unknown")
     await until(lambda: under_test._loop.done())  # its integrity check passed
-    assert scheduler.blocks.available == scheduler.blocks.usable and not under_test._by_key
-    assert not under_test._requests and scheduler.in_flight == 0
+    assert scheduler.blocks.available == scheduler.blocks.usable and not under_test._requests._by_key
+    assert not under_test._requests.under_way and scheduler.in_flight == 0
 
 
 async def test_stream(started):
@@ -127,7 +127,7 @@ async def test_stream(started):
     left = under_test.stream(GenerateRequest(prompt(), SamplingParams(max_tokens=80), key="k"))
     assert isinstance((await anext(left))[0], int)
     await left.aclose()
-    assert not under_test._requests
+    assert not under_test._requests.under_way
     ending = under_test.stream(GenerateRequest(prompt(), SamplingParams(max_tokens=80), key="k"))
     await anext(ending)
     await under_test.abort("k")

@@ -41,3 +41,13 @@ def kv_pages(settings: EngineSettings, arch: Architecture, free: int | None) -> 
         share = SHARE_OF_FREE_MEMORY[device_of(settings.device)]
         pages = wanted if free is None else min(wanted, int(free * share) // each)
     return pages, pages < wanted
+
+
+def pages_of(settings: EngineSettings, arch: Architecture, device: str) -> int:
+    """KV pages for an engine on `device` now. Raises ValueError for less than two."""
+    pages, _ = kv_pages(settings, arch, free_memory(device))
+    if pages < 2:
+        raise ValueError(
+            f"kv_memory_mb={settings.kv_memory_mb}: less than two pages of {settings.page_size} tokens: give the cache more"
+        )
+    return pages

@@ -16,8 +16,6 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -29,32 +27,32 @@ from tidemill.core.interfaces import Capabilities, EngineFailed, EngineStats
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Published, Scored, Telemetry, Version
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.batch_invariant import run_invariant
-from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
+from tidemill.engine.native.cache_size import device_of, pages_of
 from tidemill.engine.native.cuda_graphs import paged_cache
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.invariance_check import check_machine
 from tidemill.engine.native.kept_conversations import KeptConversations
 from tidemill.engine.native.kv_blocks import BlockManager
 from tidemill.engine.native.paged_attention import PagedCache
-from tidemill.engine.native.request_state import ActiveRequest, Slots, Stream, completion, scored
-from tidemill.engine.native.runner import Output, Probe, Probed, launch, run
-from tidemill.engine.native.scheduler import Chunk, Plan, Scheduler, Sequence
+from tidemill.engine.native.request_state import (
+    ActiveRequest,
+    Slots,
+    Stream,
+    checked_tokens,
+    completion,
+    probe_of,
+    record_details,
+    scored,
+)
+from tidemill.engine.native.request_table import RequestTable
+from tidemill.engine.native.runner import Output, Probed, UnderWay, launch, run
+from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.engine.native.weight_updates import Updates
-from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.weight_slices import Receiver
 from tidemill.observability.process_memory import PeakMemory
 from tidemill.runtime.cpu_sharing import Cores
-
-
-@dataclass(slots=True)
-class UnderWay:
-    """A step that has been launched."""
-
-    plan: Plan
-    epoch: int  # the version that computes it, among those served
-    read: Callable[[], Output]  # waits for it
 
 
 class NativeEngine:
@@ -93,15 +91,14 @@ class NativeEngine:
         if settings.batch_invariant:
             check_machine(weights, settings.page_size)
         staging = None if receiver is None else Staging(receiver, weights, pack)
-        self._pages = _pages_of(settings, self._arch, device)
+        self._pages = pages_of(settings, self._arch, device)
         blocks = BlockManager(self._pages, settings.page_size, settings.prefix_cache)
         self._scheduler = Scheduler(
             blocks, settings.max_sequences, settings.context_of(self._arch.context), settings.prefill_chunk
         )
         self._slots = Slots(settings.max_sequences, self._scheduler.context)
         self._cache: PagedCache | None = self._new_cache()  # None while asleep
-        self._requests: dict[Sequence, ActiveRequest] = {}  # everything that waits or runs
-        self._by_key: dict[str, set[ActiveRequest]] = {}
+        self._requests = RequestTable(self._scheduler)  # everything that waits or runs
         self._episodes = KeptConversations()
         self._activity, self._cores = Activity(), cores or Cores()
         self._updates = Updates(
@@ -121,8 +118,6 @@ class NativeEngine:
         self._loop: asyncio.Task[None] | None = None
         self._failure: Exception | None = None
 
-    # -- what callers see ------------------------------------------------------------------------------------------
-
     async def capabilities(self) -> Capabilities:
         return Capabilities(context=self._scheduler.context, sleep=True)
 
@@ -131,7 +126,7 @@ class NativeEngine:
 
     def stream(self, request: GenerateRequest) -> Stream:
         """Sample as `generate` does, token by token. Close it (`aclose`, or cancel the iteration) to abort."""
-        return Stream(self._submit(request, stream=True), self._forget)
+        return Stream(self._submit(request, stream=True), self._requests.forget)
 
     async def score(self, tokens: Array, policy: str, temperature: float = 1.0, top_k: int = 0) -> Scored:
         """Logprobs of given tokens, and `top_k` alternatives, at `temperature`.
@@ -147,7 +142,8 @@ class NativeEngine:
             return scored(probed, self._updates.weights.version)
         sequence = Sequence(tokens, limit=len(tokens), probe=True)
         request = ActiveRequest(sequence, time.monotonic(), temperature=temperature, top_k=top_k, probed=probed)
-        self._enqueue(request)
+        self._requests.add(request)
+        self._run()
         return await self._result(request)
 
     async def update(self, published: Published) -> Version:
@@ -155,7 +151,7 @@ class NativeEngine:
 
     async def abort(self, key: str) -> None:
         self._settle()
-        for request in list(self._by_key.get(key, ())):
+        for request in self._requests.of_key(key):
             slot = request.sequence.slot
             length = int(self._scheduler.length[slot]) if slot >= 0 else 0  # without a slot it never ran
             self._complete(request, Finish.CANCELLED, length)
@@ -219,8 +215,6 @@ class NativeEngine:
         await self._updates.close()
         self._cache = None
 
-    # -- the loop --------------------------------------------------------------------------------------------------
-
     def _run(self) -> None:
         if self._loop is None or self._loop.done():
             self._activity.idle.begin()
@@ -232,12 +226,12 @@ class NativeEngine:
             self._activity.back()
             while self._cache is not None:
                 self._updates.commit_when_drained()
-                if not self._requests:
+                if not self._requests.under_way:
                     break
                 self._step(self._cache)
                 self._activity.leave()
                 await asyncio.sleep(0)
-                self._activity.back(between=bool(self._requests))
+                self._activity.back(between=bool(self._requests.under_way))
             self._settle()
             begin = time.monotonic()
             self._scheduler.check_integrity()
@@ -257,7 +251,7 @@ class NativeEngine:
             self._settle()
         if (plan := self._scheduler.plan()) is not None:
             for sequence in plan.admitted:
-                self._begin(self._requests[sequence], start)
+                self._begin(self._requests.under_way[sequence], start)
             launched, known = self._launch(cache, plan)
             self._settle()
             self._under_way = launched
@@ -266,7 +260,7 @@ class NativeEngine:
         elif self._under_way is not None:  # whatever runs ends with it
             self._settle()
         elif not settles:
-            raise RuntimeError(f"engine {self.name}: {len(self._requests)} requests and nothing to compute")
+            raise RuntimeError(f"engine {self.name}: {len(self._requests.under_way)} requests and nothing to compute")
         self._activity.step(start, time.monotonic())
 
     def _launch(self, cache: PagedCache, plan: Plan) -> tuple[UnderWay, bool]:
@@ -275,7 +269,8 @@ class NativeEngine:
         params = self._slots.params(slots, plan.sample_positions)
         if self._slots.adjusted[slots].any():  # a step that samples for them is never ahead: their replies are known
             params.adjustments = self._slots.adjustments(slots, plan.sample_positions, self._scheduler.tokens)
-        top, probes = int(self._slots.top[slots].max(initial=0)), [self._probe(c) for c in plan.probes]
+        top = int(self._slots.top[slots].max(initial=0))
+        probes = [probe_of(self._slots.requests[c.slot], c) for c in plan.probes]
         if ahead := cache.ahead and not (top or probes or params.adjustments or params.truncated.any()):
             read = launch(weights, cache, plan, table, params)
         else:
@@ -303,12 +298,6 @@ class NativeEngine:
             self._activity.counters["prompt_tokens"] += len(request.sequence.prompt)
             self._activity.counters["cached_tokens"] += request.sequence.cached
 
-    def _probe(self, chunk: Chunk) -> Probe:
-        request = self._slots.requests[chunk.slot]
-        assert request is not None
-        targets = request.sequence.prompt[chunk.start + 1 : chunk.start + 1 + chunk.count].astype(np.int64)
-        return Probe(chunk.row, chunk.row + chunk.count, targets, request.temperature, request.top_k)
-
     def _record(self, plan: Plan, output: Output, epoch: int) -> None:
         rows, sampled = self._slots, output.sampled
         here = self._scheduler.learn(plan, sampled.tokens)
@@ -322,7 +311,7 @@ class NativeEngine:
             assert request is not None
             request.first_token_s = time.monotonic() - request.arrived
         for i in np.flatnonzero(rows.detailed[slots]).tolist():
-            self._record_details(int(here[i]), int(slots[i]), output)
+            record_details(rows.requests[slots[i]], int(here[i]), output)
         stopped, lengths = rows.stopped(slots, tokens), positions + 1
         for i in np.flatnonzero(stopped | (lengths >= rows.limit[slots])).tolist():
             request, length = rows.requests[slots[i]], int(lengths[i])
@@ -331,20 +320,6 @@ class NativeEngine:
             self._complete(request, Finish.STOP if stopped[i] else Finish.LENGTH if full else Finish.CONTEXT, length)
         for chunk, part in zip(plan.probes, output.probed, strict=True):
             self._record_probe(chunk.slot, chunk.start, part)
-
-    def _record_details(self, i: int, slot: int, output: Output) -> None:
-        request, sampled = self._slots.requests[slot], output.sampled
-        assert request is not None and request.params is not None
-        top: list[tuple[int, float]] = []
-        if i in sampled.supports:
-            request.supports.append(sampled.supports[i])
-        if output.top_ids is not None and output.top_logprobs is not None and (count := request.params.top_logprobs):
-            ids, logprobs = output.top_ids[i, :count], output.top_logprobs[i, :count]
-            request.tops.append((ids, logprobs))
-            top = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
-        if request.stream is not None:
-            token, logprob, model = sampled.tokens[i], sampled.logprobs[i], sampled.model_logprobs[i]
-            request.stream.put_nowait((int(token), float(logprob), float(model), top))
 
     def _record_probe(self, slot: int, start: int, part: Probed) -> None:
         """Store scored logprobs; `part` begins with the distribution after position `start`."""
@@ -355,9 +330,7 @@ class NativeEngine:
         request.probed.top_ids[rows], request.probed.top_logprobs[rows] = part.top_ids, part.top_logprobs
         if rows.stop == len(request.probed.logprobs):
             # A commit restarts what is scored, so this one version did it all.
-            self._finish(request, scored(request.probed, self._updates.weights.version))
-
-    # -- requests --------------------------------------------------------------------------------------------------
+            self._requests.finish(request, scored(request.probed, self._updates.weights.version))
 
     def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
         if asked.constraint is not None:
@@ -369,7 +342,8 @@ class NativeEngine:
         request = ActiveRequest(sequence, time.monotonic(), params=params, key=key, stops=tuple(dict.fromkeys(stops)))
         if stream:
             request.stream = asyncio.Queue()
-        self._enqueue(request)
+        self._requests.add(request)
+        self._run()
         return request
 
     def _check(self, tokens: Array, policy: str) -> np.ndarray:
@@ -380,51 +354,15 @@ class NativeEngine:
             )
         if self._cache is None:
             raise RuntimeError(f"engine {self.name} is asleep: call wake() before giving it work")
-        tokens = np.ascontiguousarray(tokens)
-        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-            raise ValueError(
-                f"tokens of shape {tokens.shape} and dtype {tokens.dtype}: expected a row of at least one token id"
-            )
-        if tokens.min() < 0 or tokens.max() >= self._arch.vocab:
-            raise ValueError(
-                f"token ids from {tokens.min()} to {tokens.max()}: this model knows 0 to {self._arch.vocab - 1}"
-            )
-        return tokens.astype(np.int32)
-
-    def _enqueue(self, request: ActiveRequest) -> None:
-        self._scheduler.submit(request.sequence)
-        request.future = asyncio.get_running_loop().create_future()
-        self._requests[request.sequence] = request
-        if request.key:
-            self._by_key.setdefault(request.key, set()).add(request)
-        self._run()
+        return checked_tokens(tokens, self._arch.vocab)
 
     async def _result(self, request: ActiveRequest) -> Any:
         assert request.future is not None
         try:
             return await request.future  # bounded: by the tokens asked for, and the caller's deadline
         except asyncio.CancelledError:
-            self._forget(request)
+            self._requests.forget(request)
             raise
-
-    def _forget(self, request: ActiveRequest) -> None:
-        """Remove a request from the engine, wherever it stands."""
-        if self._requests.pop(request.sequence, None) is None:
-            return
-        self._scheduler.release(request.sequence)
-        if request.key:
-            siblings = self._by_key[request.key]
-            siblings.discard(request)
-            if not siblings:
-                del self._by_key[request.key]
-
-    def _finish(self, request: ActiveRequest, result: Completion | Scored) -> None:
-        self._forget(request)
-        future: Any = request.future
-        if not future.done():
-            future.set_result(result)
-        if request.stream is not None:
-            request.stream.put_nowait(None)
 
     def _complete(self, request: ActiveRequest, finish: Finish, length: int) -> None:
         """Finish a request with its completion. length: its known tokens, the prompt included."""
@@ -432,9 +370,7 @@ class NativeEngine:
         if self.settings.in_flight == InFlight.KEEP and request.key and sequence.salt is not None and not sequence.last:
             self._episodes.remember(request.key, sequence.salt, self._scheduler.tokens[slot, :length])
         tokens = self._scheduler.tokens[slot, len(sequence.prompt) : length]
-        self._finish(request, completion(request, finish, tokens, self._slots, self._updates.versions, self.name))
-
-    # -- ends and means --------------------------------------------------------------------------------------------
+        self._requests.finish(request, completion(request, finish, tokens, self._slots, self._updates.versions, self.name))
 
     def _check_alive(self) -> None:
         if self._failure is not None:
@@ -450,23 +386,8 @@ class NativeEngine:
         """Fail every waiting request with `error`, and all later ones."""
         if self._failure is None:
             self._failure = error
-        for request in list(self._requests.values()):
-            self._forget(request)
-            assert request.future is not None
-            if not request.future.done():
-                request.future.set_exception(error)
-            if request.stream is not None:
-                request.stream.put_nowait(None)
+        self._requests.fail(error)
         self._updates.fail(error)
 
     def _new_cache(self) -> PagedCache:
         return paged_cache(self._arch, self._pages, self.settings.page_size, self._dtype, self._device)
-
-
-def _pages_of(settings: EngineSettings, arch: Architecture, device: str) -> int:
-    pages, _ = kv_pages(settings, arch, free_memory(device))
-    if pages < 2:
-        raise ValueError(
-            f"kv_memory_mb={settings.kv_memory_mb}: less than two pages of {settings.page_size} tokens: give the cache more"
-        )
-    return pages

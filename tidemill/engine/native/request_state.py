@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.core.types import Completion, Finish, SamplingParams, Scored, Support, Version
+from tidemill.core.types import Array, Completion, Finish, SamplingParams, Scored, Support, Version
 from tidemill.engine.native.logit_adjustments import Adjustment
-from tidemill.engine.native.runner import Probed
+from tidemill.engine.native.runner import Output, Probe, Probed
 from tidemill.engine.native.sampler import RowParams, mixed, uniforms
-from tidemill.engine.native.scheduler import Sequence
+from tidemill.engine.native.scheduler import Chunk, Sequence
 
 Token = tuple[int, float, float | None, list[tuple[int, float]]]
 """(token, logprob, model logprob, [(alternative, its model logprob)])"""
@@ -187,3 +187,35 @@ def completion(
 def scored(probed: Probed, version: Version) -> Scored:
     wanted = probed.top_ids.shape[1] > 0
     return Scored(probed.logprobs, version, probed.top_ids if wanted else None, probed.top_logprobs if wanted else None)
+
+
+def checked_tokens(tokens: Array, vocab: int) -> np.ndarray:
+    """The tokens [T] as int32. Raises ValueError for what is no row of ids that the model knows."""
+    tokens = np.ascontiguousarray(tokens)
+    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        raise ValueError(f"tokens of shape {tokens.shape} and dtype {tokens.dtype}: expected a row of at least one token id")
+    if tokens.min() < 0 or tokens.max() >= vocab:
+        raise ValueError(f"token ids from {tokens.min()} to {tokens.max()}: this model knows 0 to {vocab - 1}")
+    return tokens.astype(np.int32)
+
+
+def probe_of(request: ActiveRequest | None, chunk: Chunk) -> Probe:
+    """The tokens of a chunk that are scored, as the runner takes them."""
+    assert request is not None
+    targets = request.sequence.prompt[chunk.start + 1 : chunk.start + 1 + chunk.count].astype(np.int64)
+    return Probe(chunk.row, chunk.row + chunk.count, targets, request.temperature, request.top_k)
+
+
+def record_details(request: ActiveRequest | None, i: int, output: Output) -> None:
+    """Store the support, the alternatives and the streamed token of sampled row `i`."""
+    assert request is not None and request.params is not None
+    sampled, top = output.sampled, list[tuple[int, float]]()
+    if i in sampled.supports:
+        request.supports.append(sampled.supports[i])
+    if output.top_ids is not None and output.top_logprobs is not None and (count := request.params.top_logprobs):
+        ids, logprobs = output.top_ids[i, :count], output.top_logprobs[i, :count]
+        request.tops.append((ids, logprobs))
+        top = list(zip(ids.tolist(), logprobs.tolist(), strict=True))
+    if request.stream is not None:
+        token, logprob, model = sampled.tokens[i], sampled.logprobs[i], sampled.model_logprobs[i]
+        request.stream.put_nowait((int(token), float(logprob), float(model), top))

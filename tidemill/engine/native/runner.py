@@ -77,6 +77,15 @@ def launch(weights: Weights, cache: PagedCache, plan: Plan, table: np.ndarray, a
     return lambda: Output(sampled(), None, None, [])
 
 
+@dataclass(slots=True)
+class UnderWay:
+    """A step that has been launched."""
+
+    plan: Plan
+    epoch: int  # the version that computes it, among those served
+    read: Callable[[], Output]  # waits for it
+
+
 def _probe(hidden: Tensor, weights: Weights, probe: Probe) -> Probed:
     targets = torch.from_numpy(probe.targets).to(hidden.device)[:, None]
     rows = max(1, LOGITS_BYTES // (4 * len(weights.head)))
