@@ -56,7 +56,7 @@ async def sample(engine: NativeEngine, tokenizer, step: int, group_id: int) -> G
 
 
 def record(prompt_tokens: np.ndarray, completion: Completion, prompt: str, tokenizer) -> Trajectory:
-    """What was seen and what was sampled, with the logprob and the version of each sampled token."""
+    """The record of a sampled reply: its tokens, and the logprob and version of each sampled one."""
     given, made = len(prompt_tokens), len(completion.tokens)
     text = tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
     return Trajectory(

@@ -1,9 +1,11 @@
-"""The programs in the docs for users of TRL run as they stand, but for the training itself."""
+"""Programs in the docs run as they stand; those for users of TRL without the training itself."""
 
 from __future__ import annotations
 
 import linecache
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +20,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 def programs(name: str) -> list[str]:
-    found = re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(), re.S | re.M)
+    found = re.findall(r"^```python\n(.*?)^```", (DOCS / name).read_text(encoding="utf-8"), re.S | re.M)
     assert found
     return [each for each in found if "import" in each]
 
@@ -50,3 +52,16 @@ def test_the_script_of_a_trl_user(monkeypatch, tmp_path, capsys):
 @pytest.mark.parametrize("program", programs("data.md"))
 def test_what_the_page_on_data_says_of_rows(program):
     exec(compile(program, "data.md", "exec"), {"__name__": "example"})
+
+
+@pytest.mark.slow  # it trains
+def test_the_program_of_the_readme(tmp_path):
+    (program,) = programs("../README.md")
+    shorter = {"steps=150": "steps=3", '"accuracy": 0.5': '"accuracy": 0.02'}
+    for whole, less in shorter.items():
+        assert whole in program
+        program = program.replace(whole, less)
+    (tmp_path / "sorting.py").write_text(program)
+    done = subprocess.run([sys.executable, "sorting.py"], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert "run runs/sorting: 3 steps, done\nheld-out accuracy 0." in done.stdout

@@ -6,16 +6,20 @@ they are counted in the bytes first, and a body with too many is refused.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 from tidemill.core.executors import in_thread
+from tidemill.core.free_memory import return_free_memory
 from tidemill.openai_api.api_error import ApiError
 
 T = TypeVar("T")
 HERE = 1 << 14  # a body of at most so many bytes is decoded on the event loop: that takes microseconds
+LARGE = 1 << 20  # bytes of a body, from which its memory is given back
+RETURN_S = 1.0  # seconds after a large body is decoded
 MOST_PARTS = 1 << 17  # texts, lists and objects per body
 MOST_VALUES = 1 << 20  # values of all kinds per body, mostly token ids
 _FIRST, _SECOND = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
@@ -23,8 +27,17 @@ _HALF = re.compile(rb"%(first)b(?!%(second)b)|(?<!%(first)b)%(second)b" % {b"fir
 
 
 async def beside(raw: bytes, work: Callable[..., T], *given: Any) -> T:
-    """Call `work(*given)`, in a thread if the body `raw` is large."""
-    return work(*given) if len(raw) <= HERE else await in_thread(work, *given)
+    """Call `work(*given)`, in a thread if the body `raw` is large.
+
+    A while later, when the request has let go of a large body, its memory goes back to the system.
+    """
+    if len(raw) <= HERE:
+        return work(*given)
+    try:
+        return await in_thread(work, *given)
+    finally:
+        if len(raw) >= LARGE:
+            asyncio.get_running_loop().call_later(RETURN_S, return_free_memory)
 
 
 def read(raw: bytes) -> dict[str, Any]:

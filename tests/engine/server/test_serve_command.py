@@ -10,11 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from openai import OpenAI
+from openai import BadRequestError, OpenAI
 from serving_cases import Running
 from typer.testing import CliRunner
 
@@ -49,6 +51,7 @@ def test_from_start_to_interrupt(characters: Running) -> None:
                     model="letters", prompt="tide", max_tokens=99, extra_body={"ignore_eos": True}
                 )
                 assert reply.usage.total_tokens == 64 and reply.choices[0].finish_reason == "length"
+                returns_memory(process.pid, client)
                 stream = client.completions.create(model="letters", prompt="tide", stream=True)
                 next(iter(stream))
                 process.send_signal(signal.SIGINT)
@@ -57,6 +60,18 @@ def test_from_start_to_interrupt(characters: Running) -> None:
             assert "Traceback" not in process.stderr.read()
         finally:
             process.kill()
+
+
+def returns_memory(pid: int, client: OpenAI) -> None:
+    """Requests of eight megabytes leave the process as large as it was."""
+    process, before = psutil.Process(pid), psutil.Process(pid).memory_info().rss
+    for _ in range(4):
+        with pytest.raises(BadRequestError, match="context"):
+            client.completions.create(model="letters", prompt="t" * 8_000_000)
+    end = time.monotonic() + 60
+    while (kept := process.memory_info().rss - before) > 6 << 20:
+        assert time.monotonic() < end, f"{kept >> 20} MB are kept"
+        time.sleep(0.05)
 
 
 def test_a_port_in_use_is_found_before_loading(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from tidemill.cli.commands.model_argument import model_of
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
+from tidemill.core.free_memory import share_one_arena
 from tidemill.core.hub import shown
 from tidemill.core.types import Version
 from tidemill.engine.native.engine_settings import EngineSettings
@@ -33,6 +34,7 @@ def serve(
     folder = model_of(model)
     from tidemill.engine.server.server import bind
 
+    share_one_arena()
     sock = bind(host, port, api_key=api_key)  # first, so that a port in use is found before minutes of loading
     try:
         asyncio.run(_serve(folder, sock, api_key, settings, threads))
