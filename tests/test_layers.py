@@ -131,7 +131,7 @@ def option_names(kind: type[Config], prefix: str = "") -> Iterator[str]:
 
 
 def test_option_list_is_frozen():
-    """A new option is a decision: write it down in tests/options.txt, and in its settings class what it does."""
+    """A new option is a decision: write it down in tests/options.txt, and describe it in its settings class."""
     names = sorted(set(option_names(RunConfig)))
     frozen = (ROOT / "tests" / "options.txt").read_text().split()
     assert names == frozen

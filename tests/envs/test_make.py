@@ -260,7 +260,7 @@ def test_short_strings():
             {"kind": "rows", "data": "ONE", "reward": "exact"},
             "has 1 rows, and .* none falls on the held-out side of eval_share = 0.1: give eval_data",
         ),
-        ({"kind": "rows", "data": "ROWS", "reward_options": {"tolerance": 1}}, r"env\.reward_options do not apply while"),
+        ({"kind": "rows", "data": "ROWS", "reward_options": {"tolerance": 1}}, "env: reward_options do not apply while"),
         ({"kind": "rows", "data": "ROWS", "reward": "exat"}, "unknown reward 'exat'; did you mean 'exact'"),
         ({"kind": "rows", "data": "ROWS", "reward": "regex"}, "reward 'regex' needs 'pattern'"),
         ({"kind": "rows", "data": "ROWS", "reward": "exact", "reward_options": {"norm": 1}}, "has no option 'norm'"),

@@ -8,6 +8,7 @@ import pytest
 import reasoning_gym
 from test_make import attempt
 
+from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Score
 from tidemill.envs.build_environment import make_environment
@@ -118,13 +119,13 @@ def test_what_the_library_does_not_have_is_one_sentence(given, message):
     ("given", "message"),
     [
         ({"dataset": "spell_backwards"}, "did you mean 'spell_backward'"),
-        ({"dataset": "gcd", "args": {"seed": 9}}, "env.args.seed: give it as env.seed"),
+        ({"dataset": "gcd", "args": {"seed": 9}}, "args: seed is not an argument of the dataset: give it as env.seed"),
         ({"dataset": "gcd", "template": "solve"}, r"expected \{question\} in it"),
     ],
 )
 def test_bad_settings_are_configuration_errors(given, message):
     with pytest.raises(ConfigError, match=message):
-        make_environment(ReasoningGymSettings(**given), WorkerPool(workers=0))
+        make_environment(build(ReasoningGymSettings, given), WorkerPool(workers=0))
 
 
 async def test_a_question_that_is_not_the_one_that_was_asked_is_never_scored(spell):

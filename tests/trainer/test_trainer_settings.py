@@ -12,7 +12,7 @@ from tidemill.trainer.trainer_settings import TrainerSettings
     ("tree", "message"),
     [
         ({"lr": 0}, "lr = 0"),
-        ({"betas": [0.9, 1.0]}, "betas = "),
+        ({"betas": [0.9, 1.0]}, "betas.1 = 1.0: should be less than 1"),
         ({"schedule": "step"}, "schedule = 'step'"),
         ({"min_lr_ratio": 0.1}, "does not apply to schedule 'constant'"),
         ({"microbatch_tokens": 5}, "did you mean 'micro_batch_tokens'"),

@@ -30,8 +30,10 @@ T = TypeVar("T")
 class CorrectionSettings(Config):
     """A correction for sampling from another policy: `"tis"`, or `{ name = "tis", cap = 4 }`."""
 
-    name: str
-    constants: dict[str, float] = Field(default_factory=dict)
+    name: str = Field(description="Name of the correction, or FILE.py:function")
+    constants: dict[str, float] = Field(
+        default={}, description="Constants of the correction. They may stand beside its name"
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -51,13 +53,19 @@ class CorrectionSettings(Config):
 class ReferenceSettings(Config):
     """A second policy and its use: `"initial"`, a model folder, or a table."""
 
-    model: str = "initial"
-    every: int = Field(default=0, ge=0)  # updates between copies of the policy into the reference; 0: never
-    decay: float = Field(default=0.0, ge=0, lt=1)  # each copy becomes decay * reference + (1 - decay) * policy
-    kl: float = Field(default=0.0, ge=0)  # coefficient of the KL divergence from the reference
-    estimator: Literal["k1", "k2", "k3"] | None = None  # of the KL divergence; None: k3 in a loss, k1 in a reward
-    into: Literal["loss", "reward"] = "loss"
-    distil: float = Field(default=0.0, ge=0)  # coefficient of log(reference / policy) as a reward of each token
+    model: str = Field(default="initial", description="Folder of its weights. initial: those that the run began with")
+    every: int = Field(default=0, ge=0, description="Updates between copies of the policy into the reference. 0: never")
+    decay: float = Field(default=0.0, ge=0, lt=1, description="Share of the old reference that each copy keeps")
+    kl: float = Field(default=0.0, ge=0, description="Coefficient of the KL divergence from the reference. 0: off")
+    estimator: Literal["k1", "k2", "k3"] | None = Field(
+        default=None, description="Estimator of the KL divergence. none: k3 in a loss, k1 in a reward"
+    )
+    into: Literal["loss", "reward"] = Field(
+        default="loss", description="Place of the KL divergence: a term of the loss, or a penalty in the reward"
+    )
+    distil: float = Field(
+        default=0.0, ge=0, description="Coefficient of log(reference / policy) as a reward of each token. 0: off"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> ReferenceSettings:
@@ -75,12 +83,15 @@ class ReferenceSettings(Config):
 class CriticSettings(Config):
     """The critic, which predicts returns: `"initial"`, `"policy"`, a model folder, or a table."""
 
-    model: str = "initial"  # a folder to start from; initial: the policy's model; policy: a head on the policy's own decoder
-    lr: float | None = Field(default=None, gt=0)  # learning rate; None: the trainer's
-    weight: float = Field(default=0.5, gt=0)  # weight of the critic's loss beside the policy's
-    clip: float = Field(default=0.0, ge=0)  # largest change of a value in a step, see the loss `value`; 0: no limit
-    lam: float = Field(default=1.0, ge=0, le=1)  # lambda of the returns that the critic is trained towards
-    warmup: int = Field(default=0, ge=0)  # first steps, in which only the critic is trained
+    model: str = Field(
+        default="initial",
+        description="Folder to start from. initial: the policy's model; policy: a head on the policy's own decoder",
+    )
+    lr: float | None = Field(default=None, gt=0, description="Learning rate of the critic. none: the trainer's")
+    weight: float = Field(default=0.5, gt=0, description="Weight of the critic's loss beside the policy's")
+    clip: float = Field(default=0.0, ge=0, description="Largest change of a value in a step (loss `value`). 0: no limit")
+    lam: float = Field(default=1.0, ge=0, le=1, description="Lambda of the returns that the critic is trained towards")
+    warmup: int = Field(default=0, ge=0, description="First steps, in which only the critic is trained. 0: none")
 
 
 def begins_as(companion: ReferenceSettings | CriticSettings | None, initial: T, named: Callable[[str], T]) -> T | None:
@@ -96,8 +107,13 @@ def begins_as(companion: ReferenceSettings | CriticSettings | None, initial: T, 
 class OverlongSettings(Config):
     """Treatment of attempts that were cut off: `"mask"`, or `{ treat = "penalty", cache = 64 }`."""
 
-    treat: Literal["keep", "filter", "mask", "penalty"] = "keep"  # mask: no gradient; filter: left out; penalty: less reward
-    cache: int | None = Field(default=None, ge=1)  # tokens before the limit over which the penalty grows; None: a fifth
+    treat: Literal["keep", "filter", "mask", "penalty"] = Field(
+        default="keep",
+        description="Treatment of attempts that were cut off. filter: left out; mask: no gradient; penalty: less reward",
+    )
+    cache: int | None = Field(
+        default=None, ge=1, description="Tokens before the limit over which the penalty grows. none: a fifth of the limit"
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> OverlongSettings:
@@ -112,9 +128,12 @@ class EntropySettings(Config):
     With a target, the weight changes from step to step.
     """
 
-    coefficient: float = 0.0  # weight of the entropy bonus (below 0: a penalty); with a target: that of the first step
-    target: float | None = Field(default=None, gt=0)  # least entropy, in nats per token; None: the weight is constant
-    change: float | None = Field(default=None, gt=0)  # change of the weight in each step; None: 0.005
+    coefficient: float = Field(
+        default=0.0,
+        description="Weight of the entropy bonus, or of a penalty if below 0. With a target: that of the first step",
+    )
+    target: float | None = Field(default=None, gt=0, description="Least entropy in nats a token. none: a constant weight")
+    change: float | None = Field(default=None, gt=0, description="Change of the weight in each step. none: 0.005")
 
     @model_validator(mode="after")
     def _consistent(self) -> EntropySettings:
@@ -134,8 +153,8 @@ class EntropySettings(Config):
 class UpdateSettings(Config):
     """The number of optimizer updates in a step."""
 
-    minibatches: int = Field(default=1, ge=1)  # parts of a step's groups, each with an update of its own
-    epochs: int = Field(default=1, ge=1)  # passes over a step's groups
+    minibatches: int = Field(default=1, ge=1, description="Parts of a step's groups, each with an update of its own")
+    epochs: int = Field(default=1, ge=1, description="Passes over a step's groups")
 
     @property
     def count(self) -> int:
@@ -143,19 +162,38 @@ class UpdateSettings(Config):
 
 
 class AlgorithmSettings(Config):
-    name: str  # the preset that the other values came from
-    advantage: str  # a name in `advantages`, or FILE.py:function
-    loss: str  # a name in `losses`, or FILE.py:function
-    reduction: Literal["token", "sequence", "prompt", "attempt", "fixed"]
-    given: Literal["", "answers", "pairs", "labels"] = ""  # replies that the tasks give, to be learnt; empty: sampled ones
-    constants: Constants = Field(default_factory=dict)  # for loss and advantage; may be given beside the other keys
-    preference: str = ""  # a name in `preferences`: pairs the best and worst attempt; replaces the advantage
+    """The algorithm in force: a preset's name, and every value that it chose or that was given."""
+
+    name: str = Field(description="Preset that the other values start from")
+    advantage: str = Field(description="Advantage by its name, or FILE.py:function")
+    loss: str = Field(description="Loss by its name, or FILE.py:function")
+    reduction: Literal["token", "sequence", "prompt", "attempt", "fixed"] = Field(
+        description="Unit whose token terms are averaged: all tokens, each sequence, prompt, attempt, or a fixed length"
+    )
+    given: Literal["", "answers", "pairs", "labels"] = Field(
+        default="", description="Replies that the tasks hold and that are learnt. Empty: sampled replies are learnt"
+    )
+    constants: Constants = Field(
+        default={}, description="Constants of loss and advantage. They may also be given beside the other keys"
+    )
+    preference: str = Field(
+        default="",
+        description="Preference by its name: it pairs the best and worst attempt, and replaces the advantage. Empty: none",
+    )
     corrections: tuple[CorrectionSettings, ...] = ()
-    old_logprobs: Literal["behaviour", "recompute"] = "behaviour"  # p_hat: the engine's logprobs or the trainer's own
+    old_logprobs: Literal["behaviour", "recompute"] = Field(
+        default="behaviour", description="Logprobs of the old policy: the engine's, or the trainer's own"
+    )
     updates: UpdateSettings = UpdateSettings()
-    zero_variance: Literal["drop", "keep"] = "keep"  # groups whose rewards are all equal; kept ones only dilute the mean
+    zero_variance: Literal["drop", "keep"] = Field(
+        default="keep", description="Treatment of groups whose rewards are all equal. Kept ones only dilute the mean"
+    )
     overlong: OverlongSettings = OverlongSettings()
-    fixed_length: int | None = Field(default=None, ge=1)  # tokens; None: the longest completion that may be sampled
+    fixed_length: int | None = Field(
+        default=None,
+        ge=1,
+        description="Tokens by which the reduction `fixed` divides. none: the longest completion that may be sampled",
+    )
     reference: ReferenceSettings | None = None
     critic: CriticSettings | None = None
     entropy: EntropySettings = EntropySettings()

@@ -28,10 +28,11 @@ ENGINES.register(
 class BaseEngineSettings(KindSettings, registry=ENGINES):
     """Engine settings that a run reads, whatever the engine's kind."""
 
-    dtype: Literal["float32", "bfloat16"] = "float32"  # dtype of the served weights and of the KV cache
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: cuda if there is one, else cpu
-    # tokens that a sequence may hold, prompt included; None: the model's context
-    context: int | None = Field(default=None, ge=2)
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Dtype of served weights and KV cache")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="Device of the engines. auto: cuda if there is one, else cpu"
+    )
+    context: int | None = Field(default=None, ge=2, description="Most tokens of prompt and reply. none: the model's context")
 
     def context_of(self, model: int) -> int:
         """Tokens that a sequence may hold, given enough memory. model: positions that the model has."""

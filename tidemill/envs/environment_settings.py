@@ -13,12 +13,26 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, get_args
 
-from pydantic import BeforeValidator, Discriminator, Field, FiniteFloat, Tag, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    FiniteFloat,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.core.config import Config, build, dump
 
 HEAVIEST = 1000
+NO_REWARD = ("", "none")  # values of `reward` for rows that nothing judges
+WIDEST = 200  # numbers between the ends of a guessing game
+KIND = "Kind of environment"
+EVAL_SHARE = "Share of data that is held out while eval_data is empty"
+WEIGHTS = "Weights of a list of rewards, one for each. Empty: 1 each"
 
 
 def _names(given: Any) -> Any:
@@ -33,6 +47,17 @@ def _names(given: Any) -> Any:
 Names = Annotated[str | tuple[str, ...], BeforeValidator(_names)]
 
 
+def _with_mark(mark: str) -> AfterValidator:
+    """A check that a template says where the prompt goes."""
+
+    def check(template: str) -> str:
+        if mark not in template:
+            raise ValueError(f"given {template!r:.200}, expected {mark} in it, where the task's text goes")
+        return template
+
+    return AfterValidator(check)
+
+
 def check_weights(key: str, names: str | tuple[str, ...], weights: tuple[float, ...]) -> None:
     """Raise ValueError unless there is a weight for each of several rewards, or none at all."""
     if weights and isinstance(names, str):
@@ -44,10 +69,10 @@ def check_weights(key: str, names: str | tuple[str, ...], weights: tuple[float, 
 class OneOf(Config):
     """Settings of an environment that is one of several; unused when it is the only one."""
 
-    name: str = Field(default="", description="of the environment among several; alone it has none")
-    weight: int = Field(default=1, ge=1, le=HEAVIEST, description="groups come, and held-out tasks are taken, in proportion")
+    name: str = Field(default="", description="Name of the environment among several. A single one has none")
+    weight: int = Field(default=1, ge=1, le=HEAVIEST, description="Weight of its groups and held-out tasks")
     algorithm: dict[str, Any] = Field(
-        default={}, description="a preset or a table, for its groups alone; none: the recipe's"
+        default={}, description="Algorithm of this environment's groups alone: a preset or a table. Empty: the recipe's"
     )
 
     @field_validator("algorithm", mode="before")
@@ -66,15 +91,24 @@ class OneOf(Config):
 class ReasoningGymSettings(OneOf):
     """A dataset of reasoning-gym, with its own scorer."""
 
-    kind: Literal["reasoning_gym"] = "reasoning_gym"
-    dataset: str = Field(description="its name there, such as spell_backward")
-    size: int = Field(default=10000, ge=1, description="training tasks, at most: no question comes twice")
-    eval_size: int = Field(default=1024, ge=1, description="held-out tasks")
-    seed: int = 0
-    args: dict[str, Any] = Field(default={}, description="passed to the dataset, such as min_word_len")
-    template: str = Field(default="{question}", description="the prompt; {question} stands for the question")
-    answer_tag: str = Field(default="", description="judge what the last <TAG>...</TAG> holds; empty: the whole reply")
-    binary: bool = Field(default=False, description="1 for the full score and 0 for less: partial scores can be gamed")
+    kind: Literal["reasoning_gym"] = Field(default="reasoning_gym", description=KIND)
+    dataset: str = Field(description="Name of the dataset in reasoning-gym, such as spell_backward")
+    size: int = Field(default=10000, ge=1, description="Most training tasks. No question comes twice")
+    eval_size: int = Field(default=1024, ge=1, description="Held-out tasks")
+    seed: int = Field(default=0, description="Seed of the tasks")
+    args: dict[str, Any] = Field(default={}, description="Arguments of the dataset, such as min_word_len")
+    template: Annotated[str, _with_mark("{question}")] = Field(
+        default="{question}", description="Text of the prompt. {question} stands for the question"
+    )
+    answer_tag: str = Field(default="", description="Tag whose last <TAG>...</TAG> is judged. Empty: the whole reply")
+    binary: bool = Field(default=False, description="Give 1 for the full score and 0 for less: partial scores can be gamed")
+
+    @field_validator("args")
+    @classmethod
+    def _of_dataset(cls, args: dict[str, Any]) -> dict[str, Any]:
+        if own := [key for key in ("seed", "size") if key in args]:
+            raise ValueError(f"{own[0]} is not an argument of the dataset: give it as env.{own[0]}")
+        return args
 
 
 class RowsSettings(OneOf):
@@ -83,56 +117,64 @@ class RowsSettings(OneOf):
     Without a reward nothing is judged: training then learns from the replies in the rows.
     """
 
-    kind: Literal["rows"] = "rows"
-    data: str = Field(
-        description="a .jsonl file; or a dataset's folder, or its name on the hub: org/name or org/name@revision"
-    )
-    eval_data: str = Field(
-        default="", description="held-out rows; empty: `eval_share` of `data`, chosen by the prompt's hash"
-    )
-    eval_share: float = Field(default=0.1, gt=0, lt=1)
-    split: str = Field(default="train", description="of a Hugging Face dataset")
-    prompt_column: str = "prompt"
-    answer_column: str = Field(default="answer", description="the column that rewards know as `answer`")
+    kind: Literal["rows"] = Field(default="rows", description=KIND)
+    data: str = Field(description="Rows: a .jsonl file, a dataset's folder, or its hub name (org/name or org/name@revision)")
+    eval_data: str = Field(default="", description="Held-out rows. Empty: eval_share of data, by the prompt's hash")
+    eval_share: float = Field(default=0.1, gt=0, lt=1, description=EVAL_SHARE)
+    split: str = Field(default="train", description="Split of a Hugging Face dataset that is trained on")
+    prompt_column: str = Field(default="prompt", description="Column that holds the prompt")
+    answer_column: str = Field(default="answer", description="Column that rewards know as `answer`")
     reward: Names = Field(
         default="",
-        description="exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; a list: their weighted sum; "
-        "empty: nothing judges",
+        description="Reward: exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION. "
+        "A list: their weighted sum. Empty: nothing judges",
     )
-    reward_weights: tuple[FiniteFloat, ...] = Field(default=(), description="of a list of rewards; empty: 1 each")
+    reward_weights: tuple[FiniteFloat, ...] = Field(default=(), description=WEIGHTS)
     reward_options: dict[str, Any] = Field(
         default={},
-        description="further arguments of the reward: a tolerance, a model's folder; of a list, by the reward's name",
+        description="Further arguments of the reward, such as a tolerance. Of a list of rewards: tables by their names",
     )
-    template: str = Field(default="{prompt}", description="the prompt; {prompt} stands for the row's")
+    template: Annotated[str, _with_mark("{prompt}")] = Field(
+        default="{prompt}", description="Text of the prompt. {prompt} stands for the row's"
+    )
 
     @model_validator(mode="after")
     def _weighed(self) -> RowsSettings:
         check_weights("reward", self.reward, self.reward_weights)
+        if self.reward in NO_REWARD and self.reward_options:
+            raise ValueError("reward_options do not apply while reward is empty: name the reward, or leave them out")
         return self
 
 
 class GuessSettings(OneOf):
     """A multi-turn game: find a number by guesses that are answered "higher" or "lower"."""
 
-    kind: Literal["guess"] = "guess"
-    low: int = Field(default=1, ge=0)
-    high: int = Field(default=16, ge=1)
-    turns: int = Field(default=5, ge=1, description="guesses allowed")
-    size: int = Field(default=2000, ge=1, description="training tasks, at most")
-    eval_size: int = Field(default=200, ge=1, description="held-out tasks, at most a quarter of all")
-    seed: int = 0
+    kind: Literal["guess"] = Field(default="guess", description=KIND)
+    low: int = Field(default=1, ge=0, description="Least number that may have to be found")
+    high: int = Field(default=16, ge=1, description="Greatest number that may have to be found")
+    turns: int = Field(default=5, ge=1, description="Guesses allowed in an episode")
+    size: int = Field(default=2000, ge=1, description="Most training tasks")
+    eval_size: int = Field(default=200, ge=1, description="Most held-out tasks, at most a quarter of all")
+    seed: int = Field(default=0, description="Seed of the tasks")
+
+    @model_validator(mode="after")
+    def _in_order(self) -> GuessSettings:
+        if not self.low < self.high <= self.low + WIDEST:
+            raise ValueError(f"low = {self.low}, high = {self.high}: expected low < high, at most {WIDEST} apart")
+        return self
 
 
 class PythonSettings(OneOf):
     """An environment, or a reward function with its tasks, from the user's file."""
 
-    kind: Literal["python"] = "python"
-    path: Names = Field(description="FILE.py:NAME or MODULE:NAME; a list of reward functions: their weighted sum")
-    reward_weights: tuple[FiniteFloat, ...] = Field(default=(), description="of a list of reward functions; empty: 1 each")
-    data: str = Field(default="", description="rows as tasks; empty: the environment's own, or `tasks` of the same file")
-    eval_data: str = ""
-    eval_share: float = Field(default=0.1, gt=0, lt=1)
+    kind: Literal["python"] = Field(default="python", description=KIND)
+    path: Names = Field(
+        description="Environment or reward: FILE.py:NAME or MODULE:NAME. A list of rewards: their weighted sum"
+    )
+    reward_weights: tuple[FiniteFloat, ...] = Field(default=(), description=WEIGHTS)
+    data: str = Field(default="", description="Rows as tasks. Empty: the environment's own, or `tasks` of its file")
+    eval_data: str = Field(default="", description="Held-out rows. Empty: eval_share of data")
+    eval_share: float = Field(default=0.1, gt=0, lt=1, description=EVAL_SHARE)
 
     @model_validator(mode="after")
     def _weighed(self) -> PythonSettings:
@@ -144,19 +186,17 @@ class PythonSettings(OneOf):
         return (self.path,) if isinstance(self.path, str) else self.path
 
 
-NO_REWARD = ("", "none")  # values of `reward` for rows that nothing judges
-
-
 class EnvironmentWorkers(Config):
     """Worker processes that play the episodes of a user's environment."""
 
     workers: int | None = Field(
         default=None,
         ge=0,
-        description="0 plays in the controller, for breakpoint(); none: 2 for a user's environment, 0 for ours",
+        description="Worker processes that play. 0: the controller plays, for breakpoint(). "
+        "none: 2 for a user's environment, 0 for a built-in one",
     )
-    memory_mb: int = Field(default=0, ge=0, description="address space of a worker in MB; 0 is unlimited")
-    limit_s: float = Field(default=10.0, gt=0, description="seconds without giving control back, before a worker is killed")
+    memory_mb: int = Field(default=0, ge=0, description="Address space of a worker in MB. 0: unlimited")
+    limit_s: float = Field(default=10.0, gt=0, description="Seconds that a call may block before its worker is killed")
 
 
 AnyEnv = ReasoningGymSettings | RowsSettings | GuessSettings | PythonSettings

@@ -35,11 +35,6 @@ def reasoning_gym(settings: ReasoningGymSettings, scorer: Scorer) -> SingleTurn:
     """
     if importlib.util.find_spec("reasoning_gym") is None:
         raise ConfigError("env kind 'reasoning_gym' needs a package that is not installed: pip install 'tidemill[gym]'")
-    if "{question}" not in settings.template:
-        raise ConfigError(f"env.template = {settings.template!r}: expected {{question}} in it")
-    for key in ("seed", "size"):
-        if key in settings.args:
-            raise ConfigError(f"env.args.{key}: give it as env.{key}, it is not an argument of the dataset")
     made = _make(settings)
     splits = {split: [_task(settings, *entry) for entry in made[split]] for split in ("train", "eval")}
     return SingleTurn(f"reasoning_gym:{settings.dataset}", splits, GymJudge(settings, scorer))

@@ -24,18 +24,12 @@ def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:
 
     Raises ConfigError when the rows or the reward are not usable, or do not fit each other.
     """
-    if "{prompt}" not in settings.template:
-        raise ConfigError(f"env.template = {settings.template!r}: expected {{prompt}} in it")
     if "model" in ((settings.reward,) if isinstance(settings.reward, str) else settings.reward):
         alone = isinstance(settings.reward, str)
         given = settings.reward_options if alone else settings.reward_options.get("model", {})
         _expect_reward_model(given.get("folder") if isinstance(given, dict) else given)
     splits = row_splits(settings)
     if settings.reward in NO_REWARD:
-        if settings.reward_options:
-            raise ConfigError(
-                "env.reward_options do not apply while env.reward is empty: name the reward, or leave them out"
-            )
         return SingleTurn(_title(settings.data), splits, _nobody)
     judge = judge_of(settings.reward, scorer, weights=settings.reward_weights, options=settings.reward_options)
     judge.check(columns_of([*splits["train"], *splits["eval"]]))

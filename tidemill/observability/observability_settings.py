@@ -10,10 +10,16 @@ from tidemill.core.config import Config
 
 
 class LogSettings(Config):
-    sinks: tuple[Literal["tensorboard", "wandb"], ...] = ()  # besides metrics.jsonl, which is always written
-    project: str = Field(default="tidemill", min_length=1)  # the W&B project
-    trace: bool = True  # write trace.json
-    trace_events: int = Field(default=100_000, ge=1_000)  # most spans in it; a longer run is drawn more coarsely
+    """Metric sinks and the trace."""
+
+    sinks: tuple[Literal["tensorboard", "wandb"], ...] = Field(
+        default=(), description="Sinks of metrics besides metrics.jsonl, which is always written"
+    )
+    project: str = Field(default="tidemill", min_length=1, description="Name of the project in W&B")
+    trace: bool = Field(default=True, description="Write trace.json, the spans of all processes on one clock")
+    trace_events: int = Field(
+        default=100_000, ge=1_000, description="Most spans in the trace. A longer run is drawn more coarsely"
+    )
 
     @field_validator("sinks")
     @classmethod

@@ -28,13 +28,17 @@ PLACEMENTS.register("inline", _SETTINGS, "tidemill.run.placement_kinds:inline")
 class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
     """Processes of a run, their threads, and the transport of weights, for any placement."""
 
-    engines: int = Field(default=1, ge=1)  # rollout engines
-    engine_threads: int = Field(default=1, ge=1)  # CPU threads of each engine; more in all than there are cores share them
-    trainer_threads: int = Field(default=1, ge=1)  # CPU threads of the trainer; while engines compute, it shares the cores
-    # The trainer begins a step with the groups that have finished, where the algorithm allows it; auto: if there is a
-    # core for each thread of trainer and engines, or these name different devices
-    stream: bool | Literal["auto"] = "auto"
-    reference_engines: int = Field(default=0, ge=0)  # engines that serve algorithm.reference; 0: the trainer holds it
+    engines: int = Field(default=1, ge=1, description="Rollout engines")
+    engine_threads: int = Field(
+        default=1, ge=1, description="CPU threads of each engine. If there are more in all than cores, they share the cores"
+    )
+    trainer_threads: int = Field(default=1, ge=1, description="CPU threads of the trainer, fewer while engines compute")
+    stream: bool | Literal["auto"] = Field(
+        default="auto",
+        description="Begin a step with the groups that have finished, where the algorithm allows it. "
+        "auto: if trainer and engines have a core for each thread, or name different devices",
+    )
+    reference_engines: int = Field(default=0, ge=0, description="Engines that serve the reference. 0: the trainer holds it")
     sync: BaseSyncSettings = SyncSettings()
     environment: EnvironmentWorkers = EnvironmentWorkers()
 
@@ -47,7 +51,10 @@ class BasePlacementSettings(KindSettings, registry=PLACEMENTS):
 class PlacementSettings(BasePlacementSettings):
     """Placement on this machine: a process for each role, or one process for all."""
 
-    kind: Literal["local", "inline"] = "local"  # local: processes on this machine; inline: everything in one process
+    kind: Literal["local", "inline"] = Field(
+        default="local",
+        description="Place of each role. local: a process of its own on this machine; inline: everything in one process",
+    )
 
     @property
     def processes(self) -> bool:

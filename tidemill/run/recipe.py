@@ -35,7 +35,6 @@ from tidemill.run.recipe_tables import (
     DataSettings,
     EvalSettings,
     RecordSettings,
-    ReplaySettings,
     RolloutSettings,
     SuperviseSettings,
     WarmupSettings,
@@ -59,15 +58,17 @@ class RunConfig(Config):
     not_yet: ClassVar[Mapping[str, str]] = NOT_YET
     not_yet_values: ClassVar[Mapping[str, Mapping[str, str]]] = NOT_YET_VALUES
 
-    run_dir: Path  # folder of the run's record; runs/RECIPE if it is left out
-    model: str  # a Hugging Face folder, a hub name (org/name or org/name@revision), or "new:SIZE" for a random model
+    run_dir: Path = Field(description="Folder of the run's record. Left out: runs/RECIPE")
+    model: str = Field(
+        description='Model to train: a Hugging Face folder, org/name or org/name@revision on the hub, or a random "new:SIZE"'
+    )
     env: EnvSettings
     algorithm: AlgorithmSettings = AlgorithmSettings.preset("grpo")
-    steps: int = Field(default=100, ge=1)  # steps of the whole run, each on rollout.groups groups
-    max_lag: int = Field(default=1, ge=0)  # most versions that a sample may lag behind the weights it trains; 0: synchronous
-    seed: int = Field(default=0, ge=0)  # every random number of the run derives from it
-    profile: bool = False  # record the operators of two steps of engines and trainer in profile.json.gz
-    deterministic: bool = False  # equal weights to the last bit, even after interruptions; float32 on the CPU
+    steps: int = Field(default=100, ge=1, description="Steps of the whole run, each on rollout.groups groups")
+    max_lag: int = Field(default=1, ge=0, description="Most versions that sampling lags behind training. 0: synchronous")
+    seed: int = Field(default=0, ge=0, description="Seed that every random number of the run derives from")
+    profile: bool = Field(default=False, description="Record the operators of two steps in profile.json.gz")
+    deterministic: bool = Field(default=False, description="Reach equal weights to the last bit. Needs float32 on the CPU")
     placement: BasePlacementSettings = PlacementSettings()
     rollout: RolloutSettings = RolloutSettings()
     data: DataSettings = DataSettings()
@@ -244,11 +245,6 @@ class RunConfig(Config):
                 )
 
     def _expect_order(self) -> None:
-        if self.data.order == "easy_first" and not self.data.retire:
-            raise ValueError(
-                "data.order = 'easy_first' would give what is solved for ever: set data.retire, 0.9 for example, so that it "
-                "goes on to what is harder"
-            )
         if self.deterministic and (self.data.order != "shuffled" or self.data.retire):
             raise ValueError(
                 f"deterministic = true: data.order = {self.data.order!r} with data.retire = {self.data.retire:g} chooses by "
@@ -257,11 +253,7 @@ class RunConfig(Config):
 
     def _expect_replay(self) -> None:
         replay, groups = self.data.replay, self.rollout.groups
-        if not replay.share:
-            if replay != ReplaySettings():
-                raise ValueError("data.replay.within and times apply to what is replayed: set data.replay.share, 0.25 say")
-            return
-        if self.replayed < 1:
+        if replay.share and self.replayed < 1:
             raise ValueError(
                 f"data.replay.share = {replay.share:g} of rollout.groups = {groups} is less than one group: raise it to "
                 f"{1 / groups:g} at least, or set 0"

@@ -30,11 +30,17 @@ TRAINERS.register(
 class BaseTrainerSettings(KindSettings, registry=TRAINERS):
     """Settings that every trainer has, which a run reads whatever its kind."""
 
-    lr: float = Field(default=1e-6, gt=0)
-    micro_batch_tokens: int = Field(default=4096, ge=1)  # tokens run at a time: bounds memory, changes no result
-    dtype: Literal["float32", "bfloat16"] = "float32"  # of matrix products; weights and optimizer stay in float32
-    serving_dtype: Literal["float32", "bfloat16"] = "float32"  # of the weights that engines get
-    device: str = "auto"  # auto: cuda where there is one, else cpu
+    lr: float = Field(default=1e-6, gt=0, description="Learning rate of the policy")
+    micro_batch_tokens: int = Field(
+        default=4096, ge=1, description="Tokens computed at a time. It bounds memory and changes no result"
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Dtype of matrix products. Weights and optimizer stay in float32"
+    )
+    serving_dtype: Literal["float32", "bfloat16"] = Field(
+        default="float32", description="Dtype of the weights sent to engines"
+    )
+    device: str = Field(default="auto", description="Device of the trainer. auto: cuda if there is one, else cpu")
 
 
 @dataclass(frozen=True, slots=True)

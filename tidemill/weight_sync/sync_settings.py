@@ -51,5 +51,10 @@ def _renamed(given: dict[str, Any]) -> dict[str, Any]:
 
 
 class SyncSettings(BaseSyncSettings):
-    transport: Literal["shared_memory", "checkpoint"] = "shared_memory"  # checkpoint: files, for engines sharing only a disk
-    keep: int = Field(default=2, ge=2)  # versions kept on disk with checkpoint: engines may still read the previous one
+    """Transport of new weights from the trainer to the engines."""
+
+    transport: Literal["shared_memory", "checkpoint"] = Field(
+        default="shared_memory",
+        description="Transport of new weights to the engines. checkpoint: files, for engines that share only a disk",
+    )
+    keep: int = Field(default=2, ge=2, description="Versions that the transport `checkpoint` keeps on disk")

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from tidemill.cli.commands.settings import known
 from tidemill.core.config import dump
+from tidemill.engine.engine_kinds import ENGINES, BaseEngineSettings
 from tidemill.run.recipe import load_recipe
 
 OPTIONS = (Path(__file__).parents[2] / "options.txt").read_text().split()
@@ -39,12 +44,39 @@ def test_defaults_are_those_of_a_recipe_that_says_nothing_else():
     assert compared > 80
 
 
-def test_remarks_stand_beside_above_or_in_the_field():
+FRAGMENTS = re.compile("(Of|For|To|In|From|With|What|That|How|By|Until|Where|When|And|As|On|If) ")
+
+
+def whole(phrase: str) -> bool:
+    """True for a phrase that stands alone: "Norm to which gradients are clipped", not "of the norm"."""
+    return " " in phrase and phrase[0].isupper() and not FRAGMENTS.match(phrase) and not phrase.endswith(".")
+
+
+def test_every_key_is_described_in_a_whole_phrase():
+    assert whole("Held-out tasks") and not whole("") and not whole("of tasks") and not whole("Of tasks")
+    assert [(each.key, each.what) for each in known() if not whole(each.what)] == []
+
+
+def test_a_kind_of_ones_own_is_described_too():
+    class Mine(BaseEngineSettings):
+        """An engine that is registered."""
+
+        kind: Literal["mine"] = "mine"
+        depth: int = Field(default=3, ge=1, description="Layers that are skipped")
+
+    globals()["Mine"] = Mine
+    ENGINES.register("mine", f"{__name__}:Mine", f"{__name__}:known")
+    try:
+        (depth,) = [each for each in known() if each.key == "engine.depth"]
+    finally:
+        ENGINES.unregister("mine")
+    assert (depth.what, depth.default, depth.kinds) == ("Layers that are skipped", "3", ("mine",))
+
+
+def test_type_default_and_description_of_a_key():
     said = {each.key: each for each in known()}
-    assert said["trainer.max_grad_norm"].what == "0: gradients are not clipped"
-    assert said["placement.stream"].what.startswith("The trainer begins a step with the groups that have finished, where")
-    assert said["placement.stream"].what.endswith("these name different devices")
-    assert said["env.binary"].what == "1 for the full score and 0 for less: partial scores can be gamed"
+    assert said["trainer.max_grad_norm"].what == "Norm to which gradients are clipped. 0: not clipped"
+    assert said["env.binary"].what == "Give 1 for the full score and 0 for less: partial scores can be gamed"
     assert said["env.binary"].kinds == ("reasoning_gym",) and said["env.binary"].default == "false"
     assert said["env.kind"].takes == '"reasoning_gym" | "rows" | "guess" | "python"' and said["env.kind"].kinds == ()
     assert said["model"].default is None and said["engine.kv_memory_mb"].takes == "a whole number or none"

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
 import json
-import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
-from itertools import takewhile
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -51,8 +46,8 @@ def settings(table: str, as_json: bool) -> int:
 
 def _said(setting: Setting) -> Text:
     default = "must be given" if setting.default is None else setting.default
-    more = [setting.takes, setting.what, f"where kind is {' or '.join(setting.kinds)}" if setting.kinds else ""]
-    return Text.assemble((default, "bold"), ("   " + "; ".join(filter(None, more)), ""))
+    kinds = f". Only for kind {' or '.join(setting.kinds)}" if setting.kinds else ""
+    return Text.assemble((default, "bold"), f"   {setting.takes}. {setting.what}{kinds}")
 
 
 def known() -> list[Setting]:
@@ -69,36 +64,19 @@ def known() -> list[Setting]:
 
 def _below(table: type[Config], given: Config | None, under: str, kinds: tuple[str, ...]) -> Iterator[Setting]:
     """The settings of a table. given: its default. kinds: the table's kind, if there are several."""
-    remarks = _remarks(table)
     for name, field in table.model_fields.items():
         required = given is None and field.is_required()
         default = getattr(given, name) if given else None if required else field.get_default(call_default_factory=True)
         inner = list(dict.fromkeys(tables_of(field.annotation)))  # an environment and a list of them have the same tables
         several = [each.model_fields["kind"].default for each in inner] if len(inner) > 1 else []
         if several:
-            yield Setting(f"{under}{name}.kind", kinds, " | ".join(map(_written, several)), None, "")
+            yield Setting(f"{under}{name}.kind", kinds, " | ".join(map(_written, several)), None, f"Kind of {name}")
         for number, each in enumerate(inner):
             same = default if isinstance(default, each) else None
             yield from _below(each, same, f"{under}{name}.", (several[number],) if several else kinds)
         if not inner and not (kinds and name == "kind"):
-            what = field.description or remarks.get(name, "")
-            yield Setting(under + name, kinds, _takes(field.annotation), None if required else _written(default), what)
-
-
-@lru_cache
-def _remarks(table: type[Config]) -> dict[str, str]:
-    """Comments on the fields of a class and its bases: in a field's line, or in the lines above."""
-    said = dict[str, str]()
-    for each in reversed([c for c in table.__mro__ if issubclass(c, Config) and c is not Config]):
-        text = textwrap.dedent(inspect.getsource(each))
-        lines, body = [line.strip() for line in text.split("\n")], ast.parse(text).body[0]
-        assert isinstance(body, ast.ClassDef)
-        for node in body.body:
-            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.end_lineno:
-                _, _, beside = lines[node.end_lineno - 1].partition("  # ")
-                above = list(takewhile(lambda line: line.startswith("# "), reversed(lines[: node.lineno - 1])))
-                said[node.target.id] = beside or " ".join(line[2:] for line in reversed(above))
-    return said
+            written = None if required else _written(default)
+            yield Setting(under + name, kinds, _takes(field.annotation), written, field.description or "")
 
 
 def _takes(annotation: Any) -> str:

@@ -12,17 +12,23 @@ from tidemill.engine.engine_kinds import BaseEngineSettings
 class EngineSettings(BaseEngineSettings):
     """Settings of the native engine."""
 
-    kind: Literal["native"] = "native"
-    max_sequences: int = Field(default=128, ge=1)  # sequences that run at the same time
-    page_size: int = Field(default=16, ge=1)  # tokens in a page of the KV cache
-    # MiB of the KV cache; None: enough for all sequences, or a share of free memory
-    kv_memory_mb: int | None = Field(default=None, ge=1)
-    prefill_chunk: int = Field(default=2048, ge=1, le=1 << 17)  # prompt tokens in one step, beside the decoding sequences
-    # sequences in flight at an update: keep their KV, finish first while the update waits, or recompute their KV
-    in_flight: Literal["keep", "finish", "recompute"] = "keep"
-    prefix_cache: bool = True  # reuse the KV of equal prompt beginnings
-    # a sequence's bits depend only on its own tokens, whatever is computed beside it; float32 on the CPU
-    batch_invariant: bool = False
+    kind: Literal["native"] = Field(default="native", description="Kind of engine")
+    max_sequences: int = Field(default=128, ge=1, description="Sequences that run at the same time")
+    page_size: int = Field(default=16, ge=1, description="Tokens in a page of the KV cache")
+    kv_memory_mb: int | None = Field(
+        default=None,
+        ge=1,
+        description="Size of the KV cache in MiB. none: enough for all sequences, or a share of free memory",
+    )
+    prefill_chunk: int = Field(default=2048, ge=1, le=1 << 17, description="Most prompt tokens computed in one step")
+    in_flight: Literal["keep", "finish", "recompute"] = Field(
+        default="keep",
+        description="Sequences in flight at an update: keep their KV, finish them before it, or recompute their KV",
+    )
+    prefix_cache: bool = Field(default=True, description="Reuse the KV of equal prompt beginnings")
+    batch_invariant: bool = Field(
+        default=False, description="Compute equal bits for a sequence in any batch. Needs float32 on the CPU"
+    )
 
     @property
     def fixed_threads(self) -> bool:
