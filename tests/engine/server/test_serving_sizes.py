@@ -23,7 +23,7 @@ from tidemill.engine.server.prompts import Prompts
 from tidemill.engine.server.service import Service
 from tidemill.openai_api import body_decoding, requests
 from tidemill.openai_api.api_error import ApiError
-from tidemill.openai_api.body_decoding import HERE, MOST_PARTS, MOST_VALUES, check_parts, read
+from tidemill.openai_api.body_decoding import HERE, LARGE, MOST_PARTS, MOST_VALUES, check_parts, read
 from tidemill.openai_api.requests import MAX_BODY
 from tidemill.run.storage.model_folder import ModelFolder
 
@@ -232,3 +232,15 @@ async def test_what_waits_for_a_slow_client_is_bounded_by_its_request(folder: Pa
     assert first or rest
     (queue,) = waited
     assert 0 < queue.maxsize < 3 * 40 and len(prepared.asked) <= queue.peak <= queue.maxsize
+
+
+async def test_the_memory_of_a_large_body_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned = asyncio.Event()
+    monkeypatch.setattr(body_decoding, "return_free_memory", returned.set)
+    monkeypatch.setattr(body_decoding, "RETURN_S", 0)
+    await body_decoding.beside(b"a" * (LARGE - 1), len, b"")
+    await asyncio.sleep(0.01)
+    assert not returned.is_set()
+    with pytest.raises(ApiError):
+        await body_decoding.beside(b"a" * LARGE, read, b"[]")
+    await asyncio.wait_for(returned.wait(), 10)
