@@ -12,31 +12,31 @@
 
 #include <math.h>
 
-#define MOST_QUERIES 16 /* queries that share a key/value head */
-#define MOST_VECTORS (128 / WIDTH) /* of a head */
-#define TOGETHER 32     /* queries whose rows are taken together */
-#define MOST_ROWS 8     /* taken together though they share nothing: one's pages are asked for while another's are read */
-#define AT_A_TIME (256 / WIDTH) /* vectors of queries whose scores are taken together */
-#define HELD (REGISTERS / 2)    /* vectors of what they see that are held in registers; a fourth of them an even number */
-#define WORTH_TILES 5   /* queries */
-#define FORE 4          /* rows whose places are asked for before they are written to */
-#define AT_ONCE 64      /* tokens whose scores are held: they are read twice, and stay in a first-level cache meanwhile */
-#define AHEAD AT_ONCE   /* tokens that are asked for so long before they are read */
+#define MOST_QUERIES 16 /* query heads per key/value head */
+#define MOST_VECTORS (128 / WIDTH) /* vectors in a head */
+#define TOGETHER 32     /* queries of rows that are processed together */
+#define MOST_ROWS 8     /* rows per family without shared pages: one's pages are prefetched while another's are read */
+#define AT_A_TIME (256 / WIDTH) /* vectors of the queries that are scored together */
+#define HELD (REGISTERS / 2)    /* vectors of keys or values in registers; a quarter of it is even */
+#define WORTH_TILES 5   /* queries from which tiles are faster */
+#define FORE 4          /* rows that a write is prefetched ahead */
+#define AT_ONCE 64      /* tokens per piece: their scores are read twice, and fit the first-level cache */
+#define AHEAD AT_ONCE   /* tokens that a read is prefetched ahead */
 
 /* Layout of a layer's pages. */
 typedef struct {
-    int64_t page_bytes, stride; /* from page to page, from token to token of a head */
-    int page_size, shift; /* tokens in a page: 2 to the power of `shift`, where that is not 0 */
+    int64_t page_bytes, stride; /* bytes between pages, and between a head's tokens */
+    int page_size, shift; /* tokens per page; 2^shift if shift is not 0 */
 } layout;
 
-/* Tokens [low, end) of the sequence whose pages are in `table`; `pages` are those of a key/value head. */
+/* Tokens [low, end) of a sequence. `table` lists its pages; `pages` is where those of a key/value head begin. */
 typedef struct {
     const int32_t *table;
     const char *pages;
     int low, end;
 } span;
 
-/* State of some queries: the greatest score, the sum of the weights, and the sum of the values, V vectors per query. */
+/* Running softmax of some queries: greatest score, sum of weights, weighted sum of values (V vectors per query). */
 typedef struct {
     float greatest[TOGETHER], total[TOGETHER];
     vec sums[TOGETHER * MOST_VECTORS];
@@ -50,8 +50,8 @@ INLINE const char *place(const layout *kv, span seen, int token) {
     return seen.pages + seen.table[page] * kv->page_bytes + (token - page * kv->page_size) * kv->stride;
 }
 
-/* Where a run of WIDTH tokens lies that will be read AHEAD tokens after `token`, from its token `from` on: of `seen` or, behind
- * its end, of the spans that follow, of which the last is empty; NULL behind that. */
+/* Address of what is read AHEAD tokens after `token`: the run of WIDTH tokens there, from its token `from` on. Past the end of
+ * `seen` it lies in the spans of `next`, the last of which is empty; past those it is NULL. */
 INLINE const char *ahead_of(const layout *kv, span seen, const span *next, int token, int from) {
     for (token += AHEAD; token >= seen.end; seen = *next++) {
         if (!next->end) return 0;
@@ -60,19 +60,19 @@ INLINE const char *ahead_of(const layout *kv, span seen, const span *next, int t
     return place(kv, seen, token) + from * kv->stride;
 }
 
-/* Asks for `bytes`, which `from` is moved by, a few lines at a time: a processor has room for some two dozen that it waits for,
- * and holds up what it reads meanwhile when that is full. Into the second-level cache: the first has no room for what is read
- * that much later. */
+/* Prefetches `bytes` from `from`, which it advances. Call it with a few cache lines at a time: a processor tracks about two dozen
+ * outstanding lines, and stalls other reads when these are taken. The lines go to the second-level cache, because the first
+ * has no room for data that is needed this much later. */
 INLINE void ask(const char **from, int64_t bytes) {
     if (!*from) return;
     for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(*from + i, 0, 2);
     *from += bytes;
 }
 
-/* Sums over lanes, of as many vectors at once: each step adds the halves of two vectors and leaves one. */
+/* One step of summing the lanes of several vectors at once: adds the halves of two vectors and leaves one. */
 #define JOIN(n, a, b) (EVEN(n, a, b) + ODD(n, a, b))
 
-/* One vector of those that hold four tokens' sums each, in lanes four apart. */
+/* Joins vectors that each hold the sums of four tokens, in lanes four apart, to one vector. */
 INLINE vec joined(const vec *fours) {
 #if WIDTH == 16
     return JOIN(8, JOIN(4, fours[0], fours[1]), JOIN(4, fours[2], fours[3]));
@@ -83,8 +83,8 @@ INLINE vec joined(const vec *fours) {
 #endif
 }
 
-/* Vector v of a token's key or value. An even number of narrow vectors is taken apart into numbers at even and at odd places,
- * which is quicker: `in_order` undoes it. */
+/* Vector v of a token's key or value. If V is even, narrow numbers are split into those at even and at odd places, which is
+ * faster than keeping their order; `in_order` restores it. */
 INLINE vec part_of(const char *numbers, int v, int V, int narrow) {
     if (!narrow || V % 2) return load(numbers + v * WIDTH * (narrow ? 2 : 4), narrow);
     ints bits;
@@ -101,9 +101,9 @@ INLINE void in_order(vec *sums, int V, int narrow) {
         }
 }
 
-/* The products of G queries with four tokens' keys, see `joined`. Where the processor multiplies bfloat16 itself, a query is V / 2
- * vectors of them, else V vectors of floats: `as_query` makes either. Two tokens at a time: registers hold them, the sums and,
- * where there are many, all queries. */
+/* Products of G queries with the keys of four tokens, in the form that `joined` takes. A query is V vectors of floats, or V / 2 of
+ * bfloat16 where the processor multiplies these; `as_query` makes both. Two tokens are processed at a time, so that they, the
+ * sums and, if there are many registers, all queries stay in registers. */
 INLINE void four_scores(const char *key, int64_t stride, const vec *q, int V, int G, int narrow, int which,
                         vec (*fours)[WIDTH / 4]) {
     vec pairs[2][4], sums[4][2];
@@ -129,7 +129,7 @@ INLINE void four_scores(const char *key, int64_t stride, const vec *q, int V, in
     UNROLL for (int g = 0; g < G; g++) fours[g][which] = JOIN(2, pairs[0][g], pairs[1][g]);
 }
 
-/* Scores of lanes outside [low, end) become the least there is. */
+/* Sets scores of lanes outside [low, end) to minus infinity. */
 INLINE vec only(vec scores, int low, int end) {
     const ints seen = (LANES >= low) & (LANES < end);
     return (vec)(((ints)scores & seen) | (0xff800000 & ~seen));
@@ -145,18 +145,18 @@ INLINE void as_query(const char *from, int V, int narrow, vec *q) {
     UNROLL for (int v = 0; v < V; v++) q[v] = part_of(from, v, V, narrow);
 }
 
-/* Queries [from, from + G) of V vectors each see the first tokens of `seen`, AT_ONCE counted from where its first run of WIDTH
- * begins. */
+/* Attention of queries [from, from + G), of V vectors each, to the first piece of `seen`: AT_ONCE tokens, counted from the
+ * beginning of its first run of WIDTH. */
 INLINE void attend(int V, int G, int narrow, int asks, const layout *kv, span seen, const span *next, const char *queries,
                    int from, float scale, state *known) {
     const int width = narrow ? 2 : 4, first = aligned(seen.low), skip = seen.low - first;
     const int count = seen.end - first < AT_ONCE ? seen.end - first : AT_ONCE;
     const int whole = aligned(count + WIDTH - 1);
     float scores[4][AT_ONCE] __attribute__((aligned(64)));
-    const int most = HELD / G < V ? HELD / G : V; /* vectors of a value, at a time */
+    const int most = HELD / G < V ? HELD / G : V; /* vectors of a value per pass */
     vec q[AT_A_TIME];
     UNROLL for (int g = 0; g < G; g++) as_query(queries + (from + g) * V * WIDTH * width, V, narrow, q + g * V);
-    for (int at = 0; at < count; at += WIDTH) { /* a page holds a multiple of these */
+    for (int at = 0; at < count; at += WIDTH) { /* a run never crosses a page, whose size is a multiple of WIDTH */
         const char *key = place(kv, seen, first + at);
         const char *ahead = asks ? ahead_of(kv, seen, next, first + at, 0) : 0;
         vec fours[4][WIDTH / 4];
@@ -191,7 +191,7 @@ INLINE void attend(int V, int G, int narrow, int asks, const layout *kv, span se
             const char *value = place(kv, seen, first + at) + kv->stride / 2 + part * WIDTH * width;
             const char *ahead = asks ? ahead_of(kv, seen, next, aligned(first + at), WIDTH / 4) : 0;
             for (; at < stop; at++, value += kv->stride) {
-                ask(&ahead, kv->stride * 3 / 4); /* most of it here, where a token takes longer */
+                ask(&ahead, kv->stride * 3 / 4); /* most of the prefetching is here, where a token takes longer */
                 UNROLL for (int v = 0; v < most; v++) {
                     const vec number = part_of(value, v, V, narrow);
                     UNROLL for (int g = 0; g < G; g++) sums[g * most + v] += scores[g][at] * number;
@@ -208,7 +208,7 @@ INLINE void attend(int V, int G, int narrow, int asks, const layout *kv, span se
 
 typedef void attention(int, const layout *, span, const span *, const char *, int, float, state *);
 
-/* Queries [from, from + G), as many at a time as registers hold sums for. Only the first ones ask for what comes next. */
+/* Queries [from, from + G), as many at a time as have room for their sums in registers. Only the first of them prefetch. */
 #define ATTENTION(NAME, V, NARROW)                                                                                          \
     static void NAME(int G, const layout *kv, span seen, const span *next, const char *queries, int from, float scale,       \
                      state *known) {                                                                                        \
@@ -238,7 +238,7 @@ static attention *attention_for(int size, int narrow) {
     }
 }
 
-/* Queries [from, from + G) see all of `seen`, piece by piece; `next` are the spans that will be read then. */
+/* Attention of queries [from, from + G) to all of `seen`, piece by piece. `next`: the spans that are read afterwards. */
 static void attend_all(attention *run, int G, const layout *kv, span seen, const span *next, const char *queries, int from,
                        float scale, state *known) {
     for (; seen.low < seen.end; seen.low = aligned(seen.low) + AT_ONCE) run(G, kv, seen, next, queries, from, scale, known);
@@ -247,7 +247,7 @@ static void attend_all(attention *run, int G, const layout *kv, span seen, const
 /* ---- many queries, in tiles ------------------------------------------------------------------------------------- */
 
 #ifdef TILES
-/* Tiles 0 to 3 become the products of up to 64 tokens' keys with sixteen queries, turned as `as_tiles` does. */
+/* Scores [tokens, 16] of sixteen queries for up to 64 tokens, computed in tiles 0 to 3. The queries are transposed. */
 INLINE void tile_scores(int V, const layout *kv, span seen, int count, const ints *queries, float *scores) {
     const char *keys[AT_ONCE / WIDTH];
     for (int i = 0; i * WIDTH < count; i++) keys[i] = place(kv, seen, seen.low + i * WIDTH);
@@ -261,7 +261,7 @@ INLINE void tile_scores(int V, const layout *kv, span seen, int count, const int
     _tile_stored(2, scores + 512, 64); _tile_stored(3, scores + 768, 64);
 }
 
-/* Two tokens' values, number by number. */
+/* Interleaves the values of two tokens, number by number. */
 INLINE void value_pair(const char *first, const char *second, int V, ints *to, int apart) {
     short low[32], high[32];
     for (int i = 0; i < 16; i++) low[2 * i] = i, low[2 * i + 1] = 32 + i, high[2 * i] = 16 + i, high[2 * i + 1] = 48 + i;
@@ -272,8 +272,8 @@ INLINE void value_pair(const char *first, const char *second, int V, ints *to, i
     }
 }
 
-/* As `attend` for the sixteen queries from `from` on, over a piece that begins and ends with a run of WIDTH tokens. A lane is a
- * query until the weights are turned. Each of these is two narrow numbers, so that they are as exact as floats nearly are. */
+/* As `attend`, for sixteen queries from `from` on and a piece of whole runs of WIDTH tokens. Each lane is a query until the
+ * weights are transposed. A weight is the sum of two narrow numbers, which is nearly as exact as a float. */
 INLINE void tile_attend(int V, const layout *kv, span seen, const span *next, const ints *queries, int from, float scale,
                         state *known) {
     const int count = seen.end - seen.low < AT_ONCE ? seen.end - seen.low : AT_ONCE;
@@ -337,7 +337,7 @@ INLINE void tile_attend(int V, const layout *kv, span seen, const span *next, co
         }
 }
 
-/* As `attend_all` for all of `asked` queries, rounded up to sixteen, over whole runs of WIDTH tokens. */
+/* As `attend_all`, for all `asked` queries, rounded up to a multiple of sixteen, and whole runs of WIDTH tokens. */
 INLINE void tile_all(int V, const layout *kv, span seen, const span *next, const char *queries, int asked, float scale,
                      state *known) {
     shape tiles = {.palette = 1};
@@ -373,23 +373,23 @@ static int attend_in_tiles(int size, const layout *kv, span seen, const span *ne
 
 /* ---- rows ------------------------------------------------------------------------------------------------------- */
 
-/* Rows that are taken together: order[first], .., order[last - 1], which all see the tokens before `shared` in the same pages. */
+/* Rows order[first] to order[last - 1], processed together: they have the tokens before `shared` in the same pages. */
 typedef struct {
     int first, last, shared;
 } family;
 
-/* Tokens that two sequences have in the same pages, from `low` on. */
+/* End of the tokens, from `low` on, that two sequences have in the same pages. */
 static int common(const int32_t *a, const int32_t *b, int low, int end, int page_size) {
     int page = low / page_size;
     while ((page + 1) * page_size <= end && a[page] == b[page]) page++;
     return page * page_size > low ? page * page_size : low;
 }
 
-/* Families of rows that stand side by side, as long as each has as much in common with the one before it: where one has more
- * with the next, it begins a family with that. Rows with nothing in common are taken `few` at a time. */
+/* Divides the rows into families of neighbours that share equally many tokens with the row before. A row that shares more with
+ * the next one begins a new family with it. Rows that share nothing form families of at most `few`. */
 static int families(const int32_t *table, int64_t table_stride, const int64_t *slots, const int64_t *lows, const int64_t *ends,
                     const int64_t *order, int n, int page_size, int most, int few, family *found) {
-    int with_last[n + 1], count = 0; /* tokens in common with the row before, 0 for none */
+    int with_last[n + 1], count = 0; /* end of what is shared with the row before; 0: nothing */
     with_last[0] = with_last[n] = 0;
     for (int i = 1; i < n; i++) {
         const int64_t a = order[i - 1], b = order[i], low = lows[a], end = ends[a] < ends[b] ? ends[a] : ends[b];
@@ -408,8 +408,8 @@ static int families(const int32_t *table, int64_t table_stride, const int64_t *s
     return count;
 }
 
-/* As `attend_all`, for all queries of a family, which see the first of `spans`; `tile_size` is a head's size where there are
- * tiles, which take whole runs. */
+/* As `attend_all`, for all queries of a family and the first of `spans`. tile_size: a head's size if there are tiles, else 0.
+ * Tiles take whole runs of tokens. */
 static void attend_shared(attention *run, int tile_size, int asked, const layout *kv, span *spans, const char *queries,
                           float scale, state *known) {
     if (asked >= WORTH_TILES && tile_size) {
@@ -421,19 +421,19 @@ static void attend_shared(attention *run, int tile_size, int asked, const layout
     attend_all(run, asked, kv, spans[0], spans + 1, queries, 0, scale, known);
 }
 
-/* The pages of a key/value head, of a layer's. */
+/* The pages of one key/value head of the layer. */
 INLINE const char *pages_of(const paged_queries *of, int head) {
     return (const char *)of->kv + (int64_t)head * of->page_size * 2 * of->size * (of->narrow ? 2 : 4);
 }
 
-/* The pages that are read first for a family. */
+/* The span that is read first for a family. */
 static span first_of(const paged_queries *of, const family *rows, int head) {
     const int64_t r = of->order[rows->first];
     return (span){of->table + of->slots[r] * of->table_stride, pages_of(of, head), of->lows[r],
                   rows->shared ? rows->shared : of->ends[r]};
 }
 
-/* The queries of a family that share a key/value head. `after`: what this thread reads then. */
+/* Attention of a family's queries that share one key/value head. after: the span that this thread reads next. */
 static void attend_family(const paged_queries *of, attention *run, const family *rows, int head, span after) {
     const int size = of->size, narrow = of->narrow, G = of->q_heads / of->kv_heads, width = narrow ? 2 : 4;
     const int members = rows->last - rows->first, each = G * size * width, stride = 2 * size * width;
@@ -442,7 +442,7 @@ static void attend_family(const paged_queries *of, attention *run, const family 
     const layout kv = {(int64_t)of->kv_heads * of->page_size * stride, stride, of->page_size,
                        of->page_size & (of->page_size - 1) ? 0 : __builtin_ctz(of->page_size)};
     char queries[TOGETHER * MOST_VECTORS * WIDTH * 4] __attribute__((aligned(64)));
-    span spans[TOGETHER + 3], *own = spans + 1; /* what all see, what each sees, what follows, and the end */
+    span spans[TOGETHER + 3], *own = spans + 1; /* the shared span, each row's own, the next family's, and the end */
     state known;
     for (int i = 0; i < members; i++) {
         const int64_t r = row[i], from = r * of->q_stride + (int64_t)head * G * size, low = of->lows[r];
@@ -451,7 +451,7 @@ static void attend_family(const paged_queries *of, attention *run, const family 
     }
     own[members] = after;
     own[members + 1] = (span){0};
-    const int rounded = aligned(members * G + WIDTH - 1); /* up, for tiles */
+    const int rounded = aligned(members * G + WIDTH - 1); /* rounded up, for tiles */
     memset(queries + members * each, 0, (size_t)(rounded - members * G) * size * width);
     for (int i = 0; i < rounded; i++) known.greatest[i] = -INFINITY, known.total[i] = 0;
     memset(known.sums, 0, (size_t)rounded * size * sizeof(float));
@@ -467,7 +467,7 @@ static void attend_family(const paged_queries *of, attention *run, const family 
     }
 }
 
-/* Attention of the queries; see `paged_queries`. 0, or 1 when these sizes are not provided for. */
+/* Attention of all rows; see `paged_queries`. Returns 0, or 1 if there is no code for these sizes. */
 int tidemill_attend(const paged_queries *of, int threads) {
     const int n = of->n, G = of->q_heads / of->kv_heads;
     attention *run = attention_for(of->size, of->narrow);
@@ -486,8 +486,8 @@ int tidemill_attend(const paged_queries *of, int threads) {
     return 0;
 }
 
-/* Keys and values [n, kv_heads, size] of `width` bytes a number go to places `writes` (page * page_size + offset), each of which
- * is asked for some rows before. */
+/* Writes keys and values [n, kv_heads, size], of `width` bytes a number, to the places `writes` (page * page_size + offset). Each
+ * place is prefetched FORE rows ahead. */
 void tidemill_write(void *kv, int width, const void *k, int64_t k_stride, const void *v, int64_t v_stride,
                     const int64_t *writes, int n, int kv_heads, int size, int page_size) {
     const int64_t bytes = (int64_t)size * width, head_bytes = page_size * 2 * bytes;

@@ -8,14 +8,14 @@
 
 /* ---- sampling --------------------------------------------------------------------------------------------------- */
 
-#define BLOCK 256 /* tokens of the vocabulary whose weights are added in float32 before they are in float64 */
+#define BLOCK 256 /* tokens whose weights are summed in float32; such sums are summed in float64 */
 
 INLINE float weight_of(float logit, float most, float sharpness) {
     const float x = (logit - most) * sharpness;
     return x < -87.0f ? 0.0f : exponential(x); /* a NaN stays one */
 }
 
-/* The sum of e^(sharpness * (logit - most)) over a row; `sums` gets the sum of each block. */
+/* Sum of e^(sharpness * (logit - most)) over a row; `sums` gets the sum of each block. */
 INLINE double total_weight(const float *logits, int vocab, float most, float sharpness, double *sums) {
     double total = 0;
     for (int from = 0; from < vocab; from += BLOCK) {
@@ -28,9 +28,9 @@ INLINE double total_weight(const float *logits, int vocab, float most, float sha
     return total;
 }
 
-/* One token for each row of logits [n, vocab], and its logprob where it was drawn and in the model itself. It is the first
- * whose cumulative weight exceeds `uniform` of the total, at sharpness 1 / temperature; at 0 it is the likeliest, with
- * certainty. */
+/* Draws one token for each row of logits [n, vocab], with its logprob in the sampled distribution and in the model's. It is the
+ * first token whose cumulative weight, at sharpness 1 / temperature, exceeds the fraction `uniform` of the total. At sharpness 0
+ * it is the likeliest. */
 void tidemill_sample(const float *logits, int n, int vocab, const float *sharpness, const double *uniform, int64_t *tokens,
                      float *logprobs, float *model_logprobs, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
@@ -51,7 +51,7 @@ void tidemill_sample(const float *logits, int n, int vocab, const float *sharpne
             while (last > 0 && sums[last] == 0) last--;
             while (block < last && left >= sums[block]) left -= sums[block++];
             const int end = (block + 1) * BLOCK < vocab ? (block + 1) * BLOCK : vocab;
-            int likely = -1; /* the last token that can be drawn, in case rounding leaves nothing to exceed */
+            int likely = -1; /* the last token that can be drawn, in case rounding leaves none above the limit */
             for (token = block * BLOCK; token < end; token++) {
                 const float w = weight_of(x[token], most, sharp);
                 if (w > 0) likely = token;
@@ -80,7 +80,7 @@ static uint64_t word_sum(const char *bytes, int64_t n) {
     return sum + word;
 }
 
-/* The sum of bytes as little-endian words of four, modulo 2^64; the last may be short. */
+/* Sum of bytes as little-endian words of four bytes, modulo 2^64; the last word may be short. */
 uint64_t tidemill_word_sum(const char *bytes, int64_t n, int threads) {
     uint64_t sum = 0;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : sum) if (threads > 1)
@@ -92,11 +92,11 @@ uint64_t tidemill_word_sum(const char *bytes, int64_t n, int threads) {
 }
 
 enum {
-    PART = 2048,  /* elements at a time: these and their keys stay in the first cache */
-    TOGETHER = 8, /* runs that a part of the keys is read for at once */
+    PART = 2048,  /* elements at a time: with their keys they fit the first-level cache */
+    TOGETHER = 8, /* runs for which a part of the keys is read once */
 };
 
-/* The sum of `count` elements times their keys. The sum of their words, from the first element on, is added to `words`. */
+/* Sum of `count` elements times their keys. The sum of their words, from the first element on, is added to `words`. */
 static uint64_t keyed(const char *elements, int width, const uint64_t *key, int64_t count, uint64_t *words) {
     uint64_t sum = 0, seen = 0;
     if (width == 1)
@@ -135,9 +135,9 @@ static uint64_t keyed_runs(const char *bytes, int width, int64_t at, int64_t end
     return total;
 }
 
-/* The sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. Element i has the key keys[i % run] times
- * factors[i / run], which are counted from the run of `first`. Elements are unsigned and have `width` bytes. Where
- * `words` is given, it becomes the sum of their words, in the same pass over memory; `run` is a multiple of four. */
+/* Sum of elements [first, first + n) of a tensor times their keys, modulo 2^64. The key of element i is keys[i % run] *
+ * factors[i / run]; factors start at the run of `first`. Elements are unsigned, of `width` bytes. If `words` is given, it becomes
+ * the sum of the elements' words, in the same pass over memory; `run` is a multiple of four. */
 uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t first, const uint64_t *keys, int64_t run,
                             const uint64_t *factors, uint64_t *words, int threads) {
     const int64_t runs = n ? (first + n - 1) / run - first / run + 1 : 0;
@@ -145,7 +145,7 @@ uint64_t tidemill_keyed_sum(const void *elements, int width, int64_t n, int64_t 
     uint64_t total = 0, seen = 0;
     if (threads > runs) threads = runs;
 #pragma omp parallel for num_threads(threads) schedule(static) reduction(+ : total, seen) if (threads > 1)
-    for (int part = 0; part < threads; part++) { /* of a run each has all or nothing */
+    for (int part = 0; part < threads; part++) { /* a run is never divided */
         const int64_t before = runs * part / threads * run - first % run, after = runs * (part + 1) / threads * run - first % run;
         const int64_t from = before < 0 ? 0 : before, to = after < n ? after : n;
         total += keyed_runs(elements, width, from, to, first, keys, run, factors, whole ? &seen : NULL);

@@ -1,13 +1,13 @@
-/* A whole decoder over rows of one token each, whose sequences are in pages.
+/* A whole decoder pass over rows of one token each, whose sequences are in pages.
  *
  * Each thread takes its own rows through all layers: it waits for no other thread, and its results stay in its caches. Every
- * thread reads all matrices, which is worth it from some number of rows per thread on.
+ * thread reads all matrices, so this pays from some number of rows per thread on.
  */
 
 #include "rows.h"
 #include "vectors.h"
 
-/* Matrices are packed; biases, and the norms of queries and keys, may be NULL. */
+/* Weights of a layer. Matrices are packed; biases and the norms of queries and keys may be NULL. */
 typedef struct {
     const void *input_norm, *qkv, *qkv_bias, *q_norm, *k_norm, *o, *o_bias;
     const void *post_norm, *gate_up, *gate_up_bias, *down, *down_bias;
@@ -20,9 +20,9 @@ typedef struct {
     float eps;
 } decoder;
 
-/* Rows of `tokens` [n] at `positions` [n], of which cos and sin [.., size / 2] are those; row i becomes row to[i] of out [n,
- * hidden]. A layer's pages lie `layer_bytes` behind those of the layer before, and it has `lows` of its own; for the others see
- * `paged_queries` and `tidemill_write`. Rows that begin with the same pages stand side by side. No row sees what another one
+/* Rows: `tokens` [n] at `positions` [n], which index cos and sin [.., size / 2]. The result of row i is row to[i] of out [n,
+ * hidden]. Each layer has its own `lows`, and its pages lie `layer_bytes` behind those of the layer before. For the other fields
+ * see `paged_queries` and `tidemill_write`. Rows that begin with the same pages are neighbours. No row reads what another
  * writes. */
 typedef struct {
     const int64_t *tokens, *positions, *to;
@@ -46,14 +46,14 @@ static void add(void *x, const void *y, int narrow, int64_t n) {
     for (; i < n; i++) store(x, i, number(x, i, narrow) + number(y, i, narrow), narrow);
 }
 
-/* Work memory of n rows: hidden states, angles, the input or output of a product, and heads, rotated heads and attention output,
- * or gates. */
+/* Work memory of n rows: hidden states; angles; input or output of a product; and heads, rotated heads and attention output, or
+ * gates. */
 int64_t tidemill_decoding_room(const decoder *of, int n) {
     const int64_t heads = (int64_t)of->size * (3 * of->q_heads + 3 * of->kv_heads), gates = 3 * (int64_t)of->intermediate;
     return (2 * of->hidden + of->size + (heads > gates ? heads : gates)) * n * (of->narrow ? 2 : 4);
 }
 
-/* Rows [first, last) through all layers; other than 0 where something failed. */
+/* Takes rows [first, last) through all layers. Returns 0, or another number if something failed. */
 static int decode(const decoder *of, const rows *at, int first, int last, char *room) {
     const int n = last - first, narrow = of->narrow, how = of->products, size = of->size, hidden = of->hidden;
     const int q_heads = of->q_heads, kv_heads = of->kv_heads, turns = q_heads + kv_heads, heads = turns + kv_heads;
@@ -97,7 +97,7 @@ static int decode(const decoder *of, const rows *at, int first, int last, char *
     return failed;
 }
 
-/* 0; other than that when there is no memory, or heads are of another form than `tidemill_attend` is made for. */
+/* Returns 0, or another number if there is no memory or `tidemill_attend` has no code for these heads. */
 int tidemill_decode(const decoder *of, const rows *at, int threads) {
     const int64_t room = tidemill_decoding_room(of, (at->n + threads - 1) / threads);
     int failed = 0;

@@ -1,20 +1,21 @@
-/* The operations between matrix products: norms, rotations and gates, each with its backward pass. That takes `d`, the gradient
- * by the output, and computes the gradient by the input. With `again`, it also computes the output anew, to the same bits, and
- * writes it over `d`, so that no caller has to keep it. Numbers are float32, or bfloat16 where they are `narrow`; intermediate
- * results are float32.
+/* The operations between matrix products: norms, rotations and gates, each with its backward pass.
+ *
+ * A backward pass takes `d`, the gradient of the output, and computes that of the input. With `again`, it also computes the
+ * output once more, to the same bits, and writes it over `d`, so that the caller need not keep it. Numbers are float32, or
+ * bfloat16 if `narrow`; intermediate results are float32.
  */
 
 #include "rows.h"
 #include "vectors.h"
 
-#define PIECE 256 /* numbers that are gated at a time */
+#define PIECE 256 /* numbers that are processed at a time by a gate */
 
 /* ---- sums over rows --------------------------------------------------------------------------------------------- */
 
 /* Rows are divided into the same runs for any number of threads, and the sums of the runs are added in order. */
 INLINE int first_row(int share, int shares, int n) { return (int)((int64_t)n * share / shares); }
 
-/* Adds up sums [shares, size] into the first. */
+/* Adds sums [shares, size] up into the first. */
 static void add_up(float *sums, int shares, int size) {
     for (int share = 1; share < shares; share++)
         for (int i = 0; i < size; i++) sums[i] += sums[share * size + i];
@@ -34,13 +35,13 @@ INLINE void scale_row(float *x, const float *weight, float scale, int size, int 
     for (int i = 0; i < size; i++) x[i] *= weight[i];
 }
 
-/* One row of a root-mean-square norm: x * rsqrt(mean(x^2) + eps) * weight. Of a narrow row, what the weight is applied to is
- * rounded, as the models of this family were trained. */
+/* One row of a root-mean-square norm: x * rsqrt(mean(x^2) + eps) * weight. In a narrow row, the normalised x is rounded before it
+ * is multiplied by the weight, as models of this family were trained. */
 INLINE void norm_row(float *x, const float *weight, float eps, int size, int narrow) {
     scale_row(x, weight, scale_of(x, eps, size), size, narrow);
 }
 
-/* Backward pass of one row, in place of d; the gradient of the weights is added to `sums`. Returns the scale. */
+/* Backward pass of one row; overwrites d, and adds the weights' gradient to `sums`. Returns the scale. */
 INLINE float norm_row_back(const float *x, const float *weight, float eps, int size, float *d, float *sums) {
     const float scale = scale_of(x, eps, size);
     float along = 0;
@@ -58,7 +59,7 @@ INLINE void weights_for(int narrow, const void *weight, int narrow_weight, int s
     round_off(to, size, narrow);
 }
 
-/* x [n, size] with `stride` numbers from row to row; out dense. */
+/* x [n, size], rows `stride` numbers apart; out is dense. */
 void tidemill_norm(const void *x, int64_t stride, int narrow, const void *weight, int narrow_weight, float eps, void *out,
                    int narrow_out, int n, int size, int threads) {
     float weights[size];
@@ -72,7 +73,7 @@ void tidemill_norm(const void *x, int64_t stride, int narrow, const void *weight
     }
 }
 
-/* d [n, size] dense, as `tidemill_norm` wrote; dx dense, as x. sums [shares, size], whose first becomes the weights'. */
+/* d [n, size]: gradient of the norm's output. d and dx are dense. sums [shares, size]: the first becomes the weights' gradient. */
 void tidemill_norm_back(const void *x, int64_t stride, int narrow, const void *weight, int narrow_weight, float eps,
                         void *d, int narrow_d, void *dx, float *sums, int again, int shares, int n, int size, int threads) {
     float weights[size];
@@ -97,14 +98,14 @@ void tidemill_norm_back(const void *x, int64_t stride, int narrow, const void *w
 
 /* ---- rotations -------------------------------------------------------------------------------------------------- */
 
-/* A loop over one head whose length the compiler knows is several times as fast. */
+/* A loop over a head is several times as fast if the compiler knows its length. */
 #define FOR_SIZE(function, size, ...) \
     (size == 32    ? function(32, __VA_ARGS__) \
      : size == 64  ? function(64, __VA_ARGS__) \
      : size == 128 ? function(128, __VA_ARGS__) \
                    : function(size, __VA_ARGS__))
 
-/* Heads to rotate: `size` numbers each, the first q_heads of them queries, in rows of x that are `stride` numbers apart. */
+/* Heads to rotate, of `size` numbers each; the first q_heads are queries. Rows of x lie `stride` numbers apart. */
 typedef struct {
     const void *x, *cos, *sin;
     int64_t stride;
@@ -132,7 +133,7 @@ INLINE void rotate_row(const int size, const Turn *of, int64_t row, void *out) {
     }
 }
 
-/* The row begins at `q_at` in dq, at `k_at` in dk and at `to` in dx; see `tidemill_rotate_back`. */
+/* One row of `tidemill_rotate_back`, which begins at `q_at` in dq, at `k_at` in dk and at `to` in dx. */
 INLINE void rotate_row_back(const int size, const Turn *of, int64_t row, const void *dq, int64_t q_at, const void *dk,
                             int64_t k_at, void *dx, int64_t to, float *sums) {
     const int half = size / 2, narrow_d = of->narrow && of->narrow_angles;
@@ -154,9 +155,9 @@ INLINE void rotate_row_back(const int size, const Turn *of, int64_t row, const v
     }
 }
 
-/* The first `heads` heads of each row of x, of which `q_heads` are queries and the others keys: normed where there are
- * weights, and turned by the angles of their position, cos and sin [n, size / 2], in halves. out [n, heads, size] dense,
- * narrow where both x and the angles are. */
+/* Norms (if there are weights) and rotates the first `heads` heads of each row of x: `q_heads` queries, then keys. cos and sin
+ * [n, size / 2] are those of a row's position, for the two halves of a head. out [n, heads, size] is dense, and narrow if both
+ * x and the angles are. */
 void tidemill_rotate(const void *x, int64_t stride, int narrow, const void *q_weight, const void *k_weight, int narrow_weights,
                      float eps, const void *cos, const void *sin, int narrow_angles, void *out, int n, int heads, int q_heads,
                      int size, int threads) {
@@ -168,9 +169,8 @@ void tidemill_rotate(const void *x, int64_t stride, int narrow, const void *q_we
     for (int row = 0; row < n; row++) FOR_SIZE(rotate_row, size, &of, row, out);
 }
 
-/* dq, dk and dv are of queries, keys and the `v_heads` heads behind them, the first two as `tidemill_rotate` wrote, dv as x;
- * each has its own stride from row to row. dx [n, heads + v_heads, size] dense, as x. sums [shares, 2, size], whose first
- * become those of the weights of queries and of keys. */
+/* dq, dk: gradients of what `tidemill_rotate` wrote; dv: of the `v_heads` heads behind; each with its own stride between rows.
+ * dx [n, heads + v_heads, size]: dense. sums [shares, 2, size]: the first become the gradients of the query and key weights. */
 void tidemill_rotate_back(const void *x, int64_t stride, int narrow, const void *q_weight, const void *k_weight,
                           int narrow_weights, float eps, const void *cos, const void *sin, int narrow_angles, const void *dq,
                           int64_t dq_stride, const void *dk, int64_t dk_stride, const void *dv, int64_t dv_stride, void *dx,
@@ -203,7 +203,7 @@ INLINE float sigmoid(float x, float *lacks) {
     return x < 0 ? e * share : share;
 }
 
-/* x [n, 2 * size], gate and up side by side: out [n, size] = gate * sigmoid(gate) * up. */
+/* out [n, size] = gate * sigmoid(gate) * up, from x [n, 2 * size], gate and up side by side. */
 void tidemill_gate(const void *x, int narrow, void *out, int n, int size, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
     for (int row = 0; row < n; row++)

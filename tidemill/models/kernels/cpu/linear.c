@@ -2,9 +2,9 @@
  *
  * A block holds the weights of BLOCK outputs for all inputs; the last one is padded with zeros.
  *     float      [blocks][inputs][BLOCK]
- *     bfloat16   [blocks][inputs / 32][2 halves][16 pairs of inputs][16 outputs][2 inputs]: two tiles of 1 KiB a step
+ *     bfloat16   [blocks][inputs / 32][2 halves][16 pairs of inputs][16 outputs][2 inputs]: two tiles of 1 KiB per step
  *
- * An output is one sum over the inputs in their order, so its bits depend neither on the other rows nor on their number.
+ * An output is one sum over the inputs in their order, so its bits depend on neither the other rows nor their number.
  */
 
 #include "rows.h"
@@ -18,24 +18,23 @@
 
 #define BLOCK 32
 #define ROWS (FULL / 2) /* rows that share the loaded weights of a block */
-#define PASSES (BLOCK / (2 * WIDTH)) /* over so many rows: two vectors of outputs each */
-#define ASKING(narrow) (PASSES > 1 ? 4 : 1 + (narrow)) /* inputs, with which a line or two are asked for */
-#define STEP 32  /* inputs of a tile */
-#define HALF 512 /* bfloat16 numbers of a tile */
-#define NEAR (1 << 19) /* numbers of x that are gone over block by block: they stay in a second-level cache */
-#define MOST_ROWS 256  /* at a time, but in tiles */
-#define CROWDED 2048   /* bytes from row to row, of which a first-level cache holds few rows: such are copied, LINE apart */
-#define LINE 64
-#define WORTH_ASKING (PASSES > 1 ? ROWS + 1 : ROWS) /* rows: with fewer, floats are read sooner than they are asked for */
-#define STRETCH 128    /* inputs at a time, of floats: what is read of a block again and again stays in a first-level cache */
+#define PASSES (BLOCK / (2 * WIDTH)) /* passes over a block, of two vectors of outputs each */
+#define ASKING(narrow) (PASSES > 1 ? 4 : 1 + (narrow)) /* inputs per prefetch of one or two lines */
+#define STEP 32  /* inputs in a tile */
+#define HALF 512 /* bfloat16 numbers in a tile */
+#define NEAR (1 << 19) /* numbers of x that are read for each block: they fit the second-level cache */
+#define MOST_ROWS 256  /* rows at a time, except in tiles */
+#define CROWDED 2048   /* the first-level cache holds few rows that lie a multiple of so many bytes apart: they are copied */
+#define LINE 64        /* bytes of a cache line */
+#define WORTH_ASKING (PASSES > 1 ? ROWS + 1 : ROWS) /* rows from which prefetching floats pays */
+#define STRETCH 128    /* inputs per stretch: its weights are read for each set of rows, and fit the first-level cache */
 
-/* Ways to compute products; there are three for bfloat16. */
+/* Kinds of products: one for float32, three for bfloat16. */
 enum { FLOATS, WIDENED, PAIRED, TILED };
 
 /* ---- in vectors ------------------------------------------------------------------------------------------------- */
 
-/* Prefetches what will be read next, one or two lines at each step. If all were requested at once, the present reads would wait
- * for them. */
+/* Prefetches one or two lines of what is read next. Present reads would wait if more were requested at once. */
 INLINE void ask(const char *ahead, int rate) {
     if (rate) __builtin_prefetch(ahead, 0, 3);
     if (rate > LINE) __builtin_prefetch(ahead + LINE, 0, 3);
@@ -48,7 +47,7 @@ INLINE void keep(vec *value) {
 #endif
 }
 
-/* Sums [rows, BLOCK / WIDTH] += factors, one of each row, times `across` vectors of weights. */
+/* sums [rows, BLOCK / WIDTH] += factors (one per row) times `across` vectors of weights. */
 INLINE void add_products(const float *factors, int64_t stride, vec *weights, vec *sums, const int rows, const int across) {
     if (rows > across) UNROLL for (int v = 0; v < across; v++) keep(&weights[v]);
     UNROLL for (int r = 0; r < rows; r++) {
@@ -57,7 +56,7 @@ INLINE void add_products(const float *factors, int64_t stride, vec *weights, vec
     }
 }
 
-/* Vectors of the weights of input k and, where they are narrow, of the next one; of outputs from `c` on. */
+/* Loads the weights of input k, and of input k + 1 if they are narrow, for the outputs from `c` on. */
 INLINE void weights_at(const void *block, int narrow, int k, int c, vec *these, vec *next, const int across) {
     UNROLL for (int v = 0; v < across; v++) {
         const int at = c + v * WIDTH;
@@ -70,11 +69,11 @@ INLINE void weights_at(const void *block, int narrow, int k, int c, vec *these, 
     }
 }
 
-/* Adds the products of a stretch of inputs to sums [rows, BLOCK], which begin at 0 or where the stretch before left them.
- * Meanwhile `rate` bytes are asked for with each ASKING inputs, from `ahead` on. Of narrow weights, inputs are a multiple of STEP. */
+/* Adds the products of a stretch of inputs to `kept` [rows, BLOCK], which starts at 0 if `begins`. It prefetches `rate` bytes from
+ * `ahead` with every ASKING inputs. For narrow weights, the number of inputs is a multiple of STEP. */
 INLINE void float_rows(const float *x, int64_t stride, const void *block, int narrow, int inputs, int begins, float *kept,
                        const char *ahead, int rate, const int rows) {
-    const int across = rows * BLOCK / WIDTH <= FULL ? BLOCK / WIDTH : 2; /* few sums would wait for one another */
+    const int across = rows * BLOCK / WIDTH <= FULL ? BLOCK / WIDTH : 2; /* few sums wait for one another */
     for (int c = 0; c < BLOCK; c += across * WIDTH) {
         vec sums[ROWS][BLOCK / WIDTH], these[BLOCK / WIDTH], next[BLOCK / WIDTH];
         UNROLL for (int r = 0; r < rows; r++)
@@ -89,7 +88,7 @@ INLINE void float_rows(const float *x, int64_t stride, const void *block, int na
                 if (narrow) add_products(x + k + i + 1, stride, next, sums[0], rows, across);
             }
         }
-        for (; k < inputs; k++) { /* narrow ones have none of these */
+        for (; k < inputs; k++) { /* never for narrow weights */
             weights_at(block, narrow, k, c, these, next, across);
             add_products(x + k, stride, these, sums[0], rows, across);
         }
@@ -103,13 +102,13 @@ INLINE void rows_of_floats(const float *x, int64_t stride, const float *block, i
     float_rows(x, stride, block, 0, inputs, begins, kept, ahead, rate, rows);
 }
 
-/* Weights that only one set of rows reads are widened as they are read. */
+/* For weights that only one set of rows reads: they are widened as they are read. */
 INLINE void rows_widening(const float *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
                           const char *ahead, int rate, const int rows) {
     float_rows(x, stride, block, 1, inputs, begins, kept, ahead, rate, rows);
 }
 
-/* Weights of bfloat16 as floats [inputs, BLOCK]. */
+/* Widens bfloat16 weights to floats [inputs, BLOCK]. */
 INLINE void widen_block(const uint16_t *block, int inputs, float *to) {
     for (int k = 0; k < inputs; k += 2, to += 2 * BLOCK) {
         vec these[BLOCK / WIDTH], next[BLOCK / WIDTH];
@@ -120,7 +119,7 @@ INLINE void widen_block(const uint16_t *block, int inputs, float *to) {
 }
 
 #ifdef PAIRS
-/* As `float_rows`, of bfloat16, two inputs a step. */
+/* As `float_rows`, for bfloat16: two inputs per step. */
 INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, int begins, float *kept,
                       const char *ahead, int rate, const int rows) {
     __m512 sums[ROWS][2];
@@ -145,8 +144,8 @@ INLINE void pair_rows(const uint16_t *x, int64_t stride, const uint16_t *block, 
 }
 #endif
 
-/* Meanwhile `bytes` from `next` on are asked for, at most LINE * 2 a step, which will be read then; behind the last weights asking
- * is harmless. */
+/* A stretch of inputs for all rows. Meanwhile it prefetches the `bytes` from `next`, which are read next, at most 2 * LINE per
+ * step. Prefetching past the last weights is harmless. */
 #define SOME(ROWS_OF, n)                                                                                                    \
     case n: ROWS_OF(rows, stride, block, inputs, begins, sums, next, rate, n < ROWS ? n : ROWS); break;
 #define STRETCHES(NAME, NUMBER, WEIGHT, INPUTS, ROWS_OF)                                                                    \
@@ -170,7 +169,7 @@ STRETCHES(widening_stretch, float, uint16_t, ASKING(1), rows_widening)
 STRETCHES(pair_stretch, uint16_t, uint16_t, 2, pair_rows)
 #endif
 
-/* Sums [rows, BLOCK] to `out` [rows, outputs of all], with the bias, rounded where `narrow_out`: of a block of so many outputs. */
+/* Adds the bias to a block's sums [rows, BLOCK] and writes them to `out`, whose rows lie `to` numbers apart. */
 static void put_sums(float *sums, const void *bias, int narrow, void *out, int narrow_out, int rows, int outputs, int64_t to) {
     float add[BLOCK];
     if (bias) widen(bias, 0, outputs, narrow, add);
@@ -181,7 +180,7 @@ static void put_sums(float *sums, const void *bias, int narrow, void *out, int n
     }
 }
 
-/* x [n, inputs] is floats, but for PAIRED. */
+/* Blocks [first, last) of the product. x [n, inputs] is bfloat16 if PAIRED, else floats. */
 INLINE void vector_linear(const int kind, const void *x, int64_t stride, const void *packed, const void *bias, void *out,
                           int narrow_out, int n, int outputs, int inputs, int first, int last) {
     const int narrow = kind != FLOATS, width = narrow ? 2 : 4, x_width = kind == PAIRED ? 2 : 4, step = narrow_out ? 2 : 4;
@@ -216,7 +215,7 @@ INLINE void vector_linear(const int kind, const void *x, int64_t stride, const v
 /* ---- bfloat16 in tiles ------------------------------------------------------------------------------------------ */
 
 #ifdef TILES
-/* Tiles 0 to 3 hold sums (two of rows by two of outputs), 4 and 5 rows of x, 6 and 7 weights. */
+/* Shapes the tiles: 0 to 3 hold sums (two of rows by two of outputs), 4 and 5 rows of x, 6 and 7 weights. */
 INLINE void tiles_for(int rows) {
     shape tiles = {.palette = 1};
     const int upper = rows < 16 ? rows : 16, lower = rows > 16 ? rows - 16 : 1;
@@ -227,7 +226,7 @@ INLINE void tiles_for(int rows) {
     _tile_loadconfig(&tiles);
 }
 
-/* Meanwhile `lines` of 64 bytes a step are asked for, from `ahead` on. */
+/* Sums of up to 32 rows for one block, in tiles 0 to 3. It prefetches `lines` cache lines per step from `ahead`. */
 INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, int inputs, const char *ahead, int lines,
                       const int both) {
     const int64_t bytes = stride * 2;
@@ -252,7 +251,7 @@ INLINE void tile_sums(const uint16_t *x, int64_t stride, const uint16_t *block, 
     }
 }
 
-/* The sums of up to 32 rows to `out` [rows, outputs], with the bias, as floats or rounded. */
+/* Writes the sums in tiles 0 to 3 to `out`, with the bias, as floats or rounded. */
 INLINE void tile_store(const uint16_t *bias, void *out, int narrow_out, int rows, int outputs, int64_t to) {
     float sums[32][BLOCK] __attribute__((aligned(64)));
     _tile_stored(0, sums[0], sizeof sums[0]);
@@ -267,12 +266,12 @@ INLINE void tile_store(const uint16_t *bias, void *out, int narrow_out, int rows
 static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packed, const uint16_t *bias, void *out,
                         int narrow_out, int n, int outputs, int inputs, int first, int last) {
     const int64_t size = narrow_out ? 2 : 4;
-    const int sets = (n + 31) / 32, share = sets > 2 ? (32 + sets - 1) / sets : 0; /* with few rows it is sooner read than asked */
+    const int sets = (n + 31) / 32, share = sets > 2 ? (32 + sets - 1) / sets : 0; /* prefetching does not pay with few rows */
     int shaped = 0;
     for (int b = first; b < last; b++) {
         const int begin = b * BLOCK, count = outputs - begin < BLOCK ? outputs - begin : BLOCK;
         const uint16_t *block = packed + (int64_t)b * inputs * BLOCK;
-        const char *ahead = (const char *)(block + (int64_t)inputs * BLOCK); /* of the next, each set of rows asks for its share */
+        const char *ahead = (const char *)(block + (int64_t)inputs * BLOCK); /* each set of rows prefetches its share */
         for (int r = 0; r < n; r += 32, ahead += (int64_t)inputs / STEP * share * 64) {
             const int rows = n - r < 32 ? n - r : 32, lines = b + 1 < last ? share : 0;
             if (rows != shaped) tiles_for(shaped = rows);
@@ -291,12 +290,12 @@ static void tile_linear(const uint16_t *x, int64_t stride, const uint16_t *packe
 int tidemill_tiles(void) {
     static int allowed = -1;
 #ifdef TILES
-    if (allowed < 0) allowed = syscall(SYS_arch_prctl, 0x1023 /* request a permission */, 18 /* for tile data */) == 0;
+    if (allowed < 0) allowed = syscall(SYS_arch_prctl, 0x1023 /* ARCH_REQ_XCOMP_PERM */, 18 /* tile data */) == 0;
 #endif
     return allowed > 0;
 }
 
-/* True if there is code for this way, and a processor that runs it. */
+/* True if there is code for this kind, and the processor runs it. */
 int tidemill_multiplies(int kind) {
 #if defined(__AVX512F__) || (defined(__AVX2__) && defined(__FMA__))
     if (kind == FLOATS || kind == WIDENED) return 1;
@@ -307,8 +306,8 @@ int tidemill_multiplies(int kind) {
     return kind == TILED && tidemill_tiles();
 }
 
-/* Whether adding up pairs is quicker than widening them and adding up floats: processors of Intel's without tiles, or whose tiles
- * are kept from us, add up pairs half as fast as floats. */
+/* True if PAIRED is faster than WIDENED. Intel's processors add up pairs at half the speed of floats; those whose tiles may be
+ * used take TILED anyway. */
 int tidemill_pairs_are_quick(void) {
 #ifdef PAIRS
     __builtin_cpu_init();
@@ -317,8 +316,8 @@ int tidemill_pairs_are_quick(void) {
     return 0;
 }
 
-/* Both layouts are made of squares of 16 outputs by 16 units of four bytes, one float or two bfloat16 numbers, turned.
- * `bytes` from one output's weights to the next one's. */
+/* Packs weights. Both layouts consist of transposed squares of 16 outputs by 16 units of four bytes: one float or two bfloat16
+ * numbers. bytes: distance from one output's weights to the next one's. */
 INLINE void pack(int32_t *packed, const char *weight, int64_t bytes, int outputs, int units, int narrow) {
     const int64_t half = narrow ? HALF / 2 : 16, next = narrow ? 16 : BLOCK;
     for (int64_t c = 0; c < (outputs + BLOCK - 1) / BLOCK * BLOCK; c += WIDTH)
@@ -355,7 +354,7 @@ void tidemill_pack(void *packed, const void *weight, int64_t stride, int outputs
     }
 }
 
-/* 0, or 1 when there is no memory. */
+/* Returns 0, or 1 if there is no memory. */
 int tidemill_linear(const void *x, int64_t stride, const void *packed, const void *bias, void *out, int kind, int narrow_out,
                     int n, int outputs, int inputs, int threads) {
     const int narrow = kind != FLOATS, blocks = (outputs + BLOCK - 1) / BLOCK, size = narrow ? 2 : 4, to = narrow_out ? 2 : 4;
@@ -370,7 +369,7 @@ int tidemill_linear(const void *x, int64_t stride, const void *packed, const voi
     for (int part = 0; part < threads; part++) {
         const int first = (int64_t)blocks * part / threads, last = (int64_t)blocks * (part + 1) / threads;
         char *copy = widens || (crowded && last - first > 1) ? malloc((n < most ? n : most) * apart) : 0;
-        if (widens && !copy) { /* else it is only slower */
+        if (widens && !copy) { /* without a copy of other kinds it is only slower */
             failed = 1;
             continue;
         }

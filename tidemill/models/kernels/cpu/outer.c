@@ -1,6 +1,6 @@
-/* The gradient of bfloat16 weights: d^T x, added up over rows in float32, two rows a step.
+/* Gradient of bfloat16 weights: d^T x, summed over rows in float32, two rows per step.
  *
- * A stretch of rows is first arranged in pairs, each number beside that of the next row, in the order in which they are read:
+ * A stretch of rows is first arranged in pairs (each number beside that of the next row), in the order in which they are read:
  *     d     [outputs / OUTPUTS][pairs of rows][OUTPUTS][2]
  *     x     [inputs / INPUTS][pairs of rows][INPUTS][2]
  */
@@ -12,16 +12,16 @@
 #ifdef PAIRS
 #define OUTPUTS 12
 #define INPUTS 32
-#define PAIRS_OF_ROWS 256 /* of a stretch: INPUTS of them are as much as a first-level cache holds */
-#define BESIDE 4 /* groups of numbers that are put into pairs together: writing to more at a time is slower */
+#define PAIRS_OF_ROWS 256 /* in a stretch: with INPUTS numbers each, they fill the first-level cache */
+#define BESIDE 4 /* groups that are paired together: writing to more places at a time is slower */
 
 typedef struct {
     const uint16_t *numbers;
     int64_t stride;
-    int count; /* of a row */
+    int count; /* numbers in a row */
 } matrix;
 
-/* Pairs of rows from `first` on, `rows` in all; behind the last row and the last number are zeros. */
+/* Arranges `rows` rows from `first` on in pairs, padded with zeros in both directions. */
 INLINE void put_in_pairs(matrix of, int first, int rows, int32_t *to, const int size) {
     const int pairs = (rows + 1) / 2, groups = (of.count + size - 1) / size;
     for (int begin = 0; begin < groups; begin += BESIDE)
@@ -40,7 +40,7 @@ INLINE void put_in_pairs(matrix of, int first, int rows, int32_t *to, const int 
         }
 }
 
-/* Sums [outputs, INPUTS], `to` numbers apart, += the products of a stretch. Meanwhile those at `ahead` are asked for. */
+/* sums [outputs, INPUTS] += the products of a stretch; rows lie `to` numbers apart. Prefetches the sums at `ahead`. */
 INLINE void add_pairs(const int32_t *d, const int32_t *x, int pairs, float *sums, int64_t to, const float *ahead, const int outputs) {
     __m512 held[OUTPUTS][2];
     UNROLL for (int r = 0; r < outputs; r++)
@@ -58,7 +58,7 @@ INLINE void add_pairs(const int32_t *d, const int32_t *x, int pairs, float *sums
         UNROLL for (int half = 0; half < 2; half++) _mm512_storeu_ps(sums + r * to + half * 16, held[r][half]);
 }
 
-/* sums [d.count, x.count] += d^T x. 0, or 1 when there is no memory. */
+/* sums [d.count, x.count] += d^T x. Returns 0, or 1 if there is no memory. */
 static int outer(matrix d, matrix x, int rows, float *sums, int64_t to) {
     const int groups = (d.count + OUTPUTS - 1) / OUTPUTS, blocks = x.count / INPUTS;
     int32_t *of_d = malloc((size_t)groups * OUTPUTS * PAIRS_OF_ROWS * 4);
@@ -73,7 +73,7 @@ static int outer(matrix d, matrix x, int rows, float *sums, int64_t to) {
                 const int32_t *factors = of_d + (int64_t)g * pairs * OUTPUTS, *block = of_x + (int64_t)b * pairs * INPUTS;
                 const int left = d.count - g * OUTPUTS;
                 float *here = sums + g * OUTPUTS * to + b * INPUTS;
-                const float *ahead = left > OUTPUTS ? here + OUTPUTS * to : sums + (b + 1) * INPUTS; /* behind the last: harmless */
+                const float *ahead = left > OUTPUTS ? here + OUTPUTS * to : sums + (b + 1) * INPUTS; /* past the last: harmless */
                 if (left >= OUTPUTS) add_pairs(factors, block, pairs, here, to, ahead, OUTPUTS);
                 else for (int r = 0; r < left; r++) add_pairs(factors + r, block, pairs, here + r * to, to, ahead, 1);
             }
@@ -90,9 +90,9 @@ INLINE matrix columns(matrix of, int part, int parts, int size) {
 }
 #endif
 
-/* sums [outputs, inputs], dense, += d^T x, of d [rows, outputs] and x [rows, inputs]; inputs are a multiple of 32. Each thread
- * takes a part of what is wider. 0; 1 when there is no memory, and then some were added and some were not; 2 where a processor has
- * no such products. */
+/* sums [outputs, inputs] (dense) += d^T x, with d [rows, outputs] and x [rows, inputs]; inputs is a multiple of 32. Each thread
+ * takes a part of the wider dimension. Returns 0; 1 if there is no memory (some products are added then, some are not); 2 if the
+ * processor has no such products. */
 int tidemill_outer(const uint16_t *d, int64_t d_stride, const uint16_t *x, int64_t x_stride, float *sums, int rows, int outputs,
                    int inputs, int threads) {
 #ifdef PAIRS

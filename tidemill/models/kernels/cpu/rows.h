@@ -1,12 +1,12 @@
-/* Functions on rows that several files use. Numbers are float32, or bfloat16 where they are `narrow`. */
+/* Functions on rows that several files use. Numbers are float32, or bfloat16 if `narrow`. */
 
 #pragma once
 
 #include <stdint.h>
 
-/* Rows with one query each, over a layer's pages `kv`. q [rows, q_heads, size] with `q_stride` numbers from row to row, out
- * [rows, q_heads, size] dense. Row r is sequence slots[r] of the table, which sees its tokens [lows[r], ends[r]). In `order` [n],
- * rows that begin with the same pages stand side by side. */
+/* Rows of one query each, over a layer's pages `kv`. q [rows, q_heads, size]: rows `q_stride` numbers apart; out [rows, q_heads,
+ * size]: dense. Row r belongs to sequence slots[r] of the table, and sees its tokens [lows[r], ends[r]). In `order` [n], rows
+ * that begin with the same pages are neighbours. */
 typedef struct {
     const void *kv, *q;
     void *out;

@@ -1,6 +1,6 @@
 /* Attention inside packed sequences, forward and backward, for training.
  *
- * Sequences come in families: each shares its first tokens with the one before it; one that shares nothing begins a new family.
+ * Sequences form families: each shares its first tokens with the one before; one that shares nothing begins a new family.
  * Shared tokens are stored and computed once, and their gradient is the sum over all sequences that see them. A family and one
  * key/value head are a unit of work: its keys and values are laid out once, and for the next sequence only those that differ.
  *
@@ -14,22 +14,22 @@
 #include <math.h>
 #include <stdlib.h>
 
-#define QUERIES 24     /* queries of one head and sequence that are processed together */
-#define KEYS 256       /* keys that they see at a time */
+#define QUERIES 24     /* queries of one head and sequence per block */
+#define KEYS 256       /* keys per block */
 #define MOST_NUMBERS 128 /* largest size of a head */
 
-/* Numbers with `stride` from token to token, head after head. */
+/* Numbers [token, head, size], tokens `stride` numbers apart. */
 typedef struct {
     char *numbers;
     int64_t stride;
     int32_t narrow, unused;
 } operand;
 
-/* Families [F + 1]: their first sequences. Sequences [B + 1]: their first of `places`, which name each position's token. The
- * first shared [B] positions of a sequence are those of the one before it. */
+/* families [F + 1]: the first sequence of each. sequences [B + 1]: where each begins in `places`, which holds the token of each
+ * position. shared [B]: positions that a sequence has in common with the one before. */
 typedef struct {
     const int64_t *families, *sequences, *places, *shared;
-    int32_t count, longest, heads, kv_heads, size, window; /* window: positions that are seen, 0: all before */
+    int32_t count, longest, heads, kv_heads, size, window; /* window: positions that a query sees; 0: all before it */
 } layout;
 
 /* ---- products --------------------------------------------------------------------------------------------------- */
@@ -47,7 +47,7 @@ INLINE vec added(int paired, vec sum, unit left, vec right) {
     return sum + left.number * right;
 }
 
-/* c [R, V vectors] = or += a [R, K] b [K, V vectors]; a's rows lie `down` apart, its columns `along`. K units. */
+/* c [R, V vectors] = or += a [R, K] b [K, V vectors]. a's rows lie `down` apart and its columns `along`; K is in units. */
 INLINE void tile(int paired, int R, int V, float *c, int64_t ldc, const unit *a, int64_t down, int64_t along, const unit *b,
                  int64_t ldb, int K, int adds) {
     vec sums[FULL];
@@ -95,7 +95,7 @@ INLINE void product(int paired, float *c, int64_t ldc, const unit *a, int64_t do
     else product_of_floats(c, ldc, a, down, along, b, ldb, M, N, K, adds);
 }
 
-/* Numbers become the first ones of pairs whose second ones are 0, or the second ones. */
+/* Puts numbers into pairs, as first ones (the second ones become 0) or as second ones. */
 INLINE void pair_up(ints bits, int second, unit *pairs) {
     if (second) bits = ((ints)load(pairs, 0) & 0xffff) | bits << 16;
     memcpy(pairs, &bits, sizeof bits);
@@ -103,21 +103,21 @@ INLINE void pair_up(ints bits, int second, unit *pairs) {
 
 /* ---- one key/value head of a sequence --------------------------------------------------------------------------- */
 
-/* Where a family's keys and values are laid out, by position; [size, row] where they stand upright. Those that are paired: by
- * pairs of positions, and of numbers where they stand upright. */
+/* A family's keys and values by position, also transposed: [size, row]. If paired, they are grouped by pairs of positions, and by
+ * pairs of numbers where transposed. */
 typedef struct {
     int64_t row;
     unit *keys, *values, *upright_keys, *upright_values;
-    float *d_keys, *d_values; /* of a passage back only: empty between families */
+    float *d_keys, *d_values; /* backward pass only; zero between families */
 } room;
 
-/* Work memory of some queries: [QUERIES, KEYS] and [QUERIES, size]. */
+/* Work memory of a block of queries: [QUERIES, KEYS] and [QUERIES, size]. */
 typedef struct {
     float weights[QUERIES * KEYS], d_weights[QUERIES * KEYS];
     unit asked[QUERIES * MOST_NUMBERS], d_seen[QUERIES * MOST_NUMBERS];
     float d_asked[QUERIES * MOST_NUMBERS], seen[QUERIES * MOST_NUMBERS];
     float greatest[QUERIES], total[QUERIES], drawn[QUERIES];
-    /* The same, paired: rows of d_weights by keys, all others by queries. */
+    /* The same, paired: d_weights along keys, all others along queries. */
     unit weight_pairs[QUERIES / 2 * KEYS], d_weight_pairs[QUERIES / 2 * KEYS], d_weight_rows[QUERIES * KEYS / 2];
     unit asked_pairs[QUERIES / 2 * MOST_NUMBERS], d_seen_pairs[QUERIES / 2 * MOST_NUMBERS];
 } work;
@@ -130,13 +130,13 @@ INLINE void write(const float *from, const operand *to, int64_t token, int head,
     put(from, size, to->narrow, to->numbers, token * to->stride + (int64_t)head * size);
 }
 
-/* As floats; or paired, as it is. */
+/* Loads a row as floats, or unchanged if paired. */
 INLINE void read_units(int paired, const operand *from, int64_t token, int head, int size, unit *to) {
     if (paired) memcpy(to, from->numbers + (token * from->stride + (int64_t)head * size) * 2, size * 2);
     else read(from, token, head, size, &to->number);
 }
 
-/* Where the numbers of an even row pair up with those of the next. */
+/* Interleaves the numbers of an even row with those of the next. */
 INLINE void pair_narrow(const unit *rows, int size, int second, unit *pairs) {
     for (int i = 0; i < size; i += WIDTH) {
         shorts bits;
@@ -145,7 +145,7 @@ INLINE void pair_narrow(const unit *rows, int size, int second, unit *pairs) {
     }
 }
 
-/* As above for floats, rounded. */
+/* The same for floats, which are rounded. */
 INLINE void pair_rounded(const float *numbers, int n, int second, unit *pairs) {
     for (int i = 0; i < n; i += WIDTH) pair_up(nearest(load(numbers + i, 0)) >> 16 & 0xffff, second, pairs + i);
 }
@@ -174,7 +174,7 @@ static void lay_out(const int paired, const operand *from, const int64_t *places
     }
 }
 
-/* The keys [*low, *end) of a block from `first` on that the query at `position` sees. */
+/* Range [*low, *end) of the keys that the query at `position` sees in the block from `first` on. */
 INLINE void sight(int position, int window, int first, int *low, int *end) {
     const int from = window && position - window + 1 > first ? position - window + 1 - first : 0;
     *end = position + 1 - first < 0 ? 0 : position + 1 - first < KEYS ? position + 1 - first : KEYS;
@@ -183,14 +183,14 @@ INLINE void sight(int position, int window, int first, int *low, int *end) {
 
 INLINE int up_to(int n, int multiple) { return (n + multiple - 1) / multiple * multiple; }
 
-/* The greatest of scores [low, end). */
+/* Greatest of the scores [low, end). */
 static float greatest(const float *scores, int low, int end) {
     float most = -INFINITY;
     _Pragma("omp simd reduction(max : most)") for (int j = low; j < end; j++) most = scores[j] > most ? scores[j] : most;
     return most;
 }
 
-/* Scores [low, end) become e^(score * scale - most), and the others of `wide` 0, whatever they were. Returns their sum. */
+/* Replaces scores [low, end) by e^(score * scale - most), and the rest of `wide` scores by 0. Returns their sum. */
 static float exponentials(float *scores, int low, int end, int wide, float scale, float most) {
     vec sums = {0};
     float sum = 0;
@@ -206,7 +206,7 @@ static float exponentials(float *scores, int low, int end, int wide, float scale
     return sum;
 }
 
-/* The first block that any of the queries from `position` on sees. */
+/* First block that any query from `position` on sees. */
 INLINE int first_block(int position, int window) {
     return window && position - window + 1 > 0 ? (position - window + 1) / KEYS * KEYS : 0;
 }
@@ -273,7 +273,7 @@ INLINE void backward(const int paired, const layout *all, const room *kv, const 
             int low, end;
             sight(begin + i, all->window, first, &low, &end);
             exponentials(weights, low, end, wide, scale, w->total[i]);
-            for (int j = 0; j < wide; j++) d_weights[j] = weights[j] ? weights[j] * (d_weights[j] - drawn) : 0; /* seen ones are not 0 */
+            for (int j = 0; j < wide; j++) d_weights[j] = weights[j] ? weights[j] * (d_weights[j] - drawn) : 0; /* 0: not seen */
             if (paired) {
                 pair_rounded(weights, wide, i % 2, w->weight_pairs + i / 2 * KEYS);
                 pair_rounded(d_weights, wide, i % 2, w->d_weight_pairs + i / 2 * KEYS);
@@ -306,7 +306,7 @@ typedef struct {
     int32_t back;
 } tensors;
 
-/* Writes the gradients of positions [begin, end) to their place, and clears the work memory. */
+/* Moves the gradients of positions [begin, end) to the output, and clears the work memory. */
 static void hand_over(const room *kv, const tensors *t, const int64_t *places, int begin, int end, int head, int size) {
     for (int at = begin; at < end; at++) {
         float *d_key = kv->d_keys + (int64_t)at * size;
@@ -347,8 +347,8 @@ static void family_of_pairs(const layout *all, const tensors *t, int64_t number,
     family(1, all, t, number, kv_head, kv, w);
 }
 
-/* Forward: `out` and `totals` from q, k and v. Back: d_q, d_k and d_v from these and d_out. Returns 0, 1 when there is no memory.
- * Every number is computed by one thread, in an order that does not depend on how many there are. */
+/* Forward: out and totals from q, k and v. Backward: d_q, d_k and d_v from these and d_out. Returns 0, or 1 if there is no memory.
+ * Each number is computed by one thread, in an order that does not depend on the number of threads. */
 int tidemill_sequences(const layout *all, const tensors *t, int threads) {
     const int64_t row = up_to(all->longest, WIDTH) + KEYS, part = row * all->size, pieces = (int64_t)all->count * all->kv_heads;
     const int paired = t->q.narrow && t->k.narrow && t->v.narrow && tidemill_pairs_are_quick();

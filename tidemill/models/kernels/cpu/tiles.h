@@ -1,4 +1,4 @@
-/* bfloat16 products of processors that have them: of pairs in vectors, and of matrices in tiles of sixteen rows of 64 bytes. */
+/* bfloat16 products of processors: of pairs in vectors, and of matrices in tiles of sixteen rows of 64 bytes. */
 
 #pragma once
 
@@ -19,8 +19,8 @@ typedef struct {
 } __attribute__((packed)) shape;
 #endif
 
-/* True if there are tiles that the system lets us use; the first call asks for permission. */
+/* True if there are tiles that the system allows; the first call asks for permission. */
 int tidemill_tiles(void);
 
-/* True if adding up pairs is faster than widening them and adding up floats. */
+/* True if adding up pairs is faster than widening them to floats first. */
 int tidemill_pairs_are_quick(void);

@@ -1,4 +1,4 @@
-/* Vectors of floats, as many as a register of the processor holds, and bfloat16, which is `narrow`. */
+/* Vectors of as many floats as a register holds, and bfloat16 numbers, which are called `narrow`. */
 
 #pragma once
 
@@ -8,8 +8,8 @@
 #define INLINE static inline __attribute__((always_inline))
 #define UNROLL _Pragma("GCC unroll 32")
 
-/* Floats in a vector, and vectors that there are registers for. A compiler splits wider ones than a processor has, which is slow:
- * a test asks for them. */
+/* WIDTH: floats in a vector. REGISTERS: vectors that fit the registers. A compiler splits vectors that are wider than the
+ * processor's, which is slow; only a test asks for those. */
 #if defined(WIDTH)
 #define REGISTERS 16
 #elif defined(__AVX512F__)
@@ -26,7 +26,7 @@
 #define REGISTERS 16
 #endif
 
-#define FULL (REGISTERS * 3 / 4) /* vectors of sums that are held in registers, beside what is added to them */
+#define FULL (REGISTERS * 3 / 4) /* vectors of sums in registers, which leaves room for the summands */
 
 typedef float vec __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t ints __attribute__((vector_size(WIDTH * 4)));
@@ -47,18 +47,18 @@ typedef uint16_t shorts __attribute__((vector_size(WIDTH * 2)));
 #define ITSELF(n, i) (i)
 #define LANES ((ints){EACH(ITSELF, 0)})
 
-/* Of two vectors the runs of n lanes that stand at even places and at odd ones, in turns. */
+/* Runs of n lanes at even (odd) places of two vectors, alternating between the vectors. */
 #define EVEN_LANE(n, i) ((i) & (n) ? WIDTH + (i) - (n) : (i))
 #define ODD_LANE(n, i) ((i) & (n) ? WIDTH + (i) : (i) + (n))
 #define EVEN(n, a, b) __builtin_shufflevector(a, b, EACH(EVEN_LANE, n))
 #define ODD(n, a, b) __builtin_shufflevector(a, b, EACH(ODD_LANE, n))
 
-/* Of two vectors by turns one lane each: those of their first halves, and of their last. */
+/* Interleaves the lanes of two vectors: FIRST those of their first halves, LAST those of their last. */
 #define TURNS_LANE(n, i) ((i) & 1 ? WIDTH + (n) + (i) / 2 : (n) + (i) / 2)
 #define FIRST(a, b) __builtin_shufflevector(a, b, EACH(TURNS_LANE, 0))
 #define LAST(a, b) __builtin_shufflevector(a, b, EACH(TURNS_LANE, WIDTH / 2))
 
-/* A square of WIDTH by WIDTH units of four bytes, turned. */
+/* Transposes a square of WIDTH by WIDTH units of four bytes. */
 #define EXCHANGE(n)                                                                                                         \
     UNROLL for (int i = 0; i < WIDTH; i++) if (!(i & n)) {                                                                  \
         const ints x = square[i], y = square[i + n];                                                                        \
@@ -108,13 +108,13 @@ INLINE void store(void *to, int64_t index, float value, int narrow) {
     ((uint16_t *)to)[index] = (uint16_t)((bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16); /* to the nearest, ties to even */
 }
 
-/* Bits of the nearest narrow numbers, ties to even, in the upper halves; the lower halves are not cleared. */
+/* Bits of the nearest narrow numbers (ties to even), in the upper halves; the lower halves are undefined. */
 INLINE ints nearest(vec value) {
     const ints bits = (ints)value;
     return bits + 0x7fff + ((bits >> 16) & 1);
 }
 
-/* n numbers from `at` on, as floats. */
+/* Converts n numbers from `at` on to floats. */
 INLINE void widen(const void *from, int64_t at, int n, int narrow, float *to) {
     int i = 0;
     for (; i + WIDTH <= n; i += WIDTH) {
@@ -135,7 +135,7 @@ INLINE void put(const float *from, int n, int narrow, void *to, int64_t at) {
     for (; i < n; i++) store(to, at + i, from[i], narrow);
 }
 
-/* As if they had been put away and read again. */
+/* Rounds numbers to narrow ones and back. */
 INLINE void round_off(float *x, int n, int narrow) {
     int i = 0;
     for (; narrow && i + WIDTH <= n; i += WIDTH) {
@@ -151,7 +151,7 @@ INLINE void round_off(float *x, int n, int narrow) {
     }
 }
 
-/* e^x for x <= 0, to two units in the last place: 2^n times a polynomial in what is left (Cephes, expf). */
+/* e^x for x <= 0, to two units in the last place: 2^n times a polynomial in the remainder (Cephes, expf). */
 INLINE float exponential(float x) {
     x = x < -87.0f ? -87.0f : x;
     float n = __builtin_rintf(x * 1.44269504088896341f), r = x - n * 0.693359375f + n * 2.12194440e-4f;
