@@ -11,7 +11,8 @@ import torch
 from tidemill.algorithms import losses
 from tidemill.algorithms.losses import LOSSES, PROPORTIONAL, LossInput, evaluate, loss_by_name, ratio
 from tidemill.algorithms.presets import ANCHORED, PER_SEQUENCE
-from tidemill.core.serialization import CodecError, decode, encode
+from tidemill.core.errors import CodecError
+from tidemill.core.serialization import decode, encode
 from tidemill.core.types import LossSpec
 
 LENGTHS = (5, 1, 9, 1, 4, 2, 1, 12, 3, 7)

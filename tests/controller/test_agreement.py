@@ -11,7 +11,7 @@ from test_controller import World, controller
 from virtual_time import run_virtually
 
 from tidemill.controller.policy_check import Agreement
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Array, Finish, Group, Sample, Score, Task, Trajectory, Version
 from tidemill.observability.diagnosis.mismatch import LogprobGap
 

@@ -10,7 +10,7 @@ from test_controller import World, controller
 from virtual_time import run_virtually
 
 from tidemill.controller.circuit_breaker import LEAST, LONGEST_S, PROBES, TOLD_S, WINDOW, Breaker, Change, Gate
-from tidemill.controller.controller import RunFailed
+from tidemill.core.errors import RunFailed
 from tidemill.core.types import Group, InfraError, Outcome, Score, Task, Unscorable
 
 GOOD, BAD = Score(1.0), InfraError("the sandbox is down")

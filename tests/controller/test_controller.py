@@ -12,8 +12,8 @@ import pytest
 from virtual_time import Deadlock, VirtualTimeLoop, run_virtually
 
 from tidemill.controller.admission_buffer import Buffer
-from tidemill.controller.controller import Controller, Hooks, RunFailed, Schedule
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.controller.controller import Controller, Hooks, Schedule
+from tidemill.core.errors import PolicyMismatch, RunFailed
 from tidemill.core.types import (
     Finish,
     Group,

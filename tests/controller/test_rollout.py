@@ -10,7 +10,7 @@ import pytest
 
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.rollout import EpisodeSetup, Rollout, _all
-from tidemill.core.interfaces import PeerLost
+from tidemill.core.errors import PeerLost
 from tidemill.core.types import GREEDY, Completion, Finish, InfraError, SamplingParams, Score, Task, Version
 from tidemill.models.tokenizer import character_tokenizer
 

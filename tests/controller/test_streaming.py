@@ -17,9 +17,8 @@ from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.mixture import Mixture
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.presets import PRESETS
-from tidemill.controller.controller import RunFailed
 from tidemill.controller.train_step import Begun, computed_tokens, train_on
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch, RunFailed
 from tidemill.core.types import (
     GREEDY,
     Finish,

@@ -6,12 +6,11 @@ import asyncio
 
 import pytest
 
-from tidemill.controller.controller import RunFailed
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.engine_supervisor import Budget, Supervisor
-from tidemill.core.interfaces import EngineFailed, PeerLost, PolicyMismatch
+from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RunFailed, StartFailed
 from tidemill.core.types import Published, Version
-from tidemill.runtime.placement import StartFailed, Vitals
+from tidemill.runtime.placement import Vitals
 
 
 def published(step: int) -> Published:

@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.core.serialization import CodecError, decode, encode
+from tidemill.core.errors import CodecError
+from tidemill.core.serialization import decode, encode
 from tidemill.core.types import (
     Completion,
     Finish,

@@ -21,7 +21,8 @@ from contract_base import (
     until,
 )
 
-from tidemill.core.interfaces import Capabilities, Engine, EngineFailed, PolicyMismatch
+from tidemill.core.errors import EngineFailed, PolicyMismatch
+from tidemill.core.interfaces import Capabilities, Engine
 from tidemill.core.types import Finish, GenerateRequest, Published, Version
 
 

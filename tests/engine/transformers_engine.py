@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from tidemill.core.interfaces import Capabilities, EngineFailed, EngineStats, PolicyMismatch
+from tidemill.core.errors import EngineFailed, PolicyMismatch
+from tidemill.core.interfaces import Capabilities, EngineStats
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, Published, Scored, Telemetry, Version
 from tidemill.engine.engine_kinds import BaseEngineSettings, EngineSetup
 from tidemill.models.fingerprint import fingerprint

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 from scripted_engine import CHATML, FORGETS, TRIMS, ScriptedEngine, chat_tokenizer, says
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver, TemplateRewritesHistory
 from tidemill.core.interfaces import Chat
 from tidemill.core.seeding import derive_seed
 from tidemill.core.serialization import decode, encode
 from tidemill.core.types import Finish, SamplingParams, Score, Task, Trajectory
-from tidemill.envs.chat import HERE, ContextFull, EpisodeChat, EpisodeOver, rollout_seeds
-from tidemill.models.conversations import TemplateRewritesHistory, as_messages, check_prompts, prompt_tokens, renderer
+from tidemill.envs.chat import HERE, EpisodeChat, rollout_seeds
+from tidemill.models.conversations import as_messages, check_prompts, prompt_tokens, renderer
 from tidemill.models.tokenizer import character_tokenizer
 
 TOKENIZER = chat_tokenizer()

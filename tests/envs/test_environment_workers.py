@@ -21,10 +21,11 @@ import pytest
 from scripted_engine import ScriptedEngine, chat_tokenizer, says
 
 from tidemill.controller.rollout import EpisodeSetup
+from tidemill.core.errors import EnvironmentLost
 from tidemill.core.fault_injection import LOG_VARIABLE, VARIABLE
 from tidemill.core.types import Finish, InfraError, SamplingParams, Score, Task, Trajectory
 from tidemill.envs.build_environment import make_environment
-from tidemill.envs.chat import EnvironmentLost, rollout_seeds
+from tidemill.envs.chat import rollout_seeds
 from tidemill.envs.environment import environment
 from tidemill.envs.environment_settings import EnvironmentWorkers, GuessSettings, PythonSettings
 from tidemill.envs.episode_workers import WorkerEnvironment, in_workers

@@ -20,16 +20,14 @@ from sources import ROOT
 
 from tidemill.core import serialization
 from tidemill.core.config import Config, build, load, tables_of
-from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import CodecError, ConfigError, LedgerError, PolicyMismatch, UnsupportedModel
 from tidemill.core.types import Completion, Group, Sample, SamplingParams, Scored, Task, Telemetry, Trajectory, Version
 from tidemill.envs.environment_settings import RowsSettings
 from tidemill.envs.task_files import row_splits
 from tidemill.envs.tasks import check_splits
-from tidemill.ledger import LedgerError, SqliteLedger
+from tidemill.ledger import SqliteLedger
 from tidemill.ledger.row_formats import as_json
 from tidemill.ledger.segments import segment_path
-from tidemill.models.architecture import UnsupportedModel
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.weight_slices import Slice
@@ -312,7 +310,7 @@ TARGETS = [
         (PolicyMismatch,),
     ),
     Target("model folder: config.json and safetensors", model_inputs(), model_folders, (UnsupportedModel,)),
-    Target("codec: every noun", noun_bytes(), decoding, (serialization.CodecError,)),
+    Target("codec: every noun", noun_bytes(), decoding, (CodecError,)),
     Target("ledger: segments", changes(), segments, (LedgerError,)),
     Target("ledger: database", changes(), ledgers, (LedgerError,)),
 ]

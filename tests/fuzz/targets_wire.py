@@ -24,6 +24,7 @@ from hypothesis import strategies as st
 from ledger.ledger_cases import group
 
 from tidemill.core import serialization
+from tidemill.core.errors import PeerDied, RemoteError, StartFailed
 from tidemill.core.types import Array, Group, InfraError, Score, Unscorable
 from tidemill.engine.server.app import make_app
 from tidemill.engine.server.service import Service
@@ -31,11 +32,10 @@ from tidemill.envs.reward_workers import reward_protocol as scoring
 from tidemill.envs.reward_workers.reward_process import RewardWorker, WorkerFailed
 from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.runtime import local, wire_format
-from tidemill.runtime.placement import StartFailed
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready
 from tidemill.runtime.rpc import RpcServer, connect
-from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, PeerDied, Ping, RemoteError, failure
+from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, Ping, failure
 
 TOKEN = "t" * 64
 TREES = trees(st.sampled_from(["type", "id", "method", "kinds", "message", "call", "done", "failed"]))

@@ -13,6 +13,7 @@ from fuzz.hunting import Target, hunt
 from fuzz.targets_files import MINIMAL
 
 from tidemill.core import serialization
+from tidemill.core.errors import CodecError
 from tidemill.runtime import local
 from tidemill.runtime.wire_format import Failed
 
@@ -119,5 +120,5 @@ def test_config_json_takes_no_memory_that_its_files_do_not_fill(tmp_path: Path) 
 async def test_a_report_is_not_waited_for_when_it_is_too_long() -> None:
     reader = asyncio.StreamReader()
     reader.feed_data(b"\xff\xff\xff\xff")
-    with pytest.raises(serialization.CodecError, match="at most"):
+    with pytest.raises(CodecError, match="at most"):
         await asyncio.wait_for(local._read(reader), 5)

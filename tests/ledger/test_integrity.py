@@ -13,7 +13,8 @@ from ledger_cases import group, task
 from typer.testing import CliRunner
 
 from tidemill.cli.main import app
-from tidemill.ledger import LedgerError, RunFolderError, SqliteLedger, has_ledger, integrity
+from tidemill.core.errors import LedgerError, RunFolderError
+from tidemill.ledger import SqliteLedger, has_ledger, integrity
 from tidemill.ledger.schema import SCHEMA, statements
 
 PAGE = 4096

@@ -15,10 +15,10 @@ import pytest
 from ledger_cases import assert_same, group, task, trajectory
 
 from tidemill.core import serialization
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, LedgerError, RunFolderError
 from tidemill.core.interfaces import Ledger
 from tidemill.core.types import GREEDY, Finish, Score, Task, Trajectory, Version
-from tidemill.ledger import Counts, LedgerError, RunFolderError, SqliteLedger, has_ledger, queries
+from tidemill.ledger import Counts, SqliteLedger, has_ledger, queries
 from tidemill.ledger.records import Undone
 from tidemill.ledger.schema import SCHEMAS
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from ledger_cases import assert_same, group, task
 
-from tidemill.ledger import LedgerError, SqliteLedger
+from tidemill.core.errors import LedgerError
+from tidemill.ledger import SqliteLedger
 
 
 class History(RuleBasedStateMachine):

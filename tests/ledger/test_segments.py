@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from ledger_cases import assert_same, group, task
 
+from tidemill.core.errors import LedgerError
 from tidemill.core.types import Version
-from tidemill.ledger import LedgerError, SqliteLedger, segments
+from tidemill.ledger import SqliteLedger, segments
 from tidemill.ledger.segments import (
     HEADER_BYTES,
     Location,

@@ -14,7 +14,8 @@ import torch
 from model_zoo import BASE, CONFIGS, LLAMA3, folder_of, logits, transformers_logits, transformers_model
 from safetensors.torch import load_file, save_file
 
-from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.core.errors import UnsupportedModel
+from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention
 from tidemill.models.hf_weights import check_folder, load_folder, load_scored, save_folder
 from tidemill.models.tokenizer import character_tokenizer, generation_config, load_tokenizer, stop_ids

@@ -9,7 +9,8 @@ import pytest
 import torch
 from model_zoo import CONFIGS, folder_of, logits, random_decoder, transformers_logits, transformers_model
 
-from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.core.errors import UnsupportedModel
+from tidemill.models.architecture import Architecture
 from tidemill.models.hf_weights import load_folder, save_folder
 
 LENGTHS = [23, 1, 9]

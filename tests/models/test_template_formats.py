@@ -18,10 +18,10 @@ from chat_formats import FORMATS, TOKENIZERS, Messages, conversation_of, split_a
 from envs.scripted_engine import ScriptedEngine
 from transformers import PreTrainedTokenizerFast, tokenization_utils_base
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, TemplateRewritesHistory
 from tidemill.core.types import SamplingParams
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
-from tidemill.models.conversations import TemplateRewritesHistory, conversation
+from tidemill.models.conversations import conversation
 
 FEW, ALL = 3, 1000
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_zoo import CONFIGS, random_decoder, transformers_model
 
-from tidemill.models.architecture import UnsupportedModel
+from tidemill.core.errors import UnsupportedModel
 from tidemill.models.attention import packed_attention
 from tidemill.models.hf_weights import load_folder, save_folder
 from tidemill.models.value_model import ValueModel, load_value_model

@@ -12,8 +12,9 @@ import torch
 from model_zoo import CONFIGS, random_decoder, transformers_model
 from safetensors.torch import load_file, save_file
 
+from tidemill.core.errors import UnsupportedModel
 from tidemill.models import hf_weights
-from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_views, load_folder, load_slices, save_folder, serving_slices
 from tidemill.models.tokenizer import character_tokenizer

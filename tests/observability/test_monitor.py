@@ -14,7 +14,7 @@ import pytest
 from tidemill.controller import run_monitor
 from tidemill.controller.run_monitor import Monitor, Totals
 from tidemill.core.config import load
-from tidemill.core.interfaces import PeerLost
+from tidemill.core.errors import PeerLost
 from tidemill.core.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics

@@ -14,7 +14,8 @@ from controller.test_controller import PublisherOf, Silent, World
 from virtual_time import run_virtually
 
 from tidemill.controller.admission_buffer import Buffer
-from tidemill.controller.controller import Controller, RunFailed, Schedule
+from tidemill.controller.controller import Controller, Schedule
+from tidemill.core.errors import RunFailed
 from tidemill.core.types import Finish, Group, Score, Task, Trajectory
 from tidemill.envs.curriculum import Curriculum
 from tidemill.ledger.database import has_ledger

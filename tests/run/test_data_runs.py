@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 import tidemill
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, PeerDied
 from tidemill.envs.curriculum import Curriculum
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run import build_controller
 from tidemill.run.task_source import remembered
-from tidemill.runtime.wire_format import PeerDied
 from tidemill.trainer.native_trainer import NativeTrainer
 
 ALPHABET = "abcdefgh=:0123456789\n"

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import tidemill
 from tidemill.cli.main import app
-from tidemill.controller.controller import RunFailed
+from tidemill.core.errors import RunFailed
 from tidemill.envs.environment import environment
 from tidemill.models.new_model import SIZES, fresh_model
 

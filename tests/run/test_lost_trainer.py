@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 
 from tidemill.controller.engine_supervisor import Budget
+from tidemill.core.errors import PeerDied
 from tidemill.run.session import _despite_losses
-from tidemill.runtime.wire_format import PeerDied
 
 
 def session(told: list[str]):

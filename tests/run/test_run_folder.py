@@ -14,10 +14,9 @@ import pytest
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import put_in_place, write_json
 from tidemill.core.config import build, dump
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, RunFolderError
 from tidemill.core.fault_injection import Fault, FaultError, Faults
 from tidemill.ledger import lock
-from tidemill.ledger.records import RunFolderError
 from tidemill.run import warm_start
 from tidemill.run.recipe import RunConfig
 from tidemill.run.sft_warmup import WarmedUp

@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 import tidemill
 from tidemill.cli.main import app
 from tidemill.controller.controller import Controller
-from tidemill.ledger import LedgerError, SqliteLedger
+from tidemill.core.errors import LedgerError
+from tidemill.ledger import SqliteLedger
 
 SAVED, CUT, LAST = 4, 7, 9  # steps: of the checkpoint, of the end by force, and of the end
 

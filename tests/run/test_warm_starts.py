@@ -10,11 +10,10 @@ from typing import Any
 import pytest
 
 from tidemill.cli.commands.why import standing
-from tidemill.controller.controller import RunFailed
 from tidemill.core import fault_injection
 from tidemill.core.config import build
+from tidemill.core.errors import CheckpointError, RunFailed
 from tidemill.core.fault_injection import Fault, FaultError, Faults
-from tidemill.core.interfaces import CheckpointError
 from tidemill.run import sft_warmup, warmup_cache
 from tidemill.run.recipe import RunConfig
 from tidemill.run.session import RunEnded, run

@@ -10,9 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tidemill.controller.controller import RunFailed
 from tidemill.core.config import build
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, RunFailed
 from tidemill.core.types import Sample, Task, Version
 from tidemill.run import sft_warmup
 from tidemill.run.recipe import RunConfig

@@ -16,8 +16,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from tidemill.core import fault_injection
-from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import ConfigError, PolicyMismatch
 from tidemill.core.types import Array, SamplingParams
 
 WORKER = [sys.executable, __file__]

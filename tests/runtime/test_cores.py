@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from tidemill.core.config import build
+from tidemill.core.errors import StartFailed
 from tidemill.core.types import GenerateRequest, LossSpec, Sample, SamplingParams
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -25,7 +26,6 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.runtime import cpu_sharing
 from tidemill.runtime.cpu_sharing import Seat, SharedCores, seats
-from tidemill.runtime.placement import StartFailed
 from tidemill.trainer import parallel_micro_batches as lanes_of_trainer
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings

@@ -21,6 +21,7 @@ import pytest
 from echo_worker import WITHOUT_THE_KERNEL, WORKER, Echo, Start
 
 from tidemill.core import fault_injection
+from tidemill.core.errors import PeerDied, PeerTimeout, StartFailed
 from tidemill.runtime import fork_client
 from tidemill.runtime.fork_client import server_environment
 from tidemill.runtime.fork_server import (
@@ -37,8 +38,6 @@ from tidemill.runtime.fork_server import (
     frame,
 )
 from tidemill.runtime.local import Local
-from tidemill.runtime.placement import StartFailed
-from tidemill.runtime.wire_format import PeerDied, PeerTimeout
 
 linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

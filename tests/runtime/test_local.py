@@ -16,10 +16,9 @@ import psutil
 import pytest
 from echo_worker import Start
 
-from tidemill.core.errors import ConfigError
-from tidemill.runtime.placement import Liveness, StartFailed
+from tidemill.core.errors import ConfigError, PeerDied, PeerTimeout, RemoteError, StartFailed
+from tidemill.runtime.placement import Liveness
 from tidemill.runtime.process_logs import Log
-from tidemill.runtime.wire_format import PeerDied, PeerTimeout, RemoteError
 from tidemill.runtime.workers import stopped
 
 

@@ -11,12 +11,11 @@ import pytest
 import pytest_asyncio
 from echo_worker import WORKER, Echo, Other, build
 
-from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import ConfigError, PolicyMismatch, StartFailed
 from tidemill.core.types import SamplingParams
 from tidemill.runtime.inline import Inline
 from tidemill.runtime.local import Local
-from tidemill.runtime.placement import Placement, StartFailed
+from tidemill.runtime.placement import Placement
 
 
 @pytest_asyncio.fixture(params=["inline", "local"])

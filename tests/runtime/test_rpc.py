@@ -21,20 +21,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.core import serialization
+from tidemill.core.errors import CodecError, PeerDied, PeerTimeout, RemoteError
 from tidemill.core.types import SamplingParams
 from tidemill.runtime.rpc import Connection, RpcServer, connect
-from tidemill.runtime.wire_format import (
-    Call,
-    Cancel,
-    Failed,
-    Hello,
-    PeerDied,
-    PeerTimeout,
-    RemoteError,
-    Reply,
-    methods_of,
-    rebuild,
-)
+from tidemill.runtime.wire_format import Call, Cancel, Failed, Hello, Reply, methods_of, rebuild
 
 TOKEN = "t" * 64
 
@@ -286,7 +276,7 @@ def test_every_protocol_of_ours_can_be_served() -> None:
     for protocol in (Engine, Trainer):
         for method in methods_of(protocol).values():
             for kind in (method.arguments, method.result):
-                with pytest.raises(serialization.CodecError):
+                with pytest.raises(CodecError):
                     serialization.decode(b"\xc1", kind)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from trainer_cases import CPU, VOCAB, assert_same, batch, decoder, gradients, parameters, sample, value_model
 
-from tidemill.core.interfaces import CheckpointError, TrainingDiverged
+from tidemill.core.errors import CheckpointError, TrainingDiverged
 from tidemill.core.types import LossSpec
 from tidemill.models.attention import packed_attention
 from tidemill.models.value_model import ValueModel

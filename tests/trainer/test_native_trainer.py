@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from trainer_cases import LOSSES, batch, decoder
 
-from tidemill.core.interfaces import CheckpointError, Trainer, TrainingDiverged
+from tidemill.core.errors import CheckpointError, TrainingDiverged
+from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.hf_weights import hf_views, load_folder, serving_slices

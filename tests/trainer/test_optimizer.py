@@ -4,7 +4,7 @@ import pytest
 import torch
 from trainer_cases import decoder
 
-from tidemill.core.interfaces import TrainingDiverged
+from tidemill.core.errors import TrainingDiverged
 from tidemill.trainer.optimizer import Optimizer, lr_factor
 from tidemill.trainer.trainer_settings import TrainerSettings
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from trainer_cases import LOSSES, batch, decoder
 
-from tidemill.core.interfaces import CheckpointError
+from tidemill.core.errors import CheckpointError
 from tidemill.models.decoder import Decoder
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.reference_policy import Reference

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder

@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.fingerprint import fingerprint, word_sum
 from tidemill.models.weight_slices import Slice

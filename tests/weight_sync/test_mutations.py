@@ -21,7 +21,8 @@ import torch
 
 from tidemill.core import fault_injection
 from tidemill.core.config import build
-from tidemill.core.interfaces import Chat, PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
+from tidemill.core.interfaces import Chat
 from tidemill.core.types import Outcome, Published, Score, Task, Trajectory, Version
 from tidemill.engine.native import native_engine
 from tidemill.engine.native import staged_weights as staging

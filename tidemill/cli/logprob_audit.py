@@ -19,12 +19,11 @@ import numpy as np
 import torch
 
 from tidemill.core.config import C, Config, build
-from tidemill.core.interfaces import CheckpointError
+from tidemill.core.errors import CheckpointError, PayloadLost
 from tidemill.core.types import GREEDY, Array, Finish, Sample, Trajectory, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.records import PayloadLost
 from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import load_folder

@@ -253,8 +253,7 @@ def serve(
 
 def _tell(error: BaseException) -> None:
     """Print an error: its first line last, with its log or traceback from elsewhere before it."""
-    from tidemill.core.errors import ConfigError
-    from tidemill.core.interfaces import TrainingDiverged
+    from tidemill.core.errors import ConfigError, TrainingDiverged
     from tidemill.observability.safe_text import paragraphs, visible
 
     first, *rest = str(error).splitlines() or [type(error).__name__]
@@ -265,13 +264,6 @@ def _tell(error: BaseException) -> None:
     said = f"error: {first}"
     wrapped = paragraphs(said, shutil.get_terminal_size().columns, "") if sys.stderr.isatty() else [visible(said)]
     print("\n".join(wrapped), file=sys.stderr)
-
-
-def _known() -> tuple[type[BaseException], ...]:
-    """Exceptions that end a command in one sentence. Imported late, because it takes a while."""
-    from tidemill.cli.user_errors import KNOWN
-
-    return KNOWN
 
 
 def main() -> None:
@@ -308,7 +300,7 @@ def _say_renamed_keys_in_one_line() -> None:
 
 def _status() -> int:
     """Run the command line. Returns the exit status."""
-    from tidemill.core.errors import ConfigError
+    from tidemill.core.errors import ConfigError, TidemillError
 
     _say_renamed_keys_in_one_line()
     try:
@@ -318,7 +310,7 @@ def _status() -> int:
     except ConfigError as error:
         _tell(error)
         return 2
-    except _known() as error:
+    except (TidemillError, ValueError, OSError) as error:
         _tell(error)
         return 1
     except asyncio.CancelledError as error:

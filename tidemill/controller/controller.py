@@ -28,7 +28,8 @@ from tidemill.controller.circuit_breaker import Gate
 from tidemill.controller.dropped_groups import Drops
 from tidemill.controller.train_step import Begun, computed_tokens, train_on
 from tidemill.core import fault_injection
-from tidemill.core.interfaces import Algorithm, Ledger, PolicyMismatch, Publisher, Roller, Trainer
+from tidemill.core.errors import PolicyMismatch, RunFailed
+from tidemill.core.interfaces import Algorithm, Ledger, Publisher, Roller, Trainer
 from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Update, Version
 from tidemill.observability.stall_report import waiting
 from tidemill.observability.timeline import Timeline
@@ -50,10 +51,6 @@ class Observer(Protocol):
     def saving(self, step: int) -> None:
         """All steps are trained, and the run waits until the checkpoint of this step is written."""
         ...
-
-
-class RunFailed(RuntimeError):
-    """The run cannot go on. The message is one sentence for the user: the first cause, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)

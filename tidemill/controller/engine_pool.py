@@ -16,10 +16,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from tidemill.core.interfaces import Engine, EngineFailed, PeerLost, PolicyMismatch, Trainer
+from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RemoteError
+from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Published, Version
 from tidemill.observability.stall_report import waiting
-from tidemill.runtime.wire_format import RemoteError
 
 T = TypeVar("T")
 LOST = (PeerLost, EngineFailed, RemoteError)  # an engine is lost: another one repeats its work

@@ -14,10 +14,10 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.controller.controller import RunFailed
 from tidemill.controller.engine_pool import LOST, EnginePool
+from tidemill.core.errors import RunFailed, StartFailed
 from tidemill.core.interfaces import Engine
-from tidemill.runtime.placement import Handle, StartFailed
+from tidemill.runtime.placement import Handle
 
 LONGEST_PAUSE_S = 60.0
 LASTING = 10  # an engine that ran for this many times the pause before its restart has recovered

@@ -14,7 +14,7 @@ import numpy as np
 
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.rollout import EpisodeSetup, greedy
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import TRUNCATED, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version

@@ -14,7 +14,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from tidemill.core.interfaces import PolicyMismatch, Trainer
+from tidemill.core.errors import PolicyMismatch
+from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, Group, Sample, Version
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Hypothesis, diagnose
 from tidemill.observability.diagnosis.mismatch import GROSS, ROUNDING, LogprobGap, lag_zero

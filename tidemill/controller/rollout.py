@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from tidemill.controller.engine_pool import EnginePool
+from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, Overdue, WorkerLost
 from tidemill.core.interfaces import Engine, Environment
 from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
 from tidemill.core.types import (
@@ -30,8 +31,8 @@ from tidemill.core.types import (
     Trajectory,
     Unscorable,
 )
-from tidemill.envs.bounded_await import Overdue, bounded
-from tidemill.envs.chat import EnvironmentLost, EpisodeChat, EpisodeFailed, EpisodeOver, WorkerLost, rollout_seeds
+from tidemill.envs.bounded_await import bounded
+from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.time_breakdown import EPISODE, REWARD
 from tidemill.observability.timeline import Beside

@@ -19,7 +19,8 @@ import numpy as np
 from tidemill.controller.circuit_breaker import Change
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.evaluation import parts_of
-from tidemill.core.interfaces import Engine, PeerLost, Trainer
+from tidemill.core.errors import PeerLost
+from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import (
     GREEDY,

@@ -1,14 +1,184 @@
-"""The error for a configuration that cannot be used.
+"""Every exception that one package raises and another handles, with its meaning.
 
-It has a module of its own so that a scoring worker, which reads no configuration, need not import pydantic.
+    TidemillError            a command reports it in one sentence, without a traceback, and ends with status 1
+      ConfigError            the user can mend it: the sentence says what to do, and the status is 2
+      RunFailed, LedgerError, ...      the world's faults: a process, a disk, a gradient, weights
+
+Each class also has the built-in base that describes it (ValueError, OSError, TimeoutError), so that a caller may handle the
+family. An exception that its own package handles is defined where it is raised. This module imports nothing, because every
+process does it.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
 
-class ConfigError(ValueError):
-    """The configuration, or something it names, cannot be used. The message is written for the user."""
+if TYPE_CHECKING:
+    from tidemill.core.types import Finish
+
+
+class TidemillError(Exception):
+    """Base of all errors here. A command prints the message as one sentence."""
+
+
+# --- what the user can mend ----------------------------------------------------------------------------------------------
+
+
+class ConfigError(TidemillError, ValueError):
+    """The configuration, or something it names, cannot be used. The message says what to do.
+
+    Any package raises it; only commands handle it.
+    """
+
+
+class UnsupportedModel(ConfigError):
+    """The model cannot be computed exactly here. `models` raises it, naming what the model asks for."""
+
+
+class TemplateRewritesHistory(ConfigError):
+    """The chat template renders an earlier turn differently than it was sent, so no turn can follow.
+
+    `models` raises it; an environment may catch it, else it ends the run.
+    """
 
 
 class RenamedKey(FutureWarning):
-    """A recipe uses the old name of a key, which still works. The message names the new one."""
+    """Warning: a recipe uses the old name of a key, which still works. The message names the new one."""
+
+
+# --- a run and its folder ------------------------------------------------------------------------------------------------
+
+
+class RunFailed(TidemillError, RuntimeError):
+    """The run cannot go on. The controller raises it with the first cause and what to do; commands print it."""
+
+
+class LedgerError(TidemillError, RuntimeError):
+    """The record cannot be written or read, or a request contradicts it. Nothing was changed."""
+
+
+class PayloadLost(LedgerError):
+    """A recorded trajectory is gone, cut short or damaged, for good. Readers skip it or resume before it."""
+
+
+class RunFolderError(LedgerError, ConfigError):
+    """The run folder is not usable as it is: no ledger, another program's lock, a newer format."""
+
+
+class RunFolderGone(LedgerError):
+    """The run folder was renamed or deleted during the run."""
+
+
+class CheckpointError(TidemillError, ValueError):
+    """A checkpoint cannot be read or written, or is another trainer's. A resume takes an older one, and says so."""
+
+
+class CodecError(TidemillError, ValueError):
+    """Bytes from a file or a process are not what the receiver expects. `core.serialization` raises it."""
+
+
+# --- policy and training -------------------------------------------------------------------------------------------------
+
+
+class PolicyMismatch(TidemillError, RuntimeError):
+    """Weights are not the ones they claim to be (I1). Engines, transports and checks raise it; it ends the run."""
+
+
+class TrainingDiverged(TidemillError, ArithmeticError):
+    """The gradient is not finite. The trainer took no step; it ends the run."""
+
+
+# --- processes -----------------------------------------------------------------------------------------------------------
+
+
+class StartFailed(TidemillError, RuntimeError):
+    """A role could not be started, and the configuration is not the reason. The supervisor tries again."""
+
+
+class PeerLost(TidemillError, ConnectionError):
+    """The process behind a proxy is gone, and its calls did not complete.
+
+    The engine pool asks another engine; a lost trainer ends the attempt, and the run may resume.
+    """
+
+
+class PeerDied(PeerLost):
+    """A process ended: `runtime` raises it from every pending call, with the way it ended and the tail of its log."""
+
+    def __init__(self, peer: str, how: str) -> None:
+        super().__init__(f"{peer} {how}")
+        self.peer, self.how = peer, how
+
+
+class PeerTimeout(TidemillError, TimeoutError):
+    """A call's deadline passed (I4)."""
+
+    def __init__(self, peer: str, method: str, seconds: float) -> None:
+        super().__init__(f"{peer} did not answer {method}() within {seconds:g} s")
+        self.peer, self.method, self.seconds = peer, method, seconds
+
+
+class RemoteError(TidemillError, RuntimeError):
+    """The other side raised an exception of a type that does not travel; `trace` is its traceback."""
+
+    def __init__(self, peer: str, kind: str, message: str, trace: str) -> None:
+        super().__init__(f"{peer} raised {kind}: {message}\n--- traceback in {peer} ---\n{trace}")
+        self.peer, self.kind, self.trace = peer, kind, trace
+
+
+class EngineFailed(TidemillError, RuntimeError):
+    """An engine met an error of its own and has stopped. The engine pool asks another one; this one is replaced."""
+
+
+# --- episodes ------------------------------------------------------------------------------------------------------------
+
+
+class EpisodeOver(TidemillError):
+    """The chat gives no further reply. An environment need not catch it: the attempt ends as it stands."""
+
+    def __init__(self, finish: Finish, reason: str) -> None:
+        super().__init__(reason)
+        self.finish = finish
+
+
+class ContextFull(EpisodeOver):
+    """The conversation outgrew the context. An environment may catch it and still decide on the attempt."""
+
+
+class EpisodeFailed(TidemillError):
+    """The episode has no outcome, and not by the policy's fault; it becomes an InfraError (I5)."""
+
+
+class WorkerLost(EpisodeFailed):
+    """The episode's worker process ended, perhaps because of another episode. The episode begins anew, once."""
+
+
+class EnvironmentLost(TidemillError, RuntimeError):
+    """The environment can play no episode any more. It ends the run."""
+
+
+class Overdue(TidemillError, TimeoutError):
+    """A user's code gave no result within its time limit."""
+
+
+class Exceeds(TidemillError):
+    """A text certainly has more tokens than fit. `models` raises it before encoding; the chat ends the episode."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__(f"at least {least} tokens")
+        self.least = least
+
+
+class NotImportable(TidemillError, ValueError):
+    """A function cannot be written as a module of its own, so it stays in this process. The message says why."""
+
+
+# --- the server ----------------------------------------------------------------------------------------------------------
+
+
+class ApiError(TidemillError):
+    """Refusal of an HTTP request. The message goes to the client unchanged, in OpenAI's format."""
+
+    def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code

@@ -151,26 +151,6 @@ class Trainer(Protocol):
     async def close(self) -> None: ...
 
 
-class PolicyMismatch(RuntimeError):
-    """The weights are not the ones they claim to be (I1)."""
-
-
-class TrainingDiverged(ArithmeticError):
-    """The gradient is not finite. No step was taken; the weights did not change."""
-
-
-class CheckpointError(ValueError):
-    """The checkpoint cannot be read or written, or is another trainer's. The message says what differs."""
-
-
-class PeerLost(ConnectionError):
-    """The process behind a proxy is gone; the call it was working on did not complete."""
-
-
-class EngineFailed(RuntimeError):
-    """An engine met an error of its own and has stopped; its requests did not complete."""
-
-
 @runtime_checkable
 class Progressing(Protocol):
     def progress(self) -> float:

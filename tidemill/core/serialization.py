@@ -14,15 +14,13 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tidemill.core.errors import CodecError
+
 _DTYPES = {
     np.dtype(n).str: np.dtype(n) for n in ("int8", "uint8", "bool", "int32", "int64", "float16", "float32", "float64")
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SMALL = 1 << 14  # bytes that are copied sooner than shown in place
-
-
-class CodecError(ValueError):
-    """The bytes are not what the receiver expects."""
 
 
 def _pack(value: Any) -> Any:

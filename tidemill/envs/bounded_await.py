@@ -9,15 +9,13 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any, TypeVar
 
+from tidemill.core.errors import Overdue
+
 T = TypeVar("T")
 
 GRACE_S = 1.0  # time for a cancelled coroutine to clean up
 logger = logging.getLogger(__name__)
 _abandoned: set[asyncio.Task[Any]] = set()  # the event loop itself holds tasks weakly
-
-
-class Overdue(TimeoutError):
-    """The time limit passed before there was a result."""
 
 
 async def bounded(work: Coroutine[Any, Any, T], limit_s: float) -> T:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Engine
 from tidemill.core.seeding import derive_seed
@@ -36,33 +37,8 @@ from tidemill.core.types import (
 from tidemill.models.conversations import Messages, renderer, too_long, unknown_token
 from tidemill.models.messages import as_messages
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.models.turn_renderers import Exceeds
 
 HERE = 10_000  # a message of at most so many characters is tokenized on the event loop: that takes milliseconds
-
-
-class EpisodeOver(Exception):
-    """The chat gives no further reply. An environment need not catch this: its episode ends then."""
-
-    def __init__(self, finish: Finish, reason: str) -> None:
-        super().__init__(reason)
-        self.finish = finish
-
-
-class ContextFull(EpisodeOver):
-    """The conversation outgrew the model's context."""
-
-
-class EpisodeFailed(Exception):
-    """The episode has no outcome, and not by the policy's fault; the message says why."""
-
-
-class WorkerLost(EpisodeFailed):
-    """The episode's worker process ended, perhaps because of another episode."""
-
-
-class EnvironmentLost(RuntimeError):
-    """The environment can play no episode any more. The message is one sentence for the user."""
 
 
 def rollout_seeds(run_seed: int, group: int, sample: int, seat: int = 0) -> Callable[[int], int]:

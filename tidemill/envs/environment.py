@@ -16,11 +16,10 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, overload
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, ContextFull
 from tidemill.core.interfaces import Chat, Checkable, Gold
 from tidemill.core.outcomes import outcome_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory, Unscorable
-from tidemill.envs.chat import ContextFull
 from tidemill.envs.judge import Judge
 from tidemill.envs.python_tasks import TaskSource, splits_of
 from tidemill.envs.rewards.gold import Teller, told_by

@@ -15,8 +15,8 @@ import itertools
 import psutil
 
 from tidemill.core import serialization
+from tidemill.core.errors import CodecError, EnvironmentLost, EpisodeOver, WorkerLost
 from tidemill.core.interfaces import Chat
-from tidemill.envs.chat import EnvironmentLost, EpisodeOver, WorkerLost
 from tidemill.envs.episode_protocol import (
     MAX_FRAME,
     Ask,
@@ -48,7 +48,7 @@ class OutOfTurn(Exception):
     """The worker sent a frame that the protocol does not allow at this point."""
 
 
-_BREAKS = (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError, OutOfTurn)
+_BREAKS = (asyncio.IncompleteReadError, ConnectionError, CodecError, OutOfTurn)
 
 
 class EpisodeCall:
@@ -183,7 +183,7 @@ class Player:
             return await self._broken(error)
 
     async def _broken(self, error: Exception) -> str:
-        if isinstance(error, serialization.CodecError):
+        if isinstance(error, CodecError):
             return f"{self._child.title} wrote something else than a frame: {error}"
         if isinstance(error, OutOfTurn):
             return f"{self._child.title} spoke out of turn: {error}"

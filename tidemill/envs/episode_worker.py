@@ -22,11 +22,11 @@ from functools import partial
 from typing import Any
 
 from tidemill.core import fault_injection, serialization
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, ContextFull, EpisodeOver, TemplateRewritesHistory
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Environment
 from tidemill.core.outcomes import clip, outcome_of
-from tidemill.envs.chat import ContextFull, EpisodeOver, count_of
+from tidemill.envs.chat import count_of
 from tidemill.envs.environment import FunctionEnvironment
 from tidemill.envs.episode_protocol import (
     MAX_FRAME,
@@ -50,7 +50,6 @@ from tidemill.envs.episode_protocol import (
 )
 from tidemill.envs.tasks import DEEPEST
 from tidemill.models.messages import is_message
-from tidemill.models.turn_renderers import TemplateRewritesHistory
 from tidemill.runtime.workers import worker_setup
 from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, size_of
 

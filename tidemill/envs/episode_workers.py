@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, NotImportable
 from tidemill.core.interfaces import Chat, Checkable, Environment, Gold
-from tidemill.core.notebook_source.module_writer import Live, reference_for
+from tidemill.core.notebook_source.module_writer import reference_for
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
-from tidemill.envs.chat import EnvironmentLost, EpisodeFailed, EpisodeOver
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.environment_mixture import Several
 from tidemill.envs.environment_settings import AnyEnv, EnvironmentWorkers, PythonSettings
@@ -191,7 +191,7 @@ def in_workers(
             return environment  # this package's own code needs no worker
         try:
             return WorkerEnvironment(environment, reference_for(environment.function, source, "environment"), settings, lost)
-        except Live as reason:
+        except NotImportable as reason:
             written, why = None, str(reason)
     if isinstance(written, PythonSettings):
         place, _, name = written.paths[0].rpartition(":")

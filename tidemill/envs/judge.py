@@ -16,13 +16,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, NotImportable, Overdue
 from tidemill.core.import_object import load_object
 from tidemill.core.interfaces import Gold
-from tidemill.core.notebook_source.module_writer import Live, reference_for
+from tidemill.core.notebook_source.module_writer import reference_for
 from tidemill.core.outcomes import clip, outcome_of, outcomes_of
 from tidemill.core.types import InfraError, Outcome, Task, Trajectory
-from tidemill.envs.bounded_await import Overdue, bounded, bounded_call
+from tidemill.envs.bounded_await import bounded, bounded_call
 from tidemill.envs.rewards.gold import Teller, gold_reply, teller_beside
 from tidemill.envs.rewards.named import NAMED, named_reward
 from tidemill.envs.rewards.signature import Signature, group_values, name_of, signature_of, single_values
@@ -154,7 +154,7 @@ class RewardJudge:
             return reward, signature
         try:
             return reference_for(function, self._source, "reward"), signature
-        except Live as why:
+        except NotImportable as why:
             self._function = function
             self.notes.append(
                 f"reward {signature.name} runs in this process, as with scoring.workers = 0: {why}. Nothing kills it at "

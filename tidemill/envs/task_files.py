@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, UnsupportedModel
 from tidemill.core.hub import shown
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.environment import SingleTurn
@@ -16,7 +16,7 @@ from tidemill.envs.json_lines import json_lines
 from tidemill.envs.judge import Scorer
 from tidemill.envs.reward_list import judge_of
 from tidemill.envs.tasks import columns_of, split_by_hash, task_of, told_apart
-from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.models.architecture import Architecture
 
 
 def rows(settings: RowsSettings, scorer: Scorer) -> SingleTurn:

@@ -7,7 +7,8 @@ import sqlite3
 import time
 from pathlib import Path
 
-from tidemill.ledger.records import MEND, LedgerError, RunFolderError, explained
+from tidemill.core.errors import LedgerError, RunFolderError
+from tidemill.ledger.records import MEND, explained
 from tidemill.ledger.schema import SCHEMA, SCHEMAS, VERSION
 
 BUSY_S = 10.0  # how long a write waits for a lock that another sqlite3 session holds

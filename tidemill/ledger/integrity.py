@@ -14,8 +14,9 @@ import time
 from collections.abc import Iterable
 from pathlib import Path
 
+from tidemill.core.errors import LedgerError
 from tidemill.core.types import Trajectory
-from tidemill.ledger.records import MEND, LedgerError
+from tidemill.ledger.records import MEND
 
 CHECK_S = 30.0  # limit of the check, enough for some GB; a check that takes longer is given up
 _INSTRUCTIONS = 100_000  # of SQLite's virtual machine, between two looks at the clock

@@ -26,13 +26,14 @@ from typing import Any, Literal
 
 from tidemill.core import fault_injection, serialization
 from tidemill.core.atomic_files import flush
+from tidemill.core.errors import LedgerError, PayloadLost
 from tidemill.core.types import Group, Metrics, Task, Trajectory, Version
 from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema
 from tidemill.ledger.integrity import check_pages, log_doubt, sums_doubt
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.pending_rows import Waiting
 from tidemill.ledger.queries import LedgerReads
-from tidemill.ledger.records import LedgerError, PayloadLost, Retained, Undone, explained
+from tidemill.ledger.records import Retained, Undone, explained
 from tidemill.ledger.repairs import point_again, recorded_since, undo
 from tidemill.ledger.retention import retain
 from tidemill.ledger.row_formats import as_json, figures_json

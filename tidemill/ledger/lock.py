@@ -11,7 +11,7 @@ import fcntl
 import os
 from pathlib import Path
 
-from tidemill.ledger.records import RunFolderError
+from tidemill.core.errors import RunFolderError
 
 _held: set[tuple[int, int]] = set()  # (device, inode) of the lock files this process holds
 

@@ -12,21 +12,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from tidemill.core import serialization
+from tidemill.core.errors import CodecError, LedgerError, PayloadLost
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.types import GREEDY, Group, Metrics, Task, Trajectory, Version
-from tidemill.ledger.records import (
-    Counts,
-    Damage,
-    Earned,
-    EvalRecord,
-    Event,
-    LedgerError,
-    PayloadLost,
-    PendingGroup,
-    SampleRow,
-    StepRecord,
-    explained,
-)
+from tidemill.ledger.records import Counts, Damage, Earned, EvalRecord, Event, PendingGroup, SampleRow, StepRecord, explained
 from tidemill.ledger.row_formats import task_row
 from tidemill.ledger.segments import Location, read_record
 
@@ -314,7 +303,7 @@ class LedgerReads:
             raw = read_record(self._trajectories, group_id, place, location)
         try:
             return serialization.decode(raw, Trajectory)
-        except serialization.CodecError as error:
+        except CodecError as error:
             raise PayloadLost(f"trajectory {place} of group {group_id} does not decode: {error}") from None
 
     def _rows(self, sql: str, *args: Any) -> list[sqlite3.Row]:
@@ -329,7 +318,7 @@ class LedgerReads:
 def _parsed(text: str) -> Any:
     try:
         return serialization.parse_json(text)
-    except (serialization.CodecError, TypeError) as error:
+    except (CodecError, TypeError) as error:
         raise LedgerError(f"the ledger holds something that it did not write: {error}") from None
 
 

@@ -10,20 +10,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import LedgerError
 from tidemill.core.types import Metrics, Task
-
-
-class LedgerError(RuntimeError):
-    """The record cannot be written or read, or a request contradicts it. Nothing was changed."""
-
-
-class PayloadLost(LedgerError):
-    """A recorded trajectory cannot be read: it is gone, cut short or damaged, for good."""
-
-
-class RunFolderError(LedgerError, ConfigError):
-    """The run folder itself is not usable. The message is shown to the user unchanged."""
 
 
 @dataclass(frozen=True, slots=True)

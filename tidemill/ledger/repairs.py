@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from tidemill.core import serialization
+from tidemill.core.errors import LedgerError
 from tidemill.core.types import Group, Trajectory
-from tidemill.ledger.records import LedgerError, Undone
+from tidemill.ledger.records import Undone
 from tidemill.ledger.row_formats import trajectory_rows
 from tidemill.ledger.schema import upgrade
 from tidemill.ledger.segments import Location, segment_numbers, whole_groups

@@ -11,8 +11,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tidemill.core.errors import LedgerError
 from tidemill.core.types import Group, InfraError, Outcome, Score, Task, Trajectory, Unscorable
-from tidemill.ledger.records import LedgerError
 from tidemill.ledger.segments import Location
 
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has the whole reply

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tidemill.core.atomic_files import flush
-from tidemill.ledger.records import PayloadLost
+from tidemill.core.errors import PayloadLost
 
 MAGIC = b"TMTR"
 _HEADER = struct.Struct("<4sIIqHH")

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tidemill.core.errors import ConfigError
-from tidemill.core.serialization import CodecError, parse_json
+from tidemill.core.errors import CodecError, UnsupportedModel
+from tidemill.core.serialization import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _FILES = (
@@ -40,10 +40,6 @@ MOST = {  # the largest accepted numbers: a config.json from elsewhere must not 
 # What transformers assumes where config.json is silent.
 _KV_HEADS_DEFAULT = {"mistral": 8, "qwen2": 32, "qwen3": 32}
 _CONTEXT_DEFAULT = {"llama": 2048, "mistral": 131072, "qwen2": 32768, "qwen3": 32768}
-
-
-class UnsupportedModel(ConfigError):
-    """The model cannot be computed exactly here. The message names what it asks for and what to do."""
 
 
 @dataclass(frozen=True)

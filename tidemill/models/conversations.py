@@ -21,21 +21,13 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, TemplateRewritesHistory
 from tidemill.core.types import Array, Task
 from tidemill.models.chat_template import Messages, Span, end_of_turn, render
 from tidemill.models.messages import Turn, as_messages, assistant, half_character, text_of
 from tidemill.models.reply_spans import Rendering, reply_spans
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.models.turn_renderers import (
-    PlainRenderer,
-    Renderer,
-    TemplateRenderer,
-    TemplateRewritesHistory,
-    content_of,
-    first,
-    lines,
-)
+from tidemill.models.turn_renderers import PlainRenderer, Renderer, TemplateRenderer, content_of, first, lines
 
 __all__ = ["Messages", "TemplateRewritesHistory", "Turn", "as_messages"]  # names of other modules
 __all__ += ["check_prompts", "conversation", "prompt_tokens", "renderer", "too_long", "unknown_token"]

@@ -15,8 +15,9 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from tidemill.core.serialization import CodecError, parse_json
-from tidemill.models.architecture import INDEX, SINGLE, UnsupportedModel
+from tidemill.core.errors import CodecError, UnsupportedModel
+from tidemill.core.serialization import parse_json
+from tidemill.models.architecture import INDEX, SINGLE
 from tidemill.models.weight_slices import Slice
 
 _DTYPES = ("F32", "BF16", "F16", "F64")

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from tidemill.core.atomic_files import put_in_place
-from tidemill.models.architecture import INDEX, Architecture, UnsupportedModel
+from tidemill.core.errors import UnsupportedModel
+from tidemill.models.architecture import INDEX, Architecture
 from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.hf_files import check_headers, folder_slices, is_buffer, weight_files
 from tidemill.models.piecewise import Work, at_once, by_rows

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import WORD, Fingerprint, totals, word_bits, word_sum
 from tidemill.models.hf_weights import hf_views

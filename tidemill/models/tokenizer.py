@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from tidemill.core.serialization import CodecError, parse_json
+from tidemill.core.errors import CodecError
+from tidemill.core.serialization import parse_json
 from tidemill.models.architecture import Architecture, expect_files
 
 if TYPE_CHECKING:

@@ -24,25 +24,13 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import Exceeds, TemplateRewritesHistory
 from tidemill.core.types import Array
 from tidemill.models.chat_template import MARK, Messages, added_tokens, render
 from tidemill.models.messages import assistant, text_of
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.token_bounds import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
-
-
-class TemplateRewritesHistory(ConfigError):
-    """The chat template renders an earlier turn differently than it was sent, so no turn can follow."""
-
-
-class Exceeds(Exception):
-    """A text certainly has more tokens than fit; found before it is encoded."""
-
-    def __init__(self, least: int) -> None:
-        super().__init__(f"at least {least} tokens")
-        self.least = least
 
 
 class Renderer(Protocol):

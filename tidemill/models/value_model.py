@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.core.errors import UnsupportedModel
+from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import SCORE, load_scored, save_folder
 from tidemill.models.tokenizer import generation_config, load_tokenizer, stop_ids

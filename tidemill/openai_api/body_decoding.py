@@ -12,9 +12,9 @@ import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from tidemill.core.errors import ApiError
 from tidemill.core.executors import in_thread
 from tidemill.core.free_memory import return_free_memory
-from tidemill.openai_api.api_error import ApiError
 
 T = TypeVar("T")
 HERE = 1 << 14  # a body of at most so many bytes is decoded on the event loop: that takes microseconds

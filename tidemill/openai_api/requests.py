@@ -11,8 +11,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
 
+from tidemill.core.errors import ApiError
 from tidemill.core.types import MIN_REPETITION, MIN_TEMPERATURE
-from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import read, short
 
 MAX_BODY = 8 << 20  # bytes

@@ -16,7 +16,8 @@ from tidemill.controller.controller import first_cause
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.engine_supervisor import Supervisor
 from tidemill.controller.reference_pool import WithServedReference
-from tidemill.core.interfaces import Capabilities, Engine, PolicyMismatch, Trainer
+from tidemill.core.errors import PeerDied, PolicyMismatch
+from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.run.capability_check import adapted, check_engine
 from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import (
@@ -30,7 +31,6 @@ from tidemill.run.roles import (
 )
 from tidemill.runtime.cpu_sharing import seats
 from tidemill.runtime.placement import Handle, Placement
-from tidemill.runtime.wire_format import PeerDied
 from tidemill.trainer.trainer_kinds import folder_of
 
 T = TypeVar("T")

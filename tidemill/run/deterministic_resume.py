@@ -17,10 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from tidemill.core.errors import LedgerError, PayloadLost
 from tidemill.core.interfaces import Roller, Trainer
 from tidemill.core.types import Group, Metrics, Task, Version
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.records import LedgerError, PayloadLost
 from tidemill.run.resume import Standing, expect_known
 from tidemill.run.storage.checkpoints import Checkpoints
 

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from tidemill.core.errors import PayloadLost
 from tidemill.core.types import Group
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.records import PayloadLost
 from tidemill.run.recipe_tables import ReplaySettings
 
 

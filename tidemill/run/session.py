@@ -21,10 +21,10 @@ from tidemill.controller.engine_supervisor import Budget
 from tidemill.controller.offline_groups import check_given
 from tidemill.controller.run_monitor import Monitor
 from tidemill.core.config import dump
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, PeerLost, RunFolderGone
 from tidemill.core.hardware import allow_files, usable_cores
 from tidemill.core.hub import shown
-from tidemill.core.interfaces import Environment, PeerLost
+from tidemill.core.interfaces import Environment
 from tidemill.envs.bounded_await import bounded_call
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_mixture import notes_of, parts_of
@@ -51,7 +51,7 @@ from tidemill.run.roles import TrainerSpec, budget_of, placed, preparing
 from tidemill.run.sft_warmup import check_answers
 from tidemill.run.status_file import forget_end, record_failure
 from tidemill.run.storage.model_folder import ModelFolder, expect_model, named_folder
-from tidemill.run.storage.run_folder import RunFolder, RunFolderGone
+from tidemill.run.storage.run_folder import RunFolder
 from tidemill.run.warm_start import Warming, WarmStart, kept_start, warm_start
 from tidemill.runtime.placement import Placement
 from tidemill.runtime.process_logs import warnings_to

@@ -16,10 +16,9 @@ from typing import Any
 
 import numpy as np
 
-from tidemill.controller.controller import RunFailed
 from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, RunFailed
 from tidemill.core.interfaces import Trainer
 from tidemill.core.types import Array, LossSpec, Sample, Task, Version
 from tidemill.envs.task_order import task_order

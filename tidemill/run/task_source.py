@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from tidemill.controller.controller import RunFailed
+from tidemill.core.errors import RunFailed
 from tidemill.core.types import Task
 from tidemill.envs.curriculum import Curriculum
 from tidemill.ledger.ledger import SqliteLedger

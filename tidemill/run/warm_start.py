@@ -18,8 +18,8 @@ from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
 from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.config import dump
+from tidemill.core.errors import CheckpointError
 from tidemill.core.executors import in_thread
-from tidemill.core.interfaces import CheckpointError
 from tidemill.core.types import Task
 from tidemill.ledger.records import Event
 from tidemill.run.cluster import Parts, start_parts

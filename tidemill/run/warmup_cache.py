@@ -20,8 +20,7 @@ from pathlib import Path
 from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import put_in_place, write_json
-from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import CheckpointError
+from tidemill.core.errors import CheckpointError, ConfigError
 from tidemill.run.sft_warmup import WarmedUp
 from tidemill.run.storage.checkpoint_manifest import Position, seal, verify
 from tidemill.run.storage.run_folder import read_json

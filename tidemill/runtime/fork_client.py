@@ -25,6 +25,7 @@ from typing import TypeVar
 import msgspec
 import psutil
 
+from tidemill.core.errors import PeerTimeout, StartFailed
 from tidemill.observability.stall_report import waiting
 from tidemill.runtime.fork_server import (
     LENGTH,
@@ -40,9 +41,7 @@ from tidemill.runtime.fork_server import (
     Serving,
     frame,
 )
-from tidemill.runtime.placement import StartFailed
 from tidemill.runtime.process_logs import Log, describe
-from tidemill.runtime.wire_format import PeerTimeout
 
 T = TypeVar("T")
 NAME = "the fork server"

@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping
 from typing import Any, Generic, TypeVar, cast
 
-from tidemill.runtime.placement import Factory, StartFailed, Vitals
+from tidemill.core.errors import StartFailed
+from tidemill.runtime.placement import Factory, Vitals
 from tidemill.runtime.rpc import check_deadlines
 from tidemill.runtime.wire_format import keeps_its_type, methods_of
 

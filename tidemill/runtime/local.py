@@ -28,13 +28,14 @@ import msgspec
 import psutil
 
 from tidemill.core import serialization
+from tidemill.core.errors import CodecError, PeerDied, PeerTimeout, RemoteError, StartFailed
 from tidemill.runtime.fork_client import KILL_S, ForkedProcess, ForkServer
 from tidemill.runtime.fork_server import Launch
-from tidemill.runtime.placement import Liveness, StartFailed, Vitals
+from tidemill.runtime.placement import Liveness, Vitals
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready, Report
 from tidemill.runtime.rpc import DEADLINE_S, Connection, check_deadlines, connect
-from tidemill.runtime.wire_format import Beat, PeerDied, PeerTimeout, RemoteError, methods_of, rebuild
+from tidemill.runtime.wire_format import Beat, methods_of, rebuild
 from tidemill.runtime.workers import stopped
 from tidemill.runtime.workers.stopped import stopped_instead
 
@@ -297,7 +298,7 @@ async def _reported(fd: int, process: ForkedProcess, name: str, log: Log) -> Rea
 async def _read(reader: asyncio.StreamReader) -> bytes:
     length = int.from_bytes(await reader.readexactly(REPORT_LENGTH), "big")  # bounded: by `start`
     if length > _MOST_REPORT:
-        raise serialization.CodecError(f"a report of {length} bytes, at most {_MOST_REPORT} are taken")
+        raise CodecError(f"a report of {length} bytes, at most {_MOST_REPORT} are taken")
     return await reader.readexactly(length)  # bounded: by `start`
 
 

@@ -86,7 +86,3 @@ class Placement(Protocol):
     async def close(self) -> None:
         """End every role that was not stopped. Safe to call again; nothing can be started afterwards."""
         ...
-
-
-class StartFailed(RuntimeError):
-    """A role could not be started, and the configuration is not the reason."""

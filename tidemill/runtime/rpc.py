@@ -24,8 +24,8 @@ import zmq
 import zmq.asyncio
 
 from tidemill.core import serialization
+from tidemill.core.errors import CodecError, PeerDied, PeerTimeout
 from tidemill.core.interfaces import Progressing
-from tidemill.core.serialization import CodecError
 from tidemill.observability.stall_report import waiting
 from tidemill.runtime.wire_format import (
     MAX_FRAME,
@@ -36,8 +36,6 @@ from tidemill.runtime.wire_format import (
     Failed,
     Hello,
     Method,
-    PeerDied,
-    PeerTimeout,
     Ping,
     Reply,
     Request,

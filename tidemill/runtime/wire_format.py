@@ -16,10 +16,16 @@ from typing import Any, get_type_hints
 
 import msgspec
 
-from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import EngineFailed, PeerLost, PolicyMismatch, TrainingDiverged
-from tidemill.core.serialization import CodecError
-from tidemill.models.architecture import UnsupportedModel
+from tidemill.core.errors import (
+    CheckpointError,
+    CodecError,
+    ConfigError,
+    EngineFailed,
+    PolicyMismatch,
+    RemoteError,
+    TrainingDiverged,
+    UnsupportedModel,
+)
 
 MAX_FRAME = 1 << 30  # bytes; a step of 512 rows of 32k tokens is about 400 MB
 _MAX_TRACE = 20_000  # characters of a traceback that are sent, counted from its end
@@ -76,34 +82,11 @@ Request = Call | Cancel | Hello | Ping
 Reply = Done | Failed
 
 
-class PeerTimeout(TimeoutError):
-    """A call's deadline passed."""
-
-    def __init__(self, peer: str, method: str, seconds: float) -> None:
-        super().__init__(f"{peer} did not answer {method}() within {seconds:g} s")
-        self.peer, self.method, self.seconds = peer, method, seconds
-
-
-class PeerDied(PeerLost):
-    """The process behind a proxy is gone."""
-
-    def __init__(self, peer: str, how: str) -> None:
-        super().__init__(f"{peer} {how}")
-        self.peer, self.how = peer, how
-
-
-class RemoteError(RuntimeError):
-    """The other side raised an exception of a type unknown here; `trace` is its traceback."""
-
-    def __init__(self, peer: str, kind: str, message: str, trace: str) -> None:
-        super().__init__(f"{peer} raised {kind}: {message}\n--- traceback in {peer} ---\n{trace}")
-        self.peer, self.kind, self.trace = peer, kind, trace
-
-
 _REBUILT: dict[str, type[Exception]] = {
     e.__name__: e
     for e in (
-        *(ValueError, CodecError, ConfigError, UnsupportedModel, PolicyMismatch, TrainingDiverged, EngineFailed),
+        *(ValueError, CodecError, ConfigError, UnsupportedModel, CheckpointError),
+        *(PolicyMismatch, TrainingDiverged, EngineFailed),
         *(TimeoutError, NotImplementedError, FileNotFoundError, FileExistsError, PermissionError),
     )
 }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tidemill.core.interfaces import TrainingDiverged
+from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
 from tidemill.models.decoder import Decoder
 from tidemill.models.value_model import ValueModel

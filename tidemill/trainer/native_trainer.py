@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 
 from tidemill.core import fault_injection
-from tidemill.core.interfaces import CheckpointError, PolicyMismatch
+from tidemill.core.errors import CheckpointError, PolicyMismatch
 from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import save_folder, serving_slices

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from tidemill.core.interfaces import TrainingDiverged
+from tidemill.core.errors import TrainingDiverged
 from tidemill.core.types import Metrics
 from tidemill.trainer.trainer_settings import TrainerSettings
 

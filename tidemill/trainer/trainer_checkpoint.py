@@ -23,9 +23,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tidemill.core.interfaces import CheckpointError
-from tidemill.core.serialization import CodecError, parse_json
-from tidemill.models.architecture import Architecture, UnsupportedModel
+from tidemill.core.errors import CheckpointError, CodecError, UnsupportedModel
+from tidemill.core.serialization import parse_json
+from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_views, load_folder, write_model
 from tidemill.trainer.optimizer import Optimizer

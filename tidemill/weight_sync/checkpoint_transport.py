@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tidemill.core.atomic_files import flush, remove_left
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Coverage, Slice
 from tidemill.weight_sync.manifest import MAX_BYTES, Block, WeightManifest

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Coverage, Slice
 

@@ -28,7 +28,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.shared_memory_file import anonymous_memory
 from tidemill.core.types import Published, Version
 from tidemill.models.weight_slices import Slice

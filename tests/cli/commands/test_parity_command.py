@@ -13,11 +13,10 @@ from parity_cases import ENGINE_PATHS, model_folder
 
 from tidemill.cli import backend_parity as checks
 from tidemill.cli.commands.parity import parity
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, UnsupportedModel
 from tidemill.engine.native import paged_attention
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.models import decoder as decoders
-from tidemill.models.architecture import UnsupportedModel
 
 FAMILIES = ["llama3-biases", "mistral-window", "qwen2-upper-window", "qwen3"]
 

@@ -15,13 +15,12 @@ from tidemill.cli import main
 from tidemill.cli.commands import training
 from tidemill.cli.commands.run_ending import tell
 from tidemill.controller.evaluation import errors_apart
-from tidemill.core.interfaces import TrainingDiverged
+from tidemill.core.errors import PeerDied, TrainingDiverged
 from tidemill.ledger.records import EvalRecord
 from tidemill.run.recipe import load_recipe
 from tidemill.run.report import unlearned
 from tidemill.run.session import RunEnded
 from tidemill.run.storage.run_folder import read_json
-from tidemill.runtime.wire_format import PeerDied
 
 FORGETFUL = """
 from tidemill.envs.environment import environment

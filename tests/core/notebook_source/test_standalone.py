@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from tidemill.core.errors import NotImportable
 from tidemill.core.import_object import load_object
-from tidemill.core.notebook_source.module_writer import Live, reference_for, written
+from tidemill.core.notebook_source.module_writer import reference_for, written
 from tidemill.core.notebook_source.source_lookup import guarded
 
 
@@ -124,14 +125,14 @@ ALIVE = {
 def test_what_is_alive_is_named(cells, message, tmp_path):
     with open(tmp_path / "log", "w") as log:
         namespace = notebook(*cells, namespace={"client": Client(), "log": log, "lock": threading.Lock()})
-        with pytest.raises(Live, match=re.escape(message)):
+        with pytest.raises(NotImportable, match=re.escape(message)):
             reference_for(namespace["f"], tmp_path / "source", "reward")
     assert not (tmp_path / "source").exists()
 
 
 @pytest.mark.parametrize("given", [Client(), Client().ask, len, re.compile("a").sub])
 def test_what_is_no_function_is_alive(given, tmp_path):
-    with pytest.raises(Live, match="of this process, not a function"):
+    with pytest.raises(NotImportable, match="of this process, not a function"):
         reference_for(given, tmp_path, "reward")
 
 

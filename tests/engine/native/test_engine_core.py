@@ -14,8 +14,9 @@ from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts, referen
 from gpu_in_pytorch import compute_again
 
 import tidemill.engine.native.native_engine as core
+from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.executors import background
-from tidemill.core.interfaces import Engine, EngineFailed, PolicyMismatch
+from tidemill.core.interfaces import Engine
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams, Version
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.engine_settings import EngineSettings

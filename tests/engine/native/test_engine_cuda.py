@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_engine_parity import PATHS, run, siblings
 
-from tidemill.core.interfaces import EngineFailed
+from tidemill.core.errors import EngineFailed
 from tidemill.core.types import Finish, SamplingParams
 from tidemill.engine.native import cuda_graphs
 from tidemill.engine.native.cuda_graphs import (

@@ -18,8 +18,8 @@ import pytest
 import torch
 from engine_cases import MemoryReceiver, decoder, engine, prompts, reference_logprobs
 
+from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.executors import background
-from tidemill.core.interfaces import EngineFailed, PolicyMismatch
 from tidemill.core.types import GenerateRequest, Published, SamplingParams, Version
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.staged_weights import Staging, serve

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts
 
-from tidemill.core.interfaces import EngineFailed, PolicyMismatch
+from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.types import Completion, GenerateRequest, Published, SamplingParams, Version
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.between_steps import SHARE, TURN_S, in_turns

@@ -14,11 +14,11 @@ import psutil
 import pytest
 from serving_cases import byte_tokenizer
 
+from tidemill.core.errors import ApiError
 from tidemill.engine.server import prompt_reader
 from tidemill.engine.server.prompt_reader import SHORT, Reader
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.openai_api.api_error import ApiError
 
 CONTEXT = 1 << 16
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"

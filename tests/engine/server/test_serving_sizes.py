@@ -17,12 +17,12 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from serving_cases import chat_model, make_engine
 
+from tidemill.core.errors import ApiError
 from tidemill.engine.server import service as service_module
 from tidemill.engine.server.app import make_app
 from tidemill.engine.server.prompts import Prompts
 from tidemill.engine.server.service import Service
 from tidemill.openai_api import body_decoding, requests
-from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import HERE, LARGE, MOST_PARTS, MOST_VALUES, check_parts, read
 from tidemill.openai_api.requests import MAX_BODY
 from tidemill.run.storage.model_folder import ModelFolder

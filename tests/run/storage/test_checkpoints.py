@@ -20,7 +20,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from tidemill.core import atomic_files, fault_injection
-from tidemill.core.interfaces import CheckpointError
+from tidemill.core.errors import CheckpointError
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.storage import checkpoint_manifest, checkpoints
 from tidemill.run.storage.checkpoint_manifest import MANIFEST, MAX_BYTES, CheckpointManifest, Position, read_manifest, verify

@@ -16,14 +16,14 @@ import pytest
 
 from tidemill.cli.commands.why import standing
 from tidemill.core import hardware
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, RunFolderGone
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.observability.console import ProgressDisplay
 from tidemill.run import session
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.resume import take_up
 from tidemill.run.storage.checkpoint_manifest import Position
-from tidemill.run.storage.run_folder import RunFolder, RunFolderGone
+from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.process_logs import Log
 
 STATUS = {"pid": 1, "at": 1.0, "waits": [], "processes": []}

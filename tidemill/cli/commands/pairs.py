@@ -20,10 +20,10 @@ import numpy as np
 
 from tidemill.cli.commands.samples import tokenizer_of
 from tidemill.cli.commands.screen import console, print_json, print_rows
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, PayloadLost
 from tidemill.core.types import GREEDY, Array, Finish, Trajectory
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.ledger.records import PayloadLost, SampleRow
+from tidemill.ledger.records import SampleRow
 from tidemill.models.conversations import completion_of, prompt_tokens
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.run.storage.run_folder import RunFolder

@@ -21,11 +21,11 @@ from tidemill.cli.commands.conversation import answer_row, facts_of, plain, rows
 from tidemill.cli.commands.run_state import state_of
 from tidemill.cli.commands.screen import INDENT, console, print_json, print_rows
 from tidemill.cli.commands.token_segments import COLOURS, Row, Segment, segments
-from tidemill.core.errors import ConfigError
+from tidemill.core.errors import ConfigError, PayloadLost
 from tidemill.core.types import Finish, Trajectory
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.queries import Order
-from tidemill.ledger.records import PayloadLost, SampleRow
+from tidemill.ledger.records import SampleRow
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.observability.safe_text import visible
 from tidemill.run.storage.run_folder import RunFolder

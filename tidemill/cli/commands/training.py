@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tidemill.cli.commands.run_ending import tell
 from tidemill.cli.commands.screen import print_json
-from tidemill.core.interfaces import PeerLost
+from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.session import RunEnded, run

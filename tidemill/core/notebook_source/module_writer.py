@@ -19,6 +19,7 @@ from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
+from tidemill.core.errors import NotImportable
 from tidemill.core.import_object import reference_of
 from tidemill.core.notebook_source.literals import literal, may_change
 from tidemill.core.notebook_source.source_lookup import (
@@ -34,25 +35,21 @@ from tidemill.core.notebook_source.source_lookup import (
 NOTICE = "# Taken by tidemill from the program or notebook that began this run, for its worker processes."
 
 
-class Live(ValueError):
-    """A function that can run in this process only. The message says why."""
-
-
 def reference_for(function: Callable[..., Any], folder: Path | None, role: str) -> str:
     """FILE.py:NAME or MODULE:NAME under which another process can import `function`.
 
     A function that cannot be imported as it is, or whose import would run the whole program, is written into `folder` as
-    a module of its own. Raises Live where that is impossible, or where `folder` is None.
+    a module of its own. Raises NotImportable where that is impossible, or where `folder` is None.
     """
     if not isinstance(function, FunctionType):
-        raise Live(f"it is a {type(function).__name__} of this process, not a function")
+        raise NotImportable(f"it is a {type(function).__name__} of this process, not a function")
     if _importable(function) or (folder is None and "<" not in function.__qualname__):
         try:
             return reference_of(function)
         except ValueError as error:
-            raise Live(str(error)) from None
+            raise NotImportable(str(error)) from None
     if folder is None:
-        raise Live("it is a lambda or is defined inside a function")
+        raise NotImportable("it is a lambda or is defined inside a function")
     return written(function, folder, role)
 
 
@@ -66,7 +63,7 @@ def _importable(function: FunctionType) -> bool:
 
 
 def written(function: FunctionType, folder: Path, role: str) -> str:
-    """FILE.py:NAME of `function`, whose source is written into `folder`. Raises Live."""
+    """FILE.py:NAME of `function`, whose source is written into `folder`. Raises NotImportable."""
     name, text = as_module(function)
     file = folder / f"{role}_{name}.py"  # never the name of a module that the function may import
     if not file.is_file() or file.read_text(encoding="utf-8") != text:
@@ -78,7 +75,7 @@ def written(function: FunctionType, folder: Path, role: str) -> str:
 
 
 def as_module(function: FunctionType) -> tuple[str, str]:
-    """(the function's name in the module, the module's text). Raises Live."""
+    """(the function's name in the module, the module's text). Raises NotImportable."""
     module = _Module(function)
     return module.name, module.text()
 
@@ -96,7 +93,7 @@ class _Module:
         self.name = self._define(function, bare=True)
         for tree in self._trees:
             if changed := may_change(tree, self._mutable):
-                raise Live(f"it may change {changed}, a {type(self._namespace[changed]).__name__} of this process")
+                raise NotImportable(f"it may change {changed}, a {type(self._namespace[changed]).__name__} of this process")
 
     def text(self) -> str:
         parts = [NOTICE, *(["from __future__ import annotations"] if self._future else [])]
@@ -114,14 +111,14 @@ class _Module:
         """
         found = definition(value, self._cells, bare)
         if found is None:
-            raise Live(f"the source of {getattr(value, '__name__', 'it')} is not to be had here")
+            raise NotImportable(f"the source of {getattr(value, '__name__', 'it')} is not to be had here")
         self._seen.add(found.name)
         if isinstance(inner := _inner(value), FunctionType):
             self._expect_stateless(inner)
         self._trees.append(found.tree)
         reads, assigned = names_read(found.text)
         if assigned:
-            raise Live(f"it sets {min(assigned)}, a variable of this process")
+            raise NotImportable(f"it sets {min(assigned)}, a variable of this process")
         for name in sorted(reads):
             self._need(name, found)
         self._bodies.append(found.text)
@@ -130,9 +127,9 @@ class _Module:
     def _expect_stateless(self, function: FunctionType) -> None:
         self._future = self._future or bool(function.__code__.co_flags & _ANNOTATIONS)
         if function.__closure__:
-            raise Live(f"it closes over {', '.join(function.__code__.co_freevars)}")
+            raise NotImportable(f"it closes over {', '.join(function.__code__.co_freevars)}")
         if state := sorted(set(vars(function)) - {"__wrapped__"}):
-            raise Live(f"it has the attribute {state[0]}")
+            raise NotImportable(f"it has the attribute {state[0]}")
 
     def _need(self, name: str, reader: Definition) -> None:
         if name in self._seen or name not in self._namespace:  # a builtin, or an error that every process would meet
@@ -150,7 +147,7 @@ class _Module:
             if text.mutable:
                 self._mutable.add(name)
         else:
-            raise Live(f"it uses {name}, a {type(value).__name__} of this process")
+            raise NotImportable(f"it uses {name}, a {type(value).__name__} of this process")
 
     def _imported(self, name: str, value: Any, reader: Definition) -> bool:
         found = list(_imports(name, value, reader, self._cells, self._home))

@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from tidemill.core import fault_injection
-from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import Capabilities, EngineFailed, EngineStats
+from tidemill.core.errors import ConfigError, EngineFailed
+from tidemill.core.interfaces import Capabilities, EngineStats
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Published, Scored, Telemetry, Version
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.batch_invariant import run_invariant

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tidemill.core.interfaces import PolicyMismatch
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Published, Version
 from tidemill.models.decode_layers import decoding_weights
 from tidemill.models.decoder import Decoder

@@ -16,8 +16,8 @@ from functools import partial
 from typing import TypeVar
 
 from tidemill.core import fault_injection
+from tidemill.core.errors import PolicyMismatch
 from tidemill.core.executors import background, in_thread
-from tidemill.core.interfaces import PolicyMismatch
 from tidemill.core.types import InFlight, Published, Version
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.between_steps import in_turns

@@ -23,10 +23,11 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from tidemill.core.errors import ApiError
 from tidemill.engine.server.prometheus_metrics import CONTENT_TYPE, CountRequests
 from tidemill.engine.server.service import CheckedRequest, Service
-from tidemill.openai_api.api_error import ApiError, error_body
 from tidemill.openai_api.requests import MAX_BODY
+from tidemill.openai_api.responses import error_body
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class KeyCheck:
                 error = ApiError(
                     "no valid API key: send it as 'Authorization: Bearer KEY'", status=401, code="invalid_api_key"
                 )
-                await reply(error.body(), error.status)(scope, receive, send)
+                await refusal(error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -232,7 +233,11 @@ async def _body(request: Request) -> bytes:
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
-    return reply(error.body(), error.status)
+    return refusal(error)
+
+
+def refusal(error: ApiError) -> Response:
+    return reply(error_body(str(error), error.status, error.param, error.code), error.status)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:

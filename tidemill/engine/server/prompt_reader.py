@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from tidemill.core import serialization
+from tidemill.core.errors import ApiError, CodecError
 from tidemill.core.types import Array
 from tidemill.engine.server.reader_process import (
     ChatToRender,
@@ -29,7 +30,6 @@ from tidemill.engine.server.reader_process import (
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.token_bounds import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
-from tidemill.openai_api.api_error import ApiError
 from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
 from tidemill.runtime.workers.guard_client import Guard
 
@@ -165,7 +165,7 @@ class _Lane:
             return reply
         except TimeoutError:
             raise ApiError("the process that reads prompts did not answer", status=503) from None
-        except (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError):
+        except (asyncio.IncompleteReadError, ConnectionError, CodecError):
             raise ApiError("the process that reads prompts ended", status=503) from None
         finally:
             if not done:
@@ -186,7 +186,7 @@ class _Lane:
             why = loaded.error
         except TimeoutError:
             why = f"it did not start within {STARTUP_LIMIT_S:g} s"
-        except (asyncio.IncompleteReadError, ConnectionError, serialization.CodecError):
+        except (asyncio.IncompleteReadError, ConnectionError, CodecError):
             why = await child.epitaph()
         if why:
             await self._retire()

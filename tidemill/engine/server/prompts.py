@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from tidemill.core.errors import ApiError
 from tidemill.core.executors import in_thread
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.requests import ChatInput, messages_of, options_of
 
 FEW = 1000  # messages, up to which they are parsed on the event loop

@@ -7,7 +7,7 @@ import json
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from tidemill.openai_api.api_error import error_body
+from tidemill.openai_api.responses import error_body
 
 MOST_TARGET = 8 << 10  # bytes of the path with its query
 MOST_HEADERS = 100

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from tidemill.core.errors import ApiError
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import SamplingParams
 from tidemill.engine.server.choices import Asked
 from tidemill.engine.server.prompts import Prompts
-from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.requests import Body, ChatBody, CompletionBody
 
 MOST_TOP_K = 1 << 30  # more than any vocabulary, and a machine integer

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.core.errors import ApiError
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.server.choices import Asked, goes_on, of_prompt, sample, whole
 from tidemill.engine.server.prometheus_metrics import Clock, Metrics
@@ -24,7 +25,6 @@ from tidemill.engine.server.prompts import Prompts
 from tidemill.engine.server.sampling_requests import asked_of, check_body, limit_of
 from tidemill.engine.server.tokenize_routes import TokenRoutes
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import beside
 from tidemill.openai_api.requests import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
 from tidemill.openai_api.responses import ChatShape, CompletionShape, TextPiece, Usage

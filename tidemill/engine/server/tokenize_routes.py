@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from tidemill.core.errors import ApiError
 from tidemill.engine.server.prompts import Prompts
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.openai_api.api_error import ApiError
 from tidemill.openai_api.body_decoding import beside, read
 from tidemill.openai_api.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, validated
 

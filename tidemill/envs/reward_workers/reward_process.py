@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Awaitable
 
 from tidemill.core import serialization
+from tidemill.core.errors import CodecError
 from tidemill.envs.reward_workers.reward_protocol import MAX_REPLY, Reply, RewardReply, RewardRequest, Started
 from tidemill.observability.stall_report import waiting
 from tidemill.runtime.workers import stopped
@@ -66,7 +67,7 @@ class RewardWorker(WorkerProcess):
             if watching.result():
                 raise WorkerFailed("stopped", f"{self.title} was stopped by a signal and was killed")
             return answer.result()
-        except serialization.CodecError as error:
+        except CodecError as error:
             raise WorkerFailed("protocol", f"the scoring worker wrote something else than a reply: {error}") from None
         except (asyncio.IncompleteReadError, ConnectionError):
             raise WorkerFailed("died", await self.epitaph()) from None

@@ -22,8 +22,8 @@ from typing import Annotated, Literal
 import msgspec
 
 from tidemill.core.atomic_files import flush_tree
+from tidemill.core.errors import CheckpointError
 from tidemill.core.hardware import usable_cores
-from tidemill.core.interfaces import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2

@@ -22,8 +22,9 @@ from typing import Any, Protocol, TypeVar
 from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import flush, remove_left, remove_marked
+from tidemill.core.errors import CheckpointError
 from tidemill.core.executors import in_thread
-from tidemill.core.interfaces import CheckpointError, Trainer
+from tidemill.core.interfaces import Trainer
 from tidemill.ledger.records import Event
 from tidemill.run.storage.checkpoint_manifest import (
     MANIFEST,

@@ -21,10 +21,9 @@ from tidemill.controller.controller import ROLE
 from tidemill.core import fault_injection
 from tidemill.core.atomic_files import flush, put_in_place, write_json
 from tidemill.core.config import build, dump
-from tidemill.core.errors import ConfigError
-from tidemill.core.serialization import CodecError, parse_json
+from tidemill.core.errors import CodecError, ConfigError, RunFolderError
+from tidemill.core.serialization import parse_json
 from tidemill.ledger.lock import FolderLock
-from tidemill.ledger.records import LedgerError, RunFolderError
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_changes import check_same_run
 from tidemill.run.recipe_files import absolute
@@ -42,10 +41,6 @@ _EMPTY = {"logs", "checkpoints", "trajectories"}
 
 _WRITTEN_LATE = {"checkpoints", "initial.partial", "logs", "metrics.jsonl", "trajectories", "weights", FAILURE, STATUS}
 """Names that processes create again in a folder that was renamed or deleted under them."""
-
-
-class RunFolderGone(LedgerError):
-    """The folder was renamed or deleted during the run. The message is a sentence for the user."""
 
 
 class RunFolder:

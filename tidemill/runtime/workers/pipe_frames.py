@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import struct
 
-from tidemill.core.serialization import CodecError
+from tidemill.core.errors import CodecError
 
 _HEADER = struct.Struct("<I")
 HEADER_BYTES = _HEADER.size
