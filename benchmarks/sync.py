@@ -1,4 +1,4 @@
-"""How long weights take from a trainer to an engine, by carrier and size, and what generation notices of it.
+"""How long weights take from a trainer to an engine, by transport and size, and what generation notices of it.
 
     python benchmarks/sync.py [--sizes S M L] [--dtype float32] [--repeats 7]
 
@@ -38,7 +38,7 @@ from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_receiver, make_sender
 
 TARGET_COPY, TARGET_PAUSE_S = 0.5, 0.005
-WARM = 4  # versions: a carrier has two slots, whose memory is new the first time that they are written, and then mapped
+WARM = 4  # versions: a transport has two slots, whose memory is new the first time that they are written, and then mapped
 STEPS = 12  # without an update before the first one; then as many as the last one took
 ROWS, MOST = 32, 1800  # that generate, and tokens of each
 UPDATES = {"S": 12, "M": 12, "L": 3}
@@ -58,11 +58,11 @@ def written(path: Path, data: np.ndarray) -> None:
         os.fsync(file.fileno())
 
 
-def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Path) -> dict[str, Any]:
+def carry(size: str, transport: str, dtype: torch.dtype, repeats: int, folder: Path) -> dict[str, Any]:
     source = decoder(size)
     target = empty_decoder(source.arch, dtype, torch.device("cpu")).requires_grad_(False)
-    sender = make_sender(SyncSettings(transport=carrier), folder)  # pyright: ignore
-    receiver = make_receiver(carrier)
+    sender = make_sender(SyncSettings(transport=transport), folder)  # pyright: ignore
+    receiver = make_receiver(transport)
     count = sum(p.numel() for p in source.parameters())
     flat = torch.ones(count * dtype.itemsize, dtype=torch.uint8)
     other = torch.zeros_like(flat)
@@ -74,7 +74,7 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
         receive_s, _ = timed(lambda p=published: load_slices(target, receiver.receive(p)))
         memcpy_s, _ = timed(lambda: other.copy_(flat))
         taken = {"memcpy": memcpy_s, "fingerprint": fingerprint_s, "send": send_s, "receive": receive_s}
-        if carrier == "checkpoint":
+        if transport == "checkpoint":
             taken["disk"], _ = timed(lambda f=folder / f"plain-{number}": written(f, flat.numpy()))
             (folder / f"plain-{number - 2}").unlink(missing_ok=True)  # as many stay as of versions
         assert Contents.of(target, dtype).fingerprint == own.fingerprint
@@ -85,7 +85,7 @@ def carry(size: str, carrier: str, dtype: torch.dtype, repeats: int, folder: Pat
     receiver.close()
     middle = {name: statistics.median(values) for name, values in times.items()}
     gb = count * dtype.itemsize / 1e9
-    row: dict[str, Any] = {"carrier": carrier, "model": size, "M params": count / 1e6, "MB": gb * 1e3}
+    row: dict[str, Any] = {"transport": transport, "model": size, "M params": count / 1e6, "MB": gb * 1e3}
     row |= {f"{name} ms": 1e3 * seconds for name, seconds in middle.items()}
     row |= {f"{name} GB/s": gb / middle[name] for name in ("memcpy", "send", "receive")}
     row |= {f"{name} / memcpy": middle["memcpy"] / middle[name] for name in ("send", "receive")}
@@ -188,11 +188,11 @@ def main() -> None:
     args = parser.parse_args()
     dtype, rows = getattr(torch, args.dtype), list[dict[str, Any]]()
     wait_until_quiet()
-    for carrier in ("shared_memory", "checkpoint"):
+    for transport in ("shared_memory", "checkpoint"):
         for size in args.sizes:
             with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".sync-") as folder:
-                rows.append(carry(size, carrier, dtype, args.repeats, Path(folder)))
-        print(table([row for row in rows if row["carrier"] == carrier]))
+                rows.append(carry(size, transport, dtype, args.repeats, Path(folder)))
+        print(table([row for row in rows if row["transport"] == transport]))
     pauses = []
     for size in args.sizes:
         with tempfile.TemporaryDirectory() as folder:
@@ -206,7 +206,7 @@ def main() -> None:
                 ours.send(None)
                 sender.join()
     print(table(pauses))
-    print(f"written to {save('sync', {'carriers': rows, 'pauses': pauses}, {'torch': torch.__version__})}")
+    print(f"written to {save('sync', {'transports': rows, 'pauses': pauses}, {'torch': torch.__version__})}")
 
 
 if __name__ == "__main__":

@@ -76,7 +76,7 @@ async def main(folder: Path) -> list[float]:
     fresh_model(model, alphabet=LETTERS + "=", context=16, **SIZES["0.1m"])
     tokenizer = load_tokenizer(model)
 
-    # Trainer and engine: two copies of one decoder, joined by a carrier of weights.
+    # Trainer and engine: two copies of one decoder, joined by a transport of weights.
     sync = SyncSettings()
     trainer = NativeTrainer(
         load_folder(model), TrainerSettings(lr=3e-3), steps=STEPS, sender=make_sender(sync, folder), source=model

@@ -9,12 +9,13 @@ import pytest
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.engine_supervisor import Budget, Supervisor
 from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RunFailed, StartFailed
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.runtime.placement import Vitals
 
 
-def published(step: int) -> Published:
-    return Published(Version(step, fingerprint=f"f{step}"), "memory", "", 0)
+def published(step: int) -> WeightUpdate:
+    return WeightUpdate(Version(step, fingerprint=f"f{step}"), (WeightPart("memory", ""),))
 
 
 class FakeEngine:
@@ -25,7 +26,7 @@ class FakeEngine:
         self.serves = serves  # instead of what was published
         self.updating: asyncio.Event | None = None  # an update takes until it is set
 
-    async def update(self, new: Published) -> Version:
+    async def update(self, new: WeightUpdate) -> Version:
         if self.updating is not None:
             await self.updating.wait()
         if self.lost:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +14,14 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tidemill.core.interfaces import Capabilities, Engine
-from tidemill.core.types import Published, SamplingParams, Version
+from tidemill.core.types import SamplingParams, Version
+from tidemill.core.weight_update import WeightUpdate
+from tidemill.models.fingerprint import fingerprint
 from tidemill.models.hf_weights import load_folder, serving_slices
+from tidemill.models.weight_slices import Slice
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
+from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_sender
 
@@ -92,7 +96,7 @@ class Reference:
 
 
 @asynccontextmanager
-async def new_version(model: Path, scratch: Path, step: int) -> AsyncIterator[Published]:
+async def new_version(model: Path, scratch: Path, step: int) -> AsyncIterator[WeightUpdate]:
     """The weights of a model folder, published as a run's trainer does, until the context is left."""
     settings = TrainerSettings(device="cpu")
     trainer = NativeTrainer(load_folder(model), settings, steps=1, sender=make_sender(SyncSettings(), scratch))
@@ -103,13 +107,31 @@ async def new_version(model: Path, scratch: Path, step: int) -> AsyncIterator[Pu
 
 
 @contextmanager
-def mislabelled(model: Path, scratch: Path, version: Version) -> Iterator[Published]:
+def mislabelled(model: Path, scratch: Path, version: Version) -> Iterator[WeightUpdate]:
     """The weights of a model folder, sent as `version`: only what an engine sums up itself can tell that they are not."""
     sender = make_sender(SyncSettings(), scratch)
     try:
         yield sender.send(version, serving_slices(load_folder(model), torch.float32))
     finally:
         sender.close()
+
+
+@contextmanager
+def in_parts(model: Path, scratch: Path, step: int, parts: int) -> Iterator[WeightUpdate]:
+    """The weights of a model folder as an update of several parts: each tensor's rows are dealt out to `parts` senders."""
+    held: list[list[Slice]] = [[] for _ in range(parts)]
+    for piece in serving_slices(load_folder(model), torch.float32):
+        for part, rows in zip(held, torch.arange(piece.shape[0]).tensor_split(parts), strict=True):
+            at = (int(rows[0]), *piece.offset[1:])
+            part.append(Slice(piece.name, piece.shape, at, piece.tensor[rows]))
+    version = Version(step, fingerprint=fingerprint(piece for part in held for piece in part))
+    senders = [SharedMemorySender(scratch, partial=True) for _ in held]
+    try:
+        sent = [sender.send(version, part) for sender, part in zip(senders, held, strict=True)]
+        yield replace(sent[0], parts=tuple(part for update in sent for part in update.parts))
+    finally:
+        for sender in senders:
+            sender.close()
 
 
 class ContractBase:
@@ -134,7 +156,7 @@ class ContractBase:
         return await engine.capabilities()
 
     @pytest.fixture
-    async def published(self, models: list[Reference], tmp_path: Path) -> AsyncIterator[Published]:
+    async def published(self, models: list[Reference], tmp_path: Path) -> AsyncIterator[WeightUpdate]:
         """Version 1, sent and ready to be staged."""
         async with new_version(models[1].folder, tmp_path, 1) as version:
             yield version

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +17,17 @@ from contract_base import (
     TOLERANCE,
     ContractBase,
     Reference,
+    in_parts,
     mislabelled,
     prompt,
+    refused,
     until,
 )
 
 from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.interfaces import Capabilities, Engine
-from tidemill.core.types import Finish, GenerateRequest, Published, Version
+from tidemill.core.types import Finish, GenerateRequest, Version
+from tidemill.core.weight_update import WeightUpdate
 
 
 class LifecycleContract(ContractBase):
@@ -64,7 +68,7 @@ class LifecycleContract(ContractBase):
         assert (await engine.stats()).generated < CONTEXT - len(PROMPT), "it was sampled to its end"
 
     async def test_tokens_after_an_update_are_the_new_versions(
-        self, engine: Engine, able: Capabilities, models: list[Reference], published: Published
+        self, engine: Engine, able: Capabilities, models: list[Reference], published: WeightUpdate
     ) -> None:
         assert await engine.update(published) == published.version == (await engine.stats()).version
         done = await engine.generate(GenerateRequest(PROMPT, FREE))
@@ -76,7 +80,7 @@ class LifecycleContract(ContractBase):
             np.testing.assert_allclose(scored.logprobs[1:], models[1].logprobs(PROMPT[:1], PROMPT[1:]), atol=TOLERANCE)
 
     async def test_tokens_in_flight_are_stamped_with_the_weights_that_sampled_them(
-        self, engine: Engine, able: Capabilities, published: Published
+        self, engine: Engine, able: Capabilities, published: WeightUpdate
     ) -> None:
         old = await engine.generate(GenerateRequest(PROMPT, LONG))
         before = (await engine.stats()).generated
@@ -98,7 +102,7 @@ class LifecycleContract(ContractBase):
             assert not any(steps), "an unknown boundary counts as the oldest version"
 
     async def test_a_wrong_fingerprint_is_refused_and_the_old_version_goes_on(
-        self, engine: Engine, models: list[Reference], published: Published, tmp_path: Path
+        self, engine: Engine, models: list[Reference], published: WeightUpdate, tmp_path: Path
     ) -> None:
         before = await engine.generate(GenerateRequest(PROMPT, FREE))
         false = published.version.fingerprint[::-1]
@@ -111,6 +115,34 @@ class LifecycleContract(ContractBase):
         assert after.tokens.tolist() == before.tokens.tolist() and after.sources == before.sources
         assert (await engine.stats()).version.step == 0
         assert await engine.update(published) == published.version, "the right one is accepted afterwards"
+
+    @pytest.mark.parametrize("kind", ["delta", "adapter", "unknown"])
+    async def test_an_update_of_a_kind_or_base_that_it_cannot_take_is_refused(
+        self, engine: Engine, able: Capabilities, published: WeightUpdate, kind: Any
+    ) -> None:
+        update = replace(published, kind=kind, base=Version(0, fingerprint="another"))
+        if kind in able.updates.kinds:
+            with pytest.raises(PolicyMismatch, match=r"applies to policy@v0 \(fingerprint another\)"):
+                await engine.update(update)
+        else:
+            await refused(engine.update(update), repr(kind), "full")
+        assert (await engine.stats()).version.step == 0
+        assert await engine.update(published) == published.version
+
+    async def test_an_update_of_several_parts_is_their_whole_or_refused(
+        self, engine: Engine, able: Capabilities, models: list[Reference], tmp_path: Path
+    ) -> None:
+        with in_parts(models[1].folder, tmp_path, step=1, parts=3) as update:
+            if not able.updates.several_parts:
+                await refused(engine.update(update), "1 part", "3")
+                pytest.skip("several_parts: not declared, and refused")
+            for lacking in (update.parts[:2], (*update.parts[:2], update.parts[0])):
+                with pytest.raises(PolicyMismatch):
+                    await engine.update(replace(update, parts=lacking))
+            assert (await engine.stats()).version.step == 0
+            assert await engine.update(update) == update.version
+        done = await engine.generate(GenerateRequest(PROMPT, FREE))
+        np.testing.assert_allclose(done.logprobs, models[1].logprobs(PROMPT, done.tokens), atol=TOLERANCE)
 
     async def test_stats_count_what_was_done(self, engine: Engine) -> None:
         start = await engine.stats()

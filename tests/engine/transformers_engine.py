@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.interfaces import Capabilities, EngineStats
-from tidemill.core.types import Array, Completion, Finish, GenerateRequest, Published, Scored, Telemetry, Version
+from tidemill.core.types import Array, Completion, Finish, GenerateRequest, Scored, Telemetry, Version
+from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.engine_kinds import BaseEngineSettings, EngineSetup
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import Receiver, Slice
@@ -39,6 +40,7 @@ class TransformersEngine:
     def __init__(self, folder: Path, receiver: Receiver | None, version: Version, context: int | None = None) -> None:
         self._model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self._receiver, self._version = receiver, version
+        self._takes = UpdateSupport(several_parts=True).both(receiver.takes if receiver else UpdateSupport(()))
         self._context = min(context or 1 << 30, self._model.config.max_position_embeddings)
         ends = self._model.generation_config.eos_token_id
         self._eos = {ends} if isinstance(ends, int) else set(ends or ())
@@ -46,7 +48,8 @@ class TransformersEngine:
         self._closed = False
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(self._context, token_versions=False, support=False, model_logprobs=False, proof="received")
+        able = Capabilities(self._context, token_versions=False, support=False, model_logprobs=False, proof="received")
+        return replace(able, updates=self._takes)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         self._expect_open()
@@ -87,16 +90,17 @@ class TransformersEngine:
         found = rows[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:].astype(np.int64))]
         return Scored(np.concatenate([[0.0], found.numpy()]).astype(np.float32), self._version)
 
-    async def update(self, published: Published) -> Version:
+    async def update(self, update: WeightUpdate) -> Version:
         self._expect_open()
+        self._takes.check(update, "this engine", self._version)
         assert self._receiver is not None
-        pieces = [replace(each, tensor=each.tensor.clone()) for each in self._receiver.receive(published)]
-        if (digest := fingerprint(pieces)) != published.version.fingerprint:
-            raise PolicyMismatch(f"received {digest}, published was {published.version.fingerprint}")
+        pieces = [replace(each, tensor=each.tensor.clone()) for each in self._receiver.receive(update)]
+        if (digest := fingerprint(pieces)) != update.version.fingerprint:
+            raise PolicyMismatch(f"received {digest}, published was {update.version.fingerprint}")
         missing, unexpected = self._model.load_state_dict(_whole(pieces), strict=False)
         assert not unexpected and {*missing} <= {"lm_head.weight"}, (missing, unexpected)
         self._model.tie_weights()
-        self._version = published.version
+        self._version = update.version
         return self._version
 
     async def abort(self, key: str) -> None:

@@ -244,13 +244,13 @@ FAULTS = [
         "a slot that was overwritten is read on",
         "if os.pread(fd, _HEADER.size, 0) != before:",
         "if len(os.pread(fd, _HEADER.size, 0)) != len(before):",
-        "weight_sync/test_carriers.py weight_sync/test_damage.py",
+        "weight_sync/test_transports.py weight_sync/test_damage.py",
     ),
     Fault(
         "a manifest's digest is not compared",
         "if hashlib.blake2b(raw, digest_size=32).digest() != header.digest:",
         "if not header.digest:",
-        "weight_sync/test_damage.py weight_sync/test_carriers.py",
+        "weight_sync/test_damage.py weight_sync/test_transports.py",
     ),
     Fault(
         "the fingerprint does not see where an element lies",

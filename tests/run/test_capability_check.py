@@ -11,7 +11,8 @@ import pytest
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities
-from tidemill.core.types import Completion, Finish, GenerateRequest, Published, SamplingParams, Version
+from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Version
+from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.run.capability_check import NO_PROBES, OLDEST, UNPROVEN, adapted, check_engine, probe_every
 from tidemill.run.recipe import RunConfig, load_recipe
 
@@ -32,6 +33,7 @@ def recipe(*overrides: str) -> RunConfig:
         ({"score": False}, REFERENCE, "reference", "placement.reference_engines = 1: .* lacks the capability 'score'; set"),
         ({"proof": "none"}, [], "engine", "lacks the capability 'proof': it cannot show which weights it serves"),
         ({"proof": "received", "score": False}, [], "engine", "'received'.* lacks the capability 'score'"),
+        ({"updates": UpdateSupport(("delta",))}, [], "engine", "placement.sync.transport = 'shared_memory': .* full weight"),
         ({"proof": "received"}, ["record.probe_every=0"], "engine", "record.probe_every = 0: .* set record.probe_every = 5"),
     ],
 )
@@ -73,7 +75,7 @@ class Unstamped:
     def __init__(self) -> None:
         self.answer, self.newest = asyncio.Event(), Version(-1)
 
-    async def update(self, published: Published) -> Version:
+    async def update(self, published: WeightUpdate) -> Version:
         self.newest = published.version
         return published.version
 
@@ -94,10 +96,10 @@ async def test_every_token_counts_as_the_oldest_version_of_its_request() -> None
     wrapped: Any = adapted(handle, Capabilities(64, token_versions=False))
     proxy, request = wrapped.proxy, GenerateRequest(np.zeros(2, np.int32), SamplingParams())
     assert wrapped.name == "engine-0" and await proxy.stats() == "its own"
-    await proxy.update(Published(Version(4, fingerprint="four"), "memory", ""))
+    await proxy.update(WeightUpdate(Version(4, fingerprint="four"), (WeightPart("memory", ""),)))
     asked = asyncio.create_task(proxy.generate(request))
     await asyncio.sleep(0)  # it has begun
-    await proxy.update(Published(Version(5, fingerprint="five"), "memory", ""))
+    await proxy.update(WeightUpdate(Version(5, fingerprint="five"), (WeightPart("memory", ""),)))
     engine.answer.set()
     got = await asked
     assert got.sources == (Version(4, fingerprint="four"),) and got.versions.tolist() == [4, 4, 4]

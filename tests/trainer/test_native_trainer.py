@@ -15,7 +15,8 @@ from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.core.errors import CheckpointError, TrainingDiverged
 from tidemill.core.interfaces import Trainer
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.hf_weights import hf_views, load_folder, serving_slices
 from tidemill.observability.timeline import HANDOVER, IDLE
@@ -346,14 +347,14 @@ async def test_export_is_in_the_serving_dtype_with_the_tokenizer(tmp_path):
 
 
 class Recording:
-    """A carrier that keeps what it was sent."""
+    """A transport that keeps what it was sent."""
 
     def __init__(self):
         self.sent, self.closed = {}, False
 
     def send(self, version, slices):
         self.sent[version.step] = {s.name: s.tensor.clone() for s in slices}
-        return Published(version, "recording", "nowhere", 7)
+        return WeightUpdate(version, (WeightPart("recording", "nowhere", 7),))
 
     def close(self):
         self.closed = True

@@ -8,7 +8,8 @@ import pytest
 import torch
 from trainer_cases import LOSSES, batch, decoder
 
-from tidemill.core.types import LossSpec, Published, Version
+from tidemill.core.types import LossSpec, Version
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 
@@ -16,9 +17,9 @@ BASE = TrainerSettings(lr=0.01, device="cpu")
 
 
 class Discarding:
-    def send(self, version: Version, slices: Any) -> Published:
+    def send(self, version: Version, slices: Any) -> WeightUpdate:
         list(slices)
-        return Published(version, "discarding", "nowhere")
+        return WeightUpdate(version, (WeightPart("discarding", "nowhere"),))
 
     def close(self) -> None: ...
 

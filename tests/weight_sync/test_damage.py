@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.models.fingerprint import fingerprint, word_sum
 from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync.checkpoint_transport import CheckpointReceiver, CheckpointSender
-from tidemill.weight_sync.manifest import Block, WeightManifest
+from tidemill.weight_sync.manifest import Block, WeightManifest, expect_whole
 from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, SharedMemorySender
 
 TENSORS = {"a": torch.arange(12.0).view(3, 4), "b": torch.arange(12.0, 24.0).view(3, 4), "n": torch.arange(5.0).half()}
@@ -39,9 +40,9 @@ def version(step: int, **more) -> Version:
     return Version(step, fingerprint=PRINT, **more)
 
 
-def detected(published: Published) -> bool:
+def detected(published: WeightUpdate) -> bool:
     """As an engine does it."""
-    receiver = SharedMemoryReceiver() if published.carrier == "shared_memory" else CheckpointReceiver()
+    receiver = SharedMemoryReceiver() if published.parts[0].transport == "shared_memory" else CheckpointReceiver()
     try:
         return fingerprint(receiver.receive(published)) != published.version.fingerprint
     except (PolicyMismatch, ValueError):
@@ -51,14 +52,14 @@ def detected(published: Published) -> bool:
 # --- shared memory: any byte of the slot ---------------------------------------------------------------------------------
 
 
-def blocks_of(published: Published) -> dict[str, Block]:
-    raw = Path(published.location).read_bytes()
+def blocks_of(published: WeightUpdate) -> dict[str, Block]:
+    raw = Path(published.parts[0].location).read_bytes()
     start, length = np.frombuffer(raw[24:40], "<u8").tolist()
     return {b.name: b for b in WeightManifest.decode(raw[start : start + length]).blocks}
 
 
-def patch(published: Published, at: int, data: bytes) -> None:
-    with open(published.location, "r+b") as file:
+def patch(published: WeightUpdate, at: int, data: bytes) -> None:
+    with open(published.parts[0].location, "r+b") as file:
         file.seek(at)
         file.write(data)
 
@@ -76,14 +77,14 @@ def shared(tmp_path: Path):
 def test_a_changed_bit_and_swapped_elements_are_for_the_fingerprint_to_tell(shared, damage) -> None:
     _, published = shared
     block = blocks_of(published)["a"]
-    patch(published, block.start, damage(Path(published.location).read_bytes()[block.start : block.start + 16]))
+    patch(published, block.start, damage(Path(published.parts[0].location).read_bytes()[block.start : block.start + 16]))
     assert len(list(SharedMemoryReceiver().receive(published))) == 3
     assert detected(published)
 
 
 def test_swapped_and_transposed_tensors(shared) -> None:
     _, published = shared
-    blocks, raw = blocks_of(published), Path(published.location).read_bytes()
+    blocks, raw = blocks_of(published), Path(published.parts[0].location).read_bytes()
     a, b = (raw[blocks[n].start : blocks[n].start + 48] for n in "ab")
     patch(published, blocks["a"].start, b)
     patch(published, blocks["b"].start, a)
@@ -96,14 +97,14 @@ def test_swapped_and_transposed_tensors(shared) -> None:
 @pytest.mark.parametrize("size", [0, 10, 100, 4096, 4200])
 def test_truncated(shared, size: int) -> None:
     _, published = shared
-    os.truncate(published.location, size)
+    os.truncate(published.parts[0].location, size)
     with pytest.raises(PolicyMismatch):
         list(SharedMemoryReceiver().receive(published))
 
 
 def test_any_changed_byte_of_header_or_manifest(shared) -> None:
     _, published = shared
-    raw = Path(published.location).read_bytes()
+    raw = Path(published.parts[0].location).read_bytes()
     start, length = np.frombuffer(raw[24:40], "<u8").tolist()
     rng = np.random.default_rng(0)
     spots = [
@@ -213,14 +214,14 @@ DAMAGE: dict[str, Callable[[Path], object]] = {
 def test_damaged_checkpoint(tmp_path: Path, damage: str) -> None:
     published = CheckpointSender(tmp_path).send(version(0), slices())
     assert not detected(published)
-    DAMAGE[damage](Path(published.location) / "part-0000.safetensors")
+    DAMAGE[damage](Path(published.parts[0].location) / "part-0000.safetensors")
     assert detected(published)
 
 
 def test_manifest_of_another_version(tmp_path: Path) -> None:
     sender = CheckpointSender(tmp_path)
     first, second = (sender.send(version(v), slices()) for v in range(2))
-    manifests = [Path(p.location) / "manifest.json" for p in (first, second)]
+    manifests = [Path(p.parts[0].location) / "manifest.json" for p in (first, second)]
     manifests[1].write_bytes(manifests[0].read_bytes())
     with pytest.raises(PolicyMismatch, match="announced"):
         list(CheckpointReceiver().receive(second))
@@ -344,7 +345,7 @@ def test_blocks_that_follow_one_another_hide_no_overlap() -> None:
 
 def test_a_version_without_a_fingerprint_is_no_version() -> None:
     with pytest.raises(PolicyMismatch, match="none"):
-        WeightManifest(Version(0), GOOD.blocks).expect(Published(Version(0), "checkpoint", "x"))
+        expect_whole([WeightManifest(Version(0), GOOD.blocks)], WeightUpdate(Version(0), (WeightPart("checkpoint", "x"),)))
 
 
 @given(st.binary(max_size=40))

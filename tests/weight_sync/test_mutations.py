@@ -1,7 +1,7 @@
 """Weight sync broken on purpose, in whole runs: each mutation is found before the next gradient step (I1).
 
-The runs are real and inline: controller, trainer, engine, carrier and ledger. Each mutation sets in with version `SICK`, at
-the place where a bug of its kind would stand; the steps that were taken by then are the only ones the run ever takes.
+The runs are real and inline: controller, trainer, engine, transport and ledger. Each mutation sets in with version `SICK`,
+at the place where a bug of its kind would stand; the steps that were taken by then are the only ones the run ever takes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from tidemill.core import fault_injection
 from tidemill.core.config import build
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.interfaces import Chat
-from tidemill.core.types import Outcome, Published, Score, Task, Trajectory, Version
+from tidemill.core.types import Outcome, Score, Task, Trajectory, Version
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.engine.native import native_engine
 from tidemill.engine.native import staged_weights as staging
 from tidemill.engine.native.native_engine import NativeEngine
@@ -45,7 +46,7 @@ from tidemill.weight_sync.manifest import WeightManifest
 from tidemill.weight_sync.shared_memory_transport import SharedMemorySender
 
 SICK, STEPS = 2, 3
-CARRIERS = ("shared_memory", "checkpoint")
+TRANSPORTS = ("shared_memory", "checkpoint")
 Q, Q1, OUT = (f"model.layers.{i}.self_attn.{name}_proj.weight" for i, name in ((0, "q"), (1, "q"), (1, "o")))
 
 
@@ -73,7 +74,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def across(names: Iterable[str], others: Sequence[str] = CARRIERS) -> list[Any]:
+def across(names: Iterable[str], others: Sequence[str] = TRANSPORTS) -> list[Any]:
     """Every pair, of which each name's first is in the fast suite."""
     return [
         pytest.param(name, other, marks=[] if (i + j) % len(others) == 0 else pytest.mark.slow)
@@ -97,7 +98,7 @@ class Run:
     def sick(self) -> bool:
         return self.publishing >= SICK
 
-    def until(self, carrier: str, **settings: Any) -> int:
+    def until(self, transport: str, **settings: Any) -> int:
         """Train to the end; the steps done."""
         self._watch()
         tree = {
@@ -106,7 +107,7 @@ class Run:
             "env": {"kind": "python", "path": "checksum:Checksum"},
             "steps": STEPS,
             "max_lag": 1,
-            "placement": {"kind": "inline", "sync": {"transport": carrier}},
+            "placement": {"kind": "inline", "sync": {"transport": transport}},
             "rollout": {"groups": 2, "group_size": 2, "max_tokens": 3},
             "eval": {"every": 0, "tasks": 1, "final_tasks": 1},
             "trainer": {"lr": 1e-2},
@@ -118,7 +119,7 @@ class Run:
     def _watch(self) -> None:
         publish, apply = NativeTrainer.publish, NativeTrainer.apply
 
-        async def watched_publish(trainer: NativeTrainer, version: Version) -> Published:
+        async def watched_publish(trainer: NativeTrainer, version: Version) -> WeightUpdate:
             self.publishing = version.step
             return await publish(trainer, version)
 
@@ -177,8 +178,8 @@ CHANGES: dict[str, Change] = {
 }
 
 
-@pytest.mark.parametrize(("name", "carrier"), across(CHANGES))
-def test_a_trainer_that_streams_something_else(tiny: Run, name: str, carrier: str) -> None:
+@pytest.mark.parametrize(("name", "transport"), across(CHANGES))
+def test_a_trainer_that_streams_something_else(tiny: Run, name: str, transport: str) -> None:
     stream, kept = native_trainer.serving_slices, list[Slice]()
 
     def mutated(decoder: Any, dtype: torch.dtype) -> Iterator[Slice]:
@@ -192,7 +193,7 @@ def test_a_trainer_that_streams_something_else(tiny: Run, name: str, carrier: st
     at_once = name in ("dropped", "another dtype", "one tensor twice")  # without a look at the numbers
     found_by = "about to be sent are not" if at_once else "received .* first tensor that differs is"
     with pytest.raises(PolicyMismatch, match=f"{found_by}.*{told.get(name, Q)}"):
-        tiny.until(carrier)
+        tiny.until(transport)
     assert_nothing_after(tiny)
 
 
@@ -202,15 +203,15 @@ def assert_nothing_after(tiny: Run) -> None:
     assert tiny.versions() == list(range(SICK)), "a version that was mutated is recorded as served"
 
 
-# --- what the carrier does with it ---------------------------------------------------------------------------------------
+# --- what the transport does with it ---------------------------------------------------------------------------------------
 
 
-def sent_otherwise(tiny: Run, carrier: str, change: Change) -> None:
+def sent_otherwise(tiny: Run, transport: str, change: Change) -> None:
     """The sender takes the trainer's stream, checked as it is, and writes something else."""
-    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[carrier]
+    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[transport]
     send, kept = kind.send, list[Slice]()
 
-    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
         now = list(slices)
         if not kept:
             kept.extend(replace(s, tensor=s.tensor.clone()) for s in now)
@@ -219,11 +220,11 @@ def sent_otherwise(tiny: Run, carrier: str, change: Change) -> None:
     tiny.monkeypatch.setattr(kind, "send", mutated)
 
 
-@pytest.mark.parametrize(("name", "carrier"), across(name for name in CHANGES if name != "one tensor twice"))
-def test_a_carrier_that_writes_something_else(tiny: Run, name: str, carrier: str) -> None:
-    sent_otherwise(tiny, carrier, CHANGES[name])
+@pytest.mark.parametrize(("name", "transport"), across(name for name in CHANGES if name != "one tensor twice"))
+def test_a_transport_that_writes_something_else(tiny: Run, name: str, transport: str) -> None:
+    sent_otherwise(tiny, transport, CHANGES[name])
     with pytest.raises(PolicyMismatch, match=r"fingerprint|missing") as raised:
-        tiny.until(carrier)
+        tiny.until(transport)
     if name in ("transposed", "one element changed", "rows exchanged"):
         assert f"differs is {OUT if name == 'transposed' else Q}" in str(raised.value)
     if name == "an old version":
@@ -231,19 +232,19 @@ def test_a_carrier_that_writes_something_else(tiny: Run, name: str, carrier: str
     assert_nothing_after(tiny)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Run, carrier: str) -> None:
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Run, transport: str) -> None:
     """Served weights unchanged while the trainer's changed."""
     before: list[list[Slice]] = []
 
     def same_again(now: list[Slice], _: list[Slice]) -> list[Slice]:
         return before[-1]
 
-    sent_otherwise(tiny, carrier, same_again)
-    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[carrier]
+    sent_otherwise(tiny, transport, same_again)
+    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[transport]
     inner = kind.send
 
-    def remember(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+    def remember(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
         now = list(slices)
         published = inner(sender, version, iter(now))
         before.append([replace(s, tensor=s.tensor.clone()) for s in now])
@@ -251,7 +252,7 @@ def test_the_weights_that_are_served_already_are_said_to_be_those(tiny: Run, car
 
     tiny.monkeypatch.setattr(kind, "send", remember)
     with pytest.raises(PolicyMismatch, match=r"these are the weights of policy@v1"):
-        tiny.until(carrier)
+        tiny.until(transport)
     assert_nothing_after(tiny)
 
 
@@ -277,11 +278,11 @@ def write_old_files(tiny: Run) -> None:
     tiny.monkeypatch.setattr(checkpoint_transport, "save_file", stale)
 
 
-@pytest.mark.parametrize(("carrier", "mutate"), [("shared_memory", put_nothing), ("checkpoint", write_old_files)])
-def test_bytes_that_are_not_those_of_the_manifest(tiny: Run, carrier: str, mutate: Callable[[Run], None]) -> None:
+@pytest.mark.parametrize(("transport", "mutate"), [("shared_memory", put_nothing), ("checkpoint", write_old_files)])
+def test_bytes_that_are_not_those_of_the_manifest(tiny: Run, transport: str, mutate: Callable[[Run], None]) -> None:
     mutate(tiny)
     with pytest.raises(PolicyMismatch, match="the first tensor that differs is"):
-        tiny.until(carrier)
+        tiny.until(transport)
     assert_nothing_after(tiny)
 
 
@@ -299,41 +300,41 @@ def with_block(m: WeightManifest, **fields: Any) -> WeightManifest:
     return msgspec.structs.replace(m, blocks=[msgspec.structs.replace(m.blocks[0], **fields), *m.blocks[1:]])
 
 
-@pytest.mark.parametrize(("name", "carrier"), across(MANIFESTS))
-def test_a_wrong_manifest(tiny: Run, name: str, carrier: str) -> None:
+@pytest.mark.parametrize(("name", "transport"), across(MANIFESTS))
+def test_a_wrong_manifest(tiny: Run, name: str, transport: str) -> None:
     encode = manifest.WeightManifest.encode
     mutated = lambda self: encode(MANIFESTS[name](self) if tiny.sick else self)  # noqa: E731
     tiny.monkeypatch.setattr(manifest.WeightManifest, "encode", mutated)
     with pytest.raises(PolicyMismatch):
-        tiny.until(carrier)
+        tiny.until(transport)
     assert_nothing_after(tiny)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_the_place_of_an_old_version_is_announced(tiny: Run, carrier: str) -> None:
-    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[carrier]
-    send, places = kind.send, list[str]()
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_the_place_of_an_old_version_is_announced(tiny: Run, transport: str) -> None:
+    kind = {"shared_memory": SharedMemorySender, "checkpoint": CheckpointSender}[transport]
+    send, places = kind.send, list[tuple[WeightPart, ...]]()
 
-    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
         published = send(sender, version, slices)
-        places.append(published.location)
-        return replace(published, location=places[-2]) if tiny.sick else published
+        places.append(published.parts)
+        return replace(published, parts=places[-2]) if tiny.sick else published
 
     tiny.monkeypatch.setattr(kind, "send", mutated)
     with pytest.raises(PolicyMismatch, match="announced was policy@v2"):
-        tiny.until(carrier)
+        tiny.until(transport)
     assert_nothing_after(tiny)
 
 
-def test_a_carrier_that_announces_another_version(tiny: Run) -> None:
+def test_a_transport_that_announces_another_version(tiny: Run) -> None:
     send = SharedMemorySender.send
 
-    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> Published:
+    def mutated(sender: Any, version: Version, slices: Iterator[Slice]) -> WeightUpdate:
         published = send(sender, version, slices)
         return replace(published, version=replace(version, fingerprint="1" * 32)) if tiny.sick else published
 
     tiny.monkeypatch.setattr(SharedMemorySender, "send", mutated)
-    with pytest.raises(PolicyMismatch, match=r"the carrier announces policy@v2 .1111"):
+    with pytest.raises(PolicyMismatch, match=r"the transport announces policy@v2 .1111"):
         tiny.until("shared_memory")
     assert_nothing_after(tiny)
 
@@ -399,7 +400,7 @@ def test_an_engine_that_commits_something_else(tiny: Run, name: str, in_flight: 
 def test_an_engine_whose_weights_change_between_staging_and_commit(tiny: Run) -> None:
     stage = Staging.stage
 
-    def mutated(self: Staging, published: Published, serving: Weights) -> Work[Weights]:
+    def mutated(self: Staging, published: WeightUpdate, serving: Weights) -> Work[Weights]:
         staged = yield from stage(self, published, serving)
         if tiny.sick:
             layer = staged.decoder.layers[1].o  # type: ignore[union-attr]
@@ -469,18 +470,18 @@ def test_weights_that_stay_the_same_are_explained_once(tiny: Run) -> None:
 # --- interrupted ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("fault", "carrier"), across(("trainer:stream:2:raise", "trainer:stream:2:disk-full")))
-def test_a_sender_that_ends_half_way(tiny: Run, fault: str, carrier: str) -> None:
+@pytest.mark.parametrize(("fault", "transport"), across(("trainer:stream:2:raise", "trainer:stream:2:disk-full")))
+def test_a_sender_that_ends_half_way(tiny: Run, fault: str, transport: str) -> None:
     log = tiny.folder / "faults.log"
     armed = fault_injection.Faults([fault_injection.Fault.parse(fault)], log, os.getpid())
     tiny.monkeypatch.setattr(fault_injection, "_armed", armed)
     with pytest.raises((fault_injection.FaultError, OSError), match=r"on purpose|No space"):
-        tiny.until(carrier)
+        tiny.until(transport)
     assert log.read_text().split() == [fault]
     assert_nothing_after(tiny)
 
 
-@pytest.mark.parametrize("carrier", CARRIERS)
-def test_without_a_mutation_the_same_run_completes(tiny: Run, carrier: str) -> None:
-    assert tiny.until(carrier) == STEPS
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_without_a_mutation_the_same_run_completes(tiny: Run, transport: str) -> None:
+    assert tiny.until(transport) == STEPS
     assert tiny.applied == tiny.ended_steps() == STEPS and tiny.versions() == list(range(STEPS + 1))

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RemoteError
 from tidemill.core.interfaces import Engine, Trainer
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import WeightUpdate
 from tidemill.observability.stall_report import waiting
 
 T = TypeVar("T")
@@ -44,7 +45,7 @@ class EnginePool:
         self._lost: Callable[[int, str], None] | None = None
         self._changed = asyncio.Condition()  # bounded: nothing waits while it holds it
         self._committing = asyncio.Lock()  # bounded: held for updates, which have deadlines
-        self._published: Published | None = None
+        self._published: WeightUpdate | None = None
 
     @property
     def engines(self) -> list[Engine]:
@@ -70,7 +71,7 @@ class EnginePool:
             finally:
                 member.load -= 1
 
-    async def publish(self, published: Published) -> Version:
+    async def publish(self, published: WeightUpdate) -> Version:
         """Have every engine that is up, at least one, serve this version.
 
         Raises PolicyMismatch when an engine reports another version.
@@ -96,13 +97,13 @@ class EnginePool:
         """Take an engine that has ended out of the pool."""
         self._members[index].engine = None
 
-    async def _commit(self, member: Member, engine: Engine, published: Published) -> None:
+    async def _commit(self, member: Member, engine: Engine, published: WeightUpdate) -> None:
         try:
             await self._update(member.index, engine, published)
         except LOST as loss:
             self._down(member, engine, loss)
 
-    async def _update(self, index: int, engine: Engine, published: Published) -> None:
+    async def _update(self, index: int, engine: Engine, published: WeightUpdate) -> None:
         served = await engine.update(published)
         if served != published.version:
             raise PolicyMismatch(f"engine {index} serves {served} ({served.fingerprint}), published was {published.version}")

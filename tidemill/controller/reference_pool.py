@@ -15,7 +15,8 @@ import numpy as np
 
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.core.interfaces import Trainer
-from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
+from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
+from tidemill.core.weight_update import WeightUpdate
 
 REFERENCE, SERVED = "reference", "policy"  # the trainer's name for it, and the name under which its engines serve it
 
@@ -58,7 +59,7 @@ class WithServedReference:
     async def apply(self, scale: float) -> Metrics:
         return await self._trainer.apply(scale)
 
-    async def publish(self, version: Version) -> Published:
+    async def publish(self, version: Version) -> WeightUpdate:
         return await self._trainer.publish(version)
 
     async def snapshot(self) -> None:

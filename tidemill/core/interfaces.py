@@ -7,7 +7,7 @@ a proxy encodes the arguments with `serialization`, and the annotations here are
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from tidemill.core.types import (
@@ -19,7 +19,6 @@ from tidemill.core.types import (
     Metrics,
     Outcome,
     PreparedStep,
-    Published,
     Sample,
     Scored,
     Task,
@@ -29,6 +28,7 @@ from tidemill.core.types import (
     Unscorable,
     Version,
 )
+from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,7 @@ class Capabilities:
     constraint: bool = False  # a reply can be held to a grammar: `GenerateRequest.constraint`
     sleep: bool = False  # `sleep` gives its memory back until `wake`
     proof: Literal["served", "received", "none"] = "served"  # what the fingerprint of `update` was computed over
+    updates: UpdateSupport = field(default_factory=UpdateSupport)  # of the transport, too, that it was built with
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,11 +75,12 @@ class Engine(Protocol):
         """Stamped logprobs of given tokens [T] at `temperature` (1.0: the unmodified model)."""
         ...
 
-    async def update(self, published: Published) -> Version:
+    async def update(self, update: WeightUpdate) -> Version:
         """Stage, verify and commit new weights between two decode steps; return the version now served.
 
         That version carries the fingerprint of the weights received. Raises PolicyMismatch when they are not those that
-        were sent; the engine then goes on serving the old version.
+        were sent, or apply to others than those that are served, and ValueError for a kind of update, or a number of
+        parts, that this engine does not take. The engine then goes on serving the old version.
         """
         ...
 
@@ -117,7 +119,7 @@ class Trainer(Protocol):
         """
         ...
 
-    async def publish(self, version: Version) -> Published:
+    async def publish(self, version: Version) -> WeightUpdate:
         """Write the serving weights for engines to stage; the result's version carries their fingerprint."""
         ...
 

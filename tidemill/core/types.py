@@ -56,16 +56,10 @@ class Version:
         life = f".{self.incarnation}" if self.incarnation else ""
         return f"{self.policy}@v{self.step}{life}"
 
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Handle to the weights of one version, for engines to stage; small enough to send anywhere."""
-
-    version: Version
-    carrier: str  # which carrier wrote it: "shared_memory" | "checkpoint"
-    location: str  # shared-memory segment name or folder
-    bytes: int = 0
-    note: str = ""  # why these are the weights of the version before, though there was an update
+    @property
+    def exact(self) -> str:
+        """The version with its fingerprint, for errors about versions of one name."""
+        return f"{self} (fingerprint {self.fingerprint[:16] or 'none'})"
 
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow float32

@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +36,7 @@ class Slice:
 class Sender(Protocol):
     """The trainer's side of a transport."""
 
-    def send(self, version: Version, slices: Iterable[Slice]) -> Published:
+    def send(self, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
         """Write the slices where receivers can stage them. Blocking.
 
         `version` carries the fingerprint that receivers check the weights against; it is not computed from the slices. A
@@ -49,11 +50,13 @@ class Sender(Protocol):
 class Receiver(Protocol):
     """An engine's side of a transport."""
 
-    def receive(self, published: Published) -> Iterable[Slice]:
-        """The slices of a published version, checked against its manifest, in any order. Blocking.
+    takes: UpdateSupport
+
+    def receive(self, update: WeightUpdate) -> Iterable[Slice]:
+        """The slices of an update, of all its parts, checked against their manifests, in any order. Blocking.
 
         The manifest holds names, shapes and dtypes. Tensors may be views of memory that is valid until the next call:
-        copy them. Raises PolicyMismatch.
+        copy them. Raises PolicyMismatch, and ValueError for an update that this transport does not take.
         """
         ...
 

@@ -15,7 +15,8 @@ import numpy as np
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities, Engine
-from tidemill.core.types import Completion, GenerateRequest, Published, Version
+from tidemill.core.types import Completion, GenerateRequest, Version
+from tidemill.core.weight_update import WeightUpdate
 from tidemill.run.recipe import RunConfig
 from tidemill.runtime.placement import Handle
 
@@ -39,6 +40,12 @@ def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str) -> 
         return []
     _expect_support(engine, can, config)
     _expect_proof(engine, can, config)
+    if "full" not in can.updates.kinds:  # what every trainer publishes
+        transport = config.placement.sync.kind_name
+        raise ConfigError(
+            f"placement.sync.transport = {transport!r}: {engine} cannot take full weight updates by it, and trainers "
+            "publish no others; take another kind of engine, or another transport"
+        )
     probes = config.record.probe_every > 0
     told = [(not can.token_versions, OLDEST), (not can.score and probes, NO_PROBES), (can.proof == "received", UNPROVEN)]
     return [f"{engine}: {said}" for holds, said in told if holds]
@@ -104,10 +111,9 @@ class StampedEngine:
         self._engine = engine
         self._served = Version(-1)  # nothing is sampled before the first publication
 
-    async def update(self, published: Published) -> Version:
-        served = await self._engine.update(published)
-        self._served = served
-        return served
+    async def update(self, update: WeightUpdate) -> Version:
+        self._served = await self._engine.update(update)
+        return self._served
 
     async def generate(self, request: GenerateRequest) -> Completion:
         oldest = self._served

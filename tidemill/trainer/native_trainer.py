@@ -18,7 +18,8 @@ import torch
 
 from tidemill.core import fault_injection
 from tidemill.core.errors import CheckpointError, PolicyMismatch
-from tidemill.core.types import Array, LossSpec, Metrics, Published, Sample, Telemetry, TrainResult, Version
+from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
+from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import save_folder, serving_slices
 from tidemill.models.served_weights import Contents, checked, words_of
@@ -169,7 +170,7 @@ class NativeTrainer:
                 await self._copied()
         return await self._recorder.asked(self._offload, run)
 
-    async def publish(self, version: Version) -> Published:
+    async def publish(self, version: Version) -> WeightUpdate:
         """Send the weights to the engines as `version`; returns where they are.
 
         Raises PolicyMismatch, and nothing becomes visible, when the tensors to be sent do not have the names and shapes of
@@ -179,7 +180,7 @@ class NativeTrainer:
         if sender is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
 
-        def run() -> Published:
+        def run() -> WeightUpdate:
             fault_injection.reach(self._recorder.process, "publish", version.step)
             with self._recorder.span("publish", step=version.step):
                 published = self._send(version, sender)
@@ -188,7 +189,7 @@ class NativeTrainer:
 
         return await self._recorder.asked(self._offload, run)
 
-    def _send(self, version: Version, sender: Sender) -> Published:
+    def _send(self, version: Version, sender: Sender) -> WeightUpdate:
         dtype, before = self.settings.serving_dtype, self._announced
         own = Contents.of(self.decoder, DTYPES[dtype])
         masters = own.words if dtype == "float32" else words_of(self.decoder)
@@ -197,7 +198,7 @@ class NativeTrainer:
         published = sender.send(version, checked(self._stream(version), own))
         if published.version != version:
             raise PolicyMismatch(
-                f"the carrier announces {published.version} ({published.version.fingerprint}), not {version}"
+                f"the transport announces {published.version} ({published.version.fingerprint}), not {version}"
             )
         self._announced = announced
         return replace(published, note=why_unchanged(before, announced, self._applied, dtype))

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from tidemill.core.atomic_files import flush, remove_left
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Coverage, Slice
-from tidemill.weight_sync.manifest import MAX_BYTES, Block, WeightManifest
+from tidemill.weight_sync.manifest import MAX_BYTES, Block, WeightManifest, expect_parts, expect_whole
 
 _MARKER = ".tidemill-weights"
 _UNFINISHED = ".sending-"
@@ -42,7 +43,7 @@ class CheckpointSender:
         for left in folder.glob(f"{_UNFINISHED}*"):  # left by a sender that was killed
             remove_left(left, _MARKER)
 
-    def send(self, version: Version, slices: Iterable[Slice]) -> Published:
+    def send(self, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         if version.policy != (self._policy or version.policy):
             raise ValueError(f"{self._folder} holds {self._policy!r}: send {version.policy!r} to a folder of its own")
@@ -61,7 +62,8 @@ class CheckpointSender:
         finally:
             remove_left(unfinished, _MARKER)
         self._retain(target)
-        return Published(manifest.version, "checkpoint", str(target), sum(b.length for b in manifest.blocks))
+        part = WeightPart("checkpoint", str(target), sum(b.length for b in manifest.blocks))
+        return WeightUpdate(manifest.version, (part,))
 
     def close(self) -> None:
         """Remove every version: they only existed to reach the engines."""
@@ -81,11 +83,14 @@ class CheckpointSender:
 class CheckpointReceiver:
     """Reads versions that a CheckpointSender wrote to a shared folder."""
 
-    def receive(self, published: Published) -> Iterator[Slice]:
+    takes = UpdateSupport()
+
+    def receive(self, update: WeightUpdate) -> Iterator[Slice]:
         """Iterate over the slices of a version. Raises PolicyMismatch when files do not fit."""
-        folder = Path(published.location)
+        expect_parts(update, "checkpoint", self.takes)
+        folder = Path(update.parts[0].location)
         manifest = _read_manifest(folder)
-        manifest.expect(published)
+        expect_whole([manifest], update)
         parts: dict[int, dict[str, Block]] = {}
         for block in manifest.blocks:
             if parts.setdefault(block.part, {}).setdefault(block.key, block) is not block:

@@ -11,6 +11,7 @@ tensor is wrong.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 from typing import Annotated
@@ -21,7 +22,8 @@ import torch
 from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.models.weight_slices import Coverage, Slice
 
 FORMAT = "tidemill-weights-1"
@@ -105,38 +107,50 @@ class WeightManifest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return raw
 
     @classmethod
-    def decode(cls, raw: bytes) -> WeightManifest:
+    def decode(cls, raw: bytes, partial: bool = False) -> WeightManifest:
         """Decode and check a manifest. Raises PolicyMismatch when `raw` is not a sound one."""
         if len(raw) > MAX_BYTES:
             raise PolicyMismatch(f"manifest of {len(raw)} bytes: at most {MAX_BYTES} are read")
         try:
             manifest = _decoder.decode(raw)
-            manifest.check()
+            manifest.check(partial)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise PolicyMismatch(f"not a manifest of weights: {error}") from None
         return manifest
 
-    def check(self) -> None:
-        """Raise ValueError unless every tensor is tiled by its blocks, without gap or overlap."""
+    def check(self, partial: bool = False) -> None:
+        """Raise ValueError unless every tensor is tiled by its blocks, without overlap and, unless partial, without gap."""
         if self.format != FORMAT:
             raise ValueError(f"format {self.format[:40]!r}: expected {FORMAT!r}")
-        _check_layout(self.layout())
+        _check_layout(self.layout(), partial)
 
     def layout(self) -> tuple[Outline, ...]:
         """The outlines of all blocks: equal in every version of a policy."""
         return tuple(block.outline for block in self.blocks)
 
-    def expect(self, published: Published) -> None:
-        """Raise PolicyMismatch unless this manifest is of exactly that version, fingerprint included."""
-        if self.version != published.version or not self.version.fingerprint:
-            raise PolicyMismatch(
-                f"{published.location} holds {self.version} (fingerprint {self.version.fingerprint[:16] or 'none'}), "
-                f"announced was {published.version} (fingerprint {published.version.fingerprint[:16] or 'none'})"
-            )
+
+def expect_parts(update: WeightUpdate, transport: str, takes: UpdateSupport) -> None:
+    """Raise ValueError or PolicyMismatch unless this transport takes the update and wrote all of its parts."""
+    takes.check(update, f"the transport {transport!r}")
+    if other := next((part.transport for part in update.parts if part.transport != transport), None):
+        raise PolicyMismatch(f"{update.version} was sent by the transport {other!r}, which {transport!r} cannot read")
 
 
-@lru_cache(maxsize=4)  # all versions of a policy have the same layout
-def _check_layout(layout: tuple[Outline, ...]) -> None:
+def expect_whole(manifests: Sequence[WeightManifest], update: WeightUpdate) -> None:
+    """Raise PolicyMismatch unless these manifests, one a part, are of this version and together tile every tensor."""
+    announced = update.version
+    for manifest, part in zip(manifests, update.parts, strict=True):
+        if manifest.version != announced or not announced.fingerprint:
+            raise PolicyMismatch(f"{part.location} holds {manifest.version.exact}, announced was {announced.exact}")
+    if len(manifests) > 1:  # one alone was checked when it was decoded
+        try:
+            _check_layout(tuple(outline for manifest in manifests for outline in manifest.layout()), partial=False)
+        except ValueError as error:
+            raise PolicyMismatch(f"the {len(manifests)} parts of {announced} are not all weights once: {error}") from None
+
+
+@lru_cache(maxsize=16)  # all versions of a policy have the same layouts, one for each part
+def _check_layout(layout: tuple[Outline, ...], partial: bool) -> None:
     if not layout:
         raise ValueError("no weights in it")
     most = max(Counter(name for name, *_ in layout).values())
@@ -149,7 +163,8 @@ def _check_layout(layout: tuple[Outline, ...]) -> None:
         if max(prod(size), prod(shape)) > MAX_ELEMENTS:
             raise ValueError(f"{name}: more than {MAX_ELEMENTS} elements")
         coverage.add_block(name, shape, offset, size, DTYPES[dtype])
-    coverage.complete()
+    if not partial:
+        coverage.complete()
 
 
 _decoder = msgspec.json.Decoder(WeightManifest)

@@ -21,7 +21,7 @@ import secrets
 import struct
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,9 +30,19 @@ from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.shared_memory_file import anonymous_memory
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Slice
-from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Outline, WeightManifest, raw_bytes
+from tidemill.weight_sync.manifest import (
+    DTYPES,
+    MAX_BYTES,
+    Block,
+    Outline,
+    WeightManifest,
+    expect_parts,
+    expect_whole,
+    raw_bytes,
+)
 from tidemill.weight_sync.pinned_memory import Pinned
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
@@ -49,11 +59,12 @@ with warnings.catch_warnings():  # torch warns once per process that a buffer is
 class SharedMemorySender:
     """Sender with two slots; they are files in `folder` without anonymous memory."""
 
-    def __init__(self, folder: Path, anonymous: bool = True) -> None:
+    def __init__(self, folder: Path, anonymous: bool = True, partial: bool = False) -> None:
+        """partial: it sends one part of each version, and only all parts together fill the tensors."""
         self._slots = [_Slot(folder, anonymous), _Slot(folder, anonymous)]
-        self._next = 0
+        self._next, self._partial = 0, partial
 
-    def send(self, version: Version, slices: Iterable[Slice]) -> Published:
+    def send(self, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
         """Write a version and make it visible, or raise ValueError when slices do not fill their tensors."""
         assert self._slots, "send() after close()"
         slot = self._slots[self._next]
@@ -65,10 +76,11 @@ class SharedMemorySender:
             blocks.append(block)
             end = _aligned(end + item.tensor.nbytes)
         manifest = WeightManifest(version, blocks)
-        manifest.check()
+        manifest.check(self._partial)
         slot.commit(manifest.encode(), end)
         self._next = 1 - self._next  # only now: after a failure the other slot still holds the last good version
-        return Published(version, "shared_memory", slot.location, sum(b.length for b in blocks))
+        part = WeightPart("shared_memory", slot.location, sum(b.length for b in blocks))
+        return WeightUpdate(version, (part,))
 
     def close(self) -> None:
         for slot in self._slots:
@@ -77,32 +89,37 @@ class SharedMemorySender:
 
 
 class SharedMemoryReceiver:
-    """Reads versions in place, from the slots of a SharedMemorySender on this machine."""
+    """Reads versions in place, from the slots of SharedMemorySenders on this machine: one for each part."""
+
+    takes = UpdateSupport(several_parts=True)
 
     def __init__(self) -> None:
         self._mappings: dict[tuple[int, int], _Mapping] = {}  # by device and inode; mapping anew costs page faults
 
-    def receive(self, published: Published) -> Iterator[Slice]:
+    def receive(self, update: WeightUpdate) -> Iterator[Slice]:
         """Iterate over the slices as read-only views, each valid until the iterator moves on.
 
-        Writing to one is a segmentation fault. Raises PolicyMismatch for another version than `published`.
+        Writing to one is a segmentation fault. Raises PolicyMismatch for another version than that of `update`.
         """
-        location = published.location
-        with _opened(location) as fd:
-            header = _read_header(fd, location)
-            manifest = _read_manifest(fd, header, location)
-            manifest.expect(published)
-            views, before = self._mapping(fd, header.start).views(manifest, location), _HEADER.pack(*header)
-            for block, view in zip(manifest.blocks, views, strict=True):
-                yield block.slice(view)
-                if os.pread(fd, _HEADER.size, 0) != before:
-                    raise PolicyMismatch(f"{location}: was overwritten with another version while it was read")
+        expect_parts(update, "shared_memory", self.takes)
+        parts = len(update.parts)
+        with ExitStack() as stack:
+            slots = [(stack.enter_context(_opened(part.location)), part.location) for part in update.parts]
+            headers = [_read_header(*slot) for slot in slots]
+            manifests = [_read_manifest(*slot, header, parts > 1) for slot, header in zip(slots, headers, strict=True)]
+            expect_whole(manifests, update)
+            for (fd, location), header, manifest in zip(slots, headers, manifests, strict=True):
+                mapping, before = self._mapping(fd, header.start, 2 * parts), _HEADER.pack(*header)
+                for block, view in zip(manifest.blocks, mapping.views(manifest, location), strict=True):
+                    yield block.slice(view)
+                    if os.pread(fd, _HEADER.size, 0) != before:
+                        raise PolicyMismatch(f"{location}: was overwritten with another version while it was read")
 
     def close(self) -> None:
         self._mappings.clear()  # unmapped with the last view of it
 
-    def _mapping(self, fd: int, end: int) -> _Mapping:
-        """A mapping of at least the first `end` bytes of a slot.
+    def _mapping(self, fd: int, end: int, most: int) -> _Mapping:
+        """A mapping of at least the first `end` bytes of a slot; the `most` latest ones are kept.
 
         A known mapping that reaches so far is kept even if the slot has grown by a longer manifest: closing a mapping of
         100 MB takes 5 ms, and the engine takes no step meanwhile.
@@ -113,7 +130,7 @@ class SharedMemoryReceiver:
         if known is None or not end <= len(known.memory) <= status.st_size:
             known = _Mapping(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
         self._mappings[key] = known
-        while len(self._mappings) > 2:  # a sender has two slots; older ones are of a sender that is gone
+        while len(self._mappings) > most:  # a sender has two slots; older ones are of a sender that is gone
             del self._mappings[next(iter(self._mappings))]
         return known
 
@@ -248,14 +265,14 @@ def _read_header(fd: int, location: str) -> _Header:
     return _Header(*_HEADER.unpack(raw))
 
 
-def _read_manifest(fd: int, header: _Header, location: str) -> WeightManifest:
+def _read_manifest(fd: int, location: str, header: _Header, partial: bool) -> WeightManifest:
     size = os.fstat(fd).st_size
     if not 0 < header.length <= MAX_BYTES or header.start + header.length > size:
         raise PolicyMismatch(f"{location}: truncated ({size} bytes, the manifest lies at {header.start})")
     raw = os.pread(fd, header.length, header.start)
     if hashlib.blake2b(raw, digest_size=32).digest() != header.digest:
         raise PolicyMismatch(f"{location}: the manifest is not the one its header names")
-    return WeightManifest.decode(raw)
+    return WeightManifest.decode(raw, partial)
 
 
 def _view(mapping: mmap.mmap, block: Block, location: str) -> Tensor:

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from tidemill.core.types import Published, SamplingParams, Version
+from tidemill.core.types import SamplingParams, Version
+from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.engine.native import native_engine
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -100,17 +101,21 @@ def prompts(count: int, low: int = 3, high: int = 30, seed: int = 0) -> list[np.
 class MemoryReceiver:
     """Hands over the weights of decoders that lie in memory."""
 
+    takes = UpdateSupport()
+
     def __init__(self) -> None:
         self.models: dict[int, Decoder] = {}
         self.corrupt = False
         self.closed = False
 
-    def publish(self, step: int, model: Decoder, dtype: torch.dtype = torch.float32) -> Published:
+    def publish(self, step: int, model: Decoder, dtype: torch.dtype = torch.float32) -> WeightUpdate:
         model = model.to(dtype)
         self.models[step] = model
-        return Published(Version(step, fingerprint=Contents.of(model, dtype).fingerprint), "memory", str(step))
+        return WeightUpdate(
+            Version(step, fingerprint=Contents.of(model, dtype).fingerprint), (WeightPart("memory", str(step)),)
+        )
 
-    def receive(self, published: Published):
+    def receive(self, published: WeightUpdate):
         for piece in serving_slices(
             self.models[published.version.step], self.models[published.version.step].embed.weight.dtype
         ):

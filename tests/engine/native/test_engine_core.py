@@ -18,6 +18,7 @@ from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.executors import background
 from tidemill.core.interfaces import Engine
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams, Version
+from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.observability.timeline import IDLE
@@ -346,7 +347,7 @@ async def test_wrong_weights_are_refused_and_the_old_ones_served(started):
     with pytest.raises(PolicyMismatch, match="not this model's weights"):
         await under_test.update(published)
     with pytest.raises(PolicyMismatch, match="without a fingerprint"):
-        await under_test.update(core.Published(Version(1), "memory", "1"))
+        await under_test.update(WeightUpdate(Version(1), (WeightPart("memory", "1"),)))
     again = await under_test.generate(GenerateRequest(prompt(), SamplingParams(max_tokens=8, seed=3)))
     np.testing.assert_array_equal(before.tokens, again.tokens)
     assert (again.versions == 0).all() and (await under_test.stats()).version == Version(0)

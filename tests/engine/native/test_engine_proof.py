@@ -20,7 +20,8 @@ from engine_cases import MemoryReceiver, decoder, engine, prompts, reference_log
 
 from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.executors import background
-from tidemill.core.types import GenerateRequest, Published, SamplingParams, Version
+from tidemill.core.types import GenerateRequest, SamplingParams, Version
+from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.staged_weights import Staging, serve
 from tidemill.models.decoder import Decoder
@@ -40,7 +41,7 @@ async def until(condition) -> None:
     raise AssertionError("it did not happen")
 
 
-def announce(sender: Any, step: int, model: Decoder) -> Published:
+def announce(sender: Any, step: int, model: Decoder) -> WeightUpdate:
     own = Contents.of(model, torch.float32)
     return sender.send(Version(step, fingerprint=own.fingerprint), checked(serving_slices(model, torch.float32), own))
 
@@ -49,9 +50,10 @@ class Paused:
     """A receiver that stops in the middle of a version until it is let go on."""
 
     def __init__(self, inner: Any) -> None:
+        self.takes = inner.takes
         self.inner, self.reached, self.go_on = inner, threading.Event(), threading.Event()
 
-    def receive(self, published: Published) -> Iterator[Slice]:
+    def receive(self, published: WeightUpdate) -> Iterator[Slice]:
         if sys.platform == "linux":
             self.priority = os.getpriority(os.PRIO_PROCESS, threading.get_native_id())
         for count, piece in enumerate(self.inner.receive(published)):
@@ -64,11 +66,13 @@ class Paused:
         self.inner.close()
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
-async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_and_the_next_whole(carrier, tmp_path: Path):
+@pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
+async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_and_the_next_whole(
+    transport, tmp_path: Path
+):
     """As it is for a device."""
-    sender = make_sender(SyncSettings(transport=carrier), tmp_path)
-    receiver = Paused(make_receiver(carrier))
+    sender = make_sender(SyncSettings(transport=transport), tmp_path)
+    receiver = Paused(make_receiver(transport))
     under_test = engine(receiver=receiver)  # type: ignore[arg-type]
     under_test._updates._tells_device = background("staging")
     new, text, params = decoder(seed=2), prompts(1)[0], SamplingParams(max_tokens=6, seed=1)
@@ -93,6 +97,15 @@ async def test_an_update_cancelled_while_a_thread_stages_leaves_the_old_version_
         receiver.go_on.set()
         await under_test.close()
         sender.close()
+
+
+async def test_the_transport_of_an_engine_limits_the_updates_it_takes():
+    for receiver, takes in ((MemoryReceiver(), UpdateSupport()), (None, UpdateSupport(()))):
+        under_test = engine(receiver=receiver)
+        assert (await under_test.capabilities()).updates == takes
+        with pytest.raises((ValueError, RuntimeError), match=r"in 1 part, but policy@v1 has 2|cannot be updated"):
+            await under_test.update(WeightUpdate(Version(1, fingerprint="f"), (WeightPart("memory", "1"),) * 2))
+        await under_test.close()
 
 
 @pytest.mark.parametrize("chunk", [1, 7])

@@ -15,7 +15,8 @@ import torch
 from engine_cases import BASE, MemoryReceiver, decoder, engine, prompts
 
 from tidemill.core.errors import EngineFailed, PolicyMismatch
-from tidemill.core.types import Completion, GenerateRequest, Published, SamplingParams, Version
+from tidemill.core.types import Completion, GenerateRequest, SamplingParams, Version
+from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native import between_steps
 from tidemill.engine.native.between_steps import SHARE, TURN_S, in_turns
 from tidemill.engine.native.native_engine import NativeEngine
@@ -212,11 +213,11 @@ class Watched:
     """A receiver that says how far it is, and that it was left."""
 
     def __init__(self, inner: Any, wrong: int = -1) -> None:
-        self.inner, self.wrong = inner, wrong
+        self.inner, self.wrong, self.takes = inner, wrong, inner.takes
         self.given = 0
         self.left = list[Version]()  # those that nobody reads any more
 
-    def receive(self, published: Published) -> Iterator[Slice]:
+    def receive(self, published: WeightUpdate) -> Iterator[Slice]:
         self.given = 0
         try:
             for piece in self.inner.receive(published):
@@ -237,7 +238,7 @@ def a_piece_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(piecewise, "PIECE_BYTES", 2048)
 
 
-def announce(sender: Any, step: int, model: Decoder) -> Published:
+def announce(sender: Any, step: int, model: Decoder) -> WeightUpdate:
     own = Contents.of(model, torch.float32)
     return sender.send(Version(step, fingerprint=own.fingerprint), checked(serving_slices(model, torch.float32), own))
 
@@ -270,12 +271,12 @@ async def busy(under_test: NativeEngine, text: np.ndarray) -> asyncio.Future[Com
     return call
 
 
-@pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
-async def test_weights_staged_between_steps_are_those_that_were_published(carrier, a_piece_a_turn, tmp_path: Path):
+@pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
+async def test_weights_staged_between_steps_are_those_that_were_published(transport, a_piece_a_turn, tmp_path: Path):
     """Steps sample with the old weights to the bit, until all has been staged; then everything is the new ones'."""
-    sender = make_sender(SyncSettings(transport=carrier), tmp_path)
+    sender = make_sender(SyncSettings(transport=transport), tmp_path)
     text, new = prompts(1)[0], decoder(ARCH, seed=1)
-    under_test = engine(ARCH, receiver=make_receiver(carrier), in_flight="keep")
+    under_test = engine(ARCH, receiver=make_receiver(transport), in_flight="keep")
     try:
         call = await busy(under_test, text)
         before = under_test._activity.counters["steps"]
@@ -320,10 +321,10 @@ async def test_a_mismatch_between_steps_leaves_the_old_weights_served(a_piece_a_
 
 
 @pytest.mark.parametrize("busy_too", [True, False])
-@pytest.mark.parametrize("carrier", ["shared_memory", "checkpoint"])
-async def test_an_update_is_cancelled_between_two_pieces(carrier, busy_too, a_piece_a_turn, tmp_path: Path):
-    sender, text = make_sender(SyncSettings(transport=carrier), tmp_path), prompts(1)[0]
-    receiver = Watched(make_receiver(carrier))
+@pytest.mark.parametrize("transport", ["shared_memory", "checkpoint"])
+async def test_an_update_is_cancelled_between_two_pieces(transport, busy_too, a_piece_a_turn, tmp_path: Path):
+    sender, text = make_sender(SyncSettings(transport=transport), tmp_path), prompts(1)[0]
+    receiver = Watched(make_receiver(transport))
     under_test = engine(ARCH, receiver=receiver)  # type: ignore[arg-type]
     try:
         call = await busy(under_test, text) if busy_too else None

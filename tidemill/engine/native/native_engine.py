@@ -24,7 +24,8 @@ import torch
 from tidemill.core import fault_injection
 from tidemill.core.errors import ConfigError, EngineFailed
 from tidemill.core.interfaces import Capabilities, EngineStats
-from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Published, Scored, Telemetry, Version
+from tidemill.core.types import Array, Completion, Finish, GenerateRequest, InFlight, Scored, Telemetry, Version
+from tidemill.core.weight_update import WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.batch_invariant import run_invariant
 from tidemill.engine.native.cache_size import device_of, pages_of
@@ -119,7 +120,7 @@ class NativeEngine:
         self._failure: Exception | None = None
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(context=self._scheduler.context, sleep=True)
+        return Capabilities(context=self._scheduler.context, sleep=True, updates=self._updates.takes)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self._result(self._submit(request, stream=False))
@@ -146,8 +147,8 @@ class NativeEngine:
         self._run()
         return await self._result(request)
 
-    async def update(self, published: Published) -> Version:
-        return await self._updates.update(published, self._fail)
+    async def update(self, update: WeightUpdate) -> Version:
+        return await self._updates.update(update, self._fail)
 
     async def abort(self, key: str) -> None:
         self._settle()

@@ -22,7 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.models.decode_layers import decoding_weights
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import empty_decoder, loading
@@ -75,23 +76,24 @@ class Staging:
 
     def __init__(self, receiver: Receiver, serving: Weights, pack: bool) -> None:
         self._receiver, self._pack = receiver, pack
+        self.takes = UpdateSupport(several_parts=True).both(receiver.takes)
         self._spare = _spare_of(serving.decoder, pack)
         device = serving.decoder.embed.weight.device
         self._uploads = Uploads(device) if device.type == "cuda" else None
         self._proven: tuple[Version, dict[str, int]] | None = None  # version and words of the latest stage
 
-    def stage(self, published: Published, serving: Weights) -> Work[Weights]:
+    def stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
         """Receive and verify a version. Raises PolicyMismatch if it is not the announced one."""
-        if not published.version.fingerprint:
-            raise PolicyMismatch(f"{published.version} was published without a fingerprint, so it cannot be verified")
+        if not update.version.fingerprint:
+            raise PolicyMismatch(f"{update.version} was published without a fingerprint, so it cannot be verified")
         with beside(serving.decoder.embed.weight.device):
-            return (yield from self._stage(published, serving))
+            return (yield from self._stage(update, serving))
 
-    def _stage(self, published: Published, serving: Weights) -> Work[Weights]:
-        version = published.version
+    def _stage(self, update: WeightUpdate, serving: Weights) -> Work[Weights]:
+        version = update.version
         totals: dict[str, int | None] = {}
         try:
-            yield from loading(self._spare, _noting(self._receiver.receive(published), totals), self._uploads)
+            yield from loading(self._spare, _noting(self._receiver.receive(update), totals), self._uploads)
         except ValueError as error:
             raise PolicyMismatch(f"{version}: what was received is not this model's weights: {error}") from error
         held = yield from Contents.summing(self._spare, self._spare.embed.weight.dtype)

@@ -18,7 +18,8 @@ from typing import TypeVar
 from tidemill.core import fault_injection
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.executors import background, in_thread
-from tidemill.core.types import InFlight, Published, Version
+from tidemill.core.types import InFlight, Version
+from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.between_steps import in_turns
 from tidemill.engine.native.scheduler import Salt, Scheduler, Sequence
@@ -54,6 +55,7 @@ class Updates:
         self.weights = weights
         self.versions = [weights.version]  # every version served, in order; tokens are stamped with their index
         self._staging, self._scheduler, self._activity = staging, scheduler, activity
+        self.takes = UpdateSupport(()) if staging is None else staging.takes
         self._name, self._in_flight, self._cached_versions = name, in_flight, cached_versions
         self._check, self._settle, self._asleep = check, settle, asleep
         on_cuda = weights.decoder.embed.weight.device.type == "cuda"
@@ -62,7 +64,7 @@ class Updates:
         self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for sequences in flight
         scheduler.salt = _salt(weights.version)
 
-    async def update(self, published: Published, fail: Callable[[Exception], None]) -> Version:
+    async def update(self, update: WeightUpdate, fail: Callable[[Exception], None]) -> Version:
         """Stage, commit and verify a version.
 
         fail: called when the served weights cannot be verified: nothing more may be sampled from them.
@@ -71,13 +73,14 @@ class Updates:
             self._check()
             if self._staging is None:
                 raise RuntimeError(f"engine {self._name} was built without a receiver: it cannot be updated")
-            self._check_forward(published.version)
-            step = published.version.step
+            self.takes.check(update, f"engine {self._name}", self.weights.version)
+            self._check_forward(update.version)
+            step = update.version.step
             fault_injection.reach(self._name, "stage", step)
-            staged = self._staging.stage(published, self.weights)
-            await self._commit(await self._beside_steps("stage", staged, step=step, bytes=published.bytes))
+            staged = self._staging.stage(update, self.weights)
+            await self._commit(await self._beside_steps("stage", staged, step=step, bytes=update.bytes))
             try:
-                await self._beside_steps("prove", self._staging.prove(self.weights, published.version), step=step)
+                await self._beside_steps("prove", self._staging.prove(self.weights, update.version), step=step)
             except PolicyMismatch as error:
                 fail(error)
                 raise

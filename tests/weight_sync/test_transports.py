@@ -1,4 +1,4 @@
-"""One contract for every carrier: what is received is what was sent, or nothing is."""
+"""One contract for every transport: what is received is what was sent, or nothing is."""
 
 from __future__ import annotations
 
@@ -9,13 +9,16 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.types import Published, Version
+from tidemill.core.types import Version
+from tidemill.core.weight_update import WeightUpdate
 from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.fingerprint import Fingerprint, fingerprint
@@ -26,7 +29,7 @@ from tidemill.weight_sync.shared_memory_transport import SharedMemoryReceiver, S
 from tidemill.weight_sync.sync_settings import SyncSettings
 from tidemill.weight_sync.transport import make_receiver, make_sender
 
-CARRIERS: dict[str, Callable[[Path], Sender]] = {
+TRANSPORTS: dict[str, Callable[[Path], Sender]] = {
     "anonymous": SharedMemorySender,
     "named": lambda folder: SharedMemorySender(folder, anonymous=False),
     "checkpoint": CheckpointSender,
@@ -34,9 +37,9 @@ CARRIERS: dict[str, Callable[[Path], Sender]] = {
 }
 
 
-@pytest.fixture(params=CARRIERS)
+@pytest.fixture(params=TRANSPORTS)
 def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Sender]:
-    made = CARRIERS[request.param](tmp_path / "weights")
+    made = TRANSPORTS[request.param](tmp_path / "weights")
     yield made
     made.close()
 
@@ -75,15 +78,15 @@ def cut(tensors: dict[str, torch.Tensor]) -> list[Slice]:
     return pieces
 
 
-def send(sender: Sender, version: Version, slices: Iterable[Slice]) -> Published:
+def send(sender: Sender, version: Version, slices: Iterable[Slice]) -> WeightUpdate:
     """As a trainer does it: announced with what they come to."""
     pieces = list(slices)
     return sender.send(replace(version, fingerprint=fingerprint(pieces)), iter(pieces))
 
 
-def receive(published: Published, receiver: Receiver | None = None) -> tuple[dict[str, torch.Tensor], str]:
+def receive(published: WeightUpdate, receiver: Receiver | None = None) -> tuple[dict[str, torch.Tensor], str]:
     """The tensors put together, and the fingerprint of what came."""
-    receiver = receiver or make_receiver(published.carrier)
+    receiver = receiver or make_receiver(published.parts[0].transport)
     total, tensors = Fingerprint(), {}
     for piece in receiver.receive(published):
         total.add(piece)
@@ -107,12 +110,74 @@ def test_round_trip(sender: Sender, shape_of: Callable[..., list[Slice]]) -> Non
     assert published.bytes == sum(t.nbytes for t in weights().values())
 
 
+@pytest.mark.parametrize("kind", ["delta", "adapter", "unknown"])
+def test_a_kind_that_it_does_not_take_is_refused_by_name(sender: Sender, kind: Any) -> None:
+    published = send(sender, Version(1), whole(weights()))
+    with pytest.raises(ValueError, match=f"the transport '{published.parts[0].transport}' takes .* 'full', but .* '{kind}'"):
+        receive(replace(published, kind=kind, base=Version(0)))
+
+
+def test_a_part_of_another_transport_is_refused_by_name(sender: Sender) -> None:
+    published = send(sender, Version(1), whole(weights()))
+    receiver = make_receiver(published.parts[0].transport)
+    with pytest.raises(PolicyMismatch, match="'pigeon'"):
+        receive(replace(published, parts=(replace(published.parts[0], transport="pigeon"),)), receiver)
+
+
+def dealt(pieces: list[Slice], folder: Path, ranks: int, step: int, seed: int) -> tuple[WeightUpdate, list[Sender]]:
+    """Slices sent by as many senders, each of which holds some at random."""
+    version = Version(step, fingerprint=fingerprint(pieces))
+    owner = np.random.default_rng(seed).permutation(np.arange(len(pieces)) % ranks)
+    senders: list[Sender] = [SharedMemorySender(folder, partial=True) for _ in range(ranks)]
+    held = [[piece for piece, at in zip(pieces, owner, strict=True) if at == rank] for rank in range(ranks)]
+    sent = [each.send(version, slices) for each, slices in zip(senders, held, strict=True)]
+    return WeightUpdate(version, tuple(part for update in sent for part in update.parts)), senders
+
+
+@pytest.mark.parametrize(("shape_of", "ranks"), [(whole, 2), (cut, 2), (cut, 5)])
+def test_several_parts_are_the_whole_or_refused(tmp_path: Path, shape_of: Callable[..., list[Slice]], ranks: int) -> None:
+    receiver, pieces = make_receiver("shared_memory"), shape_of(weights())
+    for seed in range(3):
+        update, senders = dealt(pieces, tmp_path, ranks, step=seed, seed=seed)
+        got, digest = receive(update, receiver)
+        assert same(got, weights()) and digest == update.version.fingerprint
+        assert update.bytes == sum(t.nbytes for t in weights().values()) and len(update.parts) == ranks
+        for rank in range(ranks):
+            others = (*update.parts[:rank], *update.parts[rank + 1 :])
+            assert not arrives(replace(update, parts=others)), "a part is missing"
+            assert not arrives(replace(update, parts=(*others, others[0]))), "a part came twice"
+            senders[rank].send(replace(update.version, step=seed + 1), iter(pieces[:1]))
+            assert arrives(update), "the part of the version before stays readable"
+            stale = senders[rank].send(replace(update.version, step=seed + 2), iter(pieces[:1]))
+            assert not arrives(replace(update, parts=(*others, *stale.parts))), "a part is of another version"
+            with pytest.raises(PolicyMismatch):
+                receive(update, receiver)  # its place was taken
+            update, senders = dealt(pieces, tmp_path, ranks, step=seed, seed=seed)
+        for each in senders:
+            each.close()
+
+
+def arrives(update: WeightUpdate) -> bool:
+    """As an engine decides it."""
+    try:
+        return receive(update)[1] == update.version.fingerprint
+    except PolicyMismatch:
+        return False
+
+
+def test_a_transport_that_takes_one_part_says_so(tmp_path: Path) -> None:
+    sender = CheckpointSender(tmp_path)
+    published = send(sender, Version(1), whole(weights()))
+    with pytest.raises(ValueError, match="'checkpoint' takes weight updates in 1 part, but policy@v1 has 2"):
+        receive(replace(published, parts=published.parts * 2))
+
+
 def test_two_receivers_and_many_versions(sender: Sender) -> None:
     receivers = None
     digests = set()
     for step in range(5):
         published = send(sender, Version(step), (s for s in cut(weights(step))))
-        receivers = receivers or [make_receiver(published.carrier) for _ in range(2)]
+        receivers = receivers or [make_receiver(published.parts[0].transport) for _ in range(2)]
         for receiver in receivers:
             got, digest = receive(published, receiver)
             assert same(got, weights(step))
@@ -128,7 +193,7 @@ def test_sizes_may_change_between_versions(sender: Sender) -> None:
     for step, rows in enumerate((3, 40, 4000, 2, 9000, 20, 7)):
         tensors = {"w": torch.arange(rows * 3.0).view(rows, 3) + step, "v": torch.ones(step + 1)}
         published = send(sender, Version(step), whole(tensors))
-        receiver = receiver or make_receiver(published.carrier)
+        receiver = receiver or make_receiver(published.parts[0].transport)
         assert same(receive(published, receiver)[0], tensors)
 
 
@@ -144,7 +209,7 @@ def test_names_shapes_and_dtypes_may_change_in_the_same_bytes(sender: Sender) ->
         if step >= 6:
             tensors = {"a": tensors["a"], "c": tensors["b"]}
         published = send(sender, Version(step), whole(tensors))
-        receiver = receiver or make_receiver(published.carrier)
+        receiver = receiver or make_receiver(published.parts[0].transport)
         assert same(receive(published, receiver)[0], tensors), step
 
 
@@ -157,7 +222,7 @@ def test_a_longer_manifest_does_not_cost_a_mapping(tmp_path: Path) -> None:
         published = send(sender, Version(step), whole(tensors))
         for piece in receiver.receive(published):
             assert torch.equal(piece.tensor, tensors[piece.name])
-        sizes.append(os.stat(published.location).st_size)
+        sizes.append(os.stat(published.parts[0].location).st_size)
         mappings.append(list(receiver._mappings.values())[-1])
     assert sizes[3] > sizes[1], "no slot has grown"
     assert mappings[0] is mappings[2] and mappings[1] is mappings[3] and mappings[0] is not mappings[1]
@@ -186,7 +251,7 @@ def test_an_old_version_is_not_taken_for_a_new_one(sender: Sender) -> None:
         with pytest.raises(PolicyMismatch, match="announced"):
             receive(replace(published[2], version=wrong))
     with pytest.raises(PolicyMismatch):
-        receive(replace(published[2], location=published[1].location))
+        receive(replace(published[2], parts=published[1].parts))
 
 
 def test_the_same_version_may_be_sent_again(sender: Sender) -> None:
@@ -208,9 +273,9 @@ def test_failed_send_is_never_visible(sender: Sender) -> None:
         with pytest.raises(MemoryError):
             sender.send(Version(3, fingerprint="f"), failing())
         assert same(receive(kept)[0], weights(2))
-        for location in (good.location, kept.location):
+        for parts in (good.parts, kept.parts):
             with pytest.raises(PolicyMismatch):
-                receive(replace(kept, version=replace(kept.version, step=3), location=location))
+                receive(replace(kept, version=replace(kept.version, step=3), parts=parts))
     assert same(receive(send(sender, Version(3), whole(weights(3))))[0], weights(3))
 
 
@@ -230,11 +295,11 @@ def test_only_whole_tensors_can_be_sent(sender: Sender, case: str) -> None:
 
 def test_receiver_in_another_process(sender: Sender) -> None:
     script = (
-        "import sys, msgspec; from tidemill.core.types import Published\n"
+        "import sys, msgspec; from tidemill.core.weight_update import WeightUpdate\n"
         "from tidemill.weight_sync.transport import make_receiver\n"
         "from tidemill.models.fingerprint import fingerprint\n"
-        "p = msgspec.json.decode(sys.argv[1], type=Published)\n"
-        "print(fingerprint(make_receiver(p.carrier).receive(p)))"
+        "p = msgspec.json.decode(sys.argv[1], type=WeightUpdate)\n"
+        "print(fingerprint(make_receiver(p.parts[0].transport).receive(p)))"
     )
     published = send(sender, Version(1), cut(weights()))
     argument = msgspec.json.encode(published).decode()
@@ -248,14 +313,14 @@ def test_close_leaves_nothing(sender: Sender, tmp_path: Path) -> None:
     receive(published)
     sender.close()
     assert [p for p in tmp_path.rglob("*") if p.is_file()] == []
-    assert not os.path.exists(published.location)
+    assert not os.path.exists(published.parts[0].location)
     with pytest.raises(PolicyMismatch):
         receive(published)
 
 
 def test_an_abandoned_receive_leaves_no_descriptor(sender: Sender) -> None:
     published = send(sender, Version(0), whole(weights()))
-    receiver = make_receiver(published.carrier)
+    receiver = make_receiver(published.parts[0].transport)
     list(receiver.receive(published))
     before = len(os.listdir("/dev/fd"))
     for _ in range(5):
@@ -272,16 +337,16 @@ def test_a_decoder_arrives_as_it_was_served(sender: Sender, dtype: torch.dtype) 
     trained, serving = Decoder(arch), Decoder(arch).to(dtype)
     trained.initialise(torch.Generator().manual_seed(1))
     published = send(sender, Version(1), serving_slices(trained, dtype))
-    load_slices(serving, make_receiver(published.carrier).receive(published))
+    load_slices(serving, make_receiver(published.parts[0].transport).receive(published))
     assert fingerprint(serving_slices(serving, dtype)) == published.version.fingerprint
     assert same(serving.state_dict(), trained.to(dtype).state_dict())
 
 
 def test_factories_follow_the_settings(tmp_path: Path) -> None:
-    for carrier in ("shared_memory", "checkpoint"):
-        made = make_sender(SyncSettings(transport=carrier), tmp_path / carrier)
+    for transport in ("shared_memory", "checkpoint"):
+        made = make_sender(SyncSettings(transport=transport), tmp_path / transport)
         published = send(made, Version(0), whole(weights()))
-        assert published.carrier == carrier
+        assert published.parts[0].transport == transport
         assert same(receive(published)[0], weights())
         made.close()
     with pytest.raises(ValueError, match="transport"):

@@ -1,0 +1,71 @@
+"""Weight updates: handles to the weights of one version, which a trainer publishes and engines stage.
+
+A handle is small enough to send anywhere. Its parts say where the bytes are: one for each process that wrote some.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from tidemill.core.errors import PolicyMismatch
+from tidemill.core.types import Version
+
+UpdateKind = Literal["full", "delta", "adapter"]
+
+
+@dataclass(frozen=True, slots=True)
+class WeightPart:
+    """Weights that one process wrote to one place."""
+
+    transport: str  # that wrote them, and reads them
+    location: str  # shared-memory segment name or folder
+    bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class WeightUpdate:
+    """The weights of one version: those of its parts together, applied to `base` unless the kind is "full"."""
+
+    version: Version  # after the update, with the fingerprint of all weights that are then served
+    parts: tuple[WeightPart, ...]
+    kind: UpdateKind = "full"
+    base: Version | None = None  # the version that must be served before; None: any, as every weight is replaced
+    note: str = ""  # why these are the weights of the version before, though there was an update
+
+    def __post_init__(self) -> None:
+        if not self.parts:
+            raise ValueError(f"{self.version}: a weight update has no part, expected at least 1")
+        if (self.base is None) != (self.kind == "full"):
+            given, expected = ("no base", "one") if self.base is None else (f"the base {self.base}", "none")
+            raise ValueError(f"{self.version}: a weight update of kind {self.kind!r} has {given}, expected {expected}")
+
+    @property
+    def bytes(self) -> int:
+        return sum(part.bytes for part in self.parts)
+
+
+@dataclass(frozen=True, slots=True)
+class UpdateSupport:
+    """The weight updates that an engine or a transport takes."""
+
+    kinds: tuple[UpdateKind, ...] = ("full",)
+    several_parts: bool = False
+
+    def both(self, other: UpdateSupport) -> UpdateSupport:
+        """The updates that an engine takes through a transport."""
+        kinds: tuple[UpdateKind, ...] = tuple(filter(lambda kind: kind in other.kinds, self.kinds))
+        return UpdateSupport(kinds, self.several_parts and other.several_parts)
+
+    def check(self, update: WeightUpdate, name: str, served: Version | None = None) -> None:
+        """Raise ValueError for an update that `name` cannot take.
+
+        served: what an engine serves. Raises PolicyMismatch when the update applies to something else.
+        """
+        if update.kind not in self.kinds:
+            taken = " or ".join(repr(kind) for kind in self.kinds) or "no kind"
+            raise ValueError(f"{name} takes weight updates of kind {taken}, but {update.version} is of kind {update.kind!r}")
+        if len(update.parts) > 1 and not self.several_parts:
+            raise ValueError(f"{name} takes weight updates in 1 part, but {update.version} has {len(update.parts)}")
+        if update.base is not None and served is not None and update.base != served:
+            raise PolicyMismatch(f"{update.version} applies to {update.base.exact}, but {name} serves {served.exact}")
