@@ -1,15 +1,26 @@
-"""Request bodies as checked records; a bad one raises an ApiError that says what is expected.
+"""Request bodies as pydantic models, which raise an ApiError for a bad one.
 
-An unsupported parameter that would change the reply is refused, unless its value changes nothing. Parameters that only
-concern OpenAI's own bookkeeping are accepted and ignored.
+It names the field, the value given and what was expected. An unsupported parameter that would change the reply is refused,
+unless its value changes nothing. Parameters that only concern OpenAI's own bookkeeping are accepted and ignored. A validator
+raises ApiError itself where the fault is not one field's.
 """
 
 from __future__ import annotations
 
 import difflib
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Callable
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, FailFast, Field, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    WrapValidator,
+    field_validator,
+    model_validator,
+)
 
 from tidemill.core.errors import ApiError
 from tidemill.core.types import MIN_REPETITION, MIN_TEMPERATURE
@@ -62,25 +73,88 @@ UNCHANGING: dict[str, list[Any]] = {  # unsupported parameters, with the values 
     "verbosity": ["medium"],
 }
 OF_CHATS: dict[str, list[Any]] = {"echo": [False], "add_special_tokens": [False]}
-ROLES = ("system", "developer", "user", "assistant", "tool")
+OWN_NAMES = ("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding", "truncation")
+OWN_NAMES += ("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
 
-STRICT = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+class Parameters(BaseModel):
+    """Base of all bodies and their parts. A null, or an unknown parameter that is empty, counts as not given."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, given: Any) -> Any:
+        """The known parameters, and the first unknown one: describing thousands takes time."""
+        if not isinstance(given, dict):
+            return given
+        extra = next(
+            (key for key, value in given.items() if key not in cls.model_fields and value not in (None, "", [])), None
+        )
+        return {key: given[key] for key in (extra, *cls.model_fields) if given.get(key) is not None}
+
+
+def _expected(what: str) -> WrapValidator:
+    """One sentence in place of the errors of each type that a field may have."""
+
+    def check(given: Any, validate: Callable[[Any], Any]) -> Any:
+        try:
+            return validate(given)
+        except ValidationError:
+            raise ValueError(f"expected {what}") from None
+
+    return WrapValidator(check)
+
+
+TEXT_ALONE = BeforeValidator(lambda given: [given] if isinstance(given, str) else given)
+ROW_ALONE = BeforeValidator(lambda given: [given] if isinstance(given, list) and given and type(given[0]) is int else given)
+FIRST = Field(min_length=1, fail_fast=True)  # the first fault is enough: describing thousands takes time
 Stop = Annotated[str, Field(min_length=1, max_length=1000)]
-Messages = list[dict[str, str]]
+Prompts = Annotated[
+    Annotated[list[str], FIRST] | Annotated[list[Annotated[list[int], FIRST]], FIRST],
+    TEXT_ALONE,
+    ROW_ALONE,
+    _expected("a text, a list of texts, a list of token ids, or a list of lists of token ids"),
+]
 
 
-class StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+class TextPart(Parameters):
+    """A part of a message's content. Other fields than these are ignored."""
 
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(Parameters):
+    """A message of a chat."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | Annotated[list[TextPart], FIRST], _expected("a text, or a list of parts of type 'text'")]
+    name: str = ""
+    type: Any = None  # "message", as some clients write
+
+    @property
+    def text(self) -> str:
+        return self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+
+    @property
+    def plain(self) -> dict[str, str]:
+        """The message as a chat template takes it."""
+        return {"role": self.role, "content": self.text} | ({"name": self.name} if self.name else {})
+
+
+class StreamOptions(Parameters):
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
     include_obfuscation: bool = False  # accepted and ignored: this server pads nothing
 
 
-class Body(BaseModel):
-    """Parameters that completions and chats share. A null parameter counts as not given."""
+class Body(Parameters):
+    """Parameters that completions and chats share."""
 
-    model_config = STRICT
+    unchanging: ClassVar[dict[str, list[Any]]] = UNCHANGING
 
     model: str
     n: int = Field(default=1, ge=1, le=128)
@@ -90,52 +164,131 @@ class Body(BaseModel):
     min_p: float = Field(default=0.0, ge=0, lt=1)
     ignore_eos: bool = False
     seed: int | None = Field(default=None, ge=-(2**63), lt=2**64)
-    stop: list[Stop] = Field(default=[], max_length=16)
+    stop: Annotated[list[Stop], TEXT_ALONE] = Field(default=[], max_length=16)
     stop_token_ids: list[int] = Field(default=[], max_length=256)
     min_tokens: int = Field(default=0, ge=0)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     repetition_penalty: float = Field(default=1.0, ge=MIN_REPETITION, le=1 / MIN_REPETITION)
-    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] = Field(default={}, max_length=MAX_BIAS)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] = {}
     skip_special_tokens: bool = True
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _without_unchanging(cls, given: Any) -> Any:
+        tree = {key: value for key, value in given.items() if value is not None and key not in IGNORED}
+        if tree.get("best_of") == tree.get("n", 1):
+            tree.pop("best_of", None)
+        for key in cls.unchanging.keys() & tree.keys():
+            if (value := tree.pop(key)) not in cls.unchanging[key]:
+                raise ApiError(f"{key} = {short(value)} is not supported by this server: leave {key!r} out", param=key)
+        return tree
+
+    @field_validator("temperature")
+    @classmethod
+    def _precise(cls, given: float) -> float:
+        if 0 < given < MIN_TEMPERATURE:
+            raise ValueError("expected 0, which is greedy, or a value from 0.001 to 100")
+        return given
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _by_id(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MAX_BIAS:
+            raise ApiError(f"logit_bias has {len(given)} tokens: expected at most {MAX_BIAS}", param="logit_bias")
+        try:
+            return {int(token): bias for token, bias in given.items()} if isinstance(given, dict) else given
+        except ValueError:
+            raise ApiError("logit_bias: expected token ids as its keys", param="logit_bias") from None
+
+    @model_validator(mode="after")
+    def _streamed(self) -> Self:
+        if self.stream_options is not None and not self.stream:
+            message = "stream_options was given without stream: set stream to true, or leave it out"
+            raise ApiError(message, param="stream_options")
+        return self
+
+    def _expect_least(self, limit: int | None) -> None:
+        if limit is not None and self.min_tokens > limit:
+            raise ApiError(f"min_tokens = {self.min_tokens}: expected at most max_tokens, {limit}", param="min_tokens")
+
 
 class CompletionBody(Body):
     """Body of `/v1/completions`."""
 
-    prompt: Any  # see `prompts_of`
+    prompt: Prompts
     max_tokens: int = Field(default=16, ge=0)
     logprobs: int | None = Field(default=None, ge=0, le=20)
     echo: bool = False
     add_special_tokens: bool = True
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        self._expect_least(self.max_tokens)
+        if self.max_tokens == 0 and not self.echo:
+            raise ApiError("max_tokens = 0: expected at least 1, or echo to look at the prompt alone", param="max_tokens")
+        if (prompts := len(self.prompt)) * self.n > MAX_CHOICES:
+            raise ApiError(f"{prompts} prompts times n = {self.n}: expected at most {MAX_CHOICES} choices", param="n")
+        return self
 
-class ChatInput(BaseModel):
+
+class ChatInput(Parameters):
     """Input of the chat template: messages and options."""
 
-    messages: Annotated[list[dict[str, Any]], FailFast()] = Field(min_length=1)
+    messages: Annotated[list[Message], FIRST]
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] = {}
 
+    @model_validator(mode="after")
+    def _of_template(self) -> Self:
+        if own := [key for key in self.chat_template_kwargs if key in OWN_NAMES or not key.isidentifier()]:
+            message = f"chat_template_kwargs.{short(own[0])}: expected names that the template itself asks for"
+            raise ApiError(message, param="chat_template_kwargs")
+        if self.continue_final_message and self.add_generation_prompt:
+            raise ApiError(
+                "continue_final_message was given with add_generation_prompt: set add_generation_prompt to false",
+                param="continue_final_message",
+            )
+        return self
 
-class ChatBody(Body, ChatInput):
+    @property
+    def options(self) -> dict[str, Any]:
+        """Options for the chat template."""
+        return self.chat_template_kwargs | self.model_dump(include={"add_generation_prompt", "continue_final_message"})
+
+
+class ChatBody(ChatInput, Body):
     """Body of `/v1/chat/completions`."""
+
+    unchanging: ClassVar[dict[str, list[Any]]] = UNCHANGING | OF_CHATS
 
     max_tokens: int | None = Field(default=None, ge=1)
     max_completion_tokens: int | None = Field(default=None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(default=0, ge=0, le=20)
 
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError("top_logprobs was given without logprobs: set logprobs to true", param="top_logprobs")
+        if len({self.max_tokens, self.max_completion_tokens} - {None}) > 1:
+            raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
+        self._expect_least(self.limit)
+        return self
 
-class TokenizeBody(BaseModel):
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of the reply that the client asked for."""
+        return self.max_tokens or self.max_completion_tokens
+
+
+class TokenizeBody(Parameters):
     """Body of `/tokenize` with a text."""
-
-    model_config = STRICT
 
     model: str | None = None
     prompt: str
@@ -146,133 +299,47 @@ class TokenizeBody(BaseModel):
 class TokenizeChatBody(ChatInput):
     """Body of `/tokenize` with messages."""
 
-    model_config = STRICT
-
     model: str | None = None
     return_token_strs: bool = False
 
 
-class DetokenizeBody(BaseModel):
+class DetokenizeBody(Parameters):
     """Body of `/detokenize`."""
 
-    model_config = STRICT
-
     model: str | None = None
-    tokens: Annotated[list[int], FailFast()]
+    tokens: list[int] = Field(fail_fast=True)
 
 
-B = TypeVar("B", bound=Body)
-K = TypeVar("K", bound=BaseModel)
-OWN_NAMES = ("conversation", "messages", "tools", "documents", "chat_template", "tokenize", "padding", "truncation")
-OWN_NAMES += ("max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask", "tokenizer_kwargs")
+P = TypeVar("P", bound=Parameters)
 
 
-def parse(kind: type[B], raw: bytes) -> B:
-    """Decode and check the body of a completion or a chat. Raises ApiError."""
-    tree = {key: value for key, value in read(raw).items() if value is not None and key not in IGNORED}
-    if tree.get("best_of") == tree.get("n", 1):
-        tree.pop("best_of", None)
-    unchanging = UNCHANGING | OF_CHATS if issubclass(kind, ChatBody) else UNCHANGING
-    for key, values in unchanging.items():
-        if key in tree and (value := tree.pop(key)) not in values:
-            raise ApiError(f"{key} = {short(value)} is not supported by this server: leave {key!r} out", param=key)
-    if isinstance(tree.get("stop"), str):
-        tree["stop"] = [tree["stop"]]
-    if isinstance(bias := tree.get("logit_bias"), dict) and len(bias) > MAX_BIAS:
-        raise ApiError(f"logit_bias has {len(bias)} tokens: expected at most {MAX_BIAS}", param="logit_bias")
-    body = validated(kind, tree)
-    if 0 < body.temperature < MIN_TEMPERATURE:
-        message = f"temperature = {body.temperature}: expected 0, which is greedy, or a value from 0.001 to 100"
-        raise ApiError(message, param="temperature")
-    if body.stream_options is not None and not body.stream:
-        raise ApiError(
-            "stream_options was given without stream: set stream to true, or leave it out", param="stream_options"
-        )
-    return body
+def parse(kind: type[P], raw: bytes) -> P:
+    """Decode and check a body. Raises ApiError."""
+    return validated(kind, read(raw))
 
 
-def validated(kind: type[K], tree: dict[str, Any]) -> K:
-    """Validate a body. Raises ApiError for the first fault only: describing thousands takes time."""
-    extra = [key for key in tree if key not in kind.model_fields]
-    known = {key: tree[key] for key in (*extra[:1], *kind.model_fields) if tree.get(key) is not None}
+def validated(kind: type[P], tree: dict[str, Any]) -> P:
+    """Check a decoded body. Raises ApiError for its first fault."""
     try:
-        return kind.model_validate(known)
+        return kind.model_validate(tree)
     except ValidationError as error:
         raise _refusal(kind, error) from None
 
 
-def options_of(chat: ChatInput) -> dict[str, Any]:
-    """Options for the chat template. Raises ApiError for bad or contradicting ones."""
-    if given := [key for key in chat.chat_template_kwargs if key in OWN_NAMES or not key.isidentifier()]:
-        message = f"chat_template_kwargs.{short(given[0])}: expected names that the template itself asks for"
-        raise ApiError(message, param="chat_template_kwargs")
-    if chat.continue_final_message and chat.add_generation_prompt:
-        raise ApiError(
-            "continue_final_message was given with add_generation_prompt: set add_generation_prompt to false",
-            param="continue_final_message",
-        )
-    given = {"add_generation_prompt": chat.add_generation_prompt, "continue_final_message": chat.continue_final_message}
-    return chat.chat_template_kwargs | given
-
-
-def prompts_of(value: Any) -> list[str | list[int]]:
-    """The prompts of a completion: from a text, a list of texts, a row of token ids, or a list of rows.
-
-    Raises ApiError for anything else.
-    """
-    if isinstance(value, str):
-        return [value]
-    if isinstance(value, list) and value:
-        if all(isinstance(item, str) for item in value):
-            return value
-        if _is_row(value):
-            return [value]
-        if all(isinstance(item, list) and _is_row(item) for item in value):
-            return value
-    raise ApiError(
-        f"prompt = {short(value)}: expected a text, a list of texts, a list of token ids, or a list of lists of token ids",
-        param="prompt",
-    )
-
-
-def messages_of(value: list[dict[str, Any]]) -> Messages:
-    """The messages of a chat, each with a role and a text. Raises ApiError for others."""
-    return [_message(i, {k: v for k, v in message.items() if v is not None}) for i, message in enumerate(value)]
-
-
-def _message(index: int, given: dict[str, Any]) -> dict[str, str]:
-    where = f"messages[{index}]"
-    known = ("role", "content", "name", "type")
-    if extra := [key for key in given if key not in known and given[key] not in ([], "")]:
-        raise ApiError(f"{where}.{extra[0]} is not supported by this server: give role and content", param="messages")
-    role, content = given.get("role"), given.get("content")
-    if role not in ROLES:
-        raise ApiError(f"{where}.role = {short(role)}: expected one of {', '.join(ROLES)}", param="messages")
-    if isinstance(content, list):
-        parts = [part.get("text") for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [part for part in parts if isinstance(part, str)]
-        content = "".join(texts) if len(texts) == len(content) else None
-    if not isinstance(content, str):
-        raise ApiError(f"{where}.content: expected a text, or a list of parts of type 'text'", param="messages")
-    if not isinstance(name := given.get("name", ""), str):
-        raise ApiError(f"{where}.name = {short(name)}: expected a text", param="messages")
-    return {"role": role, "content": content} | ({"name": name} if name else {})
-
-
-def _is_row(value: list[Any]) -> bool:
-    return bool(value) and all(type(item) is int for item in value)  # `type`, because True is an int and not a token id
-
-
-def _refusal(kind: type[BaseModel], error: ValidationError) -> ApiError:
+def _refusal(kind: type[Parameters], error: ValidationError) -> ApiError:
     first = error.errors(include_url=False)[0]
-    where = ".".join(str(part) for part in first["loc"])
+    where = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])[1:]
     param = str(first["loc"][0])[:100] if first["loc"] else None
     match first["type"]:
+        case "extra_forbidden" if len(first["loc"]) > 1:
+            return ApiError(f"{short(where)[1:-1]} is not supported by this server: leave it out", param=param)
         case "extra_forbidden":
             near = difflib.get_close_matches(where, kind.model_fields, n=1)
             hint = f"did you mean {near[0]!r}?" if near else "leave it out"
             return ApiError(f"unknown parameter {short(where)}: {hint}", param=param)
         case "missing":
             return ApiError(f"{where!r} is required and was not given", param=param)
-    message = str(first["msg"]).removeprefix("Input ")
+        case "model_type":
+            return ApiError(f"{where} = {short(first['input'])}: should be an object", param=param)
+    message = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
     return ApiError(f"{where} = {short(first['input'])}: {message}", param=param)

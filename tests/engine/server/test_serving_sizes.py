@@ -121,10 +121,10 @@ TOO_MUCH: dict[str, tuple[str, bytes, str]] = {
     "texts": ("v1/completions", body(prompt=["a"] * 100_000), "100000 prompts times n = 1: expected at most 1024"),
     "bias": ("v1/completions", body(logit_bias={str(i): "x" for i in range(9000)}), "logit_bias has 9000 tokens"),
     "unknown": ("v1/completions", body(**{f"k{i}": i for i in range(9000)}), "unknown parameter 'k0'"),
-    "no messages": ("v1/chat/completions", chat([1] * 100_000), "messages.0 = 1"),
+    "no messages": ("v1/chat/completions", chat([1] * 100_000), "messages[0] = 1"),
     "empty messages": ("v1/chat/completions", chat([{}] * 100_000), "messages[0].role"),
     "messages": ("v1/chat/completions", chat([{"role": "user", "content": "a"}] * 20_000), "the context holds 256"),
-    "fractions": ("detokenize", json.dumps({"tokens": [0.5] * 500_000}).encode(), "tokens.0 = 0.5"),
+    "fractions": ("detokenize", json.dumps({"tokens": [0.5] * 500_000}).encode(), "tokens[0] = 0.5"),
     "too many ids": ("detokenize", json.dumps({"tokens": [5] * 500_000}).encode(), "tokens: 500000 tokens, expected"),
 }
 

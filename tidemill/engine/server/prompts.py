@@ -5,12 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from tidemill.core.errors import ApiError
-from tidemill.core.executors import in_thread
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.models.tokenizer import Tokenizer
-from tidemill.openai_api.requests import ChatInput, messages_of, options_of
-
-FEW = 1000  # messages, up to which they are parsed on the event loop
+from tidemill.openai_api.requests import ChatInput
 
 
 class Prompts:
@@ -39,9 +36,7 @@ class Prompts:
 
     async def of_chat(self, chat: ChatInput) -> np.ndarray:
         """The tokens of a chat, ready for the reply: [P] int32. Raises ApiError."""
-        options = options_of(chat)
-        messages = messages_of(chat.messages) if len(chat.messages) <= FEW else await in_thread(messages_of, chat.messages)
-        return await self._reader.chat(messages, options)
+        return await self._reader.chat([message.plain for message in chat.messages], chat.options)
 
     def check_ids(self, ids: list[int], place: str, param: str) -> None:
         """Raise ApiError for ids that the model has no embedding for."""
@@ -80,6 +75,6 @@ class Prompts:
         for token in tokens[tokens >= self._vocab][:1].tolist():
             name = str(self._tokenizer.convert_ids_to_tokens(token))
             for i, message in enumerate(chat.messages):
-                if name in str(message.get("content")):
+                if name in message.text:
                     return f"messages[{i}]"
         return "messages"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 
-from tidemill.core.errors import ApiError
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import SamplingParams
 from tidemill.engine.server.choices import Asked
@@ -15,19 +14,10 @@ MOST_TOP_K = 1 << 30  # more than any vocabulary, and a machine integer
 REPLY_TOKENS = 4096  # reply tokens of a chat that gives no limit
 
 
-def check_body(body: CompletionBody | ChatBody, prompts: Prompts) -> None:
-    """Raise ApiError if parameters contradict one another or the model."""
+def check_ids(body: Body, prompts: Prompts) -> None:
+    """Raise ApiError if parameters name tokens that the model does not know."""
     prompts.check_ids(body.stop_token_ids, "stop_token_ids", "stop_token_ids")
-    prompts.check_ids([token for token, _ in _bias(body)], "logit_bias", "logit_bias")
-    limit = body.max_tokens
-    if isinstance(body, ChatBody):
-        if body.top_logprobs and not body.logprobs:
-            raise ApiError("top_logprobs was given without logprobs: set logprobs to true", param="top_logprobs")
-        if len({body.max_tokens, body.max_completion_tokens} - {None}) > 1:
-            raise ApiError("max_tokens and max_completion_tokens differ: give one of them", param="max_tokens")
-        limit = limit or body.max_completion_tokens
-    if limit is not None and body.min_tokens > limit:
-        raise ApiError(f"min_tokens = {body.min_tokens}: expected at most max_tokens, {limit}", param="min_tokens")
+    prompts.check_ids([*body.logit_bias], "logit_bias", "logit_bias")
 
 
 def limit_of(body: ChatBody, room: int, context: int, usual: int | None) -> int:
@@ -36,7 +26,7 @@ def limit_of(body: ChatBody, room: int, context: int, usual: int | None) -> int:
     A chat that gives no limit gets the model's `usual` one, or else 4096 and at most half the context: then a reply without
     an end stops, and the conversation can go on.
     """
-    asked = body.max_tokens or body.max_completion_tokens
+    asked = body.limit
     if asked is None:
         asked = max(usual or min(REPLY_TOKENS, context // 2), body.min_tokens, 1)
     return min(asked, room)
@@ -60,14 +50,7 @@ def asked_of(
         presence_penalty=body.presence_penalty,
         frequency_penalty=body.frequency_penalty,
         repetition_penalty=body.repetition_penalty,
-        logit_bias=_bias(body),
+        logit_bias=tuple(body.logit_bias.items()),
     )
     stops = tuple(body.stop)
     return Asked(tokens, params, stops, begun, not body.skip_special_tokens, body.return_token_ids)
-
-
-def _bias(body: Body) -> tuple[tuple[int, float], ...]:
-    try:
-        return tuple((int(token), bias) for token, bias in body.logit_bias.items())
-    except ValueError:
-        raise ApiError("logit_bias: expected token ids as its keys", param="logit_bias") from None

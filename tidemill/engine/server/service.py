@@ -22,11 +22,11 @@ from tidemill.engine.server.choices import Asked, goes_on, of_prompt, sample, wh
 from tidemill.engine.server.prometheus_metrics import Clock, Metrics
 from tidemill.engine.server.prompt_reader import Reader
 from tidemill.engine.server.prompts import Prompts
-from tidemill.engine.server.sampling_requests import asked_of, check_body, limit_of
+from tidemill.engine.server.sampling_requests import asked_of, check_ids, limit_of
 from tidemill.engine.server.tokenize_routes import TokenRoutes
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.body_decoding import beside
-from tidemill.openai_api.requests import MAX_CHOICES, Body, ChatBody, CompletionBody, parse, prompts_of
+from tidemill.openai_api.requests import Body, ChatBody, CompletionBody, parse
 from tidemill.openai_api.responses import ChatShape, CompletionShape, TextPiece, Usage
 from tidemill.openai_api.vocabulary import Vocabulary
 
@@ -94,23 +94,18 @@ class Service:
         body = await beside(raw, parse, CompletionBody, raw)
         clock = Clock(self.metrics)
         self.check_model(body.model)
-        check_body(body, self.prompts)
+        check_ids(body, self.prompts)
         logprobs = self._checked_logprobs(body.logprobs is not None)
-        if body.max_tokens == 0 and not body.echo:
-            raise ApiError("max_tokens = 0: expected at least 1, or echo to look at the prompt alone", param="max_tokens")
-        prompts = await beside(raw, prompts_of, body.prompt)
-        if len(prompts) * body.n > MAX_CHOICES:
-            raise ApiError(f"{len(prompts)} prompts times n = {body.n}: expected at most {MAX_CHOICES} choices", param="n")
         rows = list[np.ndarray]()
-        for i, prompt in enumerate(prompts):
-            place = f"prompt[{i}]" if len(prompts) > 1 else "prompt"
+        for i, prompt in enumerate(body.prompt):
+            place = f"prompt[{i}]" if len(body.prompt) > 1 else "prompt"
             tokens = await self.prompts.of_text(prompt, place, special=body.add_special_tokens)
             rows.append(self.prompts.check(tokens, body.max_tokens, place, "prompt"))
             await asyncio.sleep(0)  # let others run between two prompts
         asked: list[Asked | None] = []
         echoes: list[TextPiece | None] = []
         seed = _seed(body)
-        for prompt, tokens in zip(prompts, rows, strict=True):
+        for prompt, tokens in zip(body.prompt, rows, strict=True):
             echo = await self._echo(prompt, tokens, body) if body.echo else None
             begun = goes_on(tokens, self._vocabulary)
             for i in range(body.n):
@@ -125,7 +120,7 @@ class Service:
         body = await beside(raw, parse, ChatBody, raw)
         clock = Clock(self.metrics)
         self.check_model(body.model)
-        check_body(body, self.prompts)
+        check_ids(body, self.prompts)
         logprobs = self._checked_logprobs(body.logprobs)
         tokens = await self.prompts.of_chat(body)
         tokens = self.prompts.check(tokens, 1, self.prompts.place_of(tokens, body), "messages")

@@ -9,7 +9,7 @@ from tidemill.core.errors import ApiError
 from tidemill.engine.server.prompts import Prompts
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.openai_api.body_decoding import beside, read
-from tidemill.openai_api.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, validated
+from tidemill.openai_api.requests import DetokenizeBody, TokenizeBody, TokenizeChatBody, parse, validated
 
 MOST_TEXT = 1 << 20  # characters of one request
 MOST_TOKENS = 1 << 16  # tokens of one request, or the context if that is more: writing them blocks other requests
@@ -40,7 +40,7 @@ class TokenRoutes:
 
     async def detokenize(self, raw: bytes) -> dict[str, Any]:
         """The text of ids, special tokens included."""
-        body = await beside(raw, _to_detokenize, raw)
+        body = await beside(raw, parse, DetokenizeBody, raw)
         self._check_model(body.model)
         self._check_number(len(body.tokens), "tokens")
         if outside := [token for token in body.tokens if not 0 <= token < self._size]:
@@ -61,10 +61,6 @@ class TokenRoutes:
 def _to_tokenize(raw: bytes) -> TokenizeBody | TokenizeChatBody:
     tree = read(raw)
     return validated(TokenizeChatBody, tree) if "messages" in tree else validated(TokenizeBody, tree)
-
-
-def _to_detokenize(raw: bytes) -> DetokenizeBody:
-    return validated(DetokenizeBody, read(raw))
 
 
 def _plain(value: Any) -> Any:
