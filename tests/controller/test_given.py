@@ -10,6 +10,7 @@ import pytest
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.controller.offline_groups import Given, HeldOut, check_given, replies
+from tidemill.core.attempt_checks import check_row
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Finish, Group, Score, Task
@@ -51,7 +52,7 @@ async def test_nobody_sampled_it_and_the_record_says_so() -> None:
     assert learnt(group) == ["___cd<eos>", "___e<eos>"]
     assert [t.outcome for t in group.trajectories] == [Score(1.0), Score(0.0)] and group.id == 7
     for number, t in enumerate(group.trajectories):
-        t.check()
+        check_row(t)
         assert not t.mask.any() and (t.versions == -1).all() and not t.logprobs.any() and t.sources == ()
         assert (t.finish, t.sample, t.turns) == (Finish.GIVEN, number, 1)
         np.testing.assert_array_equal(t.tokens[:3], prompt_tokens(PLAIN, "ab"))

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from test_codec import trajectory
 
+from tidemill.core.attempt_checks import check_row
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import InfraError, SamplingParams, Score, Version
 
@@ -40,12 +41,12 @@ def test_a_failure_is_never_a_number():
 @pytest.mark.parametrize("field", ["logprobs", "versions", "mask"])
 def test_check_finds_contradictions(field):
     row = trajectory(Score(1.0))
-    row.check()
+    check_row(row)
     broken = getattr(row, field).copy()
     broken[3] = {"logprobs": np.nan, "versions": 9, "mask": False}[field]
     setattr(row, field, broken)
     with pytest.raises(ValueError):
-        row.check()
+        check_row(row)
 
 
 def test_versions_of_two_incarnations_differ():

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from tidemill import Chat, InfraError, Score, Task, Unscorable, environment
+from tidemill.core.attempt_checks import check_row
 from tidemill.core.types import Outcome, Trajectory
 
 
@@ -228,7 +229,7 @@ class Judged:
         if task.prompt == "sleep":
             time.sleep(600)
         for attempt in attempts:
-            attempt.check()
+            check_row(attempt)
         total = sum(int(attempt.tokens.sum()) + float(attempt.logprobs.sum()) for attempt in attempts)
         return [Score(total, {"pid": os.getpid()}) for _ in attempts]
 

@@ -15,6 +15,7 @@ import pytest
 from ledger_cases import assert_same, group, task, trajectory
 
 from tidemill.core import serialization
+from tidemill.core.attempt_checks import check_row
 from tidemill.core.errors import ConfigError, LedgerError, RunFolderError
 from tidemill.core.interfaces import Ledger
 from tidemill.core.types import GREEDY, Finish, Score, Task, Trajectory, Version
@@ -125,7 +126,7 @@ def test_given_tokens_are_recorded_and_a_record_from_before_them_is_read(ledger:
         n = len(each.tokens)
         each.mask, each.versions, each.logprobs = np.zeros(n, bool), np.full(n, -1, np.int32), np.zeros(n, np.float32)
         each.given, each.finish, each.sources, each.support = np.arange(n) >= 4, Finish.GIVEN, (), None
-        each.check()
+        check_row(each)
     ledger.admit(0, task(0))
     ledger.finish(given)
     assert [t.given.tolist() for t in ledger.load(0).trajectories if t.given is not None] == [[False] * 4 + [True] * 8] * 2
@@ -139,10 +140,10 @@ def test_given_tokens_are_recorded_and_a_record_from_before_them_is_read(ledger:
 def test_given_tokens_that_cannot_be_are_refused(given: np.ndarray) -> None:
     """Sampled as well, of another length, no flags."""
     record = trajectory(0, 0)
-    record.check()
+    check_row(record)
     record.given = given
     with pytest.raises(ValueError, match="given tokens"):
-        record.check()
+        check_row(record)
 
 
 @pytest.mark.parametrize("schema", ["2", "3", "4"])

@@ -74,10 +74,11 @@ def _checked(outcome: Outcome, name: str) -> Outcome:
         reason = outcome.reason if isinstance(outcome.reason, str) else shown(outcome.reason)
         return type(outcome)(clip(reason))
     parts = outcome.parts if isinstance(outcome.parts, dict) else {"parts": outcome.parts}
-    turns = outcome.turns if isinstance(outcome.turns, tuple | list) else (outcome.turns,)
+    turns, seats = (x if isinstance(x, tuple | list) else (x,) for x in (outcome.turns, outcome.seats))
     if len(parts) > MOST_PARTS:
         return InfraError(f"{name} returned a Score of {len(parts):,} parts: expected at most {MOST_PARTS:,}")
     given = [("value", outcome.value), *parts.items(), *((f"turns[{i}]", turn) for i, turn in enumerate(turns))]
+    given += [(f"seats[{i}]", reward) for i, reward in enumerate(seats)]
     for part, value in given:
         if not isinstance(part, str) or len(part) > SHOWN:
             return InfraError(f"{name} returned a Score with a part named {shown(part)}: expected a short text")
@@ -85,7 +86,7 @@ def _checked(outcome: Outcome, name: str) -> Outcome:
         if number is None or not math.isfinite(number):
             return InfraError(f"{name} returned a Score whose {part} is {shown(value)}: expected a finite number")
     named = {plain(part): float(value) for part, value in parts.items()}
-    return Score(float(outcome.value), named, tuple(map(float, turns)))
+    return Score(float(outcome.value), named, tuple(map(float, turns)), tuple(map(float, seats)))
 
 
 def fitting(outcome: Outcome | None, replies: int, name: str) -> Outcome | None:

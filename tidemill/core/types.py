@@ -129,10 +129,9 @@ class GenerateRequest:
 
 @dataclass(slots=True)
 class Support:
-    """The token ids each position was sampled from under top-p/top-k/min-p, as rows of one ragged array.
+    """The token ids that each position was sampled from under top-p/top-k/min-p; without truncation there is no Support.
 
-    Row t is `ids[offsets[t]:offsets[t + 1]]`. Without truncation a completion has no Support at all.
-    """
+    Row t is `ids[offsets[t]:offsets[t + 1]]`."""
 
     ids: Array  # [sum of row sizes] int32
     offsets: Array  # [T + 1] int32
@@ -174,15 +173,18 @@ class Score(msgspec.Struct, frozen=True, tag=True):
     value: float
     parts: dict[str, float] = {}  # named components, for metrics and multi-reward advantages
     turns: tuple[float, ...] = ()  # rewards of single turns besides, from the first on, for advantages that tell turns apart
+    seats: tuple[float, ...] = ()  # rewards of single seats besides, from seat 0 on, for advantages that tell seats apart
 
     def __post_init__(self) -> None:
-        turns: Any = self.turns
-        if hasattr(turns, "tolist"):  # an array, or a torch tensor
-            msgspec.structs.force_setattr(self, "turns", tuple(np.atleast_1d(turns.tolist()).tolist()))
         if not np.isfinite(self.value):
             raise ValueError(f"Score(value={self.value!r}): expected a finite number; return Unscorable(reason) instead")
-        if self.turns and not np.isfinite(self.turns).all():
-            raise ValueError(f"Score(turns={self.turns!r}): expected finite numbers")
+        for name in ("turns", "seats"):
+            values: Any = getattr(self, name)
+            if hasattr(values, "tolist"):  # an array, or a torch tensor
+                values = tuple(np.atleast_1d(values.tolist()).tolist())
+                msgspec.structs.force_setattr(self, name, values)
+            if values and not np.isfinite(values).all():
+                raise ValueError(f"Score({name}={values!r}): expected finite numbers")
 
 
 class Unscorable(msgspec.Struct, frozen=True, tag=True):
@@ -221,22 +223,22 @@ class Said:
 
 @dataclass(slots=True)
 class Trajectory:
-    """One seat's episode, in tokens."""
+    """One row of an attempt: a conversation or a branch of one, in tokens. Most attempts have a single row."""
 
     tokens: Array  # [T] int32    everything the model saw, in order
     mask: Array  # [T] bool     the policy sampled this token
     logprobs: Array  # [T] float32  behaviour logprob (nats); 0 where not mask
     versions: Array  # [T] int32    step of the weights that sampled it; -1 where not mask
     finish: Finish
-    outcome: Outcome | None = None  # None until it was scored
+    outcome: Outcome | None = None  # the attempt's, on its last row only; None until it was scored
     sources: tuple[Version, ...] = ()  # the distinct versions behind `versions`, oldest first
-    sample: int = 0  # which sibling of its group; GREEDY: the baseline of the others
-    seat: int = 0
+    sample: int = 0  # the attempt that it is a row of; GREEDY: the baseline of the others
+    seat: int = 0  # who speaks in it, where an attempt has several agents
     turns: int = 1
     temperature: float = 1.0  # what `logprobs` were taken at
     text: str = ""  # the last reply, decoded: derived, for rewards and people
     support: Support | None = None  # rows align with the masked positions, in order
-    parent: tuple[int, int] | None = None  # (trajectory, position) this one was forked from
+    parent: tuple[int, int] | None = None  # forked from this row of its attempt at this position: what is before is context
     info: dict[str, float] = field(default_factory=dict)  # timings and counts: queued_s, reward_s, cached_tokens, ...
     given: Array | None = None  # [T] bool    nobody sampled this token, and it is to be learnt; None: there is none such
     said: tuple[Said, ...] = ()  # the conversation, message by message: derived, for people
@@ -269,24 +271,13 @@ class Trajectory:
         """The score's value; NaN when the outcome is not a score, so that no sum can swallow it."""
         return self.outcome.value if isinstance(self.outcome, Score) else float("nan")
 
-    def check(self) -> None:
-        """Raise ValueError when the record contradicts itself."""
-        shape = self.tokens.shape
-        if self.tokens.ndim != 1 or any(a.shape != shape for a in (self.mask, self.logprobs, self.versions)):
-            raise ValueError("trajectory arrays differ in shape")
-        if not np.isfinite(self.logprobs).all() or (self.logprobs[self.mask] > 1e-4).any():
-            raise ValueError("trajectory has a sampled token without a finite logprob <= 0")
-        if (self.versions[self.mask] < 0).any() or (self.versions[~self.mask] != -1).any():
-            raise ValueError("trajectory versions do not match its mask")
-        if set(self.versions[self.mask].tolist()) != {v.step for v in self.sources}:
-            raise ValueError("trajectory versions do not match its sources")
-        if (given := self.given) is not None and (given.shape != shape or given.dtype != bool or (given & self.mask).any()):
-            raise ValueError("trajectory has given tokens that are no tokens of it, or that were sampled")
-
 
 @dataclass(slots=True)
 class Group:
-    """The attempts at one task: the unit of admission, staleness and group-relative advantages."""
+    """The attempts at one task: the unit of admission, staleness and group-relative advantages.
+
+    An attempt is the rows with one `sample`, in order. Its last row holds its outcome, finish and text.
+    """
 
     id: int  # the admission id; the ledger's key
     task: Task
@@ -298,9 +289,22 @@ class Group:
         return min((t.oldest for t in self.trajectories if t.mask.any()), default=None)
 
     @property
+    def attempts(self) -> list[list[Trajectory]]:
+        """The rows of each attempt."""
+        rows = dict[int, list[Trajectory]]()
+        for t in self.trajectories:
+            rows.setdefault(t.sample, []).append(t)
+        return list(rows.values())
+
+    @property
+    def ends(self) -> list[Trajectory]:
+        """The last row of each attempt, in the order of `attempts`: it holds the outcome, the finish and the text."""
+        return list({t.sample: t for t in self.trajectories}.values())
+
+    @property
     def rewards(self) -> Array:
-        """[n] float64; NaN where there is no score."""
-        return np.array([t.reward for t in self.trajectories], np.float64)
+        """[n] float64, one for each attempt; NaN where there is no score."""
+        return np.array([t.reward for t in self.ends], np.float64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,9 +333,7 @@ class Sample:
     ref_logprobs: Array | None = None  # [T] float32  reference policy
     values: Array | None = None  # [T] float32  a critic's value before each token, at the start of the step
     returns: Array | None = None  # [T] float32  what the critic is trained towards
-    lags: Array | None = (
-        None  # [T] int32  updates since the weights that sampled it, where the loss reads that; 0 where not mask
-    )
+    lags: Array | None = None  # [T] int32  updates since the weights that sampled it, if the loss reads that; else 0
     support: Support | None = None  # rows align with the masked positions: logprobs are of the distribution over these ids
     group: int = -1
     sample: int = 0

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from tidemill.core.attempt_checks import check_row
 from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Engine
@@ -142,7 +143,7 @@ class EpisodeChat:
             info=self._info(),
             said=tuple(self._said),
         )
-        record.check()
+        check_row(record)
         return record
 
     def _added(self, message: str | Sequence[Mapping[str, Any]]) -> Array:

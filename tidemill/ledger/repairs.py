@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 
 from tidemill.core import serialization
+from tidemill.core.attempt_checks import check_row
 from tidemill.core.errors import LedgerError
 from tidemill.core.types import Group, Trajectory
 from tidemill.ledger.records import Undone
@@ -92,5 +93,5 @@ def recorded_since(
                 with contextlib.suppress(ValueError):  # an unsound group is skipped and sampled again
                     attempts = [serialization.decode(payload, Trajectory) for payload in payloads]
                     for each in attempts:
-                        each.check()
+                        check_row(each)
                     yield group_id, attempts, places

@@ -1,0 +1,50 @@
+"""Checks of recorded attempts: each row agrees with itself, and the rows of one attempt with one another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from tidemill.core.types import Group, Trajectory
+
+
+def check_row(t: Trajectory) -> None:
+    """Raise ValueError when the record of a row contradicts itself."""
+    shape = t.tokens.shape
+    if t.tokens.ndim != 1 or any(a.shape != shape for a in (t.mask, t.logprobs, t.versions)):
+        raise ValueError("trajectory arrays differ in shape")
+    if not np.isfinite(t.logprobs).all() or (t.logprobs[t.mask] > 1e-4).any():
+        raise ValueError("trajectory has a sampled token without a finite logprob <= 0")
+    if (t.versions[t.mask] < 0).any() or (t.versions[~t.mask] != -1).any():
+        raise ValueError("trajectory versions do not match its mask")
+    if set(t.versions[t.mask].tolist()) != {v.step for v in t.sources}:
+        raise ValueError("trajectory versions do not match its sources")
+    if (given := t.given) is not None and (given.shape != shape or given.dtype != bool or (given & t.mask).any()):
+        raise ValueError("trajectory has given tokens that are no tokens of it, or that were sampled")
+
+
+def check_attempts(group: Group) -> None:
+    """Raise ValueError when an attempt of several rows has not one outcome, or would train a token twice."""
+    if len(group.ends) == len(group.trajectories) and all(t.parent is None for t in group.trajectories):
+        return
+    for rows in group.attempts:
+        name = f"attempt {rows[0].sample} of group {group.id}"
+        if any(t.outcome is not None for t in rows[:-1]):
+            raise ValueError(f"{name} has an outcome on another row than its last: put the attempt's one outcome there")
+        for place, t in enumerate(rows):
+            check_row(t)
+            if t.parent is not None:
+                _check_fork(f"row {place} of {name}", t, t.parent, rows[:place])
+
+
+def _check_fork(name: str, t: Trajectory, parent: tuple[int, int], before: Sequence[Trajectory]) -> None:
+    row, position = parent
+    if not 0 <= row < len(before):
+        raise ValueError(f"{name} names row {row} as its parent: expected an earlier row of the same attempt")
+    if not 0 < position <= len(t.tokens) or not np.array_equal(t.tokens[:position], before[row].tokens[:position]):
+        raise ValueError(f"{name} does not begin with the first {position} tokens of its parent, row {row}")
+    if t.learnt[:position].any():
+        raise ValueError(
+            f"{name} marks tokens before its fork at {position} as its own: its parent trains them, here they are context"
+        )
