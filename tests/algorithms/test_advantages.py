@@ -49,7 +49,8 @@ def batch(seed=0, cohorts=6):
             turns=np.concatenate([np.cumsum(rng.random(length) < 0.4) for length in lengths]),
             values=rng.normal(0, 1, tokens),
             bootstrap=np.where(rng.random(n) < 0.5, rng.normal(0, 1, n), 0.0),
-            episodes=rng.integers(0, max(2, n // 2), n),
+            seats=rng.integers(0, 3, tokens),
+            of_seats=np.where(rng.random((n, 3)) < 0.8, rng.integers(0, 3, (n, 3)), np.nan),
         )
     )
 
@@ -70,6 +71,15 @@ def single(rewards, cohorts=None, lengths=None, **more):
     n = len(rewards)
     cohorts = np.zeros(n, np.int64) if cohorts is None else np.array(cohorts, np.int64)
     return Scores(np.array(rewards, np.float64), cohorts, np.array(lengths or [1] * n, np.int64), **more)
+
+
+SEATS = np.array([[1.0, 0.0, 0.5], [0.1, 0.1, np.nan], [np.nan, np.nan, 7.0]])
+
+
+def without_own(rewards, seat):
+    """The seat's reward minus the mean of the others; 0 for a seat that nobody has or that is alone."""
+    others = [r for i, r in enumerate(rewards.tolist()) if i != seat and not np.isnan(r)]
+    return float(rewards[seat]) - statistics.fmean(others) if others and not np.isnan(rewards[seat]) else 0.0
 
 
 def split(x, values):
@@ -174,8 +184,7 @@ def by_hand(name, x, c):
             others = lambda i: [x.rewards[j] for j in indices(x) if x.cohorts[j] == x.cohorts[i] and j != i]  # noqa: E731
             return alone(lambda i: float(x.rewards[i]) - statistics.fmean(others(i)) if others(i) else 0.0)
         case "leave_one_out_seats":
-            seats = lambda i: [x.rewards[j] for j in indices(x) if x.episodes[j] == x.episodes[i] and j != i]  # noqa: E731
-            return alone(lambda i: float(x.rewards[i]) - statistics.fmean(seats(i)) if seats(i) else 0.0)
+            return [[without_own(x.of_seats[i], seat) for seat in row] for i, row in enumerate(split(x, x.seats))]
         case "none":
             return alone(lambda i: 0.0)
         case "reinforce":
@@ -280,7 +289,7 @@ def test_what_does_not_compare_trains_a_cohort_of_one(name):
 @pytest.mark.parametrize("name", ADVANTAGES)
 def test_no_attempts_give_no_advantages(name):
     none, ints = np.zeros(0), np.zeros(0, np.int64)
-    x = Scores(none, ints, ints, {}, none, none, ints, none, none, ints)
+    x = Scores(none, ints, ints, {}, none, none, ints, none, none, ints, np.zeros((0, 1)))
     assert ADVANTAGES[name](x).shape == (0,)
 
 
@@ -325,7 +334,7 @@ def test_the_others_need_nothing_but_rewards(name):
         ("remax", single([1.0], lengths=[2], given=np.array([0.5, 0.0]), greedy=np.array([0.25])), [1.25, 0.75]),
         (  # three seats, two that draw, and one that is left alone
             "leave_one_out_seats",
-            single([1.0, 0.0, 0.5, 0.1, 0.1, 7.0], lengths=[2, 1, 1, 1, 1, 1], episodes=np.array([4, 4, 4, 1, 1, 9])),
+            single([0.0] * 3, lengths=[4, 2, 1], seats=np.array([0, 0, 1, 2, 1, 0, 2]), of_seats=SEATS),
             [0.75, 0.75, -0.75, 0, 0, 0, 0],
         ),
         ("process", single([1.0, 0.0], lengths=[2, 1], given=np.array([1.0, 0.0, 1.0])), [0.5, -0.5, -0.5]),

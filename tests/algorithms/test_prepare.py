@@ -38,6 +38,8 @@ def trajectory(outcome, sampled=3, prompt=2, finish=Finish.STOP, **more):
 
 def group(*trajectories, id=1):
     rows = [t if isinstance(t, Trajectory) else trajectory(t) for t in trajectories]
+    for place, row in enumerate(rows):  # attempts of one row each, unless they say otherwise
+        row.sample = row.sample or place
     return Group(id, Task("t", "p"), rows)
 
 
@@ -94,27 +96,38 @@ def test_kept_zero_variance_groups_dilute():
     assert not any(s.advantages.any() for s in two.samples[2:]) and two.samples[2].weights.any()
 
 
-def test_seats_are_compared_with_their_own_kind():
-    rows = [trajectory(r, seat=seat) for r, seat in [(1.0, 0), (10.0, 1), (0.0, 0), (20.0, 1)]]
-    samples = prepare([group(*rows)], AlgorithmSettings.preset("dr_grpo", fixed_length=8)).samples
-    assert [s.advantages[-1] for s in samples] == [0.5, -5.0, -0.5, 5.0]
+def seated(*attempts):
+    """A group of attempts with a row for each seat: (reward, rewards of the seats), the seats taking turns."""
+    rows = [
+        trajectory(Score(value, seats=seats) if seat == len(seats) - 1 else None, sample=i, seat=seat)
+        for seat in (0, 1)
+        for i, (value, seats) in enumerate(attempts)
+        if seat < len(seats)
+    ]
+    return Group(1, Task("t", "p"), rows)
+
+
+def test_the_seats_of_an_attempt_share_its_reward():
+    samples = prepare([seated((1.0, (0.0, 9.0)), (0.0, (5.0, 7.0)))], AlgorithmSettings.preset("dr_grpo", fixed_length=8))
+    assert advantages(samples) == [0.5, 0.5, -0.5, -0.5]
 
 
 def test_seats_are_compared_with_those_they_played_with():
-    """Each with the others of its own episode: not with the siblings in its seat."""
-    scores = [(0, 0, 1.0), (1, 0, 0.25), (0, 1, 0.0), (1, 1, 0.75), (2, 0, 0.5), (2, 1, 0.5)]
-    rows = [trajectory(r, sample=sample, seat=seat) for sample, seat, r in scores]
+    """Each with the others of its own attempt: not with the siblings in its seat."""
+    scores = [(1.0, (1.0, 0.0)), (1.0, (0.25, 0.75)), (0.0, (0.5, 0.5))]
     s = AlgorithmSettings.preset("dr_grpo", advantage="leave_one_out_seats", fixed_length=8)
-    assert advantages(prepare([group(*rows)], s)) == [1.0, -0.5, -1.0, 0.5, 0.0, 0.0]
+    assert advantages(prepare([seated(*scores)], s)) == [1.0, -1.0, -0.5, 0.5, 0.0, 0.0]
     drop = AlgorithmSettings.preset("dr_grpo", advantage="leave_one_out_seats", zero_variance="drop")
-    assert has_signal(group(*rows), drop) is None and has_signal(group(*rows[4:]), drop) == "zero-variance"
-    ends = [trajectory(float(1 - sample), sample=sample, seat=seat) for sample in (0, 1) for seat in (0, 1)]
-    assert has_signal(group(*ends), drop) == "zero-variance", "siblings differ, and nobody from whom it plays with"
-    lost = [trajectory(InfraError("x"), sample=0, seat=1), rows[0], *rows[4:]]
-    assert advantages(prepare([group(*lost)], s)) == [0.0, 0.0, 0.0], "nobody is left to be compared with"
-    with pytest.raises(ValueError, match="compares the seats of an episode, and those of group 1 have one"):
+    assert has_signal(seated(*scores), drop) is None and has_signal(seated(scores[2]), drop) == "zero-variance"
+    alike = seated((1.0, (1.0, 1.0)), (0.0, (0.0, 0.0)))
+    assert has_signal(alike, drop) == "zero-variance", "siblings differ, and nobody from whom it plays with"
+    lost = seated(*scores)
+    next(t for t in lost.trajectories if (t.sample, t.seat) == (0, 1)).outcome = InfraError("x")
+    assert advantages(prepare([lost], s)) == [-0.5, 0.5, 0.0, 0.0], "an attempt without a score has none for any seat"
+    assert advantages(prepare([seated((1.0, (3.0,)))], s)) == [0.0], "nobody is there to be compared with"
+    with pytest.raises(ValueError, match="compares the seats of an attempt, and a score of group 1 rewards 0 of 1"):
         has_signal(group(1.0, 0.0), drop)
-    with pytest.raises(ValueError, match="use an environment with several seats"):
+    with pytest.raises(ValueError, match="use an environment that scores several seats"):
         prepare([group(1.0, 0.0)], s)
 
 

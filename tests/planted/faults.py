@@ -82,8 +82,8 @@ FAULTS = [
     ),
     Fault(
         "rloo without its factor",
-        "* (size / np.maximum(size - 1, 1)))",
-        "* (size / np.maximum(size, 1)))",
+        "* (size / np.maximum(size - 1, 1))",
+        "* (size / np.maximum(size, 1))",
         "algorithms/test_advantages.py",
     ),
     Fault(
@@ -144,8 +144,8 @@ FAULTS = [
     ),
     Fault(
         "a cancelled attempt is trained",
-        "isinstance(trajectory.outcome, Score) and trajectory.finish is not Finish.CANCELLED",
-        "isinstance(trajectory.outcome, Score)",
+        "isinstance(end.outcome, Score) and end.finish is not Finish.CANCELLED",
+        "isinstance(end.outcome, Score)",
         "algorithms/test_prepare.py",
     ),
     Fault(

@@ -1,5 +1,7 @@
 """Every algorithm there is, and a step of groups as ragged as any, for the tests beside this file."""
 
+from dataclasses import replace
+
 import numpy as np
 from trainer_cases import CPU, VOCAB
 
@@ -16,6 +18,7 @@ STEP, LONGEST = 6, 12
 RECOMPUTE = {"old_logprobs": "recompute"}
 TEACHER = {"model": "teacher", "distil": 1.0}
 LEFT_OPEN = {"opd": {"reference": TEACHER}}  # what a preset leaves to the user
+LOOSE = {"mis_geometric": {"name": "mis_geometric", "low": 0.8, "high": 1.25}}  # by default it would leave none of these
 OF_THREE = {name: {"k": 2} for name in ("pass_at_k", "pkpo")}  # the best of all that there are is the same for all
 
 
@@ -34,7 +37,10 @@ def functions():
         for loss in LOSS_CONSTANTS
         for reduction in REDUCTIONS
     }
-    found |= {name: settings(corrections=[name], **(RECOMPUTE if name not in WITHOUT_OLD else {})) for name in CORRECTIONS}
+    found |= {
+        name: settings(corrections=[LOOSE.get(name, name)], **(RECOMPUTE if name not in WITHOUT_OLD else {}))
+        for name in CORRECTIONS
+    }
     for name in ADVANTAGES:
         given = {"none": {"reference": TEACHER}, "gae": {"critic": "initial"}, **OF_THREE}.get(name, {})
         found[f"advantage {name}"] = settings(advantage=name, **given)
@@ -48,56 +54,102 @@ def functions():
     return found
 
 
-def played(model, seed=0, seats=1):
-    """Groups of several prompts, two of which begin alike: seats, tool tokens, turns with rewards, attempts that are cut
-    off, without a score or all equal, a twin, two temperatures, a truncated distribution; tokens of old weights."""
+def played(model, seed=1, seats=1):
+    """Groups of several prompts, two of which begin alike: seats with a row each, tool tokens, turns with rewards, attempts
+    that are cut off, without a score or all equal, a twin, two temperatures, a truncated distribution; old tokens."""
     rng = np.random.default_rng(seed)
     prompts = [rng.integers(0, VOCAB, n) for n in (9, 4, 1, 6)]
     prompts[3][:4] = prompts[1]
     groups = []
     for g, prompt in enumerate(prompts):
         seated = 2 if g == 0 else seats
-        attempts = [_attempt(rng, model, prompt, g, sample, seat) for sample in range(3) for seat in range(seated)]
-        attempts += [_attempt(rng, model, prompt, g, GREEDY, seat) for seat in range(seated)]
-        groups.append(Group(g + 3, Task(str(g), "p"), attempts))
-    groups[1].trajectories[2].finish = Finish.LENGTH
-    groups[1].trajectories.append(_attempt(rng, model, prompts[1], 1, 3, 0, outcome=InfraError("lost")))
+        rows = [_row_of(rng, model, prompt, g, sample, seat) for sample in (0, 1, 2, GREEDY) for seat in range(seated)]
+        groups.append(Group(g + 3, Task(str(g), "p"), rows))
+    groups[1].ends[2].finish = Finish.LENGTH
+    groups[1].trajectories.append(_row_of(rng, model, prompts[1], 1, 3, 0))
     groups[3].trajectories.append(_twin(groups[3].trajectories[0], sample=3))
-    for t in groups[2].trajectories:
-        t.outcome = Score(1.0, {"form": 1.0})
-    for t in groups[3].trajectories[:3]:  # one of them is solved
-        t.outcome = Score(1.0 if t.sample == 0 else 0.5 * (t.sample - 1), {"form": 0.0, "sense": 0.3 * t.sample})
+    for group in groups:
+        for t in group.ends:
+            mine = {"form": float(rng.integers(0, 2)), "sense": float(rng.random())}
+            seats = tuple(float(rng.integers(0, 3)) for _ in range(t.seat + 1))
+            t.outcome = Score(float(rng.integers(0, 3)) / 2, mine, (float(rng.random()),), seats)
+    groups[1].ends[4].outcome = InfraError("lost")
+    for t in groups[2].ends:
+        t.outcome = Score(1.0, {"form": 1.0}, seats=(1.0,) * (t.seat + 1))
+    for t in groups[3].ends[:3]:  # one of them is solved
+        reward = 1.0 if t.sample == 0 else 0.5 * (t.sample - 1)
+        t.outcome = Score(reward, {"form": 0.0, "sense": 0.3 * t.sample}, seats=(0.2 * t.sample, 0.5)[: t.seat + 1])
+    groups[3].ends[4].outcome = Score(0.25, {"form": 0.0, "sense": 0.5}, seats=(0.25,))
     return groups
+
+
+def forked(groups):
+    """The same attempts with a row for each turn: the turns before it are context, as where a history was branched."""
+    return [Group(g.id, g.task, [part for rows in g.attempts for part in _turn_by_turn(rows, rows[-1])]) for g in groups]
+
+
+def _turn_by_turn(rows, end):
+    found = []
+    for t in rows:
+        edges = np.flatnonzero(np.diff(t.learnt, prepend=False, append=False)).reshape(-1, 2)
+        before, counted = 0, 0
+        for turn, (begin, stop) in enumerate(edges.tolist()):
+            cut = len(t.tokens) if turn == len(edges) - 1 else stop
+            own = (np.arange(cut) >= begin) & (np.arange(cut) < stop)
+            mask = t.mask[:cut] & own
+            found.append(
+                replace(
+                    t,
+                    tokens=t.tokens[:cut].copy(),
+                    mask=mask,
+                    logprobs=np.where(mask, t.logprobs[:cut], np.float32(0)),
+                    versions=np.where(mask, t.versions[:cut], np.int32(-1)),
+                    sources=tuple(v for v in t.sources if v.step in set(t.versions[:cut][mask].tolist())),
+                    finish=t.finish if t is end and cut == len(t.tokens) else Finish.STOP,
+                    outcome=None,
+                    support=t.support and _rows_of(t.support, counted, counted + stop - begin),
+                    parent=(len(found) - 1, before) if turn else None,
+                    given=None if t.given is None else t.given[:cut] & own,
+                )
+            )
+            before, counted = stop, counted + stop - begin
+    found[-1].outcome = end.outcome
+    return found
+
+
+def _rows_of(support, first, last):
+    """Of the sampled tokens first .. last - 1."""
+    begin, end = support.offsets[first], support.offsets[last]
+    return Support(support.ids[begin:end], support.offsets[first : last + 1] - begin)
 
 
 def as_given(groups, kind):
     """The same replies as if the tasks held them: nobody sampled a token."""
     for group in groups:
-        group.trajectories = [t for t in group.trajectories if isinstance(t.outcome, Score) and t.sample != GREEDY]
-        del group.trajectories[ATTEMPTS[kind] :]
-        for number, t in enumerate(group.trajectories):
+        scored = [rows for rows in group.attempts if isinstance(rows[-1].outcome, Score) and rows[-1].sample != GREEDY]
+        numbered = [(number, t) for number, rows in enumerate(scored[: ATTEMPTS[kind]]) for t in rows]
+        group.trajectories = [t for _, t in numbered]
+        for number, t in numbered:
             t.given, t.mask = t.mask, np.zeros_like(t.mask)
             t.logprobs, t.versions = np.zeros_like(t.logprobs), np.full_like(t.versions, -1)
             t.sources, t.support, t.sample, t.finish = (), None, number, Finish.GIVEN
-            t.outcome = Score(float(group.id % 2 if kind == "labels" else number == 0))
+            t.outcome = t.outcome and Score(float(group.id % 2 if kind == "labels" else number == 0))
     return groups
 
 
-def _attempt(rng, model, prompt, g, sample, seat, outcome=None):
+def _row_of(rng, model, prompt, g, sample, seat):
     sampled, tool = int(rng.integers(2, 9)), int(rng.integers(0, 3))
     tokens = np.concatenate([prompt, rng.integers(0, VOCAB, sampled + tool)]).astype(np.int32)
     mask = np.arange(len(tokens)) >= len(prompt)
     mask[len(prompt) + sampled // 2 :][:tool] = False
     row = _row(tokens, mask, 0.7 if g == 1 else 1.0, _support(rng, tokens[mask]) if g == 3 else None)
     versions = np.where(mask, rng.integers(STEP - 4, STEP + 1, len(tokens)), -1).astype(np.int32)
-    mine = {"form": float(rng.integers(0, 2)), "sense": float(rng.random())}
     return Trajectory(
         tokens,
         mask,
         logprobs=_beside(rng, model, row, 0.4),
         versions=versions,
         finish=Finish.STOP,
-        outcome=outcome or Score(float(rng.integers(0, 3)) / 2, mine, (float(rng.random()),)),
         sources=tuple(Version(int(v)) for v in np.unique(versions[mask])),
         sample=sample,
         seat=seat,
@@ -111,7 +163,6 @@ def _twin(of, sample):
     return Trajectory(
         *(of.tokens.copy(), of.mask.copy(), of.logprobs.copy(), of.versions.copy()),
         finish=of.finish,
-        outcome=Score(0.25, {"form": 0.0, "sense": 0.5}),
         sources=of.sources,
         sample=sample,
         support=of.support,
@@ -136,7 +187,7 @@ def _beside(rng, model, row, far):
 
 
 def logprobs_of(groups, model, seed=1):
-    """Of p_hat and of a reference, and a critic's values, by the attempt's tokens."""
+    """Of p_hat and of a reference, and a critic's values, by the row's tokens."""
     rng, found = np.random.default_rng(seed), {}
     for t in (t for group in groups for t in group.trajectories):
         row = _row(t.tokens, t.learnt, t.temperature, t.support)

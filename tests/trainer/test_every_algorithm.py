@@ -3,12 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from algorithm_cases import LONGEST, as_given, functions, logprobs_of, played, prepared, presets, settings
+from algorithm_cases import LONGEST, as_given, forked, functions, logprobs_of, played, prepared, presets, settings
 from trainer_cases import TOLERANCE, assert_same, decoder, gradients, parameters, value_model
 
 from tidemill.algorithms.advantages import ACROSS_SEATS
 from tidemill.algorithms.corrections import CORRECTIONS, Ratios
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
+from tidemill.core.attempt_checks import check_attempts
 from tidemill.core.types import Group
 
 WHOLE, ONE_ROW = 10_000, 1  # tokens of a micro-batch
@@ -20,15 +21,17 @@ SPLITS = {  # tokens of a micro-batch, ranks, whether rows are exchanged
     "two ranks in another order": (25, 2, True),
     "four ranks in another order": (40, 4, True),
 }
+EVERY = presets() | functions()
 HARDEST = ("one row at a time", "four ranks in another order")
 
 
 def added(samples, losses, model, budget=WHOLE, ranks=1, exchanged=False, seed=0, critic=None):
     """Each rank's own gradient sums, added as a collective adds them: what the step's one scale is then applied to."""
     order = np.random.default_rng(seed).permutation(len(samples)) if exchanged else np.arange(len(samples))
+    attempts = list(dict.fromkeys((samples[i].group, samples[i].sample) for i in order))  # no rank has half of one
     total = {name: torch.zeros_like(p) for name, p in parameters(model, critic).items()}
     for rank in range(ranks):
-        mine = [samples[i] for i in order[rank::ranks]]
+        mine = [samples[i] for i in order if (samples[i].group, samples[i].sample) in attempts[rank::ranks]]
         for name, gradient in gradients(mine, model, budget, losses, critic)[0].items():
             total[name] += gradient
     return total
@@ -64,9 +67,36 @@ def test_every_function_has_one_gradient(name):
     check(functions()[name], torch.float64, HARDEST, num_hidden_layers=1)
 
 
+@pytest.mark.parametrize("name", EVERY)
+def test_rows_of_an_attempt_split_at_its_turns_have_the_gradient_of_the_whole(name):
+    """Advantages, sums over a sequence, reductions and denominators are those of the attempt, and no token counts twice."""
+    chosen = EVERY[name]
+    model, critic = decoder(torch.float64, num_hidden_layers=1), critic_for(chosen, torch.float64)
+    groups = played(model, seats=2 if chosen.advantage in ACROSS_SEATS else 1)
+    groups = as_given(groups, chosen.given) if chosen.given else groups
+    known = logprobs_of(groups, model)
+    parts = forked(groups)
+    for group, split in zip(groups, parts, strict=True):
+        check_attempts(split)
+        for rows, own in zip(group.attempts, split.attempts, strict=True):
+            assert sum(int(t.learnt.sum()) for t in own) == sum(int(t.learnt.sum()) for t in rows)
+            for part in own:
+                whole = next(t for t in rows if np.array_equal(t.tokens[: len(part.tokens)], part.tokens))
+                known[id(part.tokens)] = {who: v[: len(part.tokens)] for who, v in known[id(whole.tokens)].items()}
+    whole, split = (prepared(ConfiguredAlgorithm(chosen, LONGEST), each, known) for each in (groups, parts))
+    assert split.metrics == pytest.approx(whole.metrics, rel=1e-12)
+    assert chosen.scores or len(split.samples) > len(whole.samples)
+    for one, other in zip(whole.updates, split.updates, strict=True):
+        assert other.scale == one.scale
+        expected = added(one.samples, whole.losses, model, critic=critic)
+        assert max(float(g.abs().max()) for g in expected.values()) * one.scale > 1e-6
+        for budget in (WHOLE, ONE_ROW):
+            assert_same(added(other.samples, split.losses, model, budget, critic=critic), expected, 1e-10)
+
+
 def disordered(groups, seed):
     rng = np.random.default_rng(seed)
-    each = [Group(g.id, g.task, [g.trajectories[i] for i in rng.permutation(len(g.trajectories))]) for g in groups]
+    each = [Group(g.id, g.task, [t for i in rng.permutation(len(g.attempts)) for t in g.attempts[i]]) for g in groups]
     return [each[i] for i in rng.permutation(len(each))]
 
 

@@ -47,6 +47,33 @@ def test_gradient_is_that_of_a_plain_loop_over_rows(dtype, changes):
     assert result.metrics["loss"] * scale == pytest.approx(loss.item(), rel=1e-5)
 
 
+@pytest.mark.parametrize("budget", [10_000, 1])
+def test_a_sequence_is_all_rows_of_an_attempt(budget):
+    """GSPO's ratio over two rows, from its formula; one of them has no advantage, and still moves the ratio."""
+    model, rng = decoder(torch.float64), np.random.default_rng(2)
+    first = sample(rng, np.arange(4), 5, group=0, sample=7)
+    second = sample(rng, first.tokens[:6], 3, group=0, sample=7, advantages=np.zeros(9, np.float32))
+    other = sample(rng, np.arange(4), 4, group=0)
+
+    def loss(*rows):
+        pi, mu = (torch.cat([x[torch.tensor(s.mask[1:])] for s, x in zip(rows, each, strict=True)]) for each in values(rows))
+        a, weight = (torch.tensor(np.concatenate([x[s.mask] for s, x in each])) for each in parts(rows))
+        s = (pi - mu).mean().exp()
+        return -(weight * torch.minimum(s * a, s.clamp(0.8, 1.2) * a)).sum()
+
+    def values(rows):
+        return [plain_logprobs(model, s) for s in rows], [torch.tensor(s.logprobs[1:]) for s in rows]
+
+    def parts(rows):
+        return [(s, s.advantages) for s in rows], [(s, s.weights) for s in rows]
+
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    total = loss(first, second) + loss(other)
+    expected = dict(zip(names, torch.autograd.grad(total, parameters), strict=True))
+    losses = {"policy": LossSpec("gspo", {"clip_low": 0.2, "clip_high": 0.2})}
+    assert_same(gradients([second, other, first], model, budget, losses)[0], expected, 1e-10)
+
+
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("budget", [10_000, 60, 35, 1])
 def test_micro_batches_do_not_matter(dtype, budget):

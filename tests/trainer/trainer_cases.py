@@ -1,5 +1,7 @@
 """A tiny decoder and samples of every kind the trainer meets, for the tests beside this file."""
 
+import itertools
+
 import numpy as np
 import torch
 
@@ -13,6 +15,7 @@ VOCAB = 23
 LOSSES = {"policy": LossSpec("ppo_clip", {"clip_low": 0.2, "clip_high": 0.28}), "supervised": LossSpec("cross_entropy")}
 
 CPU = torch.device("cpu")
+_numbers = itertools.count()
 TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-5}
 
 
@@ -53,6 +56,7 @@ def sample(rng, prompt, sampled, *, group=-1, tool=0, **changes):
         "advantages": np.where(mask, rng.normal(), 0).astype(np.float32),
         "weights": np.where(mask, rng.uniform(0.2, 1), 0).astype(np.float32),
         "group": group,
+        "sample": next(_numbers),  # an attempt of its own
     }
     return Sample(**fields | changes)
 

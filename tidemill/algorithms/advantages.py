@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,15 +37,16 @@ class Scores(ByAttempt):
     """The scores of a step: n scored attempts with M sampled tokens, attempt after attempt."""
 
     rewards: Array  # [n] float64
-    cohorts: Array  # [n] int64: attempts with the same number are compared (those at one task, by seat)
-    lengths: Array  # [n] int64, >= 1: sampled tokens (a tool's or user's tokens are not among them)
+    cohorts: Array  # [n] int64: attempts with the same number are compared: those at one task
+    lengths: Array  # [n] int64, >= 1: sampled tokens in all rows (a tool's or user's tokens are not among them)
     parts: Mapping[str, Array] = field(default_factory=dict)  # [n] each: the named components of the reward
     greedy: Array | None = None  # [n] the reward of the greedy answer to the same prompt
     given: Array | None = None  # [M] further rewards at tokens: of steps, of turns, -beta * KL; None: none
-    turns: Array | None = None  # [M] int64: the turn that each token belongs to, from 0 in each row
+    turns: Array | None = None  # [M] int64: the turn that each token belongs to, from 0 in each attempt
     values: Array | None = None  # [M] a critic's value before each token
     bootstrap: Array | None = None  # [n] the value after the last token; 0 where the episode ended
-    episodes: Array | None = None  # [n] int64: attempts with the same number are seats of one episode
+    seats: Array | None = None  # [M] int64: the seat that each token belongs to
+    of_seats: Array | None = None  # [n, seats] the rewards of single seats; NaN: the attempt has no such seat
 
     def at_tokens(self) -> Array:
         """[M] rewards at tokens: `given`, plus each attempt's reward at its last token."""
@@ -96,19 +97,22 @@ def rloo(x: Scores) -> Array:
     When: an unbiased gradient of the mean reward from small cohorts.
     Cost: nothing.
     """
-    size = cohort_size(x.cohorts)
-    return x.spread(centre(x.rewards, x.cohorts) * (size / np.maximum(size - 1, 1)))
+    return x.spread(_without_own(x.rewards, x.cohorts))
 
 
 def leave_one_out_seats(x: Scores) -> Array:
-    """R minus the mean of the other seats in the same episode; 0 for a seat that is alone there, or where all are equal.
+    """R of the seat minus the mean of the attempt's other seats; 0 for a seat that is alone, or where all are equal.
 
-    Source: the baseline of RLOO, 2402.14740, with the seats of an episode for the siblings of a prompt. Other seats may have
+    Source: the baseline of RLOO, 2402.14740, with the seats of an attempt for the siblings of a prompt. Other seats may have
     answered to one's own tokens, so it is no mere baseline: what rises is the margin over them.
     When: seats that play against each other, with a reward each. Where all have one reward it trains nothing: use rloo.
     Cost: nothing.
     """
-    return rloo(replace(x, cohorts=_needed("leave_one_out_seats", "episodes", x.episodes)))
+    rewards, seats = (_needed("leave_one_out_seats", name, getattr(x, name)) for name in ("of_seats", "seats"))
+    attempt, seat = np.nonzero(~np.isnan(rewards))
+    advantages = np.zeros(rewards.shape)
+    advantages[attempt, seat] = _without_own(rewards[attempt, seat], attempt)
+    return advantages[x.spread(np.arange(len(rewards))), seats]
 
 
 def none(x: Scores) -> Array:
@@ -327,13 +331,13 @@ _ALONE = (none, reinforce, reinforce_pp, remax, gae, leave_one_out_seats)
 _AMONG = (grpo, grpo_batch, dr_grpo, rloo, reinforce_pp_baseline, maxrl, opo, gdpo, pass_at_k, pkpo, process, turn_level)
 ADVANTAGES: dict[str, Callable[..., Array]] = {f.__name__: f for f in (*_AMONG, *_ALONE)}
 COMPARING = frozenset(f.__name__ for f in _AMONG)  # these compare attempts: a cohort of one trains nothing
-ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # these compare the seats of an episode: one seat trains nothing
+ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # these compare the seats of an attempt: one seat trains nothing
 OVER_THE_STEP = frozenset(
     {"grpo_batch", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "gae"}
 )  # the others read one group at a time
 USING_GIVEN = frozenset({"reinforce_pp", "remax", "gae", "process", "turn_level"})  # the others ignore `given`
 # the field of Scores that must not be None
-NEEDS = {"remax": "greedy", "gae": "values", "turn_level": "turns", "leave_one_out_seats": "episodes"}
+NEEDS = {"remax": "greedy", "gae": "values", "turn_level": "turns", "leave_one_out_seats": "of_seats"}
 
 
 def advantage_by_name(name: str, constants: Mapping[str, Any]) -> Advantage:
@@ -345,6 +349,12 @@ def _needed(name: str, field: str, value: Array | None) -> Array:
     if value is None:
         raise ValueError(f"{name} needs Scores.{field}, which is None")
     return value
+
+
+def _without_own(values: Array, cohorts: Array) -> Array:
+    """[n] values minus the mean of the others in the cohort: n / (n - 1) * (value - mean)."""
+    size = cohort_size(cohorts)
+    return centre(values, cohorts) * (size / np.maximum(size - 1, 1))
 
 
 def _whole(k: float, least: int) -> int:

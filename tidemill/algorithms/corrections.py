@@ -62,7 +62,7 @@ def tis_sequence(x: Ratios, *, cap: float = 2.0) -> Array:
     Cost: p_hat, one more forward pass.
     """
     _positive(cap=cap)
-    return x.spread(np.minimum(_exp(x.per_row(x.log_k)), cap))
+    return x.spread(np.minimum(_exp(x.per_attempt(x.log_k)), cap))
 
 
 def icepop(x: Ratios, *, low: float = 0.5, high: float = 5.0) -> Array:
@@ -82,7 +82,7 @@ def mis_sequence(x: Ratios, *, low: float = 0.0, high: float = 2.0) -> Array:
     When: attempts of a stale policy are to be left out rather than cut.
     Cost: p_hat, one more forward pass.
     """
-    return x.spread(_kept(x.per_row(x.log_k), low, high))
+    return x.spread(_kept(x.per_attempt(x.log_k), low, high))
 
 
 def mis_geometric(x: Ratios, *, low: float = 0.99, high: float = 1.01) -> Array:
@@ -92,7 +92,7 @@ def mis_geometric(x: Ratios, *, low: float = 0.99, high: float = 1.01) -> Array:
     When: long answers, for which the product of the ratios carries no information.
     Cost: p_hat, one more forward pass.
     """
-    return x.spread((_kept(x.per_row(x.log_k) / x.lengths, low, high) > 0).astype(np.float64))
+    return x.spread((_kept(x.per_attempt(x.log_k) / x.lengths, low, high) > 0).astype(np.float64))
 
 
 def veto(x: Ratios, *, low: float = 1e-4) -> Array:
@@ -103,7 +103,7 @@ def veto(x: Ratios, *, low: float = 1e-4) -> Array:
     Cost: p_hat, one more forward pass.
     """
     _positive(low=low)
-    return x.spread((x.per_row((x.log_k < np.log(low)).astype(np.float64)) == 0).astype(np.float64))
+    return x.spread((x.per_attempt((x.log_k < np.log(low)).astype(np.float64)) == 0).astype(np.float64))
 
 
 def opsm(x: Ratios, *, delta: float = 0.5) -> Array:
@@ -114,8 +114,8 @@ def opsm(x: Ratios, *, delta: float = 0.5) -> Array:
     When: failures of an old policy pull too hard; successes are always kept.
     Cost: p_hat, one more forward pass.
     """
-    far = -x.per_row(x.log_k) / x.lengths > delta
-    negative = x.per_row(x.advantages) < 0
+    far = -x.per_attempt(x.log_k) / x.lengths > delta
+    negative = x.per_attempt(x.advantages) < 0
     return x.spread((~(far & negative)).astype(np.float64))
 
 

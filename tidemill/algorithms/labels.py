@@ -27,13 +27,19 @@ _COLUMNS = (
 )  # arrays of a row; the others are about sampling
 
 
-def mismatched(rows: Sequence[Sample]) -> list[Sample]:
-    """Rows of each row's prompt with the next row's reply; the last one takes the first's."""
-    begins = [int(row.predicted.argmax()) for row in rows]
+def mismatched(attempts: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+    """Rows of each attempt's prompt with the next attempt's replies; the last one takes the first's."""
+    return [_after(own[0], other) for own, other in zip(attempts, [*attempts[1:], *attempts[:1]], strict=True)]
+
+
+def _after(own: Sample, attempt: Sequence[Sample]) -> list[Sample]:
+    """The rows of an attempt after the prompt of another one. A row with another prompt than the first row loses that."""
+    begin, start, prompt = int(own.predicted.argmax()), int(attempt[0].predicted.argmax()), attempt[0].tokens
     found = []
-    for row, begin, other, start in zip(rows, begins, [*rows[1:], *rows[:1]], [*begins[1:], *begins[:1]], strict=True):
-        both = {name: (getattr(row, name)[:begin], getattr(other, name)[start:]) for name in _COLUMNS}
-        found.append(replace(row, **{name: np.concatenate(parts) for name, parts in both.items()}))
+    for row in attempt:
+        cut = start if np.array_equal(row.tokens[:start], prompt[:start]) else int(row.predicted.argmax())
+        both = {name: (getattr(own, name)[:begin], getattr(row, name)[cut:]) for name in _COLUMNS}
+        found.append(replace(own, **{name: np.concatenate(parts) for name, parts in both.items()}))
     return found
 
 
@@ -44,19 +50,26 @@ def apart(rows: Sequence[Sample], logprobs: Logprobs, count: int) -> list[Measur
 
 
 def labelled(
-    preference: Callable[..., Unpaired], scores: Scores, policy: Array, reference: Array | None, beside: Measured
+    preference: Callable[..., Unpaired],
+    scores: Scores,
+    policy: Array,
+    reference: Array | None,
+    beside: tuple[Sequence[Sample], Logprobs, Array],
 ) -> tuple[Array, Metrics]:
     """(advantages [M] under a preference of `UNPAIRED`, metrics).
 
-    policy, reference: logprobs [M] of the rows. beside: the mismatched rows.
+    policy, reference: logprobs [M] of the rows. beside: the mismatched rows, their logprobs, and how many of them belong to
+    each attempt.
     """
     assert reference is not None
-    (others, theirs), good = beside, scores.rewards > GOOD
+    (others, theirs, counts), good = beside, scores.rewards > GOOD
+    starts = np.cumsum(counts) - counts
     pi, ref = (
-        np.array([v[row.predicted].sum() for row, v in zip(others, theirs[w], strict=True)]) for w in (POLICY, REFERENCE)
+        np.add.reduceat([v[row.predicted].sum(dtype=np.float64) for row, v in zip(others, theirs[who], strict=True)], starts)
+        for who in (POLICY, REFERENCE)
     )
     z = kto_baseline(pi, ref)
-    found = preference(scores.per_row(policy), scores.per_row(reference), good, z)
+    found = preference(scores.per_attempt(policy), scores.per_attempt(reference), good, z)
     told: Metrics = {"preference_loss": float(found.loss.mean()), "kto_baseline": z}
     told["preference_accuracy"] = float((found.margin > 0).mean())
     if good.any() and not good.all():

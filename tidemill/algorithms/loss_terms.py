@@ -12,7 +12,10 @@ LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows; the ratio is held cons
 
 @dataclass(frozen=True, slots=True)
 class LossInput:
-    """The N trained tokens of some samples, flat and in order; every sequence is whole."""
+    """The N trained tokens of some samples, flat and in order.
+
+    A sequence is an attempt with all of its rows; every sequence is whole.
+    """
 
     logprobs: Tensor  # [N] log pi, live: differentiable, as is the entropy
     behaviour: Tensor  # [N] log mu, as the engine recorded it

@@ -2,15 +2,17 @@
 
     rows(groups) -> the trainer's logprobs of them, where they are asked for -> prepare(groups, rows, logprobs)
 
-A trajectory is trained on if it has a Score, was not cancelled, and holds a token that was sampled or given to be
-learnt. All others are left out of the statistics, the gradient and its denominators (I5).
+An attempt is trained on if it has a Score, was not cancelled, and holds a token that was sampled or given to be learnt.
+All others are left out of the statistics, the gradient and its denominators (I5). Every number counts attempts, whose
+tokens are those of all their rows; rows count for nothing, and become samples one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 
 import numpy as np
 
@@ -26,11 +28,12 @@ from tidemill.algorithms.advantages import (
     returns,
 )
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
+from tidemill.algorithms.attempts import Attempt, Attempts, baseline, by_seat, by_turn, longest_reply, parts_of
 from tidemill.algorithms.corrections import CORRECTIONS, SELECTING, Ratios, correct, correction_by_name
 from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reductions import reduction
-from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, Measured, by_row, ended, filled, flat, row_of
+from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, by_row, ended, filled, flat, row_of
 from tidemill.core.types import (
     GREEDY,
     TRUNCATED,
@@ -47,7 +50,6 @@ from tidemill.core.types import (
 
 ENTROPY, ENTROPY_WEIGHT = "entropy_sampled", "entropy_weight"  # metrics of a step whose entropy has a target
 OF_SAMPLING = ("unscored", "zero_variance_groups", "reward", "reward_std", "truncated")  # metrics that given replies lack
-Attempts = Sequence[tuple[Group, Trajectory]]
 
 
 class ConfiguredAlgorithm:
@@ -103,11 +105,12 @@ class ConfiguredAlgorithm:
 
         For a preference of `UNPAIRED`, mismatched rows follow; they are measured and not trained on.
         """
-        lagging = self.settings.reads_lags
-        found = [row_of(group, trajectory, step if lagging else None) for group, trajectory in self._attempts(groups)]
-        if self.settings.scores:
-            return [ended(row) for row in found]
-        return [*found, *mismatched(found)] if self._preference in UNPAIRED else found
+        known = step if self.settings.reads_lags else None
+        found = [[row_of(each.group, t, known) for t in self._trained(each)] for each in self._attempts(groups)]
+        if self._preference in UNPAIRED:
+            found += mismatched(found)
+        rows = list(chain.from_iterable(found))
+        return [ended(row) for row in rows] if self.settings.scores else rows
 
     def prepare(self, groups: Sequence[Group], step: int, rows: Sequence[Sample], logprobs: Logprobs) -> PreparedStep:
         """The samples, updates and metrics of one step.
@@ -115,21 +118,21 @@ class ConfiguredAlgorithm:
         `rows` are those that `rows(groups, step)` returned. Raises ValueError for groups that cannot be trained on.
         """
         s, attempts = self.settings, list(self._attempts(groups))
-        (rows, logprobs), beside = apart(rows, logprobs, len(attempts))
+        counts = np.array([len(self._trained(each)) for each in attempts], np.int64)  # rows of each attempt
+        (rows, logprobs), beside = apart(rows, logprobs, int(counts.sum()))
         known, earned = _Known.of(rows, logprobs), self._scores(attempts)
-        told_apart = {group.id for (group, _), differs in zip(attempts, self._told_apart(earned), strict=True) if differs}
+        told_apart = {each.group.id for each, differs in zip(attempts, self._told_apart(earned), strict=True) if differs}
         scores = earned if self._preference else self._with_known(earned, known)
-        advantages, counted, found = self._credited(scores, attempts, known, beside)
+        advantages, counted, found = self._credited(scores, attempts, known, (*beside, np.roll(counts, -1)))
         lags = flat(rows, [step - row.versions for row in rows]).astype(np.int64)
         ratios = Ratios(known.old, known.behaviour, advantages, scores.lengths, lags)
         factors, corrected = correct(ratios, self._corrections)
-        masked = [s.overlong.treat == "mask" and t.finish in TRUNCATED for _, t in attempts]
+        masked = [s.overlong.treat == "mask" and each.end.finish in TRUNCATED for each in attempts]
         trained = scores.lengths * counted * ~np.array(masked, bool)
-        prompts = np.array([g.id for g, _ in attempts], np.int64)
-        weights, parts = np.zeros(len(rows)), list[tuple[slice, float]]()
-        for part in _minibatches(prompts, s.updates.minibatches):
-            weights[part], scale = reduction(s.reduction, trained[part], prompts[part], s.fixed_length)
-            parts.append((part, scale))
+        weights, parts, ends = np.zeros(len(attempts)), list[tuple[slice, float]](), np.append(0, np.cumsum(counts))
+        for part in _minibatches(scores.cohorts, s.updates.minibatches):
+            weights[part], scale = reduction(s.reduction, trained[part], scores.cohorts[part], s.fixed_length)
+            parts.append((slice(ends[part.start], ends[part.stop]), scale))
         kept = {"old_logprobs": logprobs.get(POLICY), "ref_logprobs": logprobs.get(REFERENCE)}
         if (critic := s.critic) is not None and known.values is not None and not s.scores:
             target = returns(scores, s.constants.get("gamma", 1.0), critic.lam)
@@ -137,7 +140,7 @@ class ConfiguredAlgorithm:
             found |= _of_values(known.values, target)
             if step < critic.warmup:
                 advantages = np.zeros(len(advantages))
-        samples = list(filled(rows, factors * advantages, weights, kept))
+        samples = list(filled(rows, factors * advantages, np.repeat(weights, counts), kept))
         updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
         metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
         if s.given:
@@ -158,13 +161,15 @@ class ConfiguredAlgorithm:
             if s.advantage in USING_GIVEN:
                 scores = replace(scores, given=penalty if scores.given is None else scores.given + penalty)
             else:
-                scores = replace(scores, rewards=scores.rewards + scores.per_row(penalty))
+                scores = replace(scores, rewards=scores.rewards + scores.per_attempt(penalty))
         return scores if known.values is None else replace(scores, values=known.values)
 
-    def _credited(self, scores: Scores, attempts: Attempts, known: _Known, beside: Measured) -> tuple[Array, Array, Metrics]:
+    def _credited(
+        self, scores: Scores, attempts: Attempts, known: _Known, beside: tuple[Sequence[Sample], Logprobs, Array]
+    ) -> tuple[Array, Array, Metrics]:
         """(advantages [M], [n] bool: attempts that count for the reduction, metrics).
 
-        beside: the mismatched rows, see `apart`.
+        beside: the mismatched rows, see `labelled`.
         """
         s, against = self.settings, known.against
         every = np.ones(len(attempts), bool)
@@ -173,7 +178,7 @@ class ConfiguredAlgorithm:
             advantages, found = labelled(preference, scores, known.policy, known.reference, beside)
             counted = every
         elif self._preference:
-            siblings = np.array([t.sample for _, t in attempts], np.int64)
+            siblings = np.array([each.end.sample for each in attempts], np.int64)
             of = known.values if s.scores else known.policy
             assert of is not None
             advantages, counted, found = self._preferred(scores, siblings, of, known.reference)
@@ -201,42 +206,48 @@ class ConfiguredAlgorithm:
         self._entropies = step, found
         return weight if found[ENTROPY] <= s.target else 0.0, found
 
-    def _attempts(self, groups: Sequence[Group]) -> Iterator[tuple[Group, Trajectory]]:
+    def _attempts(self, groups: Sequence[Group]) -> Iterator[Attempt]:
         for group in groups:
-            if self.settings.wants_greedy and not _baselines(group):
+            if self.settings.wants_greedy and baseline(group) is None:
                 continue
-            for trajectory in group.trajectories:
-                cut = self.settings.overlong.treat == "filter" and trajectory.finish in TRUNCATED
-                if _trains(trajectory) and not cut:
-                    yield group, trajectory
+            for rows in group.attempts:
+                end, learnt = rows[-1], [t for t in rows if t.learnt.any()]
+                cut = self.settings.overlong.treat == "filter" and end.finish in TRUNCATED
+                scored = isinstance(end.outcome, Score) and end.finish is not Finish.CANCELLED
+                if learnt and scored and end.sample != GREEDY and not cut:
+                    yield Attempt(group, end, learnt)
+
+    def _trained(self, attempt: Attempt) -> Sequence[Trajectory]:
+        """The attempt's rows that become samples: a reward model learns from the end of the last one alone."""
+        return [attempt.end] if self.settings.scores else attempt.rows
 
     def _scores(self, attempts: Attempts) -> Scores:
-        s, trajectories = self.settings, [t for _, t in attempts]
-        if s.advantage in ACROSS_SEATS:
-            _expect_seats(s.advantage, [g for g, _ in attempts])
-        rewards = np.array([t.reward for t in trajectories], np.float64)
+        s = self.settings
+        rewards = np.array([each.end.reward for each in attempts], np.float64)
         if (cache := s.overlong.cache) is not None:
-            replies = np.array([_longest_reply(t.mask) for t in trajectories], np.int64)
+            replies = np.array([longest_reply(each.mask) for each in attempts], np.int64)
             rewards = rewards + overlong(replies, self._longest, cache)
-        given, turns = _by_turn(trajectories) if self._reads_turns else (None, None)
+        given, turns = by_turn(attempts) if self._reads_turns else (None, None)
+        seats, of_seats = by_seat(s.advantage, attempts) if s.advantage in ACROSS_SEATS else (None, None)
         return Scores(
             rewards,
-            cohorts=_numbered((g.id, t.seat) for g, t in attempts),  # seats are not compared
-            lengths=np.array([1 if s.scores else t.learnt.sum() for t in trajectories], np.int64),
-            parts=_parts(trajectories),
-            greedy=np.array([_baselines(g).get(t.seat, np.nan) for g, t in attempts]) if s.wants_greedy else None,
+            cohorts=np.array([each.group.id for each in attempts], np.int64),
+            lengths=np.array([1 if s.scores else each.learnt for each in attempts], np.int64),
+            parts=parts_of(attempts),
+            greedy=np.array([baseline(each.group) for each in attempts], np.float64) if s.wants_greedy else None,
             given=given,
             turns=turns,
-            episodes=_numbered((g.id, t.sample) for g, t in attempts),
+            seats=seats,
+            of_seats=of_seats,
         )
 
     def _told_apart(self, scores: Scores) -> Array:
         """[n] bool: True if an attempt's reward differs from the first of those it is compared with."""
         if scores.given is not None:
             return np.ones(len(scores.rewards), bool)
-        against = scores.episodes if self.settings.advantage in ACROSS_SEATS else scores.cohorts
-        assert against is not None
-        first, index = np.unique(against, return_index=True, return_inverse=True)[1:]
+        if (seats := scores.of_seats) is not None:
+            return np.nanmax(seats, 1) > np.nanmin(seats, 1)
+        first, index = np.unique(scores.cohorts, return_index=True, return_inverse=True)[1:]
         columns = [scores.rewards, *(scores.parts.values() if self.settings.advantage == "gdpo" else ())]
         pairs = [(column, column[first[index]]) for column in columns]
         return np.any([(one != other) & ~(np.isnan(one) & np.isnan(other)) for one, other in pairs], axis=0)
@@ -250,10 +261,10 @@ class ConfiguredAlgorithm:
         over the attempts in them. siblings: the attempts' numbers [n], so that ties are always broken in the same way.
         """
         chosen, rejected = pairs_of(scores.rewards, scores.cohorts, siblings)
-        sums, lengths = scores.per_row(policy), scores.lengths
+        sums, lengths = scores.per_attempt(policy), scores.lengths
         pairs = Pairs(sums[chosen], sums[rejected], lengths[chosen], lengths[rejected])
         if reference is not None:
-            known = scores.per_row(reference)
+            known = scores.per_attempt(reference)
             pairs = replace(pairs, chosen_reference=known[chosen], rejected_reference=known[rejected])
         found = (PREFERENCES | OF_SCORES)[self._preference](pairs, **self.settings.constants_for("preference"))
         of_attempt = np.zeros(len(lengths))
@@ -290,68 +301,12 @@ class _Known:
         return None if self.reference is None else self.policy - self.reference
 
 
-def _trains(trajectory: Trajectory) -> bool:
-    scored = isinstance(trajectory.outcome, Score) and trajectory.finish is not Finish.CANCELLED
-    return scored and trajectory.sample != GREEDY and bool(trajectory.learnt.any())
-
-
-def _expect_seats(advantage: str, groups: Sequence[Group]) -> None:
-    for group in groups:
-        if len({t.seat for t in group.trajectories}) < 2:
-            raise ValueError(
-                f"advantage = {advantage!r} compares the seats of an episode, and those of group {group.id} have one: use "
-                "an environment with several seats, or another advantage"
-            )
-
-
-def _baselines(group: Group) -> dict[int, float]:
-    """The rewards of the greedy attempt by seat, without seats that have no score."""
-    return {t.seat: t.reward for t in group.trajectories if t.sample == GREEDY and isinstance(t.outcome, Score)}
-
-
-def _numbered(keys: Iterable[tuple[int, int]]) -> Array:
-    """[n] int64: equal keys get the same number, counted from 0 in order of appearance."""
-    numbers = dict[tuple[int, int], int]()
-    return np.array([numbers.setdefault(key, len(numbers)) for key in keys], np.int64)
-
-
-def _longest_reply(mask: Array) -> int:
-    """The number of tokens in the longest reply: the longest stretch of sampled tokens."""
-    edges = np.flatnonzero(np.diff(mask, prepend=False, append=False))
-    return int((edges[1::2] - edges[::2]).max())
-
-
 def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
-    """Slices of rows for `count` parts with about equally many groups; no group is divided."""
-    starts = np.flatnonzero(np.diff(prompts, prepend=prompts[:1] - 1))  # the first row of each group
+    """Slices of attempts for `count` parts with about equally many groups; no group is divided."""
+    starts = np.flatnonzero(np.diff(prompts, prepend=prompts[:1] - 1))  # the first attempt of each group
     firsts = [int(part[0]) for part in np.array_split(starts, min(count, len(starts)))] if len(starts) else [0]
     for first, last in zip(firsts, [*firsts[1:], len(prompts)], strict=True):
         yield slice(first, last)
-
-
-def _parts(attempts: Sequence[Trajectory]) -> dict[str, Array]:
-    """The named components of the scores; NaN where a score lacks one."""
-    parts = [t.outcome.parts for t in attempts if isinstance(t.outcome, Score)]
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: np.array([part.get(name, np.nan) for part in parts], np.float64) for name in names}
-
-
-def _by_turn(attempts: Sequence[Trajectory]) -> tuple[Array | None, Array]:
-    """([M] turns' rewards, each at its turn's last token, or None; [M] each token's turn)."""
-    turns, given = [np.zeros(0, np.int64)], [np.zeros(0)]
-    for t in attempts:
-        assert isinstance(t.outcome, Score)
-        begins = t.mask & ~np.concatenate(([False], t.mask[:-1]))
-        own = np.cumsum(begins)[t.mask] - 1
-        rewards = np.zeros(len(own))
-        ends = np.flatnonzero(np.append(np.diff(own), 1))
-        if len(t.outcome.turns) > len(ends):
-            raise ValueError(f"a score rewards {len(t.outcome.turns)} turns of an episode of {len(ends)}")
-        rewards[ends[: len(t.outcome.turns)]] = t.outcome.turns
-        turns.append(own)
-        given.append(rewards)
-    some = any(isinstance(t.outcome, Score) and t.outcome.turns for t in attempts)
-    return np.concatenate(given) if some else None, np.concatenate(turns)
 
 
 def _of_values(values: Array, target: Array) -> Metrics:
@@ -367,9 +322,9 @@ def _of_values(values: Array, target: Array) -> Metrics:
 
 
 def _metrics(groups: Sequence[Group], attempts: Attempts, flat: int) -> Metrics:
-    tried = sum(len(g.trajectories) for g in groups)
-    rewards = np.array([t.reward for _, t in attempts] or [0.0])
-    lengths = np.array([t.learnt.sum() for _, t in attempts] or [0])
+    tried = sum(len(g.ends) for g in groups)
+    rewards = np.array([each.end.reward for each in attempts] or [0.0])
+    lengths = np.array([each.learnt for each in attempts] or [0])
     metrics = {
         "groups": float(len(groups)),
         "samples": float(len(attempts)),
@@ -379,9 +334,9 @@ def _metrics(groups: Sequence[Group], attempts: Attempts, flat: int) -> Metrics:
         "reward_std": float(rewards.std()),
         "completion_tokens": float(lengths.mean()),
         "completion_tokens_max": float(lengths.max()),
-        "truncated": sum(t.finish in TRUNCATED for _, t in attempts) / max(len(attempts), 1),
+        "truncated": sum(each.end.finish in TRUNCATED for each in attempts) / max(len(attempts), 1),
     }
-    parts = [t.outcome.parts for _, t in attempts if isinstance(t.outcome, Score)]
+    parts = [each.end.outcome.parts for each in attempts if isinstance(each.end.outcome, Score)]
     for name in sorted({name for part in parts for name in part}):
         metrics[f"reward/{name}"] = float(np.mean([part[name] for part in parts if name in part]))
     return metrics

@@ -25,7 +25,7 @@ Measured = tuple[Sequence[Sample], Logprobs]
 class ByAttempt:
     """Base of arrays over M tokens of n attempts; converts between per-attempt and per-token.
 
-    Tokens are stored attempt after attempt.
+    Tokens are stored attempt after attempt, and those of one attempt row after row.
     """
 
     __slots__ = ()
@@ -40,7 +40,7 @@ class ByAttempt:
         """[M] the attempts' values [n], repeated for each token."""
         return np.repeat(values, self.lengths)
 
-    def per_row(self, values: Array) -> Array:
+    def per_attempt(self, values: Array) -> Array:
         """[n] sums over the tokens of each attempt."""
         return np.add.reduceat(values, self.starts)
 
@@ -101,7 +101,7 @@ def by_row(rows: Sequence[Sample], values: Array) -> Iterator[Array]:
 def filled(
     rows: Sequence[Sample], advantages: Array, weights: Array, known: Mapping[str, Sequence[Array] | None]
 ) -> Iterator[Sample]:
-    """The rows with their advantages [M], weights [n] and other arrays per row."""
+    """The rows with their advantages [M], a weight for each row, and other arrays per row."""
     for i, (row, own) in enumerate(zip(rows, by_row(rows, advantages), strict=True)):
         weight = np.where(row.predicted, np.float32(weights[i]), np.float32(0))
         others = {name: values[i] for name, values in known.items() if values is not None}

@@ -3,9 +3,10 @@
     Sample -> BatchRow (what is predicted) -> split (which rows run together) -> pack -> Batch (tensors)
 
 Rows are sorted by their tokens, so that each shares its prefix with the row before it: a system prompt, the prompt of a
-group, a conversation's earlier turns. Which rows share a micro-batch, and which tokens are run once, affects only speed and
-memory (I6): a token with the same prefix has the same hidden states in every row, and its gradient is the sum over these
-rows. With 8 samples of a prompt that is longer than its answers, the shared prefix is most of the work.
+group, a conversation's earlier turns. The rows of one attempt stay together, because a loss may sum over all of them. Which
+attempts share a micro-batch, and which tokens are run once, affects only speed and memory (I6): a token with the same prefix
+has the same hidden states in every row, and its gradient is the sum over these rows. With 8 samples of a prompt that is
+longer than its answers, the shared prefix is most of the work.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -41,10 +42,20 @@ class BatchRow:
         """The number of tokens that are run: all before the last predicted one, which is only a target."""
         return int(self.where[-1])
 
+    @property
+    def attempt(self) -> tuple[int, int]:
+        """Equal for the rows of one attempt; a row that names no group is an attempt of its own."""
+        sample = self.sample
+        return (sample.group, sample.sample) if sample.group >= 0 else (-1, self.index)
+
+
+Unit = Sequence[BatchRow]
+"""Rows that are not parted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """One micro-batch: B rows, N packed tokens (shared ones once), M predicted tokens."""
+    """One micro-batch: B rows of some attempts, N packed tokens (shared ones once), M predicted tokens."""
 
     rows: list[BatchRow]  # [B]
     tokens: Tensor  # [N] int64
@@ -57,7 +68,8 @@ class Batch:
     weights: Tensor  # [M]
     inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages; reference, lag, old_values, returns if there are any
     support: tuple[Tensor, Tensor] | None  # ids that truncated sampling kept, see `models.logprobs`
-    sequence: Tensor  # [M] int64: 0 .. B - 1
+    sequence: Tensor  # [M] int64: the attempt of each, 0 .. attempts - 1
+    attempts: int
     losses: dict[str, Tensor | None]  # loss id -> [M] bool mask of its tokens; None: all of them
 
     def loss_input(
@@ -69,7 +81,7 @@ class Batch:
         """
         given = {key: value.to(logprobs.dtype) if value.is_floating_point() else value for key, value in self.inputs.items()}
         live = {"entropy": entropy, "values": values}
-        x = LossInput(logprobs, **given, **live, sequence=self.sequence, sequences=len(self.rows))
+        x = LossInput(logprobs, **given, **live, sequence=self.sequence, sequences=self.attempts)
         own, weights = self.losses[name], self.weights.to(logprobs.dtype)
         return (x, weights) if own is None else (x.select(own), weights[own])
 
@@ -83,38 +95,56 @@ def rows_of(samples: Sequence[Sample]) -> list[BatchRow]:
     return rows
 
 
-def split(rows: Iterable[BatchRow], budget: int) -> list[list[BatchRow]]:
-    """Split rows into micro-batches of at most `budget` tokens; a longer row is one of its own.
+def by_attempt(rows: Iterable[BatchRow]) -> list[Unit]:
+    """The rows of each attempt."""
+    units = dict[tuple[int, int], list[BatchRow]]()
+    for row in rows:
+        units.setdefault(row.attempt, []).append(row)
+    return list(units.values())
+
+
+def split(units: Iterable[Unit], budget: int) -> list[list[BatchRow]]:
+    """Split units into micro-batches of at most `budget` tokens; a longer unit is one of its own.
 
     Shared tokens count once. There are as few micro-batches as the sorted order allows, and the largest is as small as that
     number allows.
     """
-    ordered = sorted(rows, key=lambda row: row.sample.tokens[: row.length].tobytes())
-    common = [0] * bool(ordered) + [_common(a, b) for a, b in pairwise(ordered)]
-    lengths = [row.length for row in ordered]
-    starts = _starts(lengths, common, budget)
+    ordered = sorted((sorted(unit, key=_tokens) for unit in units), key=lambda unit: _tokens(unit[0]))
+    rows = [row for unit in ordered for row in unit]
+    firsts = [0, *accumulate(map(len, ordered))]  # the first row of each unit, and the end
+    common = [0] * bool(rows) + [_common(a, b) for a, b in pairwise(rows)]
+    added = [sum(rows[i].length - common[i] for i in range(a, b)) for a, b in pairwise(firsts)]
+    alone = [tokens + common[first] for tokens, first in zip(added, firsts, strict=False)]
+    starts = _starts(alone, added, budget)
     enough, low = budget, budget // 2
     while enough - low > 1:
         middle = (low + enough) // 2
-        if len(found := _starts(lengths, common, middle)) > len(starts):
+        if len(found := _starts(alone, added, middle)) > len(starts):
             low = middle
         else:
             starts, enough = found, middle
     return [
-        [replace(row, shared=common[i] if i > begin else 0) for i, row in enumerate(ordered[begin:end], begin)]
-        for begin, end in pairwise([*starts, len(ordered)])
+        [replace(row, shared=common[i] if i > begin else 0) for i, row in enumerate(rows[begin:end], begin)]
+        for begin, end in pairwise([*(firsts[i] for i in starts), len(rows)])
     ]
 
 
-def _starts(lengths: Sequence[int], common: Sequence[int], budget: int) -> list[int]:
-    """Indices at which micro-batches begin when they are filled one after another."""
+def _starts(alone: Sequence[int], added: Sequence[int], budget: int) -> list[int]:
+    """Indices at which micro-batches begin when they are filled one after another.
+
+    alone: tokens of each unit when it begins one. added: tokens by which it makes one larger.
+    """
     starts, used = [], budget
-    for i, (length, shared) in enumerate(zip(lengths, common, strict=True)):
-        used += length - shared
+    for i, (whole, more) in enumerate(zip(alone, added, strict=True)):
+        used += more
         if used > budget:
             starts.append(i)
-            used = length
+            used = whole
     return starts
+
+
+def _tokens(row: BatchRow) -> bytes:
+    return row.sample.tokens[: row.length].tobytes()
 
 
 def _common(a: BatchRow, b: BatchRow) -> int:
@@ -136,6 +166,8 @@ def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch
     pieces = [(row.sample.tokens[row.shared : row.length], np.arange(row.shared, row.length)) for row in rows]
     pieces += [(np.zeros(length, np.int32), np.arange(length)) for length in spare]
     counts = [len(row.where) for row in rows]
+    numbers = dict[tuple[int, int], int]()
+    sequence = [numbers.setdefault(row.attempt, len(numbers)) for row in rows]
     places = np.concatenate([families.of_sequence(i)[row.where - 1] for i, row in enumerate(rows)])
     wanted, predictors = np.unique(places, return_inverse=True)
     fewer = len(wanted) < WORTH_CHOOSING * families.tokens
@@ -169,7 +201,8 @@ def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch
         weights=gather(lambda s: s.weights),
         inputs=inputs,
         support=_support(rows, counts, send),
-        sequence=send(np.repeat(np.arange(len(rows)), counts)),
+        sequence=send(np.repeat(np.array(sequence), counts)),
+        attempts=len(numbers),
         losses=_by_loss([row.sample.loss for row in rows], counts, send),
     )
 

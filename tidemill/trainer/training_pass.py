@@ -3,8 +3,8 @@
     samples -> split -> pack -> decoder -> logprobs of the predicted tokens only -> weights * terms -> backward
                                         -> values, where there is a critic    ->
 
-Nothing is divided here (I6): the samples carry the weights of the reduction, and `apply` gets the scale of the step. Rows
-whose gradient is known to be zero (no weight; or no advantage, with a loss proportional to it) are run forward only.
+Nothing is divided here (I6): the samples carry the weights of the reduction, and `apply` gets the scale of the step.
+Attempts whose gradient is known to be zero (no weight, or no advantage and a loss proportional to it) run forward only.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tidemill.models.logprobs import token_logprobs
 from tidemill.models.served_linear import gathering
 from tidemill.models.trained_linear import prepares_sizes
 from tidemill.models.value_model import ValueModel
-from tidemill.trainer.micro_batches import Batch, BatchRow, pack, rows_of, split
+from tidemill.trainer.micro_batches import Batch, BatchRow, Unit, by_attempt, pack, rows_of, split
 from tidemill.trainer.parallel_micro_batches import Lanes, lanes_for
 from tidemill.trainer.telemetry import Offload
 
@@ -57,11 +57,12 @@ class Compute:
 
         return offloaded
 
-    def split(self, rows: list[BatchRow]) -> tuple[list[list[BatchRow]], int]:
-        """Split rows into micro-batches; returns them and the number to run in parallel."""
-        tokens = min(self.budget, sum(row.length for row in rows))
-        lanes = lanes_for(self.lanes.threads, tokens, max((row.length for row in rows), default=0))
-        return split(rows, self.budget if lanes == 1 else tokens // lanes), lanes
+    def split(self, units: Sequence[Unit]) -> tuple[list[list[BatchRow]], int]:
+        """Split units of rows into micro-batches; returns them and the number to run in parallel."""
+        sizes = [sum(row.length for row in unit) for unit in units]
+        tokens = min(self.budget, sum(sizes))
+        lanes = lanes_for(self.lanes.threads, tokens, max(sizes, default=0))
+        return split(units, self.budget if lanes == 1 else tokens // lanes), lanes
 
     def pack(self, rows: list[BatchRow]) -> Batch:
         """Pack rows, padded to one of few sizes where matrix products keep something for each size."""
@@ -120,7 +121,7 @@ def forward(model: Decoder | ValueModel, samples: Sequence[Sample], compute: Com
         _scatter(found, batch, numbers)
 
     with gathering(model.decoder if isinstance(model, ValueModel) else model):
-        compute.lanes.each(run, *compute.split(rows_of(samples)))
+        compute.lanes.each(run, *compute.split([[row] for row in rows_of(samples)]))
     return found
 
 
@@ -141,8 +142,8 @@ def forward_backward(
         raise ValueError(f"samples ask for the loss {', '.join(unknown)}; given were {', '.join(losses) or 'none'}")
     functions = {name: loss_by_name(spec) for name, spec in losses.items()}
     proportional = {name for name, spec in losses.items() if spec.name in PROPORTIONAL and not spec.also}
-    rows = rows_of(samples)
-    moving = [_has_gradient(row.sample, proportional) for row in rows]
+    units = by_attempt(rows_of(samples))
+    moving = [any(_has_gradient(row.sample, proportional) for row in unit) for unit in units]
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
     found = [{name: torch.zeros((), device=compute.device) for name in ("loss", "tokens")}]  # metrics, by micro-batch
 
@@ -164,7 +165,7 @@ def forward_backward(
 
     with gathering(decoder, *([] if critic is None else [critic.decoder])):
         for with_gradient in (True, False):
-            chosen = [row for row, moves in zip(rows, moving, strict=True) if moves is with_gradient]
+            chosen = [unit for unit, moves in zip(units, moving, strict=True) if moves is with_gradient]
             parts, lanes = compute.split(chosen)
             largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
 

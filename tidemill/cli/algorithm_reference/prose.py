@@ -37,10 +37,10 @@ NOTATION = """
 | r = pi / p_hat | moves with the optimizer inside a step |
 | rho = pi / mu | staleness, mismatch and drift together: rho = r k |
 | k = p_hat / mu | staleness and mismatch; constant in a step |
-| y, \\|y\\| | an attempt's sampled tokens, and their number; tokens of a prompt, a user or a tool are not among them |
+| y, \\|y\\| | the sampled tokens of all rows of an attempt, and their number; a prompt, a user or a tool adds none |
 | R, A | the reward of an attempt; the advantage of a token |
 | G | return-to-go: the sum of the rewards from a token on, each times gamma for each token between |
-| mean, std | over the cohort, unless it is said: the attempts that are compared, siblings at one task, seat by seat |
+| mean, std | over the cohort, unless it is said: the attempts that are compared, siblings at one task |
 | sg[x] | x without a gradient |
 
 Ratios are of single tokens unless a formula says otherwise. Losses are minimised.
