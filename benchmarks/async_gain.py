@@ -131,7 +131,8 @@ class World:
             await asyncio.sleep(tokens * self.rates["token_s"])
             steps = np.full(2, version.step, np.int32)
             zeros = np.zeros(2, np.float32)
-            return Trajectory(np.zeros(2, np.int32), np.ones(2, bool), zeros, steps, Finish.STOP, Score(0.0), (version,))
+            tokens, mask = np.zeros(2, np.int32), np.ones(2, bool)
+            return Trajectory(tokens, mask, zeros, steps, Finish.STOP, Score(0.0), (version,), sample=number)
 
         return Group(group_id, task, list(await asyncio.gather(*map(attempt, range(SAMPLES)))))
 

@@ -18,6 +18,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +155,7 @@ def ledger(quick: bool) -> Rows:
     tokens, mask = np.arange(256, dtype=np.int32), np.arange(256) >= 64
     zeros, version = np.zeros(256, np.float32), Version(0, fingerprint="f0")
     each = Trajectory(tokens, mask, zeros, np.where(mask, 0, -1).astype(np.int32), Finish.STOP, Score(1.0), (version,))
-    rows: Rows = []
+    attempts, rows = [replace(each, sample=sample) for sample in range(8)], list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(dir=Path.cwd(), prefix=".scaling-") as name:
         record, at, step = SqliteLedger(name), 0, 0
         record.publish(version)
@@ -166,7 +167,7 @@ def ledger(quick: bool) -> Rows:
                 for i in ids:
                     task = Task(f"task-{i % 5000}", f"question {i % 5000}", {"answer": "yes"}, "virtual")
                     record.admit(i, task)
-                    record.finish(Group(i, task, [each] * 8))
+                    record.finish(Group(i, task, attempts))
                 record.begin_step(step, 0, ids)
                 record.end_step(step, 0, {"loss": 0.0})
                 times.append(time.perf_counter() - begin)

@@ -48,7 +48,7 @@ SHAPES = st.lists(st.tuples(st.integers(0, 4), st.integers(0, 3)), min_size=1, m
 @settings(max_examples=100, deadline=None)
 @given(SHAPES)
 def test_what_is_counted_and_said_is_of_those_that_replied(shapes: list[tuple[int, int]]):
-    group = Group(0, Task("t", "?", env="e"), [attempt(*each) for each in shapes])
+    group = Group(0, Task("t", "?", env="e"), [replace(attempt(*each), sample=i) for i, each in enumerate(shapes)])
     replied = [(p, n) for p, n in shapes if n]
     shared = max((p for p, _ in replied), default=0)
     assert computed_tokens(group) == shared + sum(n for _, n in replied)
@@ -65,7 +65,7 @@ def test_what_is_counted_and_said_is_of_those_that_replied(shapes: list[tuple[in
     else:
         assert not math.isfinite(figures.get("reward/mean", math.nan)) and not figures.get("length/mean")
 
-    found = summary(group.trajectories)
+    found = summary([group])
     assert found["accuracy"] == pytest.approx(len(replied) / len(shapes))
     assert found["length"] == (pytest.approx(sum(n for _, n in replied) / len(replied)) if replied else 0.0)
     assert all(map(math.isfinite, found.values()))

@@ -226,7 +226,7 @@ CASES = {
     **{
         f"advantage {name}": AlgorithmSettings.preset("grpo", advantage=name, reduction="token")
         for name in ADVANTAGES
-        if NEEDS.get(name) not in ("values", "episodes") and name not in ("pkpo", "remax")
+        if NEEDS.get(name) not in ("values", "of_seats") and name not in ("pkpo", "remax")
     },
     **{f"correction {name}": AlgorithmSettings.preset("grpo", corrections=[name], **RECOMPUTED) for name in CORRECTIONS},
     **{
@@ -332,7 +332,9 @@ def test_tokens_that_siblings_share_are_counted_once():
         zeros, steps = np.zeros(len(mask), np.float32), np.where(mask, 0, -1).astype(np.int32)
         return Trajectory(np.zeros(len(mask), np.int32), mask, zeros, steps, Finish.STOP, Score(0.0))
 
-    assert computed_tokens(Group(0, Task("t", "?"), [attempt(10, 3), attempt(10, 4)])) == 10 + 3 + 4
+    rows = [attempt(10, 3), replace(attempt(10, 4), sample=1)]
+    assert computed_tokens(Group(0, Task("t", "?"), rows)) == 10 + 3 + 4
+    assert computed_tokens(Group(0, Task("t", "?"), [*rows, replace(attempt(13, 2), sample=1)])) == 10 + 3 + 4 + 15
 
 
 def test_an_algorithm_that_looks_at_the_whole_step_is_not_streamed():

@@ -125,7 +125,7 @@ def test_each_reward_is_named_in_the_figures():
     describe(metrics, groups())
     taken = metrics.take()
     assert (taken["reward/f"], taken["reward/g"], taken["reward/mean"]) == (0.5, 0.5, 0.5)
-    figures = summary(groups()[0].trajectories)
+    figures = summary(groups()[:1])
     assert (figures["reward.f"], figures["reward.g"]) == (0.5, 0.5)
 
 

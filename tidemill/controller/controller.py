@@ -28,6 +28,7 @@ from tidemill.controller.circuit_breaker import Gate
 from tidemill.controller.dropped_groups import Drops
 from tidemill.controller.train_step import Begun, computed_tokens, train_on
 from tidemill.core import fault_injection
+from tidemill.core.attempt_checks import check_attempts
 from tidemill.core.errors import PolicyMismatch, RunFailed
 from tidemill.core.interfaces import Algorithm, Ledger, Publisher, Roller, Trainer
 from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Update, Version
@@ -165,6 +166,7 @@ class Controller:
 
     async def _roll_out(self, group_id: int, task: Task) -> None:
         group = await self.roller.rollout(group_id, task)
+        check_attempts(group)
         with self.timeline.phase("ledger"):
             self.ledger.finish(group)
         fault_injection.reach(ROLE, "finish", group_id)
@@ -363,7 +365,7 @@ class Controller:
 
         A broken verifier must not look like a policy that earns nothing: see `circuit_breaker`.
         """
-        why = self.gate.judged(group.id, group.task.env, [t.outcome for t in group.trajectories])
+        why = self.gate.judged(group.id, group.task.env, [t.outcome for t in group.ends])
         if why is not None:
             raise RunFailed(why)
 

@@ -27,7 +27,7 @@ class Drops:
         self.count += 1
         self._kinds[_flat(group) if reason == FLAT else _untrained(group, reason)] += 1
         self._reasons.update(
-            t.outcome.reason for t in group.trajectories if t.outcome is not None and not isinstance(t.outcome, Score)
+            t.outcome.reason for t in group.ends if t.outcome is not None and not isinstance(t.outcome, Score)
         )
 
     def cause(self) -> str:
@@ -40,21 +40,21 @@ class Drops:
 
 
 def _flat(group: Group) -> str:
-    rewards = [t.reward for t in group.trajectories if isinstance(t.outcome, Score) and t.sample != GREEDY]
+    rewards = [t.reward for t in group.ends if isinstance(t.outcome, Score) and t.sample != GREEDY]
     if all(reward >= SOLVED for reward in rewards):
         return "solved"
     return "alike" if any(reward > 0 for reward in rewards) else "unsolved"
 
 
 def _untrained(group: Group, reason: str) -> str:
-    scored = [t for t in group.trajectories if isinstance(t.outcome, Score) and t.sample != GREEDY]
+    scored = [t for t in group.ends if isinstance(t.outcome, Score) and t.sample != GREEDY]
     if not scored:
         return "unscored"
     if all(t.finish is Finish.CANCELLED for t in scored):
         return "cancelled"
     if all(t.finish in TRUNCATED for t in scored):
         return "cut"
-    greedy = [t for t in group.trajectories if t.sample == GREEDY]
+    greedy = [t for t in group.ends if t.sample == GREEDY]
     return "no baseline" if greedy and not any(isinstance(t.outcome, Score) for t in greedy) else reason
 
 

@@ -17,7 +17,7 @@ from tidemill.controller.rollout import EpisodeSetup, greedy
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.seeding import derive_seed
-from tidemill.core.types import TRUNCATED, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
+from tidemill.core.types import TRUNCATED, Group, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 MOST_PARTS = 32  # parts of a reward that are reported, at most
@@ -33,35 +33,35 @@ class Evaluator:
 
     async def __call__(self, tasks: Sequence[Task], version: Version | None = None) -> Metrics:
         """Metrics over `tasks`: see `summary`. Raises PolicyMismatch when a token is not of `version`."""
-        attempts = await self.attempts(tasks)
-        for attempt in attempts:
-            if version is not None and any(source != version for source in attempt.sources):
-                raise PolicyMismatch(f"evaluation of {version} met tokens of {', '.join(map(str, attempt.sources))}")
-        return summary(attempts) | by_environment(tasks, attempts)
+        groups = await self.groups(tasks)
+        for t in (t for group in groups for t in group.trajectories):
+            if version is not None and any(source != version for source in t.sources):
+                raise PolicyMismatch(f"evaluation of {version} met tokens of {', '.join(map(str, t.sources))}")
+        return summary(groups) | by_environment(groups)
 
-    async def attempts(self, tasks: Sequence[Task]) -> list[Trajectory]:
-        """One greedy attempt at each task, judged, in the order of the tasks."""
+    async def groups(self, tasks: Sequence[Task]) -> list[Group]:
+        """A group of one greedy attempt at each task, judged, in the order of the tasks."""
         places, run = asyncio.Semaphore(CONCURRENT), next(self._runs)  # each evaluation's episodes have keys of their own
 
-        async def attempt(index: int, task: Task) -> Trajectory:
+        async def attempt(index: int, task: Task) -> Group:
             async with places:  # bounded: an episode has its limit
                 seeds = lambda turn: derive_seed(self._seed, "eval", task.id, turn)  # noqa: E731
                 key = f"eval/{run}/{index}"
                 played = await self._pool.run(lambda engine: self._episodes.play(task, engine, key, seeds))
                 await self._episodes.judge(task, [played])
-            return played
+            return Group(index, task, [played])
 
         return list(await asyncio.gather(*(attempt(i, task) for i, task in enumerate(tasks))))
 
 
-def by_environment(tasks: Sequence[Task], attempts: Sequence[Trajectory]) -> Metrics:
+def by_environment(groups: Sequence[Group]) -> Metrics:
     """NAME/accuracy, NAME/reward and NAME/n of each environment, if the tasks come from several."""
-    names = dict.fromkeys(task.env for task in tasks)
+    names = dict.fromkeys(group.task.env for group in groups)
     if len(names) < 2:
         return {}
     found = Metrics()
     for name in names:
-        own = summary([attempt for task, attempt in zip(tasks, attempts, strict=True) if task.env == name])
+        own = summary([group for group in groups if group.task.env == name])
         found |= {f"{name}/{figure}": own[figure] for figure in ("n", "accuracy", "reward")}
     return found
 
@@ -77,13 +77,15 @@ def errors_apart(before: float, n: int, after: float, m: int) -> float:
     return (before - after) / error if error > 0 else 0.0
 
 
-def summary(attempts: Sequence[Trajectory]) -> Metrics:
-    """Metrics of a list of attempts.
+def summary(groups: Sequence[Group]) -> Metrics:
+    """Metrics of the attempts in these groups.
 
     `accuracy` is the share of all attempts that are solved, with its standard error `accuracy_se`; one without a score
     is not solved. `infra_errors` and `unscorable` count the attempts without a score. `reward` is the mean over those with a
     score, `reward.PART` that of a named part over those that have it, and `length` is over those that have a reply.
     """
+    attempts = [t for group in groups for t in group.ends]
+    lengths = [length for group in groups for rows in group.attempts if (length := sum(t.sampled for t in rows))]
     n = max(len(attempts), 1)
     rewards = np.array([t.outcome.value for t in attempts if isinstance(t.outcome, Score)] or [0.0])
     accuracy = float((rewards >= SOLVED).sum()) / n
@@ -92,7 +94,7 @@ def summary(attempts: Sequence[Trajectory]) -> Metrics:
         "accuracy": accuracy,
         "accuracy_se": float(np.sqrt(accuracy * (1 - accuracy) / n)),
         "reward": float(rewards.mean()),
-        "length": float(np.mean([t.sampled for t in attempts if t.sampled] or [0])),
+        "length": float(np.mean(lengths or [0])),
         "truncated": sum(t.finish in TRUNCATED for t in attempts) / n,
         "infra_errors": float(sum(isinstance(t.outcome, InfraError) for t in attempts)),
         "unscorable": float(sum(isinstance(t.outcome, Unscorable) for t in attempts)),
@@ -101,7 +103,7 @@ def summary(attempts: Sequence[Trajectory]) -> Metrics:
 
 
 def parts_of(attempts: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """The values of each named part of the attempts' scores, for at most MOST_PARTS names."""
+    """The values of each named part of the scores of attempts, given by their last rows, for at most MOST_PARTS names."""
     found: dict[str, list[float]] = {}
     for attempt in attempts:
         for name, value in attempt.outcome.parts.items() if isinstance(attempt.outcome, Score) else ():

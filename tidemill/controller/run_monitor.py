@@ -62,17 +62,20 @@ def count(metrics: StepMetrics, group: Group, dropped: str | None) -> None:
         metrics.add(f"dropped/{dropped}", 1)
     for t in group.trajectories:
         metrics.add("sampled_tokens", t.sampled)
-        metrics.add("infra_errors", isinstance(t.outcome, InfraError))
-        metrics.add("unscorable", isinstance(t.outcome, Unscorable))
         for name in TAILS & t.info.keys():
             metrics.add(f"chat/{name}", t.info[name])
+    for t in group.ends:
+        metrics.add("infra_errors", isinstance(t.outcome, InfraError))
+        metrics.add("unscorable", isinstance(t.outcome, Unscorable))
 
 
 def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
     """Add the policy's lengths, rewards and truncations in these groups to a step's metrics."""
     by_env: dict[str, list[Trajectory]] = {}
-    for env, t in ((group.task.env, t) for group in groups for t in group.trajectories if t.sample != GREEDY):
-        length = int(t.learnt.sum())
+    for env, rows in ((group.task.env, rows) for group in groups for rows in group.attempts):
+        t, length = rows[-1], sum(int(row.learnt.sum()) for row in rows)
+        if t.sample == GREEDY:
+            continue
         if not length:  # it failed before its first reply, so it says nothing about the policy
             continue
         metrics.mean("length/mean", length)
@@ -165,8 +168,8 @@ class Monitor:
 
     def _judged(self, group: Group) -> None:
         """Count the outcomes, and show the first attempt without a score of each kind."""
-        self.totals.cut.update(limits(t for t in group.trajectories if t.sample != GREEDY))
-        for outcome in (t.outcome for t in group.trajectories):
+        self.totals.cut.update(limits(t for t in group.ends if t.sample != GREEDY))
+        for outcome in (t.outcome for t in group.ends):
             kind = "infra_errors" if isinstance(outcome, InfraError) else "scored"
             kind = "unscorable" if isinstance(outcome, Unscorable) else kind
             self.totals.outcomes[kind] += 1

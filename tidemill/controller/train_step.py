@@ -73,12 +73,14 @@ class Begun:
 def computed_tokens(group: Group) -> int:
     """Upper bound on the tokens that a pass over a group's attempts computes.
 
-    The attempts share what comes before their first sampled token. One that failed before its first reply has nothing to
-    train, and no pass computes it.
+    The attempts' first rows share what comes before their first sampled token; further rows are counted whole. A row
+    without a reply has nothing to train, and no pass computes it.
     """
-    attempts = [t for t in group.trajectories if t.learnt.any()]
-    begins = [int(np.argmax(t.mask)) for t in attempts]
-    return max(begins, default=0) + sum(len(t.tokens) - begin for t, begin in zip(attempts, begins, strict=True))
+    prompt, tokens = 0, 0
+    for place, t in ((place, t) for rows in group.attempts for place, t in enumerate(rows) if t.learnt.any()):
+        shared = int(np.argmax(t.mask)) if place == 0 else 0
+        prompt, tokens = max(prompt, shared), tokens + len(t.tokens) - shared
+    return prompt + tokens
 
 
 async def train_on(

@@ -207,7 +207,7 @@ class Curriculum:
 
     def learn_group(self, group: Group) -> None:
         if (group.task.env, group.task.id) in self._numbers:  # the task of a group in flight may be gone after a resume
-            self.learn(group.id, group.task, [t.reward for t in group.trajectories if t.sample != GREEDY])
+            self.learn(group.id, group.task, [t.reward for t in group.ends if t.sample != GREEDY])
 
     def figures(self) -> Metrics:
         """Metrics: shares of seen and of retired tasks, and the mean expected pass rate.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ CASES = {
 def test_the_limit_that_cut_is_named_with_its_remedy(kind: str):
     attempt, limit, said = CASES[kind]
     assert limit_of(attempt) == limit and by(limits([attempt])) == (kind, f" {said}")
-    groups = [Group(0, Task("t", "p"), [attempt, cut(Finish.STOP)])]
+    groups = [Group(0, Task("t", "p"), [attempt, replace(cut(Finish.STOP), sample=1)])]
     text = next(told for told in Symptoms().look(groups, {"train/truncated": 0.5}) if "cut off" in told)
     remedy = REMEDIES[kind]
     assert f"50% of the attempts were cut off {said}: " in text and f". {remedy[0].upper()}{remedy[1:]}, or set" in text

@@ -18,7 +18,9 @@ def group(rewards, id=0, same=False, env="spell"):
         tokens = np.array([1, 2, 3 if same else 3 + i], np.int32)
         mask = np.array([False, True, True])
         zero = np.zeros(3, np.float32)
-        rows.append(Trajectory(tokens, mask, zero, np.where(mask, 0, -1).astype(np.int32), Finish.STOP, Score(reward)))
+        rows.append(
+            Trajectory(tokens, mask, zero, np.where(mask, 0, -1).astype(np.int32), Finish.STOP, Score(reward), sample=i)
+        )
     return Group(id, Task(str(id), "p", env=env), rows)
 
 

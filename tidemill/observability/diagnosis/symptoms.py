@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.core.outcomes import SOLVED
-from tidemill.core.types import Group, Metrics
+from tidemill.core.types import Group, Metrics, Trajectory
 from tidemill.observability.diagnosis.cuts import REMEDIES, by, limits
 
 MOST = 0.5  # share of the groups that are identical
@@ -101,7 +101,7 @@ def _mastered(group: Group) -> bool:
 
 
 def _truncation(share: float, groups: Sequence[Group]) -> str:
-    found = limits(t for group in groups for t in group.trajectories)
+    found = limits(t for group in groups for t in group.ends)
     kind, limit = by(found) if found else ("recipe", "")
     remedy = REMEDIES[kind]
     said = f"{share:.0%} of the attempts were cut off{limit}: their rewards are of half an answer"
@@ -113,13 +113,13 @@ def _identical(groups: Sequence[Group]) -> float:
 
     Only groups of several attempts with a reply count.
     """
-    replied = [(group, [t for t in group.trajectories if t.mask.any()]) for group in groups]
-    same = [
-        len({t.tokens[t.mask].tobytes() for t in attempts}) == 1 and not _mastered(group)
-        for group, attempts in replied
-        if len(attempts) > 1
-    ]
+    replied = [(group, [r for rows in group.attempts if (r := _replies(rows))]) for group in groups]
+    same = [len(set(replies)) == 1 and not _mastered(group) for group, replies in replied if len(replies) > 1]
     return float(np.mean(same)) if same else 0.0
+
+
+def _replies(rows: Sequence[Trajectory]) -> bytes:
+    return b"".join(t.tokens[t.mask].tobytes() for t in rows)
 
 
 def _only_environment(groups: Sequence[Group]) -> str | None:
