@@ -30,7 +30,7 @@ from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import ReasoningGymSettings
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.hf_weights import load_folder
 from tidemill.run.storage.model_folder import ModelFolder
@@ -61,7 +61,7 @@ def warm_model(place: Path) -> Path:
 
 def write_rows(model: Path, file: Path) -> list[dict[str, str]]:
     """The demo's tasks; `text` is what a prompt's tokens say. Returns those held out."""
-    environment = make_environment(ReasoningGymSettings(**TASK), WorkerPool(workers=0))
+    environment = make_environment(ReasoningGymSettings(**TASK), RewardPool(workers=0))
     tokenizer = ModelFolder.open(model).tokenizer
 
     def row(task: Task) -> dict[str, str]:

@@ -13,7 +13,7 @@ from tidemill.core.types import Finish, InfraError, Score, Task, Trajectory, Uns
 from tidemill.envs import bounded_await as module
 from tidemill.envs.bounded_await import bounded
 from tidemill.envs.judge import RewardJudge
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 
 
 async def swallows(*_: object) -> Score:
@@ -61,7 +61,7 @@ async def test_what_would_end_the_loop_or_the_task_that_waits_is_an_error_of_its
     async def score(completion):
         raise error
 
-    judge = RewardJudge(score, WorkerPool(workers=0))
+    judge = RewardJudge(score, RewardPool(workers=0))
     one = np.ones(1, np.int32)
     attempt = Trajectory(one, one > 0, np.zeros(1, np.float32), one, Finish.STOP, text="x")
     (outcome,) = await judge(Task("t", "?"), [attempt])

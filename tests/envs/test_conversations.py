@@ -15,7 +15,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.types import Task
 from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.python_tasks import splits_of
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.tasks import task_of
 from tidemill.envs.trl_rows import with_prompt
 
@@ -174,7 +174,7 @@ async def test_rewards_of_trls_form_see_conversations_as_trl_gives_them():
     from test_make import attempt
 
     rows = [{"prompt": [user(row["prompt"])], "answer": row["answer"], "completion": "x", "level": 1} for row in ROWS]
-    env = reward_environment(reward, datasets.Dataset.from_list(rows), WorkerPool(workers=0))
+    env = reward_environment(reward, datasets.Dataset.from_list(rows), RewardPool(workers=0))
     task = env.tasks("train")[0]
     await env.judge(task, [attempt("a"), attempt("b")])
     assert seen == {

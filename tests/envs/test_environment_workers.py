@@ -29,7 +29,7 @@ from tidemill.envs.chat import rollout_seeds
 from tidemill.envs.environment import environment
 from tidemill.envs.environment_settings import EnvironmentWorkers, GuessSettings, PythonSettings
 from tidemill.envs.episode_workers import WorkerEnvironment, in_workers
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.runtime.workers import stopped
 
 FILE = str(Path(__file__).with_name("faulty_environments.py"))
@@ -137,7 +137,7 @@ async def test_the_record_is_the_same_as_in_this_process():
 
 
 async def test_the_guessing_game_plays_the_same_in_a_worker():
-    game = make_environment(GuessSettings(), WorkerPool(workers=0))
+    game = make_environment(GuessSettings(), RewardPool(workers=0))
     env = in_workers(game, EnvironmentWorkers(workers=1), lambda reason: 0.0, print, GuessSettings())
     assert isinstance(env, WorkerEnvironment)
     try:
@@ -218,7 +218,7 @@ async def test_other_workers_go_on_while_one_hangs():
         assert all(other.outcome == first.outcome for other in others)
         assert isinstance((await hung).outcome, InfraError)
         await until(lambda: len(reasons) == 2)
-        await until(lambda: all(slot.player for slot in env._slots))  # it is replaced without being asked for
+        await until(lambda: len(env.pool.pids) == 2)  # it is replaced without being asked for
 
 
 async def test_many_episodes_in_one_worker_do_not_mix():
@@ -423,7 +423,7 @@ sys.path[:0] = {[str(Path(FILE).parent)]!r}
 import test_environment_workers as t
 async def main():
     async with t.workers(2) as (env, _):
-        print(await t.pid(env), env._guard.pid, flush=True)
+        print(await t.pid(env), env.pool._guard.pid, flush=True)
         await asyncio.gather(*(t.play(env, t.task("leaves_processes", f"{{sys.argv[1]}}/{{n}}")) for n in range(2)))
 asyncio.run(main())
 """
@@ -451,7 +451,7 @@ def test_what_goes_to_workers_and_what_stays():
         return 1.0
 
     written = PythonSettings(path=f"{FILE}:judged")
-    guess = make_environment(GuessSettings(), WorkerPool(workers=0))
+    guess = make_environment(GuessSettings(), RewardPool(workers=0))
     assert isinstance(placed(faulty_file.faulty), WorkerEnvironment)
     assert isinstance(placed(faulty_file.judged, written=written), WorkerEnvironment)
     assert placed(faulty_file.faulty, none) is faulty_file.faulty

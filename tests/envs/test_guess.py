@@ -11,14 +11,14 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.envs.environment_settings import GuessSettings
 from tidemill.envs.guess import ALPHABET
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.tokenizer import character_tokenizer
 
 TOKENIZER = character_tokenizer(ALPHABET)
 
 
 def game(**settings):
-    return make_environment(GuessSettings(**settings), WorkerPool(workers=0))
+    return make_environment(GuessSettings(**settings), RewardPool(workers=0))
 
 
 async def play(env, task: Task, *replies: str, context: int = 999):

@@ -16,7 +16,7 @@ from tidemill.envs.build_environment import make_environment, reward_environment
 from tidemill.envs.environment import environment
 from tidemill.envs.environment_settings import EnvSettings
 from tidemill.envs.python_tasks import splits_of
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.task_order import task_order
 
 
@@ -25,7 +25,7 @@ class Recipe(Config):
 
 
 def make(env, scorer=None):
-    return make_environment(build(Recipe, {"env": env}).env, scorer or WorkerPool(workers=0))
+    return make_environment(build(Recipe, {"env": env}).env, scorer or RewardPool(workers=0))
 
 
 def attempt(text: str) -> Trajectory:
@@ -124,7 +124,7 @@ def blocks(completion):
 async def test_a_trl_reward_function_works_unchanged_in_one_call_a_group(tmp_path):
     (tmp_path / "mine.py").write_text(TRL_REWARD)
     data = write(tmp_path / "rows.jsonl", ROWS)
-    pool = WorkerPool(workers=2, limit_s=10)
+    pool = RewardPool(workers=2, limit_s=10)
     try:
         env = make({"kind": "python", "path": f"{tmp_path}/mine.py:reward", "data": data}, pool)
         task = env.tasks("train")[0]
@@ -139,7 +139,7 @@ async def test_a_trl_reward_function_works_unchanged_in_one_call_a_group(tmp_pat
 async def test_async_rewards_are_awaited_here_under_the_limit(tmp_path):
     (tmp_path / "mine.py").write_text(TRL_REWARD)
     data = write(tmp_path / "rows.jsonl", ROWS)
-    pool = WorkerPool(workers=1, limit_s=0.2)
+    pool = RewardPool(workers=1, limit_s=0.2)
     env = make({"kind": "python", "path": f"{tmp_path}/mine.py:waits", "data": data}, pool)
     task = env.tasks("train")[0]
     right, slow, raised = await env.judge(task, [attempt(task.data["answer"]), attempt("slow"), attempt("raise")])
@@ -157,7 +157,7 @@ async def test_async_rewards_are_awaited_here_under_the_limit(tmp_path):
 async def test_a_blocking_reward_does_not_block_the_loop(tmp_path):
     (tmp_path / "mine.py").write_text(TRL_REWARD)
     data = write(tmp_path / "rows.jsonl", ROWS)
-    pool = WorkerPool(workers=2, limit_s=0.3)
+    pool = RewardPool(workers=2, limit_s=0.3)
     try:
         env = make({"kind": "python", "path": f"{tmp_path}/mine.py:blocks", "data": data}, pool)
         outcomes = await env.judge(env.tasks("train")[0], [attempt("x"), attempt("y")])
@@ -220,10 +220,10 @@ async def test_a_function_of_this_process_as_the_reward():
     async def score(completion, answer):
         return completion == answer
 
-    env = reward_environment(score, ROWS, WorkerPool(workers=0))
+    env = reward_environment(score, ROWS, RewardPool(workers=0))
     task = env.tasks("train")[0]
     assert await env.judge(task, [attempt(task.data["answer"])]) == [Score(1.0)]
-    pool = WorkerPool(workers=1)
+    pool = RewardPool(workers=1)
     env = reward_environment(lambda completion, answer: float(completion == answer), ROWS, pool)
     assert await env.judge(task, [attempt(task.data["answer"]), attempt("no")]) == [Score(1.0), Score(0.0)]
     (note,) = env.notes

@@ -16,7 +16,7 @@ from tidemill.core.types import Finish, Score, Task, Trajectory, Unscorable
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import RowsSettings
 from tidemill.envs.json_lines import json_lines
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.rewards.functions import exact, last_boxed, numeric, regex
 from tidemill.envs.rewards.math import score
 from tidemill.envs.tasks import task_of
@@ -98,7 +98,7 @@ def test_data_that_cannot_travel_is_named_by_row_and_column(row, message, tmp_pa
     path = tmp_path / "rows.jsonl"
     path.write_bytes(ROW + b"\n" + json.dumps({"prompt": "b", **row}).encode())
     with pytest.raises(ConfigError, match=message):
-        make_environment(RowsSettings(kind="rows", data=str(path), reward="exact"), WorkerPool(workers=0))
+        make_environment(RowsSettings(kind="rows", data=str(path), reward="exact"), RewardPool(workers=0))
     if "answer" in row:
         path.write_bytes(b'{"answer": "1"}\n' + json.dumps(row).encode())
         with pytest.raises(ConfigError, match=message):
@@ -146,7 +146,7 @@ async def test_a_column_that_only_some_rows_have_is_none_for_the_others(tmp_path
     path = tmp_path / "rows.jsonl"
     given = [{"prompt": f"p{i}", "answer": str(i)} | ({"unit": "m"} if i % 2 else {}) for i in range(40)]
     path.write_text("\n".join(map(json.dumps, given)))
-    pool = WorkerPool(workers=0)
+    pool = RewardPool(workers=0)
 
     def env(name: str):
         return make_environment(RowsSettings(kind="rows", data=str(path), reward=f"{tmp_path}/r.py:{name}"), pool)

@@ -15,7 +15,7 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import ReasoningGymSettings
 from tidemill.envs.reasoning_gym import GymJudge, _length
 from tidemill.envs.reasoning_gym_worker import Order, make
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +26,7 @@ def spelling() -> ReasoningGymSettings:
 
 @pytest.fixture(scope="module")
 def spell(spelling):
-    return make_environment(spelling, WorkerPool(workers=0))
+    return make_environment(spelling, RewardPool(workers=0))
 
 
 def test_train_and_held_out_tasks_are_disjoint_by_question_and_answer(spell):
@@ -37,7 +37,7 @@ def test_train_and_held_out_tasks_are_disjoint_by_question_and_answer(spell):
 
 
 async def test_scores_are_the_librarys_own(spelling):
-    pool = WorkerPool(workers=1, limit_s=10)
+    pool = RewardPool(workers=1, limit_s=10)
     try:
         env = make_environment(spelling, pool)
         library = reasoning_gym.create_dataset(spelling.dataset, seed=spelling.seed, size=_length(spelling), **spelling.args)
@@ -61,7 +61,7 @@ async def test_a_dataset_that_iterates_over_sets_is_the_same_in_every_process():
     settings = ReasoningGymSettings(
         dataset="isomorphic_strings", size=20, eval_size=5, answer_tag="answer", template="? {question}"
     )
-    pool = WorkerPool(workers=1, limit_s=10)
+    pool = RewardPool(workers=1, limit_s=10)
     try:
         first, again = make_environment(settings, pool), make_environment(settings, pool)
         assert first.tasks("train") == again.tasks("train")
@@ -125,7 +125,7 @@ def test_what_the_library_does_not_have_is_one_sentence(given, message):
 )
 def test_bad_settings_are_configuration_errors(given, message):
     with pytest.raises(ConfigError, match=message):
-        make_environment(build(ReasoningGymSettings, given), WorkerPool(workers=0))
+        make_environment(build(ReasoningGymSettings, given), RewardPool(workers=0))
 
 
 async def test_a_question_that_is_not_the_one_that_was_asked_is_never_scored(spell):

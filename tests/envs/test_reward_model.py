@@ -13,7 +13,7 @@ from tidemill.core.types import Finish, Score, Trajectory
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import RowsSettings
 from tidemill.envs.reward_model import score
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.models.value_model import ValueModel
@@ -61,7 +61,7 @@ async def test_a_recipe_names_it_and_it_judges_in_the_workers(folder, tmp_path):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"say {i}:"}) + "\n" for i in range(40)))
     settings = RowsSettings(data=str(data), reward="model", reward_options={"folder": str(folder)})
-    pool = WorkerPool(workers=1, limit_s=60)
+    pool = RewardPool(workers=1, limit_s=60)
     try:
         environment = make_environment(settings, pool)
         task = environment.tasks("train")[0]
@@ -87,4 +87,4 @@ def test_a_folder_that_is_none_is_refused_before_anything_starts(tmp_path, optio
     data = tmp_path / "rows.jsonl"
     data.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     with pytest.raises(ConfigError, match=message):
-        make_environment(RowsSettings(data=str(data), reward="model", reward_options=options), WorkerPool(workers=0))
+        make_environment(RowsSettings(data=str(data), reward="model", reward_options=options), RewardPool(workers=0))

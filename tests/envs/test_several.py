@@ -16,7 +16,7 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_mixture import Several, parts_of
 from tidemill.envs.environment_settings import EnvironmentWorkers
 from tidemill.envs.episode_workers import in_workers
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.run.recipe import RunConfig
 
 
@@ -102,7 +102,7 @@ def test_a_list_of_tables_makes_them_and_survives_the_round_trip():
     config = recipe([{**GUESS, "name": "a", "weight": 3, "algorithm": "dapo"}, {**GUESS, "high": 5, "name": "b"}])
     assert build(RunConfig, dump(config)) == config
     assert {name: each.name for name, each in config.algorithms.items()} == {"": "grpo", "a": "dapo"}
-    env = make_environment(config.env, WorkerPool(workers=0))
+    env = make_environment(config.env, RewardPool(workers=0))
     assert isinstance(env, Several) and env.weights == {"a": 3, "b": 1}
     assert {t.env for split in ("train", "eval") for t in env.tasks(split)} == {"a", "b"}
     both = recipe([{**GUESS, "name": "a", "algorithm": {"clip_high": 0.3}}, {**GUESS, "name": "b", "algorithm": "dapo"}])
@@ -196,7 +196,7 @@ def test_each_environment_plays_where_it_would_alone(tmp_path):
         "@environment(tasks=lambda split: [{'prompt': split}])\nasync def play(task, chat):\n    return Score(1.0)\n"
     )
     config = recipe([{**GUESS, "name": "a"}, {"kind": "python", "path": f"{tmp_path}/mine.py:play", "name": "b"}])
-    env = make_environment(config.env, WorkerPool(workers=0))
+    env = make_environment(config.env, RewardPool(workers=0))
     placed = in_workers(env, EnvironmentWorkers(), lambda reason: 0.0, lambda text: None, config.env)
     assert isinstance(placed, Several) and placed.weights == {"a": 1, "b": 1}
     assert [type(part).__name__ for part in placed.parts.values()] == ["FunctionEnvironment", "WorkerEnvironment"]

@@ -16,7 +16,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.types import Group, InfraError, Score, Task, Unscorable
 from tidemill.envs.build_environment import reward_environment
 from tidemill.envs.judge import RewardJudge
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.observability.metrics import StepMetrics
 from tidemill.run.recipe import RunConfig
 
@@ -161,7 +161,7 @@ async def test_what_is_alive_runs_here_one_call_after_the_other_under_its_limit(
                 raise StopIteration
             return float(len(completion))
 
-    pool = WorkerPool(workers=1)
+    pool = RewardPool(workers=1)
     judge = RewardJudge(Client(), pool)
     outcomes = await judge(Task("t", "p"), [attempt(text) for text in ("a", "bb", "exit", "end")])
     assert outcomes[:2] == [Score(1.0), Score(2.0)] and sorted(calls) == ["a", "bb", "end", "exit"]
@@ -178,5 +178,5 @@ async def test_what_is_alive_runs_here_one_call_after_the_other_under_its_limit(
 
 
 def test_a_list_from_python_is_a_list_of_rewards(place):
-    env = reward_environment([lambda completion: 1.0, "exact"], ROWS, WorkerPool(workers=0), weights=[0.5, 0.5])
+    env = reward_environment([lambda completion: 1.0, "exact"], ROWS, RewardPool(workers=0), weights=[0.5, 0.5])
     assert env.name == "lambda+exact" and len(env.notes) == 1

@@ -13,7 +13,7 @@ from test_make import attempt
 from tidemill.core.types import Score, Task, Unscorable
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.judge import RewardJudge
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.run.recipe import RunConfig, load_recipe
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing_an_environment.md"
@@ -38,7 +38,7 @@ def recipe(code: str) -> RunConfig:
 
 
 async def test_the_recipes_build_and_judge(page):
-    pool = WorkerPool(workers=1, limit_s=20)
+    pool = RewardPool(workers=1, limit_s=20)
     tables = [code for language, code in page if language == "toml"]
     assert len(tables) == 2
     try:
@@ -58,7 +58,7 @@ async def test_the_recipes_build_and_judge(page):
 
 async def test_the_conversation_and_its_test(page):
     tables = [code for language, code in page if language == "toml"]
-    env = make_environment(recipe(tables[1]).env, WorkerPool(workers=0))
+    env = make_environment(recipe(tables[1]).env, RewardPool(workers=0))
     assert [len(env.tasks(split)) for split in ("train", "eval")] == [38, 10]
     sys.modules.pop("doubling", None)
     namespace: dict = {}
@@ -69,7 +69,7 @@ async def test_the_conversation_and_its_test(page):
 async def test_the_group_form_is_called_as_the_page_says(page):
     code = next(code for _, code in page if "near_the_length" in code)
     Path("lengths.py").write_text(code)
-    judge = RewardJudge("lengths.py:near_the_length", WorkerPool(workers=0))
+    judge = RewardJudge("lengths.py:near_the_length", RewardPool(workers=0))
     judge.check({"length"})
     outcomes = await judge(Task("t", "p", {"length": 4}), [attempt("four"), attempt("no")])
     assert outcomes == [Score(0.0), Score(-0.5)]

@@ -24,18 +24,20 @@ from hypothesis import strategies as st
 from ledger.ledger_cases import group
 
 from tidemill.core import serialization
-from tidemill.core.errors import PeerDied, RemoteError, StartFailed
+from tidemill.core.errors import CallFailed, PeerDied, RemoteError, StartFailed, WorkerLost
 from tidemill.core.types import Array, Group, InfraError, Score, Unscorable
 from tidemill.engine.server.app import make_app
 from tidemill.engine.server.service import Service
-from tidemill.envs.reward_workers import reward_protocol as scoring
-from tidemill.envs.reward_workers.reward_process import RewardWorker, WorkerFailed
+from tidemill.envs.reward_workers import reward_worker as scoring
 from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.runtime import local, wire_format
 from tidemill.runtime.process_logs import Log
 from tidemill.runtime.role_host import REPORT_LENGTH, Ready
 from tidemill.runtime.rpc import RpcServer, connect
 from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, Ping, failure
+from tidemill.runtime.workers.child import WorkerProcess
+from tidemill.runtime.workers.frames import CallBegan, CallFailure, CallResult, WorkerNote, WorkerPong
+from tidemill.runtime.workers.worker import Worker, WorkerKind
 
 TOKEN = "t" * 64
 TREES = trees(st.sampled_from(["type", "id", "method", "kinds", "message", "call", "done", "failed"]))
@@ -204,8 +206,8 @@ def report_bytes() -> st.SearchStrategy[bytes]:
     return st.builds(framed, body, st.sampled_from([None, None, None, 0, 1, 2**31, 2**32 - 1])) | st.binary(max_size=40)
 
 
-class Speaking(RewardWorker):
-    """A worker whose every word is given."""
+class Speaking(WorkerProcess):
+    """A worker process whose every word is given."""
 
     def __init__(self, words: bytes) -> None:
         self.pid, self.title = 0, "the scoring worker"  # no process: it is never found to be stopped
@@ -213,7 +215,9 @@ class Speaking(RewardWorker):
         self._stdout.feed_data(words)
         self._stdout.feed_eof()
 
-    async def send(self, body: bytes) -> None: ...
+    def post(self, body: bytes) -> None: ...
+
+    def kill(self) -> None: ...
 
     async def epitaph(self) -> str:
         return "the scoring worker ended"
@@ -221,11 +225,17 @@ class Speaking(RewardWorker):
 
 @contextmanager
 def worker_frames(_: Path) -> Iterator[Attack]:
-    request = scoring.RewardRequest(3, "reward.py:score", "score", [], {})
+    request = scoring.RewardRequest("reward.py:score", "score", [], {})
+    kind = WorkerKind("reward_worker", "the scoring worker", scoring.Outcomes)
 
     async def attack(words: bytes) -> None:
-        done = await Speaking(words).exchange(request, 5.0)
-        assert done.id == 3 and all(isinstance(o, Score | Unscorable | InfraError) for o in done.outcomes)
+        worker = Worker(Speaking(words), kind)
+        serving = asyncio.ensure_future(worker.serve())
+        try:
+            outcomes = await worker.call(3, request, "score", loads="score", limit_s=5.0)
+            assert all(isinstance(o, Score | Unscorable | InfraError) for o in outcomes)
+        finally:
+            await serving
 
     with looping() as run:
         yield lambda words: run(attack(words))
@@ -233,16 +243,18 @@ def worker_frames(_: Path) -> Iterator[Attack]:
 
 def worker_words() -> st.SearchStrategy[bytes]:
     outcome = st.builds(Score, st.floats(allow_nan=False, allow_infinity=False)) | st.builds(InfraError, st.text(max_size=5))
-    done = st.builds(scoring.RewardReply, st.sampled_from([3, 3, 3, 4]), st.lists(outcome, max_size=2))
-    body = (done | st.builds(scoring.Started, st.sampled_from([3, 3, 3, 0]))).map(serialization.encode)
-    nan = serialization.encode({"type": "Done", "id": 3, "outcomes": [{"type": "Score", "value": float("nan")}]})
+    ids = st.sampled_from([3, 3, 3, 4])
+    done = st.builds(CallResult, ids, st.lists(outcome, max_size=2), st.booleans())
+    other = st.builds(WorkerNote, ids, st.none()) | st.builds(CallFailure, ids, st.text(max_size=5), st.text(max_size=5))
+    body = (done | other | st.builds(CallBegan, ids) | st.builds(WorkerPong, ids)).map(serialization.encode)
+    nan = serialization.encode({"type": "CallResult", "id": 3, "value": [{"type": "Score", "value": float("nan")}]})
     wild = body | body | mutated(body) | _msgpack() | st.just(nan) | st.binary(max_size=30)
 
     def framed(parts: list[bytes]) -> bytes:
         return b"".join(len(part).to_bytes(4, "little") + part for part in parts)
 
-    started = serialization.encode(scoring.Started(3))
-    framed_ones = st.lists(wild, max_size=3).map(lambda parts: framed([started, *parts]))
+    began = serialization.encode(CallBegan(3))
+    framed_ones = st.lists(wild, max_size=3).map(lambda parts: framed([began, *parts]))
     return framed_ones | mutated(framed_ones) | st.lists(wild, max_size=3).map(framed) | st.binary(max_size=40)
 
 
@@ -367,7 +379,7 @@ TARGETS = [
     Target("wire: calls to a server", messages_to_a_server(), calls),
     Target("wire: replies to a caller", messages_to_a_caller(), replies, ERRORS),
     Target("wire: a child's report", report_bytes(), reports, (StartFailed, *ERRORS)),
-    Target("wire: a scoring worker's frames", worker_words(), worker_frames, (WorkerFailed,)),
+    Target("wire: a scoring worker's frames", worker_words(), worker_frames, (WorkerLost, CallFailed)),
     Target("HTTP: bodies", bodies(), http_bodies, (Refused,)),
     Target("HTTP: the wire", requests(), http_wire),
 ]

@@ -335,8 +335,8 @@ FAULTS = [
     ),
     Fault(
         "a worker is kept with what it left running",
-        "keep = not done.children",
-        "keep = True",
+        "if ends and frame.children:",
+        "if False:",
         "envs/reward_workers/test_pool.py envs/reward_workers/test_reward_faults.py",
     ),
     Fault(

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tidemill.core.types import Finish, Score, Trajectory
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.run import api
 from tidemill.run.session import RunEnded
 
@@ -34,7 +34,7 @@ def test_the_script_of_a_trl_user(monkeypatch, tmp_path, capsys):
     seen = []
 
     async def instead(config, display, callbacks, make):
-        env = make(WorkerPool(workers=0), tmp_path / "source")
+        env = make(RewardPool(workers=0), tmp_path / "source")
         task = env.tasks("train")[0]
         seen.append([config.steps, len(env.tasks("train")), len(env.tasks("eval")), env.notes])
         seen.append(await env.judge(task, [replied(task.data["answer"]), replied("no")]))

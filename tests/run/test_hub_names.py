@@ -20,7 +20,7 @@ from tidemill.cli.commands.serve import served_name
 from tidemill.core.errors import ConfigError
 from tidemill.core.hub import fetch, is_name, shown
 from tidemill.envs.build_environment import make_environment
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.hub_names import fetched
 from tidemill.run.recipe import load_recipe
@@ -149,7 +149,7 @@ def test_data_by_its_name(hub, monkeypatch, tmp_path, package):
     hub.put("dataset", "org/held-out", {"data/train.jsonl": lines([{"prompt": "z", "answer": "z"}])})
     data = {"kind": "rows", "data": "org/sums", "eval_data": "org/held-out@main", "reward": "exact"}
     found = fetched(recipe(env=data))
-    environment = make_environment(found.env, WorkerPool(workers=0))
+    environment = make_environment(found.env, RewardPool(workers=0))
     assert environment.name == "rows:sums"
     assert [len(environment.tasks(split)) for split in ("train", "eval")] == [20, 1]
     assert not any("weights.bin" in path for path in hub.asked)

@@ -149,8 +149,29 @@ class EpisodeFailed(TidemillError):
     """The episode has no outcome, and not by the policy's fault; it becomes an InfraError (I5)."""
 
 
+class CallFailed(EpisodeFailed):
+    """Code in a worker process raised an exception. began: not while it loaded what the call needs."""
+
+    def __init__(self, reason: str, trace: str, began: bool) -> None:
+        super().__init__(reason)
+        self.add_note(trace)
+        self.began = began
+
+
 class WorkerLost(EpisodeFailed):
-    """The episode's worker process ended, perhaps because of another episode. The episode begins anew, once."""
+    """A worker process ended, perhaps because of another call. `runtime.workers` raises it; an episode begins anew, once.
+
+    kind: timeout, died, stopped, protocol, left, cancelled or closed. began: the call had begun, and so may be the cause.
+    was_up: it did not end while it started.
+    """
+
+    def __init__(self, reason: str, kind: str = "died", began: bool = False, was_up: bool = True) -> None:
+        super().__init__(reason)
+        self.kind, self.began, self.was_up = kind, began, was_up
+
+
+class NoWorkers(TidemillError):
+    """A pool of workers is closed, or lost one too many. Environments turn it into EnvironmentLost."""
 
 
 class EnvironmentLost(TidemillError, RuntimeError):

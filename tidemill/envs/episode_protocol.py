@@ -1,11 +1,9 @@
-"""Messages between the controller and an environment worker: msgpack in `runtime.workers` frames.
+"""Messages between the controller and an environment worker, in the frames of `runtime.workers`.
 
-    controller -> worker   LoadEnvironment, then any number of Begin or JudgeRequest; EpisodeAnswer or ReplyRefused to an
-                           Ask; CancelEpisode; WorkerPing
-    worker -> controller   EnvironmentLoaded, then for each Begin any number of Ask and one EpisodeEnded; for each
-                           JudgeRequest one Judged; Raised instead of either; Pong
+    calls   LoadEnvironment -> nothing; then Begin -> EpisodeEnded, JudgeRequest -> Judged, in any number
+    notes   Ask or Withdraw from a worker; EpisodeAnswer or ReplyRefused to an Ask
 
-Many episodes can run at a time, each with a number of its own. Within an episode, turns follow one another.
+Within an episode, turns follow one another.
 """
 
 from __future__ import annotations
@@ -27,18 +25,15 @@ class LoadEnvironment(msgspec.Struct, frozen=True, tag=True):
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    id: int
     task: Task
 
 
 class JudgeRequest(msgspec.Struct, frozen=True, tag=True):
-    id: int
     task: Task
     attempts: list[Trajectory]
 
 
 class EpisodeAnswer(msgspec.Struct, frozen=True, tag=True):
-    id: int
     turn: int
     text: str
 
@@ -46,27 +41,13 @@ class EpisodeAnswer(msgspec.Struct, frozen=True, tag=True):
 class ReplyRefused(msgspec.Struct, frozen=True, tag=True):
     """No reply: the exception that `Chat.reply` raised, by the name of its class."""
 
-    id: int
     turn: int
     kind: str
     reason: str
     finish: Finish | None
 
 
-class CancelEpisode(msgspec.Struct, frozen=True, tag=True):
-    id: int
-
-
-class WorkerPing(msgspec.Struct, frozen=True, tag=True):
-    number: int
-
-
-class EnvironmentLoaded(msgspec.Struct, frozen=True, tag=True):
-    error: str  # why the environment does not load; empty when it does
-
-
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    id: int
     turn: int
     message: Message
     max_tokens: int | None
@@ -76,32 +57,20 @@ class Ask(msgspec.Struct, frozen=True, tag=True):
 class Withdraw(msgspec.Struct, frozen=True, tag=True):
     """The environment no longer waits for the answer of this turn."""
 
-    id: int
     turn: int
 
 
 class EpisodeEnded(msgspec.Struct, frozen=True, tag=True):
-    id: int
+    """The end of an episode. finish: set when the environment did not catch the end of its chat, with the reason."""
+
     outcome: Score | Unscorable | InfraError | None
+    finish: Finish | None = None
+    reason: str = ""
 
 
 class Judged(msgspec.Struct, frozen=True, tag=True):
-    id: int
     outcomes: list[Score | Unscorable | InfraError]
 
 
-class Raised(msgspec.Struct, frozen=True, tag=True):
-    """The environment raised an exception. finish: set when it did not catch the end of its chat."""
-
-    id: int
-    reason: str
-    finish: Finish | None = None
-    trace: str = ""
-
-
-class Pong(msgspec.Struct, frozen=True, tag=True):
-    number: int
-
-
-ToWorker = LoadEnvironment | Begin | JudgeRequest | EpisodeAnswer | ReplyRefused | CancelEpisode | WorkerPing
-FromWorker = EnvironmentLoaded | Ask | Withdraw | EpisodeEnded | Judged | Raised | Pong
+EpisodeRequest = LoadEnvironment | Begin | JudgeRequest
+EpisodeResult = EpisodeEnded | Judged | None

@@ -1,7 +1,7 @@
 """Environments in worker processes: a user's `run` and `judge` never run in the controller.
 
-    run -> the worker with the fewest episodes -> its outcome
-    worker lost -> its episodes raise WorkerLost -> `lost` returns a pause, or raises if it is one too many -> another worker
+    run -> a worker -> Ask -> the episode's real chat (tokens, logprobs, versions stay here) -> EpisodeAnswer -> ...
+    worker ended -> its episodes raise WorkerLost -> `lost` returns a pause, or raises if it is one too many -> the next
 
 Tasks do not come from the workers: the environment in this process makes them, and they are deterministic.
 """
@@ -9,40 +9,70 @@ Tasks do not come from the workers: the environment in this process makes them, 
 from __future__ import annotations
 
 import asyncio
-import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, NotImportable
+from tidemill.core.errors import CodecError, EnvironmentLost, EpisodeOver, NotImportable, NoWorkers
 from tidemill.core.interfaces import Chat, Checkable, Environment, Gold
 from tidemill.core.notebook_source.module_writer import reference_for
 from tidemill.core.types import Outcome, Task, Trajectory, Unscorable
 from tidemill.envs.environment import FunctionEnvironment, SingleTurn
 from tidemill.envs.environment_mixture import Several
 from tidemill.envs.environment_settings import AnyEnv, EnvironmentWorkers, PythonSettings
-from tidemill.envs.episode_player import Player
-from tidemill.envs.episode_protocol import Begin, EpisodeEnded, Judged, JudgeRequest, Raised
-from tidemill.runtime.workers.child import REAP_LIMIT_S, WorkerProcess
-from tidemill.runtime.workers.guard_client import Guard
+from tidemill.envs.episode_protocol import (
+    MAX_FRAME,
+    Ask,
+    Begin,
+    EpisodeAnswer,
+    EpisodeEnded,
+    EpisodeResult,
+    Judged,
+    JudgeRequest,
+    LoadEnvironment,
+    ReplyRefused,
+    Withdraw,
+)
+from tidemill.runtime.workers.worker import OpenCall, WorkerKind
+from tidemill.runtime.workers.worker_pool import Lost, WorkerPool
 
 WORKERS = 2  # default for a user's environment
-Lost = Callable[[str], float]
-"""From the reason of a lost worker to the seconds before the next one starts. Raises when it was one too many."""
+_MODULE = "tidemill.envs.episode_worker"
 
 
-@dataclass(slots=True, eq=False)
-class _Slot:
-    """Place of one worker, which successors take over."""
+class EpisodeReplies:
+    """The replies to one episode in a worker; `chat` is None for a judgement, which gets none."""
 
-    player: Player | None = None
-    late: bool = False  # the worker was lost, and its successor is not up yet
-    waiting: int = 0  # episodes that wait for the worker
+    def __init__(self, chat: Chat | None) -> None:
+        self._chat, self._turn = chat, 0
+        self._replying: asyncio.Task[None] | None = None
 
-    @property
-    def order(self) -> tuple[bool, int]:
-        return self.late, self.waiting + (self.player.load if self.player else 0)
+    def hear(self, call: OpenCall, note: Ask | Withdraw) -> None:
+        if isinstance(note, Withdraw):
+            self.stop()
+            return
+        before = self._replying
+        waits = before is not None and not before.done() and not before.cancelling()
+        if self._chat is None or note.turn <= self._turn or waits:
+            raise CodecError(f"episode {call.id} asked while it may not")
+        self._turn = note.turn
+        self._replying = asyncio.ensure_future(self._reply(self._chat, call, note, before))
+
+    def stop(self) -> None:
+        """Cancel the running request to the policy, if there is one."""
+        if self._replying is not None:
+            self._replying.cancel()
+
+    async def _reply(self, chat: Chat, call: OpenCall, ask: Ask, before: asyncio.Task[None] | None) -> None:
+        if before is not None and not before.done():
+            await asyncio.wait({before})  # bounded: it was withdrawn and so is cancelled
+        try:
+            text = await chat.reply(ask.message, max_tokens=ask.max_tokens, last=ask.last)
+            call.tell(EpisodeAnswer(ask.turn, text))
+        except (EpisodeOver, ValueError) as error:  # an environment may catch these
+            finish = error.finish if isinstance(error, EpisodeOver) else None
+            call.tell(ReplyRefused(ask.turn, type(error).__name__, str(error), finish))
+        except Exception as error:  # from the engine: no answer will come, so the episode ends here
+            call.fail(error)
 
 
 class WorkerEnvironment:
@@ -50,14 +80,17 @@ class WorkerEnvironment:
 
     def __init__(self, inner: Environment, reference: str, settings: EnvironmentWorkers, lost: Lost) -> None:
         """reference: FILE.py:NAME or MODULE:NAME by which workers load `inner` or its function."""
-        self.name = inner.name
-        self._inner, self._reference, self._settings, self._lost = inner, reference, settings, lost
-        self._slots = [_Slot() for _ in range(settings.workers or WORKERS)]
-        self._keepers: list[asyncio.Task[None]] = []
-        self._guard = Guard()
-        self._ids = itertools.count()
-        self._changed = asyncio.Event()  # replaced by a new one when it is set
-        self._failure: Exception | None = None  # why no worker is available any more
+        self.name, self._inner = inner.name, inner
+        kind = WorkerKind(
+            _MODULE,
+            f"the worker of environment {self.name}",
+            results=EpisodeResult,
+            notes=Ask | Withdraw,
+            memory_mb=settings.memory_mb,
+            most=MAX_FRAME,
+            patience_s=settings.limit_s,
+        )
+        self.pool = WorkerPool(kind, settings.workers or WORKERS, preload=LoadEnvironment(reference, self.name), lost=lost)
 
     def tasks(self, split: str) -> Sequence[Task]:
         return self._inner.tasks(split)
@@ -78,93 +111,30 @@ class WorkerEnvironment:
         of it, may be another episode's fault), EnvironmentLost when no worker is available any more, and what the engine
         raises in a reply.
         """
-        player = await self._player()
-        ended = await player.call(Begin(next(self._ids), task), chat)
-        assert isinstance(ended, EpisodeEnded | Raised)
-        return ended.outcome if isinstance(ended, EpisodeEnded) else _raise(ended)
+        ended = await self._call(Begin(task), f"an episode of environment {self.name}", chat)
+        assert isinstance(ended, EpisodeEnded)
+        if ended.finish is not None:
+            raise EpisodeOver(ended.finish, ended.reason)
+        return ended.outcome
 
     async def judge(self, task: Task, attempts: list[Trajectory]) -> list[Outcome]:
-        player = await self._player()
-        judged = await player.call(JudgeRequest(next(self._ids), task, attempts))
-        assert isinstance(judged, Judged | Raised)
-        return list(judged.outcomes) if isinstance(judged, Judged) else _raise(judged)
+        judged = await self._call(JudgeRequest(task, attempts), f"a judgement of environment {self.name}", None)
+        assert isinstance(judged, Judged)
+        return list(judged.outcomes)
 
     async def close(self) -> None:
         """Kill the workers, also in the middle of episodes, and wait until they are gone."""
-        self._failure = EnvironmentLost(f"environment {self.name} was closed")
-        self._wake()
-        for keeper in self._keepers:
-            keeper.cancel()
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=2 * REAP_LIMIT_S)
-        await self._guard.close()
+        await self.pool.close()
         await self._inner.close()
 
-    async def _player(self) -> Player:
-        """The least busy worker that is up, or the first one to come up.
-
-        Raises EnvironmentLost when no worker is available any more.
-        """
-        if not self._keepers:
-            self._keepers = [asyncio.ensure_future(self._keep(slot)) for slot in self._slots]
-        while self._failure is None:
-            slot = min(self._slots, key=lambda each: each.order)
-            if slot.player is not None:
-                return slot.player
-            slot.waiting += 1
-            try:
-                await self._changed.wait()  # bounded: by the caller's deadline; every start of a worker ends
-            finally:
-                slot.waiting -= 1
-        raise EnvironmentLost(str(self._failure)) from self._failure
-
-    async def _keep(self, slot: _Slot) -> None:
-        """Keep a slot filled with one worker after another, until an error ends the environment."""
+    async def _call(self, request: Begin | JudgeRequest, what: str, chat: Chat | None) -> EpisodeResult:
+        replies = EpisodeReplies(chat)
         try:
-            while True:
-                why = await self._employ(slot)
-                slot.late = True
-                self._wake()
-                await asyncio.sleep(self._lost(why))  # bounded: by its argument
-        except Exception as error:  # any error: callers that wait for a worker would wait for ever
-            self._failure = error
-            self._wake()
-
-    async def _employ(self, slot: _Slot) -> str:
-        """Run one worker from its start to its end; returns why it ended.
-
-        Raises EnvironmentLost when the environment does not load.
-        """
-        await self._guard.start()
-        child = await WorkerProcess.start(
-            "tidemill.envs.episode_worker", f"the worker of environment {self.name}", self._settings.memory_mb
-        )
-        self._guard.add(child.pid)
-        try:
-            player = Player(child, self.name, self._settings.limit_s)
-            if why := await player.start(self._reference):
-                return why
-            slot.player, slot.late = player, False
-            self._wake()
-            return await player.serve()
+            return await self.pool.call(request, what, hear=replies.hear)
+        except NoWorkers as gone:
+            raise EnvironmentLost(str(gone)) from gone
         finally:
-            slot.player = None
-            child.kill()
-            await child.reap()
-            child.kill()  # again, for processes forked while the first signal was on its way
-            self._guard.discard(child.pid)
-
-    def _wake(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-
-def _raise(raised: Raised) -> NoReturn:
-    if raised.finish is not None:
-        raise EpisodeOver(raised.finish, raised.reason)
-    failed = EpisodeFailed(raised.reason)
-    failed.add_note(raised.trace)
-    raise failed
+            replies.stop()
 
 
 def in_workers(

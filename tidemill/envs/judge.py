@@ -29,7 +29,7 @@ from tidemill.envs.rewards.signature import Signature, group_values, name_of, si
 
 
 class Scorer(Protocol):
-    """Interface of the scoring stage, which `reward_workers.reward_pool.WorkerPool` implements."""
+    """Interface of the scoring stage, which `reward_workers.reward_pool.RewardPool` implements."""
 
     limit_s: float
 

@@ -29,7 +29,7 @@ from tidemill.envs.bounded_await import bounded_call
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_mixture import notes_of, parts_of
 from tidemill.envs.episode_workers import in_workers
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.task_order import task_order
 from tidemill.ledger.database import has_ledger
 from tidemill.ledger.ledger import SqliteLedger
@@ -71,7 +71,7 @@ class RunEnded:
     report: dict[str, Any]
 
 
-EnvironmentMaker = Callable[[WorkerPool, Path], Environment]
+EnvironmentMaker = Callable[[RewardPool, Path], Environment]
 """Makes the environment from the scoring workers, and a folder for the source that they import."""
 
 
@@ -149,7 +149,7 @@ async def _with_environment(
     callbacks: Sequence[Callback],
     make: EnvironmentMaker | None,
 ) -> RunEnded:
-    scorer = WorkerPool(**config.scoring.workers_as())
+    scorer = RewardPool(**config.scoring.workers_as())
     sinks = open_sinks(config.record, folder.path, config=dump(config), callbacks=callbacks, report=display.note)
     monitor = Monitor(sinks, display, Trace(config.record.trace_events))
     try:

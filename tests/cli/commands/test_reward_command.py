@@ -13,7 +13,7 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment import environment
 from tidemill.envs.environment_settings import GuessSettings
 from tidemill.envs.guess import guess_game
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run.preflight.reward_audit import HOPELESS, Own, check
 from tidemill.run.recipe import RunConfig
@@ -239,7 +239,7 @@ async def test_the_commonest_answers_wrong_labels_and_time():
 
 async def test_a_reward_that_judges_nothing_is_soon_given_up(tmp_path):
     (tmp_path / "mine.py").write_text(REWARDS)
-    pool = WorkerPool(workers=1, limit_s=5)
+    pool = RewardPool(workers=1, limit_s=5)
     try:
         env = make_environment(build(RunConfig, {"run_dir": "r", "model": "m", "env": f"{tmp_path}/mine.py:dies"}).env, pool)
         found = await check(env, env.tasks("train")[:8], limit_s=30, budget_s=600)

@@ -85,17 +85,17 @@ async def test_a_template_that_misbehaves_is_a_400_and_the_next_chat_is_rendered
 async def test_what_is_long_keeps_nobody_waiting_and_no_memory(reader: Reader) -> None:
     short, text = said("hello"), "the tide " * 40_000
     await reader.chat(short)
-    forks = psutil.Process(reader._short._child.pid).children()
+    forks = psutil.Process(*reader._short.pool.pids).children()
     await reader.chat(short)
-    assert psutil.Process(reader._short._child.pid).children() == forks and len(forks) == 1, "what behaved stays"
+    assert psutil.Process(*reader._short.pool.pids).children() == forks and len(forks) == 1, "what behaved stays"
     held = sum(resident())
     late = asyncio.ensure_future(refused(reader, said("loop:" + "a" * SHORT)))
     for _ in range(3):
         await reader.chat(short)
         assert not late.done(), "the short one was answered while the long one looped"
-    while (child := reader._long._child) is None:
-        await asyncio.sleep(0)
-    os.kill(child.pid, signal.SIGKILL)  # sooner than at its limit
+    while not (pids := reader._long.pool.pids) or not psutil.Process(*pids).children():
+        await asyncio.sleep(0.01)
+    os.kill(pids[0], signal.SIGKILL)  # sooner than at its limit
     assert (await late).status == 503
     assert len(await reader.chat(said(text))) > len(text), "not provably too long: it has to be tokenized to know"
     assert sum(resident()) < held + 100, "a second process, and nothing of what it did"
@@ -118,11 +118,10 @@ async def test_turns_and_ends(reader: Reader, monkeypatch: pytest.MonkeyPatch) -
     """Texts are the tokenizer's; a process that was killed is replaced; who waits too long is told so."""
     for text in ("", "tide", "a" * prompt_reader.HERE, "tide\n" * prompt_reader.HERE):
         np.testing.assert_array_equal(await reader.text(text), reader._tokenizer.encode(text))
-    first, child = await reader.chat(said("hello")), reader._short._child
-    assert child is not None
-    os.kill(child.pid, signal.SIGKILL)
+    first, pids = await reader.chat(said("hello")), reader._short.pool.pids
+    os.kill(pids[0], signal.SIGKILL)
     np.testing.assert_array_equal(await reader.chat(said("hello")), first)
-    assert reader._short._child is not child
+    assert reader._short.pool.pids != pids
 
     monkeypatch.setattr(prompt_reader, "QUEUE_S", 0.05)
     late = asyncio.ensure_future(refused(reader, said("loop:")))

@@ -18,10 +18,9 @@ import pytest
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import InfraError, Score, Unscorable
-from tidemill.envs.reward_workers import reward_process
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.reward_workers.scoring_settings import ScoringSettings
-from tidemill.runtime.workers import stopped
+from tidemill.runtime.workers import child, stopped
 
 FAULTY = str(Path(__file__).with_name("faulty_rewards.py"))
 LIMIT_S = 0.4
@@ -44,14 +43,14 @@ async def until_gone(pids: list[int], within_s: float = 5.0) -> bool:
 
 @pytest.fixture
 async def pool():
-    pool = WorkerPool(workers=1, limit_s=LIMIT_S)
+    pool = RewardPool(workers=1, limit_s=LIMIT_S)
     before = {p.pid for p in psutil.Process().children(recursive=True)}
     yield pool
     await pool.close()
     assert await until_gone([p.pid for p in psutil.Process().children(recursive=True) if p.pid not in before])
 
 
-async def good(pool: WorkerPool) -> None:
+async def good(pool: RewardPool) -> None:
     """The pool goes on after whatever happened, and tells right from wrong."""
     assert await pool.call(f"{FAULTY}:good", ["a", "a"], limit_s=10) == Score(1.0)
     assert await pool.call(f"{FAULTY}:good", ["a", "b"], limit_s=10) == Score(0.0)
@@ -64,9 +63,9 @@ def test_pipes_of_a_killed_worker_are_closed_whoever_holds_them(monkeypatch: pyt
     monkeypatch.setattr(sys, "unraisablehook", lambda told: heard.append(told.exc_value))
 
     async def one_call() -> list[int]:
-        pool = WorkerPool(workers=1, limit_s=LIMIT_S)
+        pool = RewardPool(workers=1, limit_s=LIMIT_S)
         await good(pool)
-        held = [os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY) for pid in pool._all for fd in (1, 2)]
+        held = [os.open(f"/proc/{pid}/fd/{fd}", os.O_WRONLY) for pid in pool.pool.pids for fd in (1, 2)]
         await pool.close()
         return held
 
@@ -166,7 +165,7 @@ async def test_a_death_is_seen_at_once_though_a_forked_child_lives_on(pool, tmp_
 
 
 async def test_memory_is_limited():
-    pool = WorkerPool(workers=1, limit_s=20, memory_mb=4096)
+    pool = RewardPool(workers=1, limit_s=20, memory_mb=4096)
     try:
         outcome = await pool.call(f"{FAULTY}:eats_memory", ["x"])
         assert isinstance(outcome, InfraError)
@@ -204,7 +203,7 @@ async def test_the_limit_starts_with_the_work_not_with_the_import(pool, tmp_path
 
 
 async def test_an_import_that_never_ends_ends(pool, tmp_path, monkeypatch):
-    monkeypatch.setattr(reward_process, "STARTUP_LIMIT_S", 1.0)
+    monkeypatch.setattr(child, "STARTUP_LIMIT_S", 1.0)
     (tmp_path / "stuck.py").write_text("import time\ntime.sleep(600)\n")
     outcome = await pool.call(f"{tmp_path}/stuck.py:score", ["x"])
     assert isinstance(outcome, InfraError)
@@ -219,20 +218,20 @@ async def test_waiting_for_a_worker_does_not_use_up_the_limit(pool):
 
 async def test_a_cancelled_call_kills_its_worker(pool):
     await pool.start()
-    (worker,) = pool._all.values()
+    (worker,) = pool.pool.pids
     task = asyncio.ensure_future(pool.call(f"{FAULTY}:sleeps", ["x"], limit_s=60))
     await asyncio.sleep(0.2)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert await until_gone([worker.pid])
+    assert await until_gone([worker])
     await good(pool)
 
 
 async def test_close_in_the_middle_of_a_call_ends_it():
-    pool = WorkerPool(workers=2, limit_s=60)
+    pool = RewardPool(workers=2, limit_s=60)
     await pool.start()
-    pids = list(pool._all)
+    pids = pool.pool.pids
     task = asyncio.ensure_future(pool.call(f"{FAULTY}:sleeps", ["x"]))
     await asyncio.sleep(0.1)
     await pool.close()
@@ -242,11 +241,11 @@ async def test_close_in_the_middle_of_a_call_ends_it():
 
 PARENT = f"""
 import asyncio, sys
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 async def main():
-    pool = WorkerPool(workers=1, limit_s=60)
+    pool = RewardPool(workers=1, limit_s=60)
     await pool.start()
-    print(*pool._all, pool._guard.pid, flush=True)
+    print(*pool.pool.pids, pool.pool._guard.pid, flush=True)
     await pool.call({FAULTY!r} + ":" + sys.argv[1], ["x", sys.argv[2]])
 asyncio.run(main())
 """
@@ -270,7 +269,7 @@ async def test_nothing_outlives_a_killed_controller(fault, tmp_path):
 
 
 async def test_in_process_for_debugging(capsys):
-    pool = WorkerPool(workers=0)
+    pool = RewardPool(workers=0)
     assert await pool.call("os:getpid") == Score(os.getpid())
     assert isinstance(await pool.call(f"{FAULTY}:raises", ["x"]), InfraError)
     await pool.close()
@@ -278,7 +277,7 @@ async def test_in_process_for_debugging(capsys):
 
 
 def test_settings():
-    assert WorkerPool(**build(ScoringSettings, {}).workers_as()).limit_s == 10.0
+    assert RewardPool(**build(ScoringSettings, {}).workers_as()).limit_s == 10.0
     with pytest.raises(ConfigError, match="limit_s"):
         build(ScoringSettings, {"limit_s": 0})
 
@@ -287,7 +286,7 @@ async def test_a_worker_that_was_stopped_is_not_waited_for_and_its_call_is_done_
     """Nothing was wrong with the call: it is not the function's limit that ends the wait."""
     monkeypatch.setattr(stopped, "LOOK_S", 0.02)
     await good(pool)
-    (worker,) = pool._all
+    (worker,) = pool.pool.pids
     os.kill(worker, signal.SIGSTOP)
     assert await pool.call(f"{FAULTY}:good", ["a", "a"], limit_s=600) == Score(1.0)
     assert gone(worker) and pool.counters()["scoring/deaths"] == 1 and pool.counters()["scoring/timeouts"] == 0

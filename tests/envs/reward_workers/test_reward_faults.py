@@ -15,7 +15,7 @@ from test_pool import FAULTY, good, until_gone
 
 from tidemill.cli.commands import training
 from tidemill.core.types import InfraError, Score
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.run import session
 from tidemill.runtime.workers.child import MARK
@@ -40,7 +40,7 @@ def marked() -> list[int]:
 
 @pytest.fixture
 async def pool():
-    pool = WorkerPool(workers=1, limit_s=LIMIT_S)
+    pool = RewardPool(workers=1, limit_s=LIMIT_S)
     yield pool
     await pool.close()
     assert await until_gone(marked())
@@ -124,7 +124,7 @@ def test_a_run_trains_on_nothing_but_scores(tmp_path, monkeypatch, capsys):
 
     pools, trained = [], []
 
-    class Pool(WorkerPool):
+    class Pool(RewardPool):
         def __init__(self, *args, **kwargs) -> None:
             super().__init__(*args, **kwargs)
             pools.append(self)
@@ -134,7 +134,7 @@ def test_a_run_trains_on_nothing_but_scores(tmp_path, monkeypatch, capsys):
         return await real(self, samples, losses)
 
     real = NativeTrainer.forward_backward
-    monkeypatch.setattr(session, "WorkerPool", Pool)
+    monkeypatch.setattr(session, "RewardPool", Pool)
     monkeypatch.setattr(NativeTrainer, "forward_backward", forward_backward)
     begun = time.monotonic()
     assert training.train(recipe(tmp_path, list(KINDS)), [], True) == 0

@@ -24,7 +24,7 @@ from tidemill.core.types import GenerateRequest, SamplingParams, Version
 from tidemill.engine.native import cache_size
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models import trained_linear
 from tidemill.models.architecture import Architecture
 from tidemill.models.attention import packed_attention, packed_positions
@@ -451,7 +451,7 @@ async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
             engine.generate(GenerateRequest(prompt, SamplingParams(max_tokens=8), key=str(prompt))) for prompt in prompts
         )
         await asyncio.gather(*replies)
-        pool = WorkerPool(workers=1)
+        pool = RewardPool(workers=1)
         await pool.call("operator:eq", [1, 1])
         (scorer,) = map(psutil.Process, pool._all)
         taken = {psutil.Process((await engine.telemetry()).pid): model, scorer: 0}

@@ -58,7 +58,7 @@ async def test_a_worker_that_is_killed() -> None:
 
 async def test_a_worker_that_ends_by_itself() -> None:
     child, told, pids = await started()
-    await child.send(b"exit")
+    child.post(b"exit")
     assert await child.epitaph() == "the worker exited with status 3"
     assert not any(map(lives, told["programs"])), "its status comes when all of it is gone"
     await child.reap()
@@ -67,7 +67,7 @@ async def test_a_worker_that_ends_by_itself() -> None:
 
 async def test_code_that_kills_its_parent() -> None:
     child, _, pids = await started()
-    await child.send(b"kill")
+    child.post(b"kill")
     assert await child.epitaph() == "the worker was killed by SIGKILL"
     await child.reap()
     assert not any(map(lives, pids))

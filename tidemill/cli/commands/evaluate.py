@@ -27,7 +27,7 @@ from tidemill.core.types import Metrics
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import PythonSettings, environments_of
 from tidemill.envs.episode_workers import in_workers
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.conversations import check_prompts
 from tidemill.run.build_controller import make_episodes
 from tidemill.run.hub_names import fetched
@@ -163,7 +163,7 @@ def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[
 
 async def _run(subject: Subject) -> Evaluated:
     config, begin = subject.config, time.monotonic()
-    scorer = WorkerPool(**config.scoring.workers_as())
+    scorer = RewardPool(**config.scoring.workers_as())
     try:
         budget = budget_of(config.supervise)
         environment = make_environment(config.env, scorer)

@@ -19,7 +19,7 @@ from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import AnyEnv, environments_of
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.json_lines import json_lines
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.task_order import task_order
 from tidemill.envs.tasks import check_data
 from tidemill.observability.safe_text import visible
@@ -89,7 +89,7 @@ async def _checks(config: RunConfig, own: Sequence[Own]) -> list[Check]:
 
 
 async def _check(config: RunConfig, written: AnyEnv, own: Sequence[Own]) -> Check:
-    scorer = WorkerPool(**config.scoring.workers_as())
+    scorer = RewardPool(**config.scoring.workers_as())
     try:
         budget = budget_of(config.supervise)
         environment = make_environment(written, scorer)

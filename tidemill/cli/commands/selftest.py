@@ -18,7 +18,7 @@ from tidemill.cli.commands.doctor_finding import DoctorFinding
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import GenerateRequest, Sample, SamplingParams, Score, Version
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.envs.reward_workers.reward_pool import WorkerPool
+from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
@@ -111,7 +111,7 @@ async def compare(trainer: Trainer, engine: Engine) -> DoctorFinding:
 
 async def score_once() -> DoctorFinding:
     """Start a scoring worker, score one reply in it, and end it."""
-    pool, begin = WorkerPool(workers=1, limit_s=10.0), time.monotonic()
+    pool, begin = RewardPool(workers=1, limit_s=10.0), time.monotonic()
     try:
         outcome = await pool.call(REWARD, kwargs={"completion": "abc", "answer": "abc"})
     finally:

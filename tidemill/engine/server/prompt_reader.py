@@ -9,36 +9,35 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
-from tidemill.core import serialization
-from tidemill.core.errors import ApiError, CodecError
+from tidemill.core.errors import ApiError, CallFailed, NoWorkers, WorkerLost
 from tidemill.core.types import Array
 from tidemill.engine.server.reader_process import (
+    MOST_REPLY,
     ChatToRender,
     LoadTokenizer,
     PromptRefused,
     Reply,
     Request,
     Text,
-    TokenizerLoaded,
     too_long,
 )
 from tidemill.models.conversations import prompt_tokens
 from tidemill.models.token_bounds import reach_of
 from tidemill.models.tokenizer import Tokenizer, class_name
-from tidemill.runtime.workers.child import STARTUP_LIMIT_S, WorkerProcess
-from tidemill.runtime.workers.guard_client import Guard
+from tidemill.runtime.workers.child import STARTUP_LIMIT_S
+from tidemill.runtime.workers.worker import WorkerKind
+from tidemill.runtime.workers.worker_pool import WorkerPool
 
 HERE = 1000  # characters of a text, up to which it is tokenized in this process
 SHORT = 1 << 15  # characters of a request, up to which the short lane takes it
 LIMIT_S = 15.0  # seconds to render and tokenize one request
 QUEUE_S = 30.0  # seconds to wait for earlier requests
 _SLACK_S = 5.0  # seconds for the process itself to answer
-MOST_REPLY = 64 << 20  # bytes
+_MODULE = "tidemill.engine.server.reader_process"
 
 
 class Reader:
@@ -51,8 +50,7 @@ class Reader:
         """
         self._tokenizer, self._context, self._reach = tokenizer, context, reach_of(tokenizer)
         load = LoadTokenizer(tokenizer.name_or_path, class_name(tokenizer), context, LIMIT_S)
-        self._guard = Guard()
-        self._short, self._long = _Lane(load, self._guard), _Lane(load, self._guard)
+        self._short, self._long = _Lane(load), _Lane(load)
 
     def begin(self) -> None:
         """Start the process for the first chat without waiting for it."""
@@ -86,7 +84,6 @@ class Reader:
 
     async def close(self) -> None:
         await asyncio.gather(self._short.close(), self._long.close())
-        await self._guard.close()
 
     async def _ask(self, request: Request, size: int, param: str) -> Array:
         lane = self._short if size <= SHORT else self._long
@@ -99,29 +96,31 @@ class Reader:
 class _Lane:
     """One process that does one request after the other; started when it is first needed."""
 
-    def __init__(self, load: LoadTokenizer, guard: Guard) -> None:
-        self._load, self._guard = load, guard
+    def __init__(self, load: LoadTokenizer) -> None:
+        kind = WorkerKind(_MODULE, "the process that reads prompts", Reply | None, most=MOST_REPLY)
+        self.pool, self._limit_s = WorkerPool(kind, 1, preload=load), load.limit_s + _SLACK_S
         self._turn = asyncio.Lock()
-        self._child: WorkerProcess | None = None
         self._tasks: set[asyncio.Task[Any]] = set()  # tasks that go on after the client has left
-        self._closed = False
 
     def begin(self) -> None:
-        self._spawn(self._ready())
+        self._spawn(self.pool.start())  # the first request reports why it could not
 
     async def ask(self, request: Request) -> Reply:
-        await self._acquire()
+        try:
+            async with asyncio.timeout(QUEUE_S):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise ApiError(f"the server is busy: no turn within {QUEUE_S:g} s", status=503) from None
         work = self._spawn(self._exchange(request))
-        await asyncio.wait({work}, timeout=2 * (STARTUP_LIMIT_S + self._load.limit_s + _SLACK_S))
+        await asyncio.wait({work}, timeout=2 * (STARTUP_LIMIT_S + self._limit_s))
         return work.result()
 
     async def close(self) -> None:
-        self._closed = True
         for task in self._tasks:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=_SLACK_S)
-        await self._retire()
+        await self.pool.close()
 
     def _spawn(self, work: Any) -> asyncio.Task[Any]:
         task = asyncio.ensure_future(work)
@@ -130,72 +129,17 @@ class _Lane:
         task.add_done_callback(lambda done: done.cancelled() or done.exception())  # retrieve the error
         return task
 
-    async def _ready(self) -> None:
-        with suppress(ApiError):  # the first request reports it
-            await self._acquire()
-            try:
-                self._child = self._child or await self._start()
-            finally:
-                self._turn.release()
-
-    async def _acquire(self) -> None:
-        try:
-            async with asyncio.timeout(QUEUE_S):
-                await self._turn.acquire()
-        except TimeoutError:
-            raise ApiError(f"the server is busy: no turn within {QUEUE_S:g} s", status=503) from None
-
     async def _exchange(self, request: Request) -> Reply:
         """Do a request that has the turn, and give the turn back."""
         try:
-            if self._child is not None:
-                with suppress(ApiError):  # it may have ended since
-                    return await self._told(self._child, request)
-            return await self._told(await self._start(), request)
+            for is_last in (False, True):
+                try:
+                    return await self.pool.call(request, self.pool.kind.title, limit_s=self._limit_s)
+                except WorkerLost as lost:
+                    if lost.began or is_last or not lost.was_up:  # else it ended before the request was sent
+                        raise ApiError(str(lost), status=503) from None
+            raise AssertionError("the last one returns")
+        except (NoWorkers, CallFailed) as error:
+            raise ApiError(str(error), status=503) from None
         finally:
             self._turn.release()
-
-    async def _told(self, child: WorkerProcess, request: Request) -> Reply:
-        done = False
-        try:
-            async with asyncio.timeout(self._load.limit_s + _SLACK_S):
-                await child.send(serialization.encode(request))
-                reply = serialization.decode(await child.receive(MOST_REPLY), Reply)
-            done = True
-            return reply
-        except TimeoutError:
-            raise ApiError("the process that reads prompts did not answer", status=503) from None
-        except (asyncio.IncompleteReadError, ConnectionError, CodecError):
-            raise ApiError("the process that reads prompts ended", status=503) from None
-        finally:
-            if not done:
-                await self._retire()
-
-    async def _start(self) -> WorkerProcess:
-        if self._closed:
-            raise ApiError("the server is closing", status=503)
-        await self._guard.start()
-        self._child = child = await WorkerProcess.start(
-            "tidemill.engine.server.reader_process", "the process that reads prompts", 0
-        )
-        self._guard.add(child.pid)
-        try:
-            async with asyncio.timeout(STARTUP_LIMIT_S):
-                await child.send(serialization.encode(self._load))
-                loaded = serialization.decode(await child.receive(MOST_REPLY), TokenizerLoaded)
-            why = loaded.error
-        except TimeoutError:
-            why = f"it did not start within {STARTUP_LIMIT_S:g} s"
-        except (asyncio.IncompleteReadError, ConnectionError, CodecError):
-            why = await child.epitaph()
-        if why:
-            await self._retire()
-            raise ApiError(f"the process that reads prompts did not start: {why}", status=503)
-        return child
-
-    async def _retire(self) -> None:
-        child, self._child = self._child, None
-        if child is not None:
-            child.kill()
-            await child.reap()
-            self._guard.discard(child.pid)

@@ -1,6 +1,6 @@
 """The process that tokenizes prompts and renders chats, for `prompt_reader`.
 
-    Load -> Loaded, then Text | Chat -> Tokens | Refused
+    LoadTokenizer, then Text | ChatToRender -> Tokens | PromptRefused
 
 Start it with `python -m tidemill.engine.server.reader_process MEMORY_MB PARENT`. A chat template comes from the model's
 folder and may loop for ever; a text may take a minute and a gigabyte. So each request is done by a fork of this process with
@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -23,11 +24,14 @@ import numpy as np
 import psutil
 
 from tidemill.core import serialization
+from tidemill.core.errors import ConfigError
 from tidemill.engine.server.chat_rendering import chat_tokens, rendered
 from tidemill.models.token_bounds import Reach, reach_of
 from tidemill.models.tokenizer import Tokenizer, load_tokenizer
-from tidemill.runtime.workers import worker_setup
+from tidemill.runtime.workers import serve_calls, worker_setup
+from tidemill.runtime.workers.worker_setup import Channel
 
+MOST_REPLY = 64 << 20  # bytes
 MEMORY_MB = 1024  # memory that one request may take
 GROWN_MB = 16  # a fork that has grown by more is not used again
 
@@ -54,12 +58,6 @@ class ChatToRender(msgspec.Struct, frozen=True, tag=True):
 
     messages: list[dict[str, Any]]
     options: dict[str, Any]  # further names for the template
-
-
-class TokenizerLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Reply to LoadTokenizer; `error` is empty on success."""
-
-    error: str
 
 
 class Tokens(msgspec.Struct, frozen=True, tag=True):
@@ -116,23 +114,30 @@ class ReaderFork:
         os.kill(self._pid, signal.SIGKILL)
 
 
-def main(parent: int) -> None:
-    frames_in, frames_out = worker_setup.settle(0, parent)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks need not be reaped
-    requests, replies = os.fdopen(frames_in, "rb", closefd=False), os.fdopen(frames_out, "wb", buffering=0, closefd=False)
-    load = serialization.decode(worker_setup.read(requests), LoadTokenizer)
-    try:
-        tokenizer = load_tokenizer(load.folder, load.of_class)
-    except ValueError as error:
-        worker_setup.write(replies, serialization.encode(TokenizerLoaded(str(error))))
-        return
-    reach = reach_of(tokenizer)
-    fork: ReaderFork | None = None
-    worker_setup.write(replies, serialization.encode(TokenizerLoaded("")))
-    while frame := worker_setup.read(requests):
-        fork = fork or ReaderFork(lambda request: answer(tokenizer, reach, load.context, request))
-        reply, fork = _reply(fork, frame, load.limit_s)
-        worker_setup.write(replies, serialization.encode(reply))
+class ReaderHandler:
+    """`worker_setup.Handler` of this process."""
+
+    requests, notes = LoadTokenizer | Request, None
+    _answer: Callable[[Request], Reply]
+    _limit_s: float
+    _fork: ReaderFork | None = None
+
+    def load(self, request: LoadTokenizer | Request) -> None:
+        if isinstance(request, LoadTokenizer):
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # forks need not be reaped
+            try:
+                tokenizer = load_tokenizer(request.folder, request.of_class)
+            except ValueError as error:
+                raise ConfigError(str(error)) from None
+            self._answer = partial(answer, tokenizer, reach_of(tokenizer), request.context)
+            self._limit_s = request.limit_s
+
+    def call(self, request: LoadTokenizer | Request, channel: Channel) -> Reply | None:
+        if isinstance(request, LoadTokenizer):
+            return None
+        self._fork = self._fork or ReaderFork(self._answer)
+        reply, self._fork = _reply(self._fork, serialization.encode(request), self._limit_s)
+        return reply
 
 
 def answer(tokenizer: Tokenizer, reach: Reach | None, context: int, request: Request) -> Reply:
@@ -185,4 +190,4 @@ def _texts(messages: list[dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[2]))
+    serve_calls.serve(ReaderHandler(), MOST_REPLY, forks=True)

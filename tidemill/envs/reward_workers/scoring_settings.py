@@ -27,5 +27,5 @@ class ScoringSettings(Config):
     )
 
     def workers_as(self) -> dict[str, Any]:
-        """The arguments of `WorkerPool`."""
+        """The arguments of `RewardPool`."""
         return self.model_dump(include={"workers", "limit_s", "memory_mb"})

@@ -21,7 +21,7 @@ from typing import Self
 import psutil
 
 from tidemill.runtime.workers import guard, keeper
-from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, framed, size_of
+from tidemill.runtime.workers.frames import HEADER_BYTES, framed, size_of
 
 STARTUP_LIMIT_S = 120.0  # limit for starting Python and importing what the user's code imports
 REAP_LIMIT_S = 5.0  # limit for a killed process to be gone
@@ -49,7 +49,7 @@ async def closed(stdin: asyncio.StreamWriter) -> None:
 
 
 class WorkerProcess:
-    """A running worker: `await start(...)`, `send(...)`, `receive(...)`; `kill()`, `await reap()`."""
+    """A running worker: `await start(...)`, `post(...)`, `receive(...)`; `kill()`, `await reap()`."""
 
     def __init__(self, process: asyncio.subprocess.Process, title: str, mark: str) -> None:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
@@ -90,10 +90,6 @@ class WorkerProcess:
         """Send one frame without waiting for the worker to read it. A frame to a dead worker is lost."""
         self._printed = 0
         self._stdin.write(framed(body))
-
-    async def send(self, body: bytes) -> None:
-        self.post(body)
-        await self._stdin.drain()  # bounded: by the caller, and by the worker's death
 
     async def receive(self, most: int) -> bytes:
         """The next frame, at most `most` bytes long.

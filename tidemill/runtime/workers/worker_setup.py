@@ -14,20 +14,78 @@ import resource
 import signal
 import socket
 import sys
-from typing import BinaryIO
+from collections.abc import Callable
+from typing import Any, BinaryIO, Protocol
 
-from tidemill.core import fault_injection
-from tidemill.runtime.workers.pipe_frames import HEADER_BYTES, framed, size_of
+from tidemill.core import fault_injection, serialization
+from tidemill.core.outcomes import clip, plain
+from tidemill.runtime.workers.frames import HEADER_BYTES, CallFailure, WorkerNote, framed, size_of
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
+_REASON, _TRACE = 2000, 6000  # characters of an exception and of its stack that are sent
 kept = False  # set by `keeper`: this process ends with its keepers, and they with the starter
 
 
-def settle(memory_mb: int, parent: int) -> tuple[int, int]:
+class Channel:
+    """One call inside a worker: its number, and messages to and from its caller."""
+
+    def __init__(self, number: int, say: Callable[[Any], None]) -> None:
+        self.id, self._say = number, say
+        self.hear: Callable[[Any], None] = lambda message: None  # set by a handler that expects messages
+        self.cancelled = False
+
+    def tell(self, message: Any) -> None:
+        """Send a message. Raises ValueError, and sends nothing, when it is too long or cannot be encoded."""
+        self._say(WorkerNote(self.id, message))
+
+
+class Handler(Protocol):
+    """Interface of the code inside a worker; `call` is a coroutine where many calls run at once."""
+
+    requests: Any  # the type of the requests
+    notes: Any  # the type of the messages to a running call
+
+    def load(self, request: Any) -> None:
+        """Import what the request needs, before its limit begins."""
+        ...
+
+    def call(self, request: Any, channel: Channel) -> Any: ...
+
+
+class FrameWriter:
+    """Writes frames to the parent."""
+
+    def __init__(self, frames_out: int, most: int) -> None:
+        self._pipe, self._most, self._here = os.fdopen(frames_out, "wb", buffering=0, closefd=False), most, os.getpid()
+
+    def say(self, frame: Any) -> None:
+        """Send a frame. Raises ValueError, and sends nothing, when it is too long or cannot be encoded."""
+        if os.getpid() != self._here:
+            os._exit(0)  # this is a fork made by the user's code that returned from it as well
+        try:
+            body = serialization.encode(frame)
+        except (TypeError, OverflowError, RecursionError) as error:
+            raise ValueError(str(error)) from None
+        if len(body) > self._most:
+            raise ValueError(f"{len(body)} bytes, at most {self._most} are taken")
+        write(self._pipe, body)
+
+
+def failure(number: int, error: BaseException, children: bool = False) -> CallFailure:
+    """The frame for an exception of the user's code; of a gigabyte's message, too, a short one."""
+    from traceback import format_tb  # only here: most workers never need it
+
+    reason = f"{type(error).__name__}: {clip(str(error), _REASON)}"
+    trace = plain("".join(format_tb(error.__traceback__))[-_TRACE:])
+    return CallFailure(number, reason, f"{trace}{reason}", children)
+
+
+def settle() -> tuple[int, int]:
     """Set limits, tie this process to its parent, and return the frames' descriptors (in, out).
 
-    memory_mb: MiB of address space, 0 for no limit.
+    The arguments of the program are MiB of address space, 0 for no limit, and the parent's process id.
     """
+    memory_mb, parent = int(sys.argv[1]), int(sys.argv[2])
     if not kept:
         die_with(parent)
     _stand_apart()
