@@ -168,9 +168,8 @@ class Worker:
         try:
             # bounded: by the watch, while there is anything to wait for
             done, _ = await asyncio.wait({self.ended, *work}, return_when=asyncio.FIRST_COMPLETED)
-            if not self.ended.done():
-                kind, reason = done.pop().result()
-                self.end(kind, reason)
+            for task in work & done:
+                self.end(*task.result())
             return self.ended.result()
         finally:
             self.end("closed", f"{self._kind.title} was stopped")
