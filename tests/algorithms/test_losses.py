@@ -409,11 +409,13 @@ def test_entropy_is_summed_over_the_tokens_with_a_weight():
 
 def test_selecting_cuts_every_field():
     x = inputs(make())
+    x = replace(x, extras={"place": torch.arange(len(x.logprobs))[:, None]})
     keep = torch.arange(len(x.logprobs)) % 2 == 0
     cut = x.select(keep)
     assert cut.sequences == x.sequences
+    assert torch.equal(cut.extra("place"), x.extra("place")[keep])
     for f in fields(LossInput):
-        if f.name != "sequences":
+        if f.name not in ("sequences", "extras"):
             assert torch.equal(getattr(cut, f.name), getattr(x, f.name)[keep])
     bare = LossInput(x.logprobs, x.behaviour, x.old, x.advantages, x.sequence, x.sequences).select(keep)
     assert bare.reference is bare.entropy is bare.lag is None

@@ -17,6 +17,7 @@ from contract_base import (
 )
 
 from tidemill.core.interfaces import Capabilities, Engine
+from tidemill.core.token_extras import MODEL_LOGPROBS, taken
 from tidemill.core.types import GenerateRequest
 
 
@@ -39,7 +40,7 @@ class CapabilityContract(ContractBase):
         self, engine: Engine, able: Capabilities, models: list[Reference]
     ) -> None:
         request = GenerateRequest(PROMPT, replace(FREE, temperature=0.7, top_logprobs=3))
-        if not able.model_logprobs:
+        if MODEL_LOGPROBS not in able.extras:
             await refused(engine.generate(request), "top_logprobs")
             pytest.skip("model_logprobs: not declared, and refused")
         done = await engine.generate(request)
@@ -47,6 +48,25 @@ class CapabilityContract(ContractBase):
         best = np.argsort(-rows)[:, :3]
         assert done.top_ids is not None and done.top_ids.tolist() == best.tolist()
         np.testing.assert_allclose(done.top_logprobs, np.take_along_axis(rows, best, 1), atol=TOLERANCE)
+
+    async def test_it_returns_the_token_extras_that_are_asked_for(self, engine: Engine, able: Capabilities) -> None:
+        assert len({extra.name for extra in able.extras}) == len(able.extras)
+        assert not (await engine.generate(GenerateRequest(PROMPT, FREE))).extras, "nobody asked"
+        for asked in ((), *((extra,) for extra in able.extras), able.extras):
+            done = await engine.generate(GenerateRequest(PROMPT, FREE, extras=tuple(extra.name for extra in asked)))
+            assert taken(asked, done.extras, len(done.tokens), "it").keys() == done.extras.keys()
+        await refused(engine.generate(GenerateRequest(PROMPT, FREE, extras=("horoscope",))), "horoscope")
+
+    async def test_model_logprobs_are_the_unmodified_models(
+        self, engine: Engine, able: Capabilities, models: list[Reference]
+    ) -> None:
+        if MODEL_LOGPROBS not in able.extras:
+            await refused(engine.generate(GenerateRequest(PROMPT, FREE, extras=("model_logprobs",))), "model_logprobs")
+            pytest.skip("model_logprobs: not declared, and refused")
+        request = GenerateRequest(PROMPT, replace(FREE, temperature=0.6), extras=("model_logprobs",))
+        done = await engine.generate(request)
+        expected = models[0].logprobs(PROMPT, done.tokens)
+        np.testing.assert_allclose(done.extras["model_logprobs"], expected, atol=TOLERANCE)
 
     async def test_a_constraint_is_refused_unless_declared(self, engine: Engine, able: Capabilities) -> None:
         if able.constraint:

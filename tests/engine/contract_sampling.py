@@ -32,16 +32,14 @@ class SamplingContract(ContractBase):
         assert isinstance(engine, Engine)
         assert 0 < able.context <= CONTEXT
 
-    async def test_a_completion_has_an_entry_a_token_and_travels(self, engine: Engine, able: Capabilities) -> None:
+    async def test_a_completion_has_an_entry_a_token_and_travels(self, engine: Engine) -> None:
         asked = PROMPT.copy()
         done = await engine.generate(GenerateRequest(asked, FREE, key="g0/0"))
         assert asked.tolist() == PROMPT.tolist(), "the caller's prompt was changed"
         kinds = {"tokens": np.int32, "logprobs": np.float32, "versions": np.int32}
-        kinds |= {"model_logprobs": np.float32} if able.model_logprobs else {}
         for name, dtype in kinds.items():
             column = getattr(done, name)
             assert column.shape == (20,) and column.dtype == dtype, name
-        assert able.model_logprobs or done.model_logprobs is None
         assert ((done.tokens >= 0) & (done.tokens < VOCAB)).all() and (done.logprobs <= 0).all()
         assert done.finish is Finish.LENGTH and done.prompt_tokens == len(PROMPT)
         assert 0 <= done.cached_tokens <= done.prompt_tokens and 0 <= done.queued_s <= done.first_token_s
@@ -94,13 +92,11 @@ class SamplingContract(ContractBase):
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6, 1.4])
     async def test_logprobs_are_the_sampled_distributions(
-        self, engine: Engine, able: Capabilities, models: list[Reference], temperature: float
+        self, engine: Engine, models: list[Reference], temperature: float
     ) -> None:
         done = await engine.generate(GenerateRequest(PROMPT, replace(FREE, temperature=temperature)))
         expected = models[0].logprobs(PROMPT, done.tokens, temperature)
         np.testing.assert_allclose(done.logprobs, expected, atol=TOLERANCE)
-        if able.model_logprobs:
-            np.testing.assert_allclose(done.model_logprobs, models[0].logprobs(PROMPT, done.tokens), atol=TOLERANCE)
 
     async def test_tokens_come_as_often_as_their_logprobs_say(self, engine: Engine, models: list[Reference]) -> None:
         one, count = replace(FREE, temperature=0.8, max_tokens=1), 400

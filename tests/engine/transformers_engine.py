@@ -19,11 +19,14 @@ from transformers import AutoModelForCausalLM
 
 from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.interfaces import Capabilities, EngineStats
+from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, Scored, Telemetry, Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.engine_kinds import BaseEngineSettings, EngineSetup
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import Receiver, Slice
+
+ENTROPY = TokenExtra("entropy", "float32", fill=-1)  # of the distribution that a token was sampled from, in nats
 
 
 class TransformersSettings(BaseEngineSettings):
@@ -48,7 +51,7 @@ class TransformersEngine:
         self._closed = False
 
     async def capabilities(self) -> Capabilities:
-        able = Capabilities(self._context, token_versions=False, support=False, model_logprobs=False, proof="received")
+        able = Capabilities(self._context, token_versions=False, support=False, extras=(ENTROPY,), proof="received")
         return replace(able, updates=self._takes)
 
     async def generate(self, request: GenerateRequest) -> Completion:
@@ -56,6 +59,7 @@ class TransformersEngine:
         self._check(request)
         oldest, aborts = self._version, self._aborted[request.key]
         tokens, logprobs, finish = [int(token) for token in request.tokens], list[float](), Finish.LENGTH
+        entropies = list[float]()
         self._open[request.key] += 1
         self._counts["prompt"] += len(request.tokens)
         try:
@@ -65,9 +69,10 @@ class TransformersEngine:
                 if self._aborted[request.key] > aborts:
                     finish = Finish.CANCELLED
                     break
-                token, logprob = self._sample(request, tokens)
+                token, logprob, entropy = self._sample(request, tokens)
                 tokens.append(token)
                 logprobs.append(logprob)
+                entropies.append(entropy)
                 self._counts["generated"] += 1
         finally:
             self._open[request.key] -= 1
@@ -75,11 +80,11 @@ class TransformersEngine:
         return Completion(
             tokens=sampled,
             logprobs=np.array(logprobs, np.float32),
-            model_logprobs=None,
             versions=np.full(len(sampled), oldest.step, np.int32),
             sources=(oldest,),
             finish=finish,
             prompt_tokens=len(request.tokens),
+            extras={"entropy": np.array(entropies, np.float32)} if request.extras else {},
         )
 
     async def score(self, tokens: Array, policy: str, temperature: float, top_k: int) -> Scored:
@@ -133,6 +138,7 @@ class TransformersEngine:
         if not 0 < len(tokens) < self._context or tokens.min() < 0 or tokens.max() >= vocab:
             raise ValueError(f"a prompt of {len(tokens)}: expected 1 to {self._context - 1} tokens below {vocab}")
         cannot = {"constraint": request.constraint is not None, "top_p": p.top_p < 1, "top_k": p.top_k, "min_p": p.min_p}
+        cannot |= {name: name != "entropy" for name in request.extras}
         cannot |= {"top_logprobs": p.top_logprobs, "min_tokens": p.min_tokens, "penalties and logit_bias": p.adjusted}
         if asked := [name for name, given in cannot.items() if given]:
             raise ValueError(f"{asked[0]} is not supported by this engine: leave it out")
@@ -146,14 +152,15 @@ class TransformersEngine:
             return Finish.CONTEXT
         return Finish.LENGTH if sampled >= p.max_tokens else None
 
-    def _sample(self, request: GenerateRequest, tokens: list[int]) -> tuple[int, float]:
+    def _sample(self, request: GenerateRequest, tokens: list[int]) -> tuple[int, float, float]:
+        """A token, its logprob, and the entropy of the distribution that it comes from."""
         logits, temperature = self._logits(np.array(tokens))[-1], request.params.temperature
         if temperature == 0:
-            return int(logits.argmax()), 0.0
+            return int(logits.argmax()), 0.0, 0.0
         logprobs = torch.log_softmax(logits / temperature, -1).numpy()
         noise = np.random.default_rng((request.params.seed, len(tokens))).gumbel(size=len(logprobs))
         token = int((logprobs + noise).argmax())
-        return token, float(logprobs[token])
+        return token, float(logprobs[token]), float(-(np.exp(logprobs) * logprobs).sum())
 
     def _logits(self, tokens: Array) -> torch.Tensor:
         """[T, V] float64."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,12 +12,14 @@ import pytest
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities
+from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.run.capability_check import NO_PROBES, OLDEST, UNPROVEN, adapted, check_engine, probe_every
 from tidemill.run.recipe import RunConfig, load_recipe
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
+ENTROPY = TokenExtra("entropy", "float32")
 REFERENCE = ("algorithm.reference={kl=0.1}", "placement.reference_engines=1")
 
 
@@ -54,13 +57,35 @@ def test_what_cannot_be_done_is_refused(lacks: dict[str, Any], overrides: list[s
         ({"score": False}, ["record.probe_every=0"], []),
         ({"proof": "received"}, [], [UNPROVEN]),
         ({"token_versions": False, "score": False}, [], [OLDEST, NO_PROBES]),
-        ({"model_logprobs": False, "constraint": False}, ["rollout.top_p=0.9"], []),  # training needs neither
+        ({"extras": (), "constraint": False}, ["rollout.top_p=0.9"], []),  # training needs neither
     ],
 )
 def test_what_can_be_adapted_to_is_said(lacks: dict[str, Any], overrides: list[str], said: list[str]) -> None:
     assert check_engine("x", Capabilities(64, **lacks), recipe(*overrides), "engine") == [
         f"engine.kind = 'x': {s}" for s in said
     ]
+
+
+@pytest.mark.parametrize(
+    ("returned", "overrides", "says"),
+    [
+        ((), [], "algorithm.loss reads the token extra 'entropy', and engine.kind = 'x' returns none: take another loss"),
+        ((replace(ENTROPY, name="experts"),), [], "'x' returns 'experts': take another loss, or another kind of engine"),
+        ((replace(ENTROPY, dtype="float16"),), [], r"reads .* as \(entropy: float32 \[\], .* returns \(entropy: float16"),
+        ((replace(ENTROPY, shape=(2,)),), [], r"returns \(entropy: float32 \[2\], fill 0\): declare it alike in both"),
+        ((replace(ENTROPY, fill=-1),), [], r"returns \(entropy: float32 \[\], fill -1\): declare it alike in both"),
+        ((ENTROPY,), ["algorithm=sft"], "and given = 'answers' samples nothing: take another loss"),
+    ],
+)
+def test_a_token_extra_that_is_read_and_not_returned_is_refused(
+    returned: tuple[TokenExtra, ...], overrides: list[str], says: str
+) -> None:
+    able = Capabilities(64, extras=(ENTROPY, replace(ENTROPY, name="unread")))
+    assert check_engine("x", able, recipe(), "engine", [ENTROPY]) == []
+    assert check_engine("x", Capabilities(64, extras=returned), recipe(*overrides), "engine") == [], "nothing reads it"
+    with pytest.raises(ConfigError, match=says) as refused:
+        check_engine("x", Capabilities(64, extras=returned), recipe(*overrides), "engine", [ENTROPY])
+    assert "\n" not in str(refused.value)
 
 
 def test_engines_that_cannot_score_are_not_probed() -> None:
@@ -83,7 +108,7 @@ class Unstamped:
         await self.answer.wait()  # bounded: by the test
         new, three = self.newest, np.zeros(3, np.float32)
         stamps = np.full(3, new.step, np.int32)
-        return Completion(np.arange(3, dtype=np.int32), three, three, stamps, (new,), Finish.LENGTH)
+        return Completion(np.arange(3, dtype=np.int32), three, stamps, (new,), Finish.LENGTH)
 
     async def stats(self) -> str:
         return "its own"

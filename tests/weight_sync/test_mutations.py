@@ -23,7 +23,7 @@ from tidemill.core import fault_injection
 from tidemill.core.config import build
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.interfaces import Chat
-from tidemill.core.types import Outcome, Score, Task, Trajectory, Version
+from tidemill.core.types import GenerateRequest, Outcome, Score, Task, Trajectory, Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.engine.native import native_engine
 from tidemill.engine.native import staged_weights as staging
@@ -439,10 +439,10 @@ def test_an_engine_that_computes_with_old_weights(tiny: Run) -> None:
 def test_an_engine_that_records_other_logprobs(tiny: Run, probe_only: bool) -> None:
     generate, score = NativeEngine.generate, NativeEngine.score
 
-    async def mutated(engine: NativeEngine, *given: Any) -> Any:
-        completion = await generate(engine, *given)
+    async def mutated(engine: NativeEngine, request: GenerateRequest) -> Any:
+        completion = await generate(engine, replace(request, extras=("model_logprobs",)))
         if tiny.sick:
-            completion.logprobs = completion.model_logprobs
+            completion.logprobs = completion.extras["model_logprobs"]
         return completion
 
     async def scored(engine: NativeEngine, tokens: Any, policy: str, temperature: float, top_k: int) -> Any:

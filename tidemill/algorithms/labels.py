@@ -39,7 +39,7 @@ def _after(own: Sample, attempt: Sequence[Sample]) -> list[Sample]:
     for row in attempt:
         cut = start if np.array_equal(row.tokens[:start], prompt[:start]) else int(row.predicted.argmax())
         both = {name: (getattr(own, name)[:begin], getattr(row, name)[cut:]) for name in _COLUMNS}
-        found.append(replace(own, **{name: np.concatenate(parts) for name, parts in both.items()}))
+        found.append(replace(own, **{name: np.concatenate(parts) for name, parts in both.items()}, extras={}))
     return found
 
 

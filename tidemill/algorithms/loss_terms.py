@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
+
+from tidemill.core.token_extras import TokenExtra
+
+F = TypeVar("F", bound=Callable[..., "Loss"])
 
 LOG_RATIO_BOUND = 20.0  # beyond it exp() only overflows; the ratio is held constant there and passes no gradient
 
@@ -29,17 +35,34 @@ class LossInput:
     values: Tensor | None = None  # [N] a critic's value before the token, live
     old_values: Tensor | None = None  # [N] the same at the start of the step
     returns: Tensor | None = None  # [N] the critic's targets
+    extras: Mapping[str, Tensor] = field(default_factory=dict)  # [N, *shape] each, of the declared dtype: see `extra`
 
     def select(self, keep: Tensor) -> LossInput:
         """Only the tokens where `keep` [N] is True; the others reach neither value nor gradient."""
         values = {f.name: getattr(self, f.name) for f in fields(self)}
-        return replace(self, **{name: value[keep] for name, value in values.items() if isinstance(value, Tensor)})
+        kept = {name: value[keep] for name, value in values.items() if isinstance(value, Tensor)}
+        return replace(self, **kept, extras={name: value[keep] for name, value in self.extras.items()})
+
+    def extra(self, name: str) -> Tensor:
+        """[N, *shape] what the engine returned with each token, under the name of an extra that the loss `reads`."""
+        lacking = f"no token extra {name!r} came with these tokens: put @reads(TokenExtra({name!r}, DTYPE)) on the loss"
+        return needed(self.extras.get(name), f"{lacking}, before the run begins")
 
 
 @dataclass(frozen=True, slots=True)
 class Loss:
     terms: Tensor  # [N] one term a token, unreduced
     metrics: dict[str, Tensor] = field(default_factory=dict)  # name -> [N], to be summed over trained tokens
+
+
+def reads(*extras: TokenExtra) -> Callable[[F], F]:
+    """Declare the token extras that a loss reads, so that engines return them."""
+
+    def declared(loss: F) -> F:
+        loss.extras = extras  # type: ignore[attr-defined]
+        return loss
+
+    return declared
 
 
 def ratio(logprobs: Tensor, base: Tensor | float) -> Tensor:

@@ -36,6 +36,7 @@ from tidemill.algorithms.loss_terms import (
     sequence_sum,
 )
 from tidemill.core.import_object import bound as by_name
+from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import LossSpec
 
 LossFunction = Callable[[LossInput], Loss]
@@ -324,6 +325,12 @@ def loss_by_name(spec: LossSpec) -> LossFunction:
     if not spec.also and spec.weight == 1:
         return own
     return partial(_sum, [(spec.name, own), *((s.name, loss_by_name(s)) for s in spec.also)], spec.weight)
+
+
+def extras_of(spec: LossSpec) -> list[TokenExtra]:
+    """The token extras that a loss and its further terms read. Raises what `loss_by_name` raises."""
+    loss = by_name("loss", spec.name, spec.params, LOSSES)
+    return [*getattr(loss.func, "extras", ()), *(extra for other in spec.also for extra in extras_of(other))]
 
 
 def evaluate(loss: LossFunction, x: LossInput, weights: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

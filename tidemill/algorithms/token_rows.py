@@ -71,6 +71,7 @@ def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
         support=trajectory.support,
         group=group.id,
         sample=trajectory.sample,
+        extras=trajectory.extras,
     )
 
 
@@ -78,7 +79,7 @@ def ended(row: Sample) -> Sample:
     """The row with one more position at its end, the only one trained: a head scores the row there."""
     names = ("tokens", "mask", "logprobs", "versions", "advantages")
     longer = {name: np.append(values := getattr(row, name), values.dtype.type(0)) for name in names}
-    return replace(row, **longer, weights=np.append(np.zeros_like(row.weights), np.float32(1)))
+    return replace(row, **longer, weights=np.append(np.zeros_like(row.weights), np.float32(1)), extras={})
 
 
 def flat(rows: Sequence[Sample], values: Sequence[Array]) -> Array:

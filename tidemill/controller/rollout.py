@@ -19,6 +19,7 @@ from tidemill.controller.engine_pool import EnginePool
 from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, Overdue, WorkerLost
 from tidemill.core.interfaces import Engine, Environment
 from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
+from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import (
     GREEDY,
     Finish,
@@ -51,6 +52,7 @@ class EpisodeSetup:
     context: int  # tokens
     limit_s: float  # an episode that takes longer ends as an InfraError
     vocab: int | None = None  # tokens that the model knows
+    extras: tuple[TokenExtra, ...] = ()  # recorded for each token, because training reads them
 
     async def play(
         self, task: Task, engine: Engine, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
@@ -59,8 +61,8 @@ class EpisodeSetup:
 
         An attempt that is lost with its worker, perhaps by a sibling's fault, is begun anew with the same seeds, once.
         """
-        how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "key": key, "seeds": seeds, "sample": sample}
-        chat = EpisodeChat(engine, self.tokenizer, self.params, **how)
+        how: dict[str, Any] = {"context": self.context, "vocab": self.vocab, "extras": self.extras}
+        chat = EpisodeChat(engine, self.tokenizer, self.params, **how, key=key, seeds=seeds, sample=sample)
         finish: Finish | None = None
         outcome: Outcome | None
         try:
@@ -197,5 +199,5 @@ async def _all(works: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 def greedy(episodes: EpisodeSetup) -> EpisodeSetup:
-    """Copy of the setup with greedy decoding, for evaluation."""
-    return replace(episodes, params=replace(episodes.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0))
+    """Copy of the setup with greedy decoding, for attempts that are not trained on."""
+    return replace(episodes, params=replace(episodes.params, temperature=0.0, top_p=1.0, top_k=0, min_p=0.0), extras=())

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from tidemill.core.token_extras import expect_aligned
 from tidemill.core.types import Group, Trajectory
 
 
@@ -22,6 +23,7 @@ def check_row(t: Trajectory) -> None:
         raise ValueError("trajectory versions do not match its sources")
     if (given := t.given) is not None and (given.shape != shape or given.dtype != bool or (given & t.mask).any()):
         raise ValueError("trajectory has given tokens that are no tokens of it, or that were sampled")
+    expect_aligned(t.extras, len(t.tokens), "a trajectory")
 
 
 def check_attempts(group: Group) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import (
     Array,
     Completion,
@@ -39,7 +40,7 @@ class Capabilities:
     token_versions: bool = True  # each token carries the version that sampled it
     support: bool = True  # under top-p, top-k and min-p, a completion tells the tokens that each one was chosen from
     score: bool = True  # `score` works
-    model_logprobs: bool = True  # completions carry the unmodified model's logprobs, and its alternatives where asked for
+    extras: tuple[TokenExtra, ...] = ()  # returned where a request names them; with MODEL_LOGPROBS: alternatives, too
     constraint: bool = False  # a reply can be held to a grammar: `GenerateRequest.constraint`
     sleep: bool = False  # `sleep` gives its memory back until `wake`
     proof: Literal["served", "received", "none"] = "served"  # what the fingerprint of `update` was computed over

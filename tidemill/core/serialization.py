@@ -16,9 +16,8 @@ import numpy as np
 
 from tidemill.core.errors import CodecError
 
-_DTYPES = {
-    np.dtype(n).str: np.dtype(n) for n in ("int8", "uint8", "bool", "int32", "int64", "float16", "float32", "float64")
-}
+DTYPES = ("int8", "uint8", "bool", "int32", "int64", "float16", "float32", "float64")  # of arrays that travel
+_DTYPES = {np.dtype(name).str: np.dtype(name) for name in DTYPES}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _SMALL = 1 << 14  # bytes that are copied sooner than shown in place
 

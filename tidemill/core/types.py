@@ -15,6 +15,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tidemill.core.token_extras import TokenExtras
+
 Array = np.ndarray
 
 
@@ -92,11 +94,9 @@ class SamplingParams:
         return penalised or self.min_tokens > 0 or bool(self.logit_bias)
 
     def __post_init__(self) -> None:
+        t = self.temperature
         checks = {
-            "temperature": (
-                self.temperature == 0 or self.temperature >= MIN_TEMPERATURE,
-                f"0 (greedy) or >= {MIN_TEMPERATURE}",
-            ),
+            "temperature": (t == 0 or t >= MIN_TEMPERATURE, f"0 (greedy) or >= {MIN_TEMPERATURE}"),
             "top_p": (0 < self.top_p <= 1, "in (0, 1]"),
             "top_k": (self.top_k >= 0, ">= 0 (0 is off)"),
             "min_p": (0 <= self.min_p < 1, "in [0, 1)"),
@@ -125,6 +125,7 @@ class GenerateRequest:
     policy: str = "policy"  # whose weights sample it
     key: str = ""  # the episode: requests of one key share their prefix cache and are aborted together
     constraint: str | None = None  # a grammar that the reply must follow; an engine without that capability refuses it
+    extras: tuple[str, ...] = ()  # names of the token extras to return; an engine refuses one that it does not declare
 
 
 @dataclass(slots=True)
@@ -146,7 +147,6 @@ class Completion:
     versions: Array  # [n] int32  step of the weights that sampled each token
     sources: tuple[Version, ...]  # the distinct versions behind `versions`, oldest first
     finish: Finish
-    model_logprobs: Array | None = None  # [n] float32  of the unmodified model (temperature 1, no truncation); None: unknown
     prompt_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens served from the prefix cache
     support: Support | None = None
@@ -155,6 +155,7 @@ class Completion:
     queued_s: float = 0.0  # from arrival to the first scheduled step
     first_token_s: float = 0.0  # from arrival to the first sampled token
     engine: str = ""
+    extras: TokenExtras = field(default_factory=dict)  # [n, *shape] each, those that were asked for: see `token_extras`
 
 
 @dataclass(slots=True)
@@ -242,6 +243,7 @@ class Trajectory:
     info: dict[str, float] = field(default_factory=dict)  # timings and counts: queued_s, reward_s, cached_tokens, ...
     given: Array | None = None  # [T] bool    nobody sampled this token, and it is to be learnt; None: there is none such
     said: tuple[Said, ...] = ()  # the conversation, message by message: derived, for people
+    extras: TokenExtras = field(default_factory=dict)  # [T, *shape] each: see `token_extras`
 
     @property
     def learnt(self) -> Array:
@@ -337,6 +339,7 @@ class Sample:
     support: Support | None = None  # rows align with the masked positions: logprobs are of the distribution over these ids
     group: int = -1
     sample: int = 0
+    extras: TokenExtras = field(default_factory=dict)  # [T, *shape] each: see `token_extras`
 
     @property
     def predicted(self) -> Array:

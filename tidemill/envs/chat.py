@@ -2,8 +2,8 @@
 
     message -> tokens appended -> engine.generate(everything so far) -> sampled tokens appended -> text
 
-The record only grows. Each token's row is written when the token is made: mask, logprob, version, support (I1, I7). Text
-is derived from tokens, for the environment and for people; text of the policy is never encoded again.
+The record only grows. Each token's row is written when the token is made: mask, logprob, version, support, extras (I1, I7).
+Text is derived from tokens, for the environment and for people; text of the policy is never encoded again.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Engine
 from tidemill.core.seeding import derive_seed
+from tidemill.core.token_extras import TokenExtra, joined, taken
 from tidemill.core.types import (
     CUT_AT,
     OWN_LIMIT,
@@ -66,13 +67,15 @@ class EpisodeChat:
         sample: int = 0,
         seat: int = 0,
         vocab: int | None = None,
+        extras: Sequence[TokenExtra] = (),
     ) -> None:
         """params: sampling with the stop ids; its seed is replaced. context: the limit in tokens.
 
-        key: the episode's name in the engine. seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary."""
+        key: the episode's name in the engine. seeds: from turn 0, 1, ... to its seed. vocab: size of the vocabulary.
+        extras: recorded for each token."""
         self._engine, self._tokenizer, self._params, self._context = engine, tokenizer, params, context
         self._key, self._seeds, self._policy, self._sample, self._seat = key, seeds, policy, sample, seat
-        self._vocab = vocab
+        self._vocab, self._extras = vocab, extras
         self._renderer = renderer(tokenizer, context)
         self._given: list[Array] = []  # the tokens of each turn's message
         self._replies: list[Completion] = []  # the policy's reply to each message
@@ -142,6 +145,7 @@ class EpisodeChat:
             support=_support(self._replies),
             info=self._info(),
             said=tuple(self._said),
+            extras=joined(self._extras, [(len(g), r.extras) for g, r in zip(self._given, self._replies, strict=True)]),
         )
         check_row(record)
         return record
@@ -178,7 +182,9 @@ class EpisodeChat:
         limit = min(max_tokens or self._params.max_tokens, self._context)  # `max_tokens` may be any large number
         params = replace(self._params, seed=self._seeds(self.turns), max_tokens=limit, last=last)
         try:
-            reply = await self._engine.generate(GenerateRequest(tokens, params, policy=self._policy, key=self._key))
+            asked = GenerateRequest(tokens, params, self._policy, self._key, extras=tuple(e.name for e in self._extras))
+            reply = await self._engine.generate(asked)
+            reply.extras = taken(self._extras, reply.extras, len(reply.tokens), reply.engine)
         except Exception as error:
             self.failure = error
             raise

@@ -25,6 +25,7 @@ from tidemill.controller.policy_check import Agreement
 from tidemill.controller.rollout import EpisodeSetup, Rollout
 from tidemill.controller.run_monitor import Monitor
 from tidemill.core.interfaces import Environment
+from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Task, Version
 from tidemill.envs.curriculum import Curriculum
 from tidemill.envs.environment_mixture import Several
@@ -62,6 +63,7 @@ class Session:
     monitor: Monitor
     placement: Placement
     note: Callable[[str], None]
+    extras: Sequence[TokenExtra] = ()  # that the losses read
     stopping: bool = False  # the user asked the run to end after its step
     _remembered: Curriculum | None = None
 
@@ -125,7 +127,7 @@ async def train(session: Session, parts: Parts) -> int:
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
     checkpoints = _checkpoints(session)
     context = min(can.context for can in parts.capabilities)  # shorter if the KV cache is small
-    episodes = replace(session.episodes(), context=context)
+    episodes = replace(session.episodes(), context=context, extras=tuple(session.extras))
     if config.given:
         roller = Given(config.given, session.model.tokenizer)
         held_out = HeldOut(parts.trainer, algorithm, roller)

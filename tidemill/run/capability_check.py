@@ -15,6 +15,7 @@ import numpy as np
 
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Capabilities, Engine
+from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Completion, GenerateRequest, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.run.recipe import RunConfig
@@ -25,10 +26,10 @@ OLDEST = "it does not stamp tokens with versions: every token counts as the olde
 NO_PROBES = "it cannot score given tokens: no probe of matched versions is made (record.probe_every)"
 
 
-def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str) -> list[str]:
+def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str, extras: Sequence[TokenExtra] = ()) -> list[str]:
     """Raise ConfigError for what this role needs and the engine lacks; return what the run adapts to.
 
-    role: "engine" samples and is updated; "reference" only scores.
+    role: "engine" samples and is updated; "reference" only scores. extras: what the losses read of each token.
     """
     engine = f"engine.kind = {kind!r}"
     if role == "reference":
@@ -40,6 +41,7 @@ def check_engine(kind: str, can: Capabilities, config: RunConfig, role: str) -> 
         return []
     _expect_support(engine, can, config)
     _expect_proof(engine, can, config)
+    _expect_extras(engine, can, config, extras)
     if "full" not in can.updates.kinds:  # what every trainer publishes
         transport = config.placement.sync.kind_name
         raise ConfigError(
@@ -79,6 +81,25 @@ def _expect_proof(engine: str, can: Capabilities, config: RunConfig) -> None:
             f"record.probe_every = 0: {engine} proves only what it received (proof = 'received'), so probes must hold it "
             "against the trainer; set record.probe_every = 5"
         )
+
+
+def _expect_extras(engine: str, can: Capabilities, config: RunConfig, extras: Sequence[TokenExtra]) -> None:
+    """Raise ConfigError unless the engine returns the token extras that are read, as they are read."""
+    own = {extra.name: extra for extra in can.extras}
+    for extra in extras:
+        reads = f"algorithm.loss reads the token extra {extra.name!r}"
+        if config.given:
+            raise ConfigError(
+                f"{reads}, which engines return with what they sample, and given = {config.given!r} samples nothing: take "
+                "another loss"
+            )
+        if extra.name not in own:
+            raise ConfigError(
+                f"{reads}, and {engine} returns {' and '.join(map(repr, own)) or 'none'}: take another loss, or another "
+                "kind of engine"
+            )
+        if own[extra.name] != extra:
+            raise ConfigError(f"{reads} as ({extra}), and {engine} returns ({own[extra.name]}): declare it alike in both")
 
 
 def probe_every(config: RunConfig, engines: Sequence[Capabilities]) -> int:

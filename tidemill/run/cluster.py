@@ -6,7 +6,7 @@ trainer + engines (+ engines that serve the reference) -> Parts: the proxies, an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -18,6 +18,7 @@ from tidemill.controller.engine_supervisor import Supervisor
 from tidemill.controller.reference_pool import WithServedReference
 from tidemill.core.errors import PeerDied, PolicyMismatch
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
+from tidemill.core.token_extras import TokenExtra
 from tidemill.run.capability_check import adapted, check_engine
 from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import (
@@ -82,11 +83,15 @@ class Parts:
 
 @asynccontextmanager
 async def start_parts(
-    config: RunConfig, trainer: TrainerSpec, placement: Placement, tell: Callable[[str, dict[str, Any]], None]
+    config: RunConfig,
+    trainer: TrainerSpec,
+    placement: Placement,
+    tell: Callable[[str, dict[str, Any]], None],
+    extras: Sequence[TokenExtra] = (),
 ) -> AsyncIterator[Parts]:
     """Start trainer and engines side by side, and stop them at the end, however it comes.
 
-    tell: called with (kind of event, details) for each engine that was lost or came back.
+    tell: called with (kind of event, details) for each engine that was lost or came back. extras: asked of engines.
     """
     settings, supervise = config.placement, config.supervise
     transport, threads = settings.sync.kind_name, settings.engine_threads
@@ -112,7 +117,7 @@ async def start_parts(
         spec = specs[role].model_copy(update={"seat": shared.get(name)})
         handle = await kept(start_role(placement, Engine, spec, name, threads, deadlines[role]))
         can = capabilities[name] = await handle.proxy.capabilities()
-        for said in check_engine(config.engine.kind_name, can, config, role):
+        for said in check_engine(config.engine.kind_name, can, config, role, extras):
             if said not in told:
                 told.add(said)
                 tell("engine_adapted", {"how": said})

@@ -221,6 +221,7 @@ async def _describe(session: Session, preparation: Preparation) -> None:
         longest_row = check_given(given, [*train, *held_out], tokenizer, session.context, architecture.vocab)
     with _in_one_sentence():
         await preparation.check_memory(str(session.model.path), min(longest_row, session.context))
+        session.extras = await preparation.extras()
     per_step = config.rollout.groups * config.rollout.group_size
     synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
     algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))
@@ -334,7 +335,7 @@ async def _attempt(session: Session, start: WarmStart) -> int:
         seed=config.seed,
         profile=folder.profile if config.profile else None,
     )
-    async with start_parts(config, spec, session.placement, session.tell) as parts:
+    async with start_parts(config, spec, session.placement, session.tell, session.extras) as parts:
         async with parts.watched():
             done = await train(session, parts)
         if done == config.steps:

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from tidemill.algorithms.losses import LossInput
+from tidemill.core.token_extras import expect_aligned
 from tidemill.core.types import Array, Sample
 from tidemill.models.kernels.cpu.packed_sequences import Families
 
@@ -67,6 +68,7 @@ class Batch:
     temperature: Tensor  # [M] float64
     weights: Tensor  # [M]
     inputs: dict[str, Tensor]  # [M] each: behaviour, old, advantages; reference, lag, old_values, returns if there are any
+    extras: dict[str, Tensor]  # [M, *shape] each
     support: tuple[Tensor, Tensor] | None  # ids that truncated sampling kept, see `models.logprobs`
     sequence: Tensor  # [M] int64: the attempt of each, 0 .. attempts - 1
     attempts: int
@@ -81,13 +83,24 @@ class Batch:
         """
         given = {key: value.to(logprobs.dtype) if value.is_floating_point() else value for key, value in self.inputs.items()}
         live = {"entropy": entropy, "values": values}
-        x = LossInput(logprobs, **given, **live, sequence=self.sequence, sequences=self.attempts)
+        rows = {"sequence": self.sequence, "sequences": self.attempts, "extras": self.extras}
+        x = LossInput(logprobs, **given, **live, **rows)
         own, weights = self.losses[name], self.weights.to(logprobs.dtype)
         return (x, weights) if own is None else (x.select(own), weights[own])
 
 
 def rows_of(samples: Sequence[Sample]) -> list[BatchRow]:
-    """The rows that predict something. Raises ValueError if one would predict its first token."""
+    """The rows that predict something.
+
+    Raises ValueError if one would predict its first token, or for token extras that are not aligned or not the same in all.
+    """
+    for s in samples:
+        expect_aligned(s.extras, len(s.tokens), f"a sample of group {s.group}")
+        if s.extras.keys() != samples[0].extras.keys():
+            raise ValueError(
+                f"groups {samples[0].group} and {s.group} have the token extras {[*samples[0].extras]} and {[*s.extras]}: "
+                "the groups of a step must have been sampled for the same losses; give another run_dir"
+            )
     rows = [BatchRow(i, s, np.flatnonzero(s.predicted)) for i, s in enumerate(samples)]
     rows = [row for row in rows if row.where.size]
     if any(row.where[0] == 0 for row in rows):
@@ -200,6 +213,7 @@ def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch
         temperature=send(np.repeat(np.array([row.sample.temperature for row in rows]), counts)),
         weights=gather(lambda s: s.weights),
         inputs=inputs,
+        extras={name: gather(lambda s, name=name: s.extras[name]) for name in rows[0].sample.extras},
         support=_support(rows, counts, send),
         sequence=send(np.repeat(np.array(sequence), counts)),
         attempts=len(numbers),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from parity_cases import ENGINE_PATHS, model_folder
 from tidemill.cli import backend_parity as checks
 from tidemill.cli.commands.parity import parity
 from tidemill.core.errors import ConfigError, UnsupportedModel
+from tidemill.core.types import GenerateRequest
 from tidemill.engine.native import paged_attention
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.models import decoder as decoders
@@ -92,9 +94,9 @@ def test_a_wrong_sampler_is_caught(
     """Logprobs at temperature 1 where 0.7 was sampled."""
     generate = checks.NativeEngine.generate
 
-    async def unmodified(self: Any, *given: Any) -> Any:
-        completion = await generate(self, *given)
-        completion.logprobs = completion.model_logprobs
+    async def unmodified(self: Any, request: GenerateRequest) -> Any:
+        completion = await generate(self, replace(request, extras=("model_logprobs",)))
+        completion.logprobs = completion.extras["model_logprobs"]
         return completion
 
     monkeypatch.setattr(checks.NativeEngine, "generate", unmodified)

@@ -58,13 +58,13 @@ async def test_logprobs_are_of_what_was_sampled_from(kind: str, monkeypatch: pyt
     under_test, model = engine(eos_ids=ENDS, max_sequences=12, batch_invariant=kind == "invariant"), decoder(BASE)
     text = prompts(1, 9, 10)[0]
     asked = [SamplingParams(max_tokens=24, seed=4, **case) for case in CASES.values()]
-    found = await asyncio.gather(*(under_test.generate(GenerateRequest(text, p)) for p in asked))
+    requests = [GenerateRequest(text, p, extras=("model_logprobs",)) for p in asked]
+    found = await asyncio.gather(*map(under_test.generate, requests))
     for (name, case), p, completion in zip(CASES.items(), asked, found, strict=True):
         n = len(completion.tokens)
         assert n >= max(p.min_tokens, 1) and (completion.finish is Finish.STOP) == (completion.tokens[-1] in ENDS), name
-        np.testing.assert_allclose(
-            completion.model_logprobs, reference_logprobs(model, text, completion.tokens), atol=2e-5, err_msg=name
-        )
+        unmodified = reference_logprobs(model, text, completion.tokens)
+        np.testing.assert_allclose(completion.extras["model_logprobs"], unmodified, atol=2e-5, err_msg=name)
         rows = reference(model, np.concatenate([text, completion.tokens])[:-1])[len(text) - 1 :]
         for t in range(n):
             row = adjusted(rows[t], p, text, completion.tokens[:t])

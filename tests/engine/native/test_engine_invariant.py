@@ -67,14 +67,18 @@ def bits(result: Completion | Scored) -> str:
     arrays = [result.logprobs, result.top_ids, result.top_logprobs]
     if isinstance(result, Completion):
         support = result.support
-        arrays += [result.tokens, result.model_logprobs, *((support.ids, support.offsets) if support is not None else ())]
+        arrays += [
+            result.tokens,
+            result.extras["model_logprobs"],
+            *((support.ids, support.offsets) if support is not None else ()),
+        ]
     return hashlib.sha256(b"|".join(a.tobytes() for a in arrays if a is not None)).hexdigest()
 
 
 async def answer(under_test: NativeEngine, ask: Ask) -> str:
     if ask.params is None:
         return bits(await under_test.score(ask.tokens, "policy", ask.temperature, ask.top_k))
-    return bits(await under_test.generate(GenerateRequest(ask.tokens, ask.params)))
+    return bits(await under_test.generate(GenerateRequest(ask.tokens, ask.params, extras=("model_logprobs",))))
 
 
 async def together(under_test: NativeEngine, given: list[Ask]) -> list[str]:
@@ -247,7 +251,8 @@ async def test_it_is_the_trainer_s_policy(family):
     under_test = engine(arch, batch_invariant=True, prefill_chunk=11)
     texts = prompts(6, 2, 50, seed=8)
     params = [SamplingParams(max_tokens=30, seed=i, temperature=(1.0, 0.7)[i % 2]) for i in range(6)]
-    done = await asyncio.gather(*(under_test.generate(GenerateRequest(t, p)) for t, p in zip(texts, params, strict=True)))
+    requests = [GenerateRequest(t, p, extras=("model_logprobs",)) for t, p in zip(texts, params, strict=True)]
+    done = await asyncio.gather(*map(under_test.generate, requests))
     for text, asked, completion in zip(texts, params, done, strict=True):
         whole = np.concatenate([text, completion.tokens])
         row = torch.from_numpy(whole.astype(np.int64))
@@ -256,7 +261,7 @@ async def test_it_is_the_trainer_s_policy(family):
             trained, _ = token_logprobs(model, hidden, row[1:], asked.temperature)
         np.testing.assert_allclose(completion.logprobs, trained[len(text) - 1 :].numpy(), atol=1e-4)
         scores = await under_test.score(whole, "policy", 1.0, 0)
-        np.testing.assert_array_equal(scores.logprobs[len(text) :], completion.model_logprobs)
+        np.testing.assert_array_equal(scores.logprobs[len(text) :], completion.extras["model_logprobs"])
     await under_test.close()
 
 

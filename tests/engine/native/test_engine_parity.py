@@ -41,7 +41,10 @@ PATHS = {
 async def run(under_test, texts, params):
     keys = [f"k{i}" for i in range(len(texts))]
     return await asyncio.gather(
-        *(under_test.generate(GenerateRequest(t, p, key=k)) for t, p, k in zip(texts, params, keys, strict=True))
+        *(
+            under_test.generate(GenerateRequest(t, p, key=k, extras=("model_logprobs",)))
+            for t, p, k in zip(texts, params, keys, strict=True)
+        )
     )
 
 
@@ -65,7 +68,7 @@ async def test_logprobs_equal_a_full_forward(family, path, monkeypatch):
     for text, completion in zip(texts, completions, strict=True):
         expected = reference_logprobs(model, text, completion.tokens)
         np.testing.assert_allclose(completion.logprobs, expected, atol=2e-5)
-        np.testing.assert_array_equal(completion.logprobs, completion.model_logprobs)
+        np.testing.assert_array_equal(completion.logprobs, completion.extras["model_logprobs"])
         assert len(completion.tokens) == 20 and completion.finish is Finish.LENGTH
         assert completion.support is None and completion.prompt_tokens == len(text)
     stats = await under_test.stats()
@@ -220,7 +223,7 @@ async def test_mixed_sampling_against_numpy():
         whole = np.concatenate([text, completion.tokens])
         logits = reference(model, whole[:-1])[len(text) - 1 :]
         unmodified = reference_logprobs(model, text, completion.tokens)
-        np.testing.assert_allclose(completion.model_logprobs, unmodified, atol=2e-5)
+        np.testing.assert_allclose(completion.extras["model_logprobs"], unmodified, atol=2e-5)
         if params.temperature == 0:
             np.testing.assert_array_equal(completion.tokens, logits.argmax(-1))
             assert not completion.logprobs.any() and completion.support is None

@@ -251,22 +251,27 @@ async def until(condition: Any) -> None:
     raise AssertionError("it did not happen")
 
 
+def asked(text: np.ndarray, key: str = "") -> GenerateRequest:
+    return GenerateRequest(text, PARAMS, key=key, extras=("model_logprobs",))
+
+
 async def alone(seed: int, text: np.ndarray) -> Completion:
     """What an engine samples that never had other weights than these."""
     fresh = engine(ARCH, seed=seed)
     try:
-        return await fresh.generate(GenerateRequest(text, PARAMS))
+        return await fresh.generate(asked(text))
     finally:
         await fresh.close()
 
 
 def same(one: Completion, other: Completion, count: int | None = None) -> None:
-    for name in ("tokens", "logprobs", "model_logprobs"):
+    for name in ("tokens", "logprobs"):
         np.testing.assert_array_equal(getattr(one, name)[:count], getattr(other, name)[:count])
+    np.testing.assert_array_equal(one.extras["model_logprobs"][:count], other.extras["model_logprobs"][:count])
 
 
 async def busy(under_test: NativeEngine, text: np.ndarray) -> asyncio.Future[Completion]:
-    call = asyncio.ensure_future(under_test.generate(GenerateRequest(text, PARAMS)))
+    call = asyncio.ensure_future(under_test.generate(asked(text)))
     await until(lambda: under_test._activity.counters["generated_tokens"] >= 2)
     return call
 
@@ -292,7 +297,7 @@ async def test_weights_staged_between_steps_are_those_that_were_published(transp
         if weights.decoding is not None:
             theirs = {name: copy.numbers.clone() for name, _, copy in weights.decoder.packed() if copy.numbers is not None}
             assert all(torch.equal(theirs[name], numbers) for name, numbers in packed(new).items())
-        same(await under_test.generate(GenerateRequest(text, PARAMS, key="later")), await alone(1, text))
+        same(await under_test.generate(asked(text, "later")), await alone(1, text))
         assert version == weights.version
     finally:
         await under_test.close()
@@ -315,7 +320,7 @@ async def test_a_mismatch_between_steps_leaves_the_old_weights_served(a_piece_a_
             assert (await under_test.stats()).version == Version(0)
         memory.corrupt = False
         assert await under_test.update(published) == published.version
-        same(await under_test.generate(GenerateRequest(text, PARAMS)), await alone(1, text))
+        same(await under_test.generate(asked(text)), await alone(1, text))
     finally:
         await under_test.close()
 
@@ -340,7 +345,7 @@ async def test_an_update_is_cancelled_between_two_pieces(transport, busy_too, a_
         assert await waiting == published.version
         if call is not None:
             await call
-        same(await under_test.generate(GenerateRequest(text, PARAMS, key="later")), await alone(2, text))
+        same(await under_test.generate(asked(text, "later")), await alone(2, text))
     finally:
         await under_test.close()
         sender.close()
@@ -417,7 +422,7 @@ async def test_rows_that_do_not_depend_on_neighbours_do_not_depend_on_staging(a_
     memory, text = MemoryReceiver(), prompts(1)[0]
     under_test, other = (engine(ARCH, receiver=memory, batch_invariant=True, in_flight="finish") for _ in range(2))
     try:
-        expected = await other.generate(GenerateRequest(text, PARAMS))
+        expected = await other.generate(asked(text))
         call = await busy(under_test, text)
         await under_test.update(memory.publish(1, decoder(ARCH, seed=1)))
         same(await call, expected)

@@ -85,7 +85,8 @@ def generate(folder: Path, tokens: Any, params: SamplingParams) -> Completion:
     async def run() -> Completion:
         engine = make_engine(folder)
         try:
-            return await engine.generate(GenerateRequest(np.asarray(tokens, np.int32), params))
+            asked = GenerateRequest(np.asarray(tokens, np.int32), params, extras=("model_logprobs",))
+            return await engine.generate(asked)
         finally:
             await engine.close()
 

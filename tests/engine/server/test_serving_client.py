@@ -81,7 +81,7 @@ def test_completion_is_the_engines(chats: Running, temperature: float, logprobs:
     for token, name in zip(expected.tokens, names, strict=True):
         shown = chats.tokenizer.decode([token])
         assert name == (f"bytes:\\x{part_of(chats, token):02x}" if BROKEN in shown else shown)
-    np.testing.assert_allclose(choice.logprobs.token_logprobs, expected.model_logprobs, atol=1e-5)
+    np.testing.assert_allclose(choice.logprobs.token_logprobs, expected.extras["model_logprobs"], atol=1e-5)
     for i, (name, found) in enumerate(zip(names, choice.logprobs.top_logprobs, strict=True)):
         assert found[name] == choice.logprobs.token_logprobs[i]
         if logprobs:
@@ -103,7 +103,7 @@ def test_chat_is_the_engines(chats: Running, characters: Running) -> None:
         assert message.role == "assistant"
         assert message.content == running.tokenizer.decode(expected.tokens, skip_special_tokens=True)
         assert reply.usage.prompt_tokens == len(tokens)
-        np.testing.assert_allclose([e.logprob for e in entries], expected.model_logprobs, atol=1e-5)
+        np.testing.assert_allclose([e.logprob for e in entries], expected.extras["model_logprobs"], atol=1e-5)
         tops = [[t.logprob for t in e.top_logprobs] for e in entries]
         np.testing.assert_allclose(tops, expected.top_logprobs, atol=1e-5)
         assert b"".join(bytes(e.bytes) for e in entries).decode("utf-8", "replace") == message.content

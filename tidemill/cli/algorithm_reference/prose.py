@@ -98,6 +98,11 @@ def fresh(x: Ratios, *, oldest: float = 1.0) -> np.ndarray:
     return (x.lags <= oldest).astype(np.float64)  # [M] factors >= 0
 ```
 
+A loss may read what engines return with each sampled token. It declares it, and takes it by name: with
+`@reads(MODEL_LOGPROBS)` above the function, `x.extra("model_logprobs")` is a tensor [N, ...]. `reads` comes from
+`tidemill.algorithms.loss_terms`, and declarations, `TokenExtra(name, dtype, shape)`, from `tidemill.core.token_extras`. The
+native engine returns `model_logprobs`. What the engine does not return is refused before the run begins.
+
 A loss should be homogeneous in A (loss(c A) = c loss(A) for c >= 0), else corrections are not exact; on policy its gradient
 should be that of -A log pi. An advantage that compares siblings should give exactly 0 where they are equal: what sets
 `zero_variance = "drop"` beside it says so, and groups whose rewards are all equal (and whose turns have none) are dropped.

@@ -13,6 +13,7 @@ from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.free_memory import share_one_arena
 from tidemill.core.hub import shown
+from tidemill.core.token_extras import MODEL_LOGPROBS
 from tidemill.core.types import Version
 from tidemill.engine.native.engine_settings import EngineSettings
 
@@ -76,7 +77,7 @@ async def _serve(
         context=context,
         vocab=folder.architecture.vocab,
         reply_tokens=usual if isinstance(usual, int) and usual > 0 else None,
-        model_logprobs=able.model_logprobs,
+        model_logprobs=MODEL_LOGPROBS in able.extras,
     )
     about = f"serving {name} at {address_of(sock)}/v1  (context {context}, {settings.dtype}; Ctrl-C stops)"
     await HttpServer(make_app(service, api_key), about).serve([sock])

@@ -36,9 +36,11 @@ from tidemill.engine.native.kept_conversations import KeptConversations
 from tidemill.engine.native.kv_blocks import BlockManager
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.engine.native.request_state import (
+    EXTRAS,
     ActiveRequest,
     Slots,
     Stream,
+    check_request,
     checked_tokens,
     completion,
     probe_of,
@@ -120,7 +122,7 @@ class NativeEngine:
         self._failure: Exception | None = None
 
     async def capabilities(self) -> Capabilities:
-        return Capabilities(context=self._scheduler.context, sleep=True, updates=self._updates.takes)
+        return Capabilities(self._scheduler.context, extras=EXTRAS, sleep=True, updates=self._updates.takes)
 
     async def generate(self, request: GenerateRequest) -> Completion:
         return await self._result(self._submit(request, stream=False))
@@ -334,13 +336,12 @@ class NativeEngine:
             self._requests.finish(request, scored(request.probed, self._updates.weights.version))
 
     def _submit(self, asked: GenerateRequest, *, stream: bool) -> ActiveRequest:
-        if asked.constraint is not None:
-            raise ValueError(f"engine {self.name} cannot hold a reply to a grammar: leave out `constraint`")
+        check_request(asked, self.name)
         tokens, params, key = self._check(asked.tokens, asked.policy), asked.params, asked.key
         stops = params.stop_ids if params.ignore_eos else (*params.stop_ids, *self.eos_ids)
         sequence = Sequence(tokens, limit=len(tokens) + params.max_tokens, last=params.last)
         sequence.salt = self._episodes.salt(key, tokens)
-        request = ActiveRequest(sequence, time.monotonic(), params=params, key=key, stops=tuple(dict.fromkeys(stops)))
+        request = ActiveRequest(sequence, time.monotonic(), params, key, tuple(dict.fromkeys(stops)), asked.extras)
         if stream:
             request.stream = asyncio.Queue()
         self._requests.add(request)

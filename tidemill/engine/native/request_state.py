@@ -11,11 +11,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.core.types import Array, Completion, Finish, SamplingParams, Scored, Support, Version
+from tidemill.core.token_extras import MODEL_LOGPROBS
+from tidemill.core.types import Array, Completion, Finish, GenerateRequest, SamplingParams, Scored, Support, Version
 from tidemill.engine.native.logit_adjustments import Adjustment
 from tidemill.engine.native.runner import Output, Probe, Probed
 from tidemill.engine.native.sampler import RowParams, mixed, uniforms
 from tidemill.engine.native.scheduler import Chunk, Sequence
+
+EXTRAS = (MODEL_LOGPROBS,)
+"""The token extras that this engine returns; `Slots` has an array of that name for each."""
 
 Token = tuple[int, float, float | None, list[tuple[int, float]]]
 """(token, logprob, model logprob, [(alternative, its model logprob)])"""
@@ -30,6 +34,7 @@ class ActiveRequest:
     params: SamplingParams | None = None
     key: str = ""
     stops: tuple[int, ...] = ()
+    extras: tuple[str, ...] = ()  # names of those of `EXTRAS` that the completion carries
     future: asyncio.Future[Completion] | asyncio.Future[Scored] | None = None
     stream: asyncio.Queue[Token | None] | None = None  # a None in it means that the future is done
     queued_s: float = 0.0
@@ -169,7 +174,6 @@ def completion(
     return Completion(
         tokens=tokens.copy(),
         logprobs=slots.logprobs[slot, row].copy(),
-        model_logprobs=slots.model_logprobs[slot, row].copy(),
         versions=steps,
         sources=sources,
         finish=finish,
@@ -181,12 +185,21 @@ def completion(
         queued_s=request.queued_s,
         first_token_s=request.first_token_s,
         engine=engine,
+        extras={name: getattr(slots, name)[slot, row].copy() for name in request.extras},
     )
 
 
 def scored(probed: Probed, version: Version) -> Scored:
     wanted = probed.top_ids.shape[1] > 0
     return Scored(probed.logprobs, version, probed.top_ids if wanted else None, probed.top_logprobs if wanted else None)
+
+
+def check_request(asked: GenerateRequest, engine: str) -> None:
+    """Raise ValueError when a request asks for what this engine does not do."""
+    if asked.constraint is not None:
+        raise ValueError(f"engine {engine} cannot hold a reply to a grammar: leave out `constraint`")
+    if unknown := sorted({*asked.extras} - {extra.name for extra in EXTRAS}):
+        raise ValueError(f"engine {engine} does not return the token extra {unknown[0]!r}: leave it out of `extras`")
 
 
 def checked_tokens(tokens: Array, vocab: int) -> np.ndarray:

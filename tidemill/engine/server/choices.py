@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from tidemill.core.token_extras import MODEL_LOGPROBS
 from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Scored
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.request_state import Token
@@ -33,6 +34,7 @@ class Asked:
     begun: bool = False  # the reply's text goes on behind the prompt's
     shown: bool = False  # special tokens are part of the text
     every: bool = False  # tokens behind a cut are listed too
+    extras: tuple[str, ...] = ()  # token extras that the reply needs
 
 
 class Assembler:
@@ -107,7 +109,7 @@ async def sample(
     ends = asked.params.stop_ids if asked.params.ignore_eos else (*asked.params.stop_ids, *engine.eos_ids)
     assembler = Assembler(vocabulary, asked, ends)
     if not live and not asked.stops:
-        completion = await engine.generate(GenerateRequest(asked.tokens, asked.params))
+        completion = await engine.generate(GenerateRequest(asked.tokens, asked.params, extras=asked.extras))
         clock.first(completion.first_token_s)
         for token in _tokens(completion):
             yield assembler.push(token)
@@ -178,7 +180,7 @@ def _tokens(completion: Completion) -> list[Token]:
     if completion.top_ids is not None and completion.top_logprobs is not None:
         rows = zip(completion.top_ids.tolist(), completion.top_logprobs.tolist(), strict=True)
         tops = [list(zip(ids, logprobs, strict=True)) for ids, logprobs in rows]
-    known = completion.model_logprobs
+    known = completion.extras.get(MODEL_LOGPROBS.name)
     model: list[float | None] = [None] * n if known is None else known.tolist()
     columns = completion.tokens.tolist(), completion.logprobs.tolist(), model, tops
     return list(zip(*columns, strict=True))

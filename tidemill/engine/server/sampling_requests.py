@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from tidemill.core.seeding import derive_seed
+from tidemill.core.token_extras import MODEL_LOGPROBS
 from tidemill.core.types import SamplingParams
 from tidemill.engine.server.choices import Asked
 from tidemill.engine.server.prompts import Prompts
@@ -52,5 +53,6 @@ def asked_of(
         repetition_penalty=body.repetition_penalty,
         logit_bias=tuple(body.logit_bias.items()),
     )
-    stops = tuple(body.stop)
-    return Asked(tokens, params, stops, begun, not body.skip_special_tokens, body.return_token_ids)
+    stops, listed = tuple(body.stop), body.logprobs is not None and body.logprobs is not False
+    extras = (MODEL_LOGPROBS.name,) if listed else ()
+    return Asked(tokens, params, stops, begun, not body.skip_special_tokens, body.return_token_ids, extras)

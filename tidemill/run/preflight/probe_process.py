@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from tidemill.core.token_extras import TokenExtra
 from tidemill.models.architecture import Architecture
 from tidemill.models.tokenizer import class_name
 from tidemill.run.recipe import RunConfig
@@ -35,6 +36,10 @@ class Preparation(Protocol):
         """Check the run's memory: see `memory_model.check_memory`. model: the policy's folder."""
         ...
 
+    async def extras(self) -> list[TokenExtra]:
+        """The token extras that the recipe's losses read. Raises ValueError for a loss that cannot be loaded."""
+        ...
+
 
 class Preparer:
     """The preparation of one recipe's run, in this process."""
@@ -53,6 +58,9 @@ class Preparer:
     async def check_memory(self, model: str, longest: int) -> None:
         await self._offload(partial(self._check_memory, Path(model), longest))
 
+    async def extras(self) -> list[TokenExtra]:
+        return await self._offload(self._extras)
+
     def _open_model(self, beside: Path) -> str | None:
         config = self._config
         check_companions(config.reference, config.critic, config.model)
@@ -64,3 +72,9 @@ class Preparer:
         from tidemill.run.planner.memory_model import check_memory
 
         check_memory(self._config, Architecture.from_folder(model), longest)
+
+    def _extras(self) -> list[TokenExtra]:
+        from tidemill.algorithms.losses import extras_of
+
+        specs = [each.loss_spec() for each in self._config.algorithms.values()]
+        return list(dict.fromkeys(extra for spec in specs for extra in extras_of(spec)))
