@@ -13,7 +13,7 @@ the same with the entries; code that makes other tokens leaves the extras out.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -65,15 +65,13 @@ def taken(declared: Sequence[TokenExtra], returned: Mapping[str, np.ndarray], co
     return {extra.name: returned[extra.name] for extra in declared}
 
 
-def joined(declared: Sequence[TokenExtra], turns: Iterable[tuple[int, TokenExtras]]) -> TokenExtras:
-    """The extras of an episode. turns: for each, the tokens of its message, and the extras of its reply."""
-    turns = list(turns) if declared else []
-    return {
-        extra.name: np.concatenate(
-            [extra.filled(0), *(part for given, reply in turns for part in (extra.filled(given), reply[extra.name]))]
-        )
-        for extra in declared
-    }
+def joined(declared: Sequence[TokenExtra], turns: Sequence[tuple[int, TokenExtras]]) -> TokenExtras:
+    """The declared entries of an episode. turns: for each, the tokens of its message, and the entries of its reply."""
+    found = TokenExtras()
+    for extra in declared:
+        parts = [part for given, reply in turns for part in (extra.filled(given), reply[extra.name])]
+        found[extra.name] = np.concatenate([extra.filled(0), *parts]).astype(extra.dtype, copy=False)
+    return found
 
 
 def expect_aligned(extras: Mapping[str, np.ndarray], count: int, owner: str) -> None:

@@ -21,7 +21,7 @@ from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds
 from tidemill.core.executors import in_thread
 from tidemill.core.interfaces import Engine
 from tidemill.core.seeding import derive_seed
-from tidemill.core.token_extras import TokenExtra, joined, taken
+from tidemill.core.token_extras import TokenExtra, TokenExtras, joined, taken
 from tidemill.core.types import (
     CUT_AT,
     OWN_LIMIT,
@@ -127,16 +127,13 @@ class EpisodeChat:
 
     def trajectory(self, outcome: Outcome | None = None, finish: Finish | None = None) -> Trajectory:
         """The record so far. finish: given if neither a reply nor the environment ended the episode."""
-        rows = [row for given, reply in zip(self._given, self._replies, strict=True) for row in _rows(given, reply)]
-        tokens, mask, logprobs, versions = (_join(column, kind) for column, kind in zip(_columns(rows), _KINDS, strict=True))
+        turns = [(len(given), _entries(reply)) for given, reply in zip(self._given, self._replies, strict=True)]
         record = Trajectory(
-            tokens=tokens,
-            mask=mask,
-            logprobs=logprobs,
-            versions=versions,
+            self._tokens(),
+            **joined(_COLUMNS, turns),
             finish=finish or self._finish(outcome),
             outcome=outcome,
-            sources=_sources(self._replies),
+            sources=tuple(sorted({version for reply in self._replies for version in reply.sources})),
             sample=self._sample,
             seat=self._seat,
             turns=self.turns,
@@ -145,7 +142,7 @@ class EpisodeChat:
             support=_support(self._replies),
             info=self._info(),
             said=tuple(self._said),
-            extras=joined(self._extras, [(len(g), r.extras) for g, r in zip(self._given, self._replies, strict=True)]),
+            extras=joined(self._extras, turns),
         )
         check_row(record)
         return record
@@ -245,31 +242,17 @@ def _heard(message: Mapping[str, Any]) -> Said:
     return Said(str(message["role"]), " ".join(filter(None, [text, json.dumps(more, default=str) if more else ""])))
 
 
-_KINDS = (np.int32, np.bool_, np.float32, np.int32)
+_COLUMNS = (TokenExtra("mask", "bool"), TokenExtra("logprobs", "float32"), TokenExtra("versions", "int32", fill=-1))
 
 
-def _rows(given: Array, reply: Completion) -> list[tuple[Array, Array, Array, Array]]:
-    """The columns of one turn, first for the message, then for the reply.
-
-    Each is (tokens int32, mask bool, logprobs float32, versions int32), all of the length of message or reply.
-    """
-    n, m = len(given), len(reply.tokens)
-    return [
-        (given, np.zeros(n, np.bool_), np.zeros(n, np.float32), np.full(n, -1, np.int32)),
-        (reply.tokens, np.ones(m, np.bool_), reply.logprobs, reply.versions),
-    ]
-
-
-def _columns(rows: list[tuple[Array, Array, Array, Array]]) -> list[list[Array]]:
-    return [[row[i] for row in rows] for i in range(len(_KINDS))]
+def _entries(reply: Completion) -> TokenExtras:
+    """What is recorded of each token of a reply."""
+    sampled = np.ones(len(reply.tokens), np.bool_)
+    return {**reply.extras, "mask": sampled, "logprobs": reply.logprobs, "versions": reply.versions}
 
 
 def _join(pieces: list[Array], kind: type) -> Array:
     return np.concatenate(pieces).astype(kind, copy=False) if pieces else np.zeros(0, kind)
-
-
-def _sources(replies: list[Completion]) -> tuple[Version, ...]:
-    return tuple(sorted({version for reply in replies for version in reply.sources}))
 
 
 def _support(replies: list[Completion]) -> Support | None:

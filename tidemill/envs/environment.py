@@ -80,10 +80,6 @@ class FunctionEnvironment:
         """A copy of this environment with other tasks."""
         return FunctionEnvironment(self.function, tasks, self._teller)
 
-    @property
-    def has_tasks(self) -> bool:
-        return self._source is not None
-
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split. Raises ConfigError when there are none, or they are not usable."""
         if self._splits is None:

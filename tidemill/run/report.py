@@ -152,11 +152,6 @@ def judging(totals: Totals) -> dict[str, Any]:
     return {**counts, "reasons": reasons, "pauses": totals.pauses, "paused_s": round(totals.paused_s, 1)}
 
 
-def cut_off(totals: Totals) -> list[dict[str, Any]]:
-    """Counts of this process's attempts by the limit that cut them off, the commonest first."""
-    return [{"by": kind, "tokens": n, "attempts": count} for (kind, n), count in totals.cut.most_common(MOST_CUTS)]
-
-
 def time_shares(spent: Account, trace: Trace, begin: float, end: float) -> dict[str, float]:
     """Shares of the engines' and the trainer's time, and the share of wall time with a reward.
 

@@ -29,7 +29,7 @@ from tidemill.core.types import LossSpec
 
 DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
 TOOLS = {  # public functions that are no part of an algorithm
-    *("advantage_by_name", "correction_by_name", "loss_by_name", "evaluate", "ratio", "correct", "pairs_of"),
+    *("advantage_by_name", "correction_by_name", "extras_of", "loss_by_name", "evaluate", "ratio", "correct", "pairs_of"),
     "kto_baseline",
 }
 GOOD = "A formula.\n\nSource: a paper,\n    2402.03300.\nWhen: often. Or\nnot.\nCost: nothing."
