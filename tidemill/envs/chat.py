@@ -34,7 +34,6 @@ from tidemill.core.types import (
     SamplingParams,
     Support,
     Trajectory,
-    Version,
 )
 from tidemill.models.conversations import Messages, renderer, too_long, unknown_token
 from tidemill.models.messages import as_messages
