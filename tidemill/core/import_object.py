@@ -61,7 +61,7 @@ def reference_of(function: Callable[..., Any]) -> str:
     return f"{module}:{name}"
 
 
-def bound(kind: str, name: str, constants: Mapping[str, float], known: Mapping[str, Callable[..., T]]) -> Callable[..., T]:
+def bound(kind: str, name: str, constants: Mapping[str, float], known: Mapping[str, Callable[..., T]]) -> partial[T]:
     """A function, by a known name or as FILE.py:function, with `constants` bound.
 
     Constants are keyword-only parameters. Raises ValueError for an unknown name, or a constant that the function does

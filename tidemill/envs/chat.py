@@ -127,9 +127,12 @@ class EpisodeChat:
     def trajectory(self, outcome: Outcome | None = None, finish: Finish | None = None) -> Trajectory:
         """The record so far. finish: given if neither a reply nor the environment ended the episode."""
         turns = [(len(given), _entries(reply)) for given, reply in zip(self._given, self._replies, strict=True)]
+        columns = joined(_COLUMNS, turns)
         record = Trajectory(
             self._tokens(),
-            **joined(_COLUMNS, turns),
+            columns["mask"],
+            columns["logprobs"],
+            columns["versions"],
             finish=finish or self._finish(outcome),
             outcome=outcome,
             sources=tuple(sorted({version for reply in self._replies for version in reply.sources})),
