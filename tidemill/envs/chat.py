@@ -248,7 +248,7 @@ _COLUMNS = (TokenExtra("mask", "bool"), TokenExtra("logprobs", "float32"), Token
 
 
 def _entries(reply: Completion) -> TokenExtras:
-    """What is recorded of each token of a reply."""
+    """The entries that are recorded for each token of a reply."""
     sampled = np.ones(len(reply.tokens), np.bool_)
     return {**reply.extras, "mask": sampled, "logprobs": reply.logprobs, "versions": reply.versions}
 
