@@ -19,22 +19,21 @@ from typing import Any
 import numpy as np
 import torch
 
+from tidemill.cli.logprob_sources import engine_of, logits_of, sample_of, trained
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import EngineStats
-from tidemill.core.types import GenerateRequest, Sample, SamplingParams, Version
+from tidemill.core.types import GenerateRequest, SamplingParams
 from tidemill.engine.native.cache_size import page_bytes
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.architecture import Architecture
-from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import hf_views, load_folder, save_folder
 from tidemill.models.tokenizer import load_tokenizer
-from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.observability.diagnosis.comparison import EXACT, SAME, LogprobComparison
+from tidemill.observability.diagnosis.mismatch import Limit
 from tidemill.trainer.trainer_settings import TrainerSettings
 
-TOLERANCE = 1e-4  # nats
 TEMPERATURES = (1.0, 0.7)  # alternate between rows
 TEXT = (
     "The tide comes in, the pond fills, and the wheel turns at a steady rate all day long.",
@@ -54,22 +53,6 @@ class ParityRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
-    """Differences of one kind; `max` and `mean` in nats (logits for a round trip)."""
-
-    what: str  # the engine's path, or the direction of a round trip
-    pair: str
-    tokens: int
-    max: float
-    mean: float
-    limit: float | None  # None: reported only
-
-    @property
-    def ok(self) -> bool:
-        return self.limit is None or self.max <= self.limit  # False for NaN
-
-
-@dataclass(frozen=True, slots=True)
 class ParityReport:
     """All comparisons of one model."""
 
@@ -78,7 +61,7 @@ class ParityReport:
     length: int
     text: bool  # True if there was a tokenizer to encode text with
     evidence: dict[str, int]  # counts that show that a path was taken
-    comparisons: list[Comparison]
+    comparisons: list[LogprobComparison]
 
     @property
     def ok(self) -> bool:
@@ -98,7 +81,7 @@ async def check(folder: Path, length: int = 64, seed: int = 0) -> ParityReport:
     low = await _low_precision(folder, [row.tokens[: row.start] for row in rows["paged"]], length)
     trainer = await _trained(load_folder(folder), [*rows.items(), ("bfloat16", low)])
     reference = _transformers(folder)
-    comparisons: list[Comparison] = []
+    comparisons: list[LogprobComparison] = []
     for path, of_path in rows.items():
         theirs = [_reference_logprobs(reference, row) for row in of_path]
         ours = [row.engine for row in of_path]
@@ -144,7 +127,7 @@ async def _generate(
     decoder: Decoder, settings: EngineSettings, prompts: Sequence[np.ndarray], length: int
 ) -> tuple[list[ParityRow], EngineStats]:
     """Continue each prompt to `length` tokens, all at the same time. Also returns the engine's stats."""
-    engine = _engine(decoder, settings)
+    engine = engine_of(decoder, settings)
     temperatures = [TEMPERATURES[i % len(TEMPERATURES)] for i in range(len(prompts))]
     asked = [
         SamplingParams(temperature=temperature, max_tokens=length - len(prompt), ignore_eos=True, seed=i)
@@ -164,7 +147,7 @@ async def _generate(
 
 
 async def _score(decoder: Decoder, settings: EngineSettings, tokens: Sequence[np.ndarray]) -> list[ParityRow]:
-    engine = _engine(decoder, settings)
+    engine = engine_of(decoder, settings)
     try:
         scored = await asyncio.gather(*(engine.score(row, "policy", 1.0, 0) for row in tokens))
     finally:
@@ -176,10 +159,6 @@ async def _low_precision(folder: Path, prompts: Sequence[np.ndarray], length: in
     settings = build(EngineSettings, {"dtype": "bfloat16", "device": "cpu", "max_sequences": 16, "context": length})
     rows, _ = await _generate(load_folder(folder, torch.bfloat16), settings, prompts, length)
     return rows
-
-
-def _engine(decoder: Decoder, settings: EngineSettings) -> NativeEngine:
-    return NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=())
 
 
 def _prompts(arch: Architecture, texts: list[np.ndarray], length: int, seed: int) -> list[np.ndarray]:
@@ -205,29 +184,11 @@ def _crowd(arch: Architecture, prompts: list[np.ndarray], length: int) -> tuple[
 
 async def _trained(decoder: Decoder, rows: Sequence[tuple[str, list[ParityRow]]]) -> dict[str, list[np.ndarray]]:
     """The trainer's logprobs of the same tokens, by path."""
-    trainer = NativeTrainer(decoder, TrainerSettings(device="cpu"), steps=1)
-    found = {}
-    for path, of_path in rows:
-        logprobs = await trainer.forward([_sample(row) for row in of_path])
-        found[path] = [values[row.start :] for values, row in zip(logprobs, of_path, strict=True)]
-    await trainer.close()
-    return found
-
-
-def _sample(row: ParityRow) -> Sample:
-    size = len(row.tokens)
-    mask = np.arange(size) >= row.start
-    behaviour = np.zeros(size, np.float32)
-    behaviour[row.start :] = row.engine
-    return Sample(
-        tokens=row.tokens,
-        mask=mask,
-        logprobs=behaviour,
-        versions=np.where(mask, 0, -1).astype(np.int32),
-        advantages=np.zeros(size, np.float32),
-        weights=mask.astype(np.float32),
-        temperature=row.temperature,
-    )
+    every = [row for _, of_path in rows for row in of_path]
+    samples = [sample_of(row.tokens, np.arange(len(row.tokens)) >= row.start, row.temperature) for row in every]
+    said = zip(every, await trained(decoder, TrainerSettings(device="cpu"), samples), strict=True)
+    found = iter([values[row.start :] for row, values in said])
+    return {path: [next(found) for _ in of_path] for path, of_path in rows}
 
 
 def _transformers(folder: Path) -> Any:
@@ -264,7 +225,7 @@ def _reference_logprobs(model: Any, row: ParityRow) -> np.ndarray:
 # -- folders -----------------------------------------------------------------------------------------------------------
 
 
-def _round_trip(decoder: Decoder, reference: Any, rows: list[ParityRow]) -> list[Comparison]:
+def _round_trip(decoder: Decoder, reference: Any, rows: list[ParityRow]) -> list[LogprobComparison]:
     """Compare logits of a model saved by one and read by the other: they must be identical."""
     with tempfile.TemporaryDirectory() as place:
         ours, theirs = Path(place) / "ours", Path(place) / "theirs"
@@ -273,32 +234,21 @@ def _round_trip(decoder: Decoder, reference: Any, rows: list[ParityRow]) -> list
         reference.save_pretrained(theirs)
         read_by_us = load_folder(theirs)
         tokens = [row.tokens for row in rows]
-        there = _compare_all(
+        there = _compare(
             "saved by Tidemill",
             "transformers",
-            [_reference_logits(reference, t).numpy() for t in tokens],
-            [_reference_logits(read_by_them, t).numpy() for t in tokens],
+            [_reference_logits(reference, t).numpy().ravel() for t in tokens],
+            [_reference_logits(read_by_them, t).numpy().ravel() for t in tokens],
+            EXACT,
         )
-        back = _compare_all(
+        back = _compare(
             "saved by transformers",
             "Tidemill",
-            [_logits(decoder, t) for t in tokens],
-            [_logits(read_by_us, t) for t in tokens],
+            [logits_of(decoder, t).ravel() for t in tokens],
+            [logits_of(read_by_us, t).ravel() for t in tokens],
+            EXACT,
         )
     return [there, back]
-
-
-@torch.inference_mode()
-def _logits(decoder: Decoder, tokens: np.ndarray) -> np.ndarray:
-    """Logits of the decoder, [T, V] float32."""
-    attend = packed_attention([len(tokens)], decoder.arch.windows)
-    return decoder.logits(
-        decoder(torch.from_numpy(tokens.astype(np.int64)), packed_positions([len(tokens)]), attend)
-    ).numpy()
-
-
-def _compare_all(what: str, pair: str, ours: list[np.ndarray], theirs: list[np.ndarray]) -> Comparison:
-    return _compare(what, pair, [a.ravel() for a in ours], [a.ravel() for a in theirs], 0.0)
 
 
 def _check_finite(decoder: Decoder, folder: Path) -> None:
@@ -316,7 +266,9 @@ def _texts(folder: Path, length: int) -> list[np.ndarray]:
 
 
 def _compare(
-    what: str, pair: str, ours: list[np.ndarray], theirs: list[np.ndarray], limit: float | None = TOLERANCE
-) -> Comparison:
-    gaps = np.concatenate([np.abs(a.astype(np.float64) - b) for a, b in zip(ours, theirs, strict=True)])
-    return Comparison(what, pair, len(gaps), float(gaps.max()), float(gaps.mean()), limit)
+    what: str, pair: str, ours: list[np.ndarray], theirs: list[np.ndarray], limit: Limit | None = SAME
+) -> LogprobComparison:
+    found = LogprobComparison(what, pair, limit)
+    for a, b in zip(ours, theirs, strict=True):
+        found.add(a, b)
+    return found

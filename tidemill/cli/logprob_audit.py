@@ -18,22 +18,21 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from tidemill.cli.logprob_sources import engine_of, logits_of, sample_of, trained
 from tidemill.core.config import C, Config, build
 from tidemill.core.errors import CheckpointError, PayloadLost
-from tidemill.core.types import GREEDY, Array, Finish, Sample, Trajectory, Version
+from tidemill.core.types import GREEDY, Array, Finish, Trajectory, Version
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models.attention import packed_attention, packed_positions
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.served_weights import Contents
-from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose, gap_of
-from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit, LogprobGap
+from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose
+from tidemill.observability.diagnosis.comparison import LogprobComparison
+from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.checkpoint_manifest import read_manifest
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 
 ROWS = 64  # trajectories of each version
@@ -61,10 +60,16 @@ class AuditRow:
     whole: Array  # [T] the trainer's, over the whole vocabulary
     served: Array  # [T] an engine's, over the whole vocabulary
 
-    @property
-    def engine_gap(self) -> LogprobGap:
-        recorded = self.trajectory.logprobs if self.trajectory.support is None else self.whole
-        return gap_of(recorded, self.served, self.trajectory.mask)
+    def __str__(self) -> str:
+        return f"group {self.group}, trajectory {self.place}"
+
+    def add_to(self, trainer: LogprobComparison, engine: LogprobComparison) -> None:
+        """Add the record against the trainer's logprobs, and against an engine's. The latter knows no support."""
+        places = np.flatnonzero(self.trajectory.mask[1:]) + 1  # nothing predicts the first token
+        recorded = self.trajectory.logprobs
+        trainer.add(recorded[places], self.said[places], places, str(self))
+        recorded = recorded if self.trajectory.support is None else self.whole
+        engine.add(recorded[places], self.served[places], places, str(self))
 
 
 @dataclass(slots=True)
@@ -73,12 +78,15 @@ class VersionReplay:
 
     version: Version
     folder: str
-    trajectories: int
-    trainer: LogprobGap  # recorded against the trainer's
-    engine: LogprobGap  # recorded against an engine's
+    trainer: LogprobComparison  # recorded against the trainer's
+    engine: LogprobComparison  # recorded against an engine's
     off: int = 0  # trajectories that differ by more than rounding
     findings: Counter[str] = field(default_factory=Counter)  # causes of those that were explained
     first: str = ""  # the first trajectory that differs
+
+    @property
+    def trajectories(self) -> int:
+        return self.trainer.rows
 
 
 @dataclass(slots=True)
@@ -204,16 +212,15 @@ class _Replayer:
             whole = await self._trained(self._decoder, [replace(t, support=None) for t in trajectories])
         served = await self._served(trajectories)
         rows = [AuditRow(*which, *each) for which, *each in zip(picked, said, whole, served, strict=True)]
-        result = VersionReplay(version, str(self._where.folder), len(rows), LogprobGap(), LogprobGap())
+        result = VersionReplay(version, str(self._where.folder), *_comparisons(str(version), self._limit))
         for row in rows:
-            result.trainer.merge(gap_of(row.trajectory.logprobs, row.said, row.trajectory.mask))
-            result.engine.merge(row.engine_gap)
+            row.add_to(result.trainer, result.engine)
         off = self._off(rows, result)
         result.off = len(off)
         for row in off[:DIAGNOSED]:
             result.findings[str(await self._explain(row, version))] += 1
         if off:
-            result.first = f"group {off[0].group}, trajectory {off[0].place}"
+            result.first = str(off[0])
         return result
 
     def _off(self, rows: Sequence[AuditRow], result: VersionReplay) -> list[AuditRow]:
@@ -221,29 +228,28 @@ class _Replayer:
 
         A short row may differ by chance in low precision, unless all of them together do.
         """
-        together = self._limit.exceeded(result.trainer) or self._limit.exceeded(result.engine)
-        slack = 1.0 if together or self._config.coarsest == "float32" else 4.0
+        together = result.trainer.ok and result.engine.ok
+        slack = 4.0 if together and self._config.coarsest != "float32" else 1.0
         limit = Limit(self._limit.mean * slack, self._limit.p99 * slack)
         found = []
         for row in rows:
-            evidence = _evidence(row)
-            if evidence.strays or limit.exceeded(evidence.gap) or limit.exceeded(row.engine_gap):
+            own = _comparisons("", limit)
+            row.add_to(*own)
+            if _evidence(row).strays or not all(each.ok for each in own):
                 found.append(row)
         return found
 
     async def _trained(self, decoder: Decoder, trajectories: Sequence[Trajectory], dtype: str | None = None) -> list[Array]:
         """The trainer's logprobs, [T] for each trajectory, of every token but the first."""
         settings = _native(TrainerSettings, self._config.trainer).model_copy(update={"dtype": dtype} if dtype else {})
-        trainer = NativeTrainer(decoder, settings, steps=1)
-        try:
-            return await trainer.forward([_sample(t) for t in trajectories])
-        finally:
-            await trainer.close()
+        return await trained(
+            decoder, settings, [sample_of(t.tokens, t.mask, t.temperature, t.support) for t in trajectories]
+        )
 
     async def _served(self, trajectories: Sequence[Trajectory]) -> list[Array]:
         settings = _native(EngineSettings, self._config.engine)
         decoder = load_folder(self._where.folder, getattr(torch, self._config.trainer.serving_dtype))
-        engine = NativeEngine(decoder, settings, receiver=None, version=Version(0), name="engine", eos_ids=())
+        engine = engine_of(decoder, settings)
         try:
             return [(await engine.score(t.tokens, "policy", t.temperature, 0)).logprobs for t in trajectories]
         finally:
@@ -268,7 +274,7 @@ class _Replayer:
         where = sampled[sampled > 0][:FITTED]
         if not where.size:
             return
-        logits = self._logits(trajectory.tokens, where)
+        logits = logits_of(self._decoder, trajectory.tokens, where - 1).astype(np.float64)
         targets, recorded = trajectory.tokens[where].astype(np.int64), trajectory.logprobs[where]
         if trajectory.support is not None:
             yield Hypothesis(Cause.TRUNCATED, "over the whole vocabulary, not the support that was kept", row.whole)
@@ -284,16 +290,6 @@ class _Replayer:
                 values = await self._trained(load_folder(other.folder), [row.trajectory])
                 found.append(Hypothesis(Cause.STALE, f"those of {other.versions[0]} fit, not of {version}", values[0]))
         return found
-
-    @torch.inference_mode()
-    def _logits(self, tokens: Array, where: Array) -> Array:
-        """Logits [n, V] float64; row i predicts the token at where[i]."""
-        decoder, size = self._decoder, len(tokens)
-        device = decoder.embed.weight.device
-        attend = packed_attention([size], decoder.arch.windows, device)
-        positions = packed_positions([size]).to(device)
-        hidden = decoder(torch.from_numpy(tokens.astype(np.int64)).to(device), positions, attend)
-        return decoder.logits(hidden[torch.from_numpy(where - 1).to(device)]).double().cpu().numpy()
 
 
 def fit_temperature(logits: Array, targets: Array, recorded: Array) -> float:
@@ -337,14 +333,9 @@ def _placed(values: Array, where: Array, trajectory: Trajectory) -> Array:
     return row
 
 
+def _comparisons(what: str, limit: Limit) -> tuple[LogprobComparison, LogprobComparison]:
+    return LogprobComparison(what, "recorded - trainer", limit), LogprobComparison(what, "recorded - engine", limit)
+
+
 def _evidence(row: AuditRow) -> Evidence:
     return Evidence(row.trajectory.logprobs, row.trajectory.mask, row.said)
-
-
-def _sample(trajectory: Trajectory) -> Sample:
-    """A sample that asks for the logprob of every token, sampled or not."""
-    size = len(trajectory.tokens)
-    zero = np.zeros(size, np.float32)
-    unknown, weights = np.full(size, -1, np.int32), (np.arange(size) > 0).astype(np.float32)
-    sample = Sample(trajectory.tokens, trajectory.mask & (weights > 0), zero, unknown, zero, weights)
-    return replace(sample, temperature=trajectory.temperature, support=trajectory.support)

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from parity_cases import ENGINE_PATHS, model_folder
@@ -17,6 +18,7 @@ from tidemill.cli.commands.parity import parity
 from tidemill.core.errors import ConfigError, UnsupportedModel
 from tidemill.core.types import GenerateRequest
 from tidemill.engine.native import paged_attention
+from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.paged_attention import PagedCache
 from tidemill.models import decoder as decoders
 
@@ -92,14 +94,14 @@ def test_a_wrong_sampler_is_caught(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logprobs at temperature 1 where 0.7 was sampled."""
-    generate = checks.NativeEngine.generate
+    generate = NativeEngine.generate
 
     async def unmodified(self: Any, request: GenerateRequest) -> Any:
         completion = await generate(self, replace(request, extras=("model_logprobs",)))
         completion.logprobs = completion.extras["model_logprobs"]
         return completion
 
-    monkeypatch.setattr(checks.NativeEngine, "generate", unmodified)
+    monkeypatch.setattr(NativeEngine, "generate", unmodified)
     status, report = run(model_folder("qwen2", tmp_path / "m"), capsys)
     assert status == 1
     sampled = [path for path in ENGINE_PATHS if path != "score"]
@@ -124,8 +126,8 @@ def test_a_path_that_was_not_taken_is_no_parity(tmp_path: Path, monkeypatch: pyt
 
 
 def test_not_a_number_is_no_agreement() -> None:
-    nan = checks.Comparison("paged", "engine - trainer", 1, float("nan"), float("nan"), 1e-4)
-    assert not nan.ok
+    nan = checks._compare("paged", "engine - trainer", [np.array([-1.0, np.nan])], [np.array([-1.0, -2.0])])
+    assert not nan.ok and nan.verdict == "FAILED" and nan.worst == "row 0, at 1: nan against -2"
 
 
 def test_what_cannot_be_compared_is_one_sentence(tmp_path: Path) -> None:

@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from tidemill.cli.backend_parity import TOLERANCE, Comparison, ParityReport, check
+from tidemill.cli.backend_parity import ParityReport, check
 from tidemill.cli.commands.model_argument import is_run, model_of
 from tidemill.cli.logprob_audit import Replay, VersionReplay, replay
-from tidemill.observability.diagnosis.mismatch import LogprobGap
+from tidemill.observability.diagnosis.comparison import EXACT, SAME, LogprobComparison
 from tidemill.run.storage.run_folder import RunFolder
-
-PAIRS = ("engine - transformers", "engine - trainer", "trainer - transformers")
 
 
 def parity(target: Path, length: int, as_json: bool) -> int:
@@ -57,7 +56,6 @@ def replay_data(replayed: Replay, live: dict[str, Any] | None) -> dict[str, Any]
 
 
 def _version_entry(each: VersionReplay) -> dict[str, Any]:
-    pairs = {"recorded - trainer": each.trainer, "recorded - engine": each.engine}
     return {
         "version": str(each.version),
         "folder": each.folder,
@@ -65,14 +63,8 @@ def _version_entry(each: VersionReplay) -> dict[str, Any]:
         "differ": each.off,
         "first": each.first or None,
         "causes": dict(each.findings),
-        **{pair: _gap_entry(gap) for pair, gap in pairs.items()},
+        **{compared.pair: compared.figures() for compared in (each.trainer, each.engine)},
     }
-
-
-def _gap_entry(gap: LogprobGap) -> dict[str, Any]:
-    found = gap.metrics()
-    figures = {"mean": "logprob_gap", "p99": "logprob_gap_p99", "max": "logprob_gap_max"}
-    return {"tokens": gap.tokens} | {name: found[key] for name, key in figures.items()}
 
 
 def as_data(report: ParityReport) -> dict[str, Any]:
@@ -80,43 +72,58 @@ def as_data(report: ParityReport) -> dict[str, Any]:
         "model": report.model,
         "family": report.family,
         "dtype": "float32",
-        "tolerance": TOLERANCE,
+        "tolerance": SAME.most,
         "length": report.length,
         "text": report.text,
         "evidence": report.evidence,
         "comparisons": [_entry(c) for c in report.comparisons],
-        "max": max(c.max for c in report.comparisons if c.limit == TOLERANCE),
+        "max": max(c.gap.maximum for c in report.comparisons if c.limit is SAME),
         "ok": report.ok,
     }
 
 
-def _entry(c: Comparison) -> dict[str, Any]:
-    entry = {"what": c.what, "pair": c.pair, "tokens": c.tokens, "max": c.max, "mean": c.mean, "limit": c.limit}
-    return entry | {"ok": c.ok if c.limit is not None else None}
+def _entry(c: LogprobComparison) -> dict[str, Any]:
+    limit, ok = (None, None) if c.limit is None else (c.limit.most, c.ok)
+    return {"what": c.what, "pair": c.pair, **c.figures(), "limit": limit, "ok": ok}
 
 
-def _show(report: ParityReport) -> None:
-    table = Table(title=f"{report.model}  ({report.family}, float32, CPU)", title_justify="left")
-    table.add_column("engine's path", no_wrap=True)
-    table.add_column("tokens", justify="right")
-    for pair in PAIRS:
-        table.add_column(f"{pair}\nmax / mean", justify="right")
-    table.add_column(f"<= {TOLERANCE:g}")
-    for path in dict.fromkeys(c.what for c in report.comparisons if c.limit != 0):
-        row = {c.pair: c for c in report.comparisons if c.what == path}
-        values = [f"{row[pair].max:.1e} / {row[pair].mean:.1e}" if pair in row else "" for pair in PAIRS]
-        ok, judged = all(c.ok for c in row.values()), all(c.limit is not None for c in row.values())
-        count = next(iter(row.values())).tokens
-        verdict = ("ok" if ok else "FAILED") if judged else "reported"
-        table.add_row(path, f"{count:,}", *values, verdict, style=None if ok else "bold red")
+def _screen() -> Console:
     console = Console()
     if not console.is_terminal:
         console.width = 160  # a file or a pipe: do not wrap
-    console.print(table)
+    return console
+
+
+def _table(title: str, head: str, rows: Iterable[tuple[Sequence[LogprobComparison], str]]) -> Table:
+    """A line for each source of tokens, with the figures of each pair of sides and the verdict."""
+    listed = list(rows)
+    pairs = list(dict.fromkeys(c.pair for compared, _ in listed for c in compared))
+    table = Table(title=title, title_justify="left")
+    table.add_column(head, no_wrap=True)
+    for name in ("rows", "tokens", *(f"{pair}\nmean / p99 / max" for pair in pairs)):
+        table.add_column(name, justify="right")
+    table.add_column("", no_wrap=True)
+    for compared, verdict in listed:
+        by_pair = {c.pair: str(c) for c in compared}
+        counts = f"{compared[0].rows:,}", f"{compared[0].gap.tokens:,}"
+        style = None if verdict in ("ok", "reported") else "bold red"
+        table.add_row(compared[0].what, *counts, *(by_pair.get(pair, "") for pair in pairs), verdict, style=style)
+    return table
+
+
+def _show(report: ParityReport) -> None:
+    console = _screen()
+    paths = dict.fromkeys(c.what for c in report.comparisons if c.limit is not EXACT)
+    rows = [[c for c in report.comparisons if c.what == path] for path in paths]
+    verdicts = (next((c.verdict for c in row if not c.ok), row[0].verdict) for row in rows)
+    title = f"{report.model}  ({report.family}, float32, CPU; at most {SAME.most:g})"
+    console.print(_table(title, "engine's path", zip(rows, verdicts, strict=True)))
     for c in report.comparisons:
-        if c.limit == 0:
-            verdict = "identical" if c.ok else f"DIFFER by up to {c.max:.1e}"
+        if c.limit is EXACT:
+            verdict = "identical" if c.ok else f"DIFFER by up to {c.gap.maximum:.1e}"
             console.print(f"  {c.what}, read by {c.pair}: logits {verdict}", style=None if c.ok else "bold red")
+        elif not c.ok:
+            console.print(f"  {c.what}, {c.pair}: most in {c.worst}", style="bold red")
     missing = [name for name, count in report.evidence.items() if not count]
     seen = ", ".join(f"{count:,} {name}" for name, count in report.evidence.items())
     text = "random tokens and text" if report.text else "random tokens (the folder has no tokenizer)"
@@ -127,25 +134,10 @@ def _show(report: ParityReport) -> None:
 
 
 def _show_replay(replayed: Replay, live: dict[str, Any] | None) -> None:
-    console = Console()
-    if not console.is_terminal:
-        console.width = 160
+    console = _screen()
     if replayed.replayed:
-        table = Table(title=f"recorded trajectories, replayed ({replayed.dtype})", title_justify="left")
-        table.add_column("version", no_wrap=True)
-        for name in ("trajectories", "tokens"):
-            table.add_column(name, justify="right")
-        for pair in ("recorded - trainer", "recorded - engine"):
-            table.add_column(f"{pair}\nmean / p99 / max", justify="right")
-        table.add_column("", no_wrap=True)
-        for each in replayed.versions:
-            gaps = [
-                " / ".join(f"{_gap_entry(g)[k]:.1e}" for k in ("mean", "p99", "max")) for g in (each.trainer, each.engine)
-            ]
-            counts = f"{each.trajectories:,}", f"{each.trainer.tokens:,}"
-            verdict = f"{each.off} DIFFER" if each.off else "ok"
-            table.add_row(str(each.version), *counts, *gaps, verdict, style="bold red" if each.off else None)
-        console.print(table)
+        rows = [((each.trainer, each.engine), f"{each.off} DIFFER" if each.off else "ok") for each in replayed.versions]
+        console.print(_table(f"recorded trajectories, replayed ({replayed.dtype})", "version", rows))
     for each in replayed.versions:
         for cause, count in each.findings.items():
             console.print(f"  {each.version}: {cause}, in {count} looked at; first in {each.first}", style="bold red")

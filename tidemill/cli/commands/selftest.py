@@ -15,19 +15,20 @@ import numpy as np
 import torch
 
 from tidemill.cli.commands.doctor_finding import DoctorFinding
+from tidemill.cli.logprob_sources import sample_of
 from tidemill.core.interfaces import Engine, Trainer
-from tidemill.core.types import GenerateRequest, Sample, SamplingParams, Score, Version
+from tidemill.core.types import Array, GenerateRequest, Sample, SamplingParams, Score, Version
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.observability.diagnosis.comparison import SAME, LogprobComparison
 from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
 from tidemill.runtime.workers import keeper
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
 REWARD = "tidemill.envs.rewards.functions:exact"
-TOLERANCE = 1e-4  # nats, in fp32
 PROMPTS, REPLY = 4, 16  # sequences, and tokens sampled for each
 REPORT = "this is a fault of the program or of its libraries: please report it with this output"
 
@@ -90,23 +91,21 @@ async def carry_weights(trainer: Trainer, engine: Engine) -> DoctorFinding:
 
 async def compare(trainer: Trainer, engine: Engine) -> DoctorFinding:
     """Compare the engine's logprobs of sampled tokens with the trainer's."""
-    samples = []
+    compared, replies = LogprobComparison("self-test", "engine - trainer", SAME), list[tuple[Sample, Array]]()
     for row in range(PROMPTS):
         prompt = np.arange(3, 8 + 3 * row, dtype=np.int32)
         params = SamplingParams(max_tokens=REPLY, ignore_eos=True, seed=row)
         reply = await engine.generate(GenerateRequest(prompt, params, key=f"doctor-{row}"))
-        nothing, zeros = np.full(len(prompt), -1, np.int32), np.zeros(len(prompt), np.float32)
         tokens = np.concatenate([prompt, reply.tokens])
-        sampled = np.arange(len(tokens)) >= len(prompt)
-        logprobs, versions = np.concatenate([zeros, reply.logprobs]), np.concatenate([nothing, reply.versions])
-        empty = np.zeros(len(tokens), np.float32)
-        samples.append(Sample(tokens, sampled, logprobs, versions, empty, empty))
-    own = await trainer.forward(samples)
-    gaps = np.concatenate([abs(o - s.logprobs)[s.mask] for o, s in zip(own, samples, strict=True)])
-    found = f"engine and trainer differ by at most {gaps.max():.0e} nats over {len(gaps)} sampled tokens"
-    return (
-        DoctorFinding("parity", "ok", found) if gaps.max() <= TOLERANCE else DoctorFinding("parity", "fail", found, REPORT)
-    )
+        replies.append((sample_of(tokens, np.arange(len(tokens)) >= len(prompt)), reply.logprobs))
+    own = await trainer.forward([sample for sample, _ in replies])
+    for values, (sample, logprobs) in zip(own, replies, strict=True):
+        compared.add(logprobs, values[sample.mask], np.flatnonzero(sample.mask))
+    gap = compared.gap
+    found = f"engine and trainer differ by at most {gap.maximum:.0e} nats over {gap.tokens + gap.not_finite} sampled tokens"
+    if compared.ok:
+        return DoctorFinding("parity", "ok", found)
+    return DoctorFinding("parity", "fail", f"{found}; most in {compared.worst}", REPORT)
 
 
 async def score_once() -> DoctorFinding:

@@ -8,6 +8,7 @@ of `BIN_RATIO`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -114,14 +115,16 @@ class Mismatch:
 class Limit:
     """The largest |delta| (nats) that rounding alone can cause."""
 
-    mean: float
-    p99: float
+    mean: float = math.inf
+    p99: float = math.inf
+    most: float = math.inf  # of any token
     tokens: int = 1  # with fewer of them, one outlier would decide
 
     def exceeded(self, gap: LogprobGap) -> str:
         """A sentence on the figure that is too large; "" if none is."""
         found = gap.metrics()
-        for name, figure, limit in (("mean", "logprob_gap", self.mean), ("p99", "logprob_gap_p99", self.p99)):
+        limits = {"mean": ("logprob_gap", self.mean), "p99": ("logprob_gap_p99", self.p99)}
+        for name, (figure, limit) in (limits | {"largest": ("logprob_gap_max", self.most)}).items():
             if gap.tokens >= self.tokens and found[figure] > limit:
                 return f"{name} |difference| {found[figure]:.1e} nats, at most {limit:.0e} is rounding"
         return ""
