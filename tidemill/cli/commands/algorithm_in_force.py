@@ -9,7 +9,7 @@ from typing import Any
 from tidemill.algorithms.advantages import USING_GIVEN
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSettings, ReferenceSettings
 from tidemill.algorithms.presets import ANCHORED, CROSS_ENTROPY, PRESETS, SCORE
-from tidemill.cli.algorithm_reference.entries import entry, flat
+from tidemill.cli.algorithm_reference import entry, flat
 from tidemill.core.config import Config, dump
 
 

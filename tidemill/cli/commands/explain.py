@@ -13,7 +13,7 @@ from rich.text import Text
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.losses import loss_by_name
 from tidemill.algorithms.presets import NOTES
-from tidemill.cli.algorithm_reference.entries import number
+from tidemill.cli.algorithm_reference import number
 from tidemill.cli.commands.algorithm_in_force import differing, p_hat, parts_of
 from tidemill.cli.commands.offline_tasks import task_rows, tasks_of
 from tidemill.cli.commands.plan_sections import Row, figures, sections, show

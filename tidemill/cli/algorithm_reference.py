@@ -1,18 +1,17 @@
-"""Entries of the algorithm reference, read from the functions' own docstrings.
+"""Algorithm reference: formula, source, use and cost of each function, read from its docstring.
 
     docstring -> Entry(formula, source, when, cost), and the constants of the signature
 
 There is no second list that could differ, and no torch. A docstring is the formula and its explanation, then lines that
-begin with `Source:`, `When:` and `Cost:`. A docstring that lacks a part is an error. `docs/algorithms.md` is `page()`:
-
-    python -m tidemill.cli.algorithm_reference > docs/algorithms.md
+begin with `Source:`, `When:` and `Cost:`. A docstring that lacks a part is an error. `tidemill explain` shows entries, and
+`docs/algorithms.md` has all of them in tables.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,39 +20,25 @@ from tidemill.algorithms.advantages import ADVANTAGES
 from tidemill.algorithms.corrections import CORRECTIONS
 from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED
-from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PRESETS
+from tidemill.algorithms.presets import LOSS_CONSTANTS
 from tidemill.algorithms.reductions import REDUCTIONS
-from tidemill.cli.algorithm_reference import prose
 from tidemill.core.import_object import constants_of, load_object
 
 PARTS = ("Source", "When", "Cost")
 _LABEL = re.compile(rf"^({'|'.join(PARTS)}):", re.MULTILINE)
-_PAPER = re.compile(r"\b\d{4}\.\d{5}\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One function or setting of the reference."""
 
-    kind: str  # a key of TITLES
+    kind: str  # "advantage", "loss", "term", "correction", "reduction", "preference" or "reward"
     name: str
     formula: str
     source: str
     when: str
     cost: str
     constants: Mapping[str, Any] = field(default_factory=dict)  # name -> default
-
-
-TITLES = {
-    "advantage": "Advantages",
-    "loss": "Policy losses",
-    "term": "Further terms",
-    "correction": "Corrections",
-    "reduction": "Reductions",
-    "preference": "Preferences",
-    "reward": "Settings that are no functions",
-}
-"""Kinds of entries, and the titles of their tables."""
 
 
 def entries() -> list[Entry]:
@@ -115,47 +100,6 @@ def _defaults(function: Callable[..., Any]) -> dict[str, Any]:
     return {name: value for name, value in constants_of(function).items() if value is not inspect.Parameter.empty}
 
 
-def page() -> str:
-    """The text of `docs/algorithms.md`."""
-    every = entries()
-    sections = {
-        kind: _section(title, prose.ABOUT[kind], _table([e for e in every if e.kind == kind]))
-        for kind, title in TITLES.items()
-    }
-    last = [sections.pop("reward")]
-    heads = ("preset", "advantage", "loss", "reduction", "corrections", "other", "paper")
-    presets = _section("Presets", prose.ABOUT["preset"], table(heads, map(_preset_row, PRESETS)))
-    first = (prose.INTRODUCTION, prose.NOTATION, prose.STEP, prose.OWN)
-    return "\n\n".join(part.strip() for part in (*first, *sections.values(), presets, *last, prose.LAG)) + "\n"
-
-
-def _section(title: str, about: str, rows: str) -> str:
-    return f"## {title}\n\n{about.strip()}\n\n{rows}"
-
-
-def _table(found: Sequence[Entry]) -> str:
-    rows = [(code(e.name), e.formula, e.source, e.when, e.cost, constants_as(e.constants) or "–") for e in found]
-    return table(("name", "formula", "source", "when", "cost", "constants"), rows)
-
-
-def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table in GitHub's Markdown: pipes escaped, papers as links."""
-    lines = [heads, ["---"] * len(heads), *([_cell(cell) for cell in row] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def _cell(text: str) -> str:
-    return _PAPER.sub(r"[\g<0>](https://arxiv.org/abs/\g<0>)", text.replace("|", "\\|"))
-
-
-def code(text: str) -> str:
-    return f"`{text}`"
-
-
-def constants_as(constants: Mapping[str, Any]) -> str:
-    return ", ".join(code(f"{name} = {number(value)}") for name, value in constants.items())
-
-
 def flat(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Settings by their dotted names."""
     found = dict[str, Any]()
@@ -169,20 +113,3 @@ def number(value: Any) -> str:
     if value is None:
         return "none"
     return re.sub(r"e-0", "e-", f"{value:g}") if isinstance(value, int | float) else str(value)
-
-
-def _preset_row(name: str) -> tuple[str, ...]:
-    """A preset's row: preset, advantage, loss, reduction, corrections, other, paper."""
-    values = dict(PRESETS[name])
-    given, loss = values.pop("constants", {}), values.pop("loss")
-    known = LOSS_CONSTANTS.get(loss, {})
-    own = {key: value for key, value in given.items() if key not in known}
-    taken = {**known, **{key: value for key, value in given.items() if key not in own}}
-    corrections = [_called(each["name"], each.get("constants", {})) for each in values.pop("corrections", [])]
-    first = (_called(values.pop("advantage"), own), _called(loss, taken), code(values.pop("reduction")))
-    other = constants_as(flat(values))
-    return (code(name), *first, ", ".join(corrections) or "–", other or "–", NOTES[name])
-
-
-def _called(name: str, constants: Mapping[str, Any]) -> str:
-    return f"{code(name)} ({constants_as(constants)})" if constants else code(name)

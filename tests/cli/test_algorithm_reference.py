@@ -1,4 +1,4 @@
-"""The catalogue says what the functions say, and `docs/algorithms.md` says what the catalogue says."""
+"""The reference says what the functions say, and the tables in `docs/algorithms.md` say what the reference says."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from algorithm_tables import PAGE, constants_as, page, section, table
 from markdown_it import MarkdownIt
 from test_layers import option_names
 
@@ -22,12 +23,11 @@ from tidemill.algorithms.corrections import Ratios, correction_by_name
 from tidemill.algorithms.losses import LossInput, loss_by_name
 from tidemill.algorithms.presets import LOSS_CONSTANTS, NOTES, PER_SEQUENCE, PRESETS
 from tidemill.algorithms.reductions import REDUCTIONS
-from tidemill.cli.algorithm_reference import prose
-from tidemill.cli.algorithm_reference.entries import PARTS, Entry, constants_as, entries, entry, page, parsed, table
+from tidemill.cli.algorithm_reference import PARTS, Entry, entries, entry, parsed
 from tidemill.core.config import Config, build
 from tidemill.core.types import LossSpec
 
-DOCS = Path(__file__).parents[3] / "docs" / "algorithms.md"
+DOCS = PAGE.read_text()
 TOOLS = {  # public functions that are no part of an algorithm
     *("advantage_by_name", "correction_by_name", "extras_of", "loss_by_name", "evaluate", "ratio", "correct", "pairs_of"),
     "kto_baseline",
@@ -35,9 +35,11 @@ TOOLS = {  # public functions that are no part of an algorithm
 GOOD = "A formula.\n\nSource: a paper,\n    2402.03300.\nWhen: often. Or\nnot.\nCost: nothing."
 
 
-def test_the_page_is_the_catalogue():
-    command = "python -m tidemill.cli.algorithm_reference > docs/algorithms.md"
-    assert DOCS.read_text() == page(), f"docs/algorithms.md is not what the docstrings say: run {command}"
+def test_the_tables_are_what_the_docstrings_say():
+    assert page(DOCS) == DOCS, "docs/algorithms.md is not what the docstrings say: run python tests/algorithm_tables.py"
+    assert page(DOCS.replace("`gspo` |", "`gspo` | changed |")) == DOCS != DOCS.replace("`gspo` |", "`gspo` | changed |")
+    with pytest.raises(ValueError, match="expected one section '## Reductions' with a table, found 0"):
+        page(DOCS.replace("## Reductions", "## Others"))
 
 
 def test_every_public_function_is_in_it_once():
@@ -103,7 +105,7 @@ def shown(markdown: str) -> list[list[str]]:
 
 def test_a_reader_sees_what_was_written():
     """Neither pipes nor stars nor brackets of a formula are taken for Markdown."""
-    rows = shown(page())
+    rows = shown(DOCS)
     for each in entries():
         cells = (each.name, each.formula, each.source, each.when, each.cost, constants_as(each.constants) or "–")
         assert [cell.replace("`", "") for cell in cells] in rows
@@ -114,12 +116,11 @@ def test_a_reader_sees_what_was_written():
 
 
 def test_what_is_written_by_hand_holds():
+    others = section("Settings that are no functions").split("| name |")[0]
     settings = set(option_names(AlgorithmSettings)) - {"name", "advantage", "loss", "reduction"}
-    assert {
-        name for name in settings if f"`{name}" not in prose.ABOUT["reward"] and not name.startswith("corrections.")
-    } == set()
-    assert all(f"`{name}`" in prose.ABOUT["advantage"] for name in USING_GIVEN)
-    assert all(f"`{name}`" in prose.ABOUT["loss"] for name in PER_SEQUENCE)
+    assert {name for name in settings if f"`{name}" not in others and not name.startswith("corrections.")} == set()
+    assert all(f"`{name}`" in section("Advantages").split("| name |")[0] for name in USING_GIVEN)
+    assert all(f"`{name}`" in section("Policy losses").split("| name |")[0] for name in PER_SEQUENCE)
 
 
 class Recipe(Config):
@@ -127,14 +128,15 @@ class Recipe(Config):
 
 
 def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", page(), re.DOTALL)
+    return re.findall(rf"```{language}\n(.*?)```", DOCS, re.DOTALL)
 
 
 def test_the_examples_of_recipes_are_accepted():
     lines = blocks("toml")[0].splitlines()
-    for line in (*lines, *(f"algorithm = {each}" for each in re.findall(r"`algorithm = (\{.*?\})`", prose.OWN))):
+    own = re.findall(r"`(algorithm = \{.*?\})`", section("A part of your own"))
+    for line in (*lines, *own):
         build(Recipe, tomllib.loads(line))
-    assert len(lines) == 6
+    assert len(lines) == 6 and own
 
 
 def test_the_examples_of_functions_do_what_they_say(tmp_path: Path):
@@ -156,6 +158,6 @@ def test_the_examples_of_functions_do_what_they_say(tmp_path: Path):
 
 
 def test_the_catalogue_loads_no_torch():
-    code = "import sys, tidemill.cli.algorithm_reference.entries; print('torch' in sys.modules)"
+    code = "import sys, tidemill.cli.algorithm_reference; print('torch' in sys.modules)"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert result.stdout.strip() == "False"

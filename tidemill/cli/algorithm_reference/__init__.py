@@ -1,1 +1,0 @@
-"""The algorithms' documentation, for `docs/algorithms.md` and `tidemill explain`."""
