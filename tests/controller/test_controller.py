@@ -458,7 +458,7 @@ def test_a_run_that_goes_on_uses_what_had_finished_and_samples_the_rest_again():
     task = Task("t", "?")
     run = controller(world, steps=8, batch=2, max_lag=1, first=5, incarnation=1)
     run.buffer = Buffer(batch=2, max_lag=1, total=6, next_id=12, live=[10, 11])
-    run.versions[0, 4] = old
+    run.versions[old.key] = old
     run.restored = [Group(10, task, [row]), (11, task)]
     world.weights, world.fates = 5, {10: [], 11: []}
     assert run_virtually(run.run()) == 8

@@ -15,7 +15,20 @@ from tidemill.controller import run_monitor
 from tidemill.controller.run_monitor import Monitor, Totals
 from tidemill.core.config import load
 from tidemill.core.errors import PeerLost
-from tidemill.core.types import GREEDY, Finish, Group, Score, Span, Task, Telemetry, TrainResult, Trajectory, Version
+from tidemill.core.types import (
+    GREEDY,
+    Finish,
+    Group,
+    Sample,
+    Score,
+    Scored,
+    Span,
+    Task,
+    Telemetry,
+    TrainResult,
+    Trajectory,
+    Version,
+)
 from tidemill.observability.console import ProgressDisplay
 from tidemill.observability.metrics import StepMetrics
 from tidemill.observability.sinks import Fanout
@@ -152,6 +165,45 @@ async def test_a_step_tells_of_what_it_was_made_of_and_of_what_was_dropped_meanw
     for step, trained in enumerate(([groups[0]], [groups[1], groups[3]])):
         await watched.trained(step, trained, [], TrainResult({"tokens": 1.0}, []), {})
     assert [line["reward/mean"] for line in told.lines] == [0.5, 0.75]
+
+
+class Scorer:
+    """A pool of engines that serve two policies, and tells which rows it was asked to score."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, int]] = []
+
+    async def run(self, work: Any) -> Any:
+        return await work(self)
+
+    async def score(self, tokens: np.ndarray, policy: str, temperature: float, top_k: int) -> Scored:
+        self.asked.append((policy, int(tokens[0])))
+        return Scored(np.zeros(len(tokens), np.float32), Version(0, policy=policy, fingerprint=policy))
+
+
+async def test_of_two_policies_each_ones_rows_are_probed_and_compared() -> None:
+    def row(sample: int, policy: str) -> tuple[Trajectory, Sample]:
+        tokens, ones, zero = np.full(2, sample, np.int32), np.ones(2, bool), np.zeros(2, np.float32)
+        sources = (Version(0, policy=policy, fingerprint=policy),)
+        stamps = np.zeros(2, np.int32)
+        attempt = Trajectory(tokens, ones, zero, stamps, Finish.STOP, Score(1.0), sources, sample)
+        return attempt, Sample(tokens, ones, zero, stamps, zero, zero, policy, group=0, sample=sample)
+
+    attempts, samples = zip(*[row(i, "ab"[i % 2]) for i in range(9)], strict=True)
+    told, pool, logprobs = Told(), Scorer(), [np.zeros(2, np.float32)] * 9
+    watched = Monitor(Fanout([told], print), ProgressDisplay(3, io.StringIO(), "quiet"), Trace(100))
+    watched.attach(Busy(), [])  # type: ignore[arg-type]
+    for policy in "ab":
+        served = Version(0, policy=policy, fingerprint=policy)
+        watched.published(served)
+        found = await watched.probe(served, samples, logprobs, pool)  # type: ignore[arg-type]
+        assert found.tokens > 0 and watched.totals.probe_off == 0
+    assert pool.asked and all(policy == "ab"[row % 2] for policy, row in pool.asked)
+    await watched.trained(
+        0, [Group(0, Task("t", "p"), [*attempts])], samples, TrainResult({"tokens": 18.0}, list(logprobs)), {}
+    )
+    assert watched.totals.mismatch.matched.tokens == 18, "rows of both policies are of the present version"
+    assert told.lines[-1]["version"] == 0.0
 
 
 def test_rewards_are_told_for_each_environment_that_tasks_name() -> None:

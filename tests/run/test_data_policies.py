@@ -89,7 +89,7 @@ def live(folder: Path, order: Any, retire: float, steps: int, kill_after: int, s
         Buffer(batch=BATCH, max_lag=LAG, total=total, next_id=ledger.next_group_id(), live=ids),
         *(task_at, Roller(world, kill_after, skill), world, PublisherOf(world), ledger, world, Silent()),  # type: ignore[arg-type]
         restored=left,
-        versions={(v.incarnation, v.step): v for v in ledger.versions()},
+        versions={version.key: version for version in ledger.versions()},
         learn=curriculum.learn_group,
     )
     try:

@@ -5,6 +5,7 @@ import resource
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -375,6 +376,16 @@ async def test_publish_sends_the_weights_of_now(dtype):
     assert sender.closed and all(p.grad is None for p in t.decoder.parameters())
     with pytest.raises(ValueError, match="without a sender"):
         await trainer().publish(Version(0))
+
+
+async def test_another_policy_is_refused_before_it_changes_anything():
+    t = trainer(sender=Recording())
+    samples = batch()
+    with pytest.raises(ValueError, match="the policy 'critic': this trainer trains 'policy' only"):
+        await t.forward_backward([samples[0], replace(samples[1], policy="critic")], LOSSES)
+    with pytest.raises(ValueError, match="'critic'"):
+        await t.publish(Version(0, policy="critic"))
+    assert all(p.grad is None for p in t.decoder.parameters())
 
 
 async def test_forward_has_no_gradient_and_matches_training():

@@ -65,6 +65,7 @@ def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
         versions=trajectory.versions,
         advantages=nothing,
         weights=nothing if given is None else given.astype(np.float32),  # so that a forward pass returns their logprobs
+        policy=trajectory.policy,
         loss=POLICY,
         temperature=trajectory.temperature,
         lags=None if step is None else np.where(mask, step - trajectory.versions, 0).astype(np.int32),

@@ -31,11 +31,13 @@ from tidemill.core import fault_injection
 from tidemill.core.attempt_checks import check_attempts
 from tidemill.core.errors import PolicyMismatch, RunFailed
 from tidemill.core.interfaces import Algorithm, Ledger, Publisher, Roller, Trainer
+from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import Array, Group, Metrics, Sample, Task, TrainResult, Update, Version
 from tidemill.observability.stall_report import waiting
 from tidemill.observability.timeline import Timeline
 
 ROLE = "controller"  # this process's role in fault injection
+Publication = asyncio.Task[list[Version]]  # of one step: a version of each policy
 PATIENCE_S = 3.0  # wait for the last checkpoint before the user is told of it
 
 
@@ -101,7 +103,8 @@ class Controller:
     hooks: Hooks = field(default_factory=Hooks)
     gate: Gate = field(default_factory=Gate)
     restored: list[Group | tuple[int, Task]] = field(default_factory=list)  # of a resumed run: finished, or in flight
-    versions: dict[tuple[int, int], Version] = field(default_factory=dict)  # (incarnation, step) -> the published version
+    policies: Sequence[str] = ("policy",)  # that are trained; the first one is evaluated
+    versions: dict[PolicyKey, Version] = field(default_factory=dict)  # those that were published
     learn: Callable[[Group], None] = lambda group: None  # called with each recorded group; `task_at` may depend on it
     again: Callable[[int], Sequence[Group]] = lambda step: ()  # groups of earlier steps that a step trains once more
     timeline: Timeline = field(default_factory=Timeline)  # what the loop does when, for the time breakdown
@@ -187,7 +190,7 @@ class Controller:
                 self.ledger.drop(group.id, reason)
             await self.buffer.drop(group.id)
 
-    async def _train(self, tasks: asyncio.TaskGroup, publishing: asyncio.Task[Version]) -> int:
+    async def _train(self, tasks: asyncio.TaskGroup, publishing: Publication) -> int:
         step, self._saved = self.schedule.first, self.schedule.saved
         self.step = step
         if step > self._saved:  # a resume trained these steps again: save them, so that it need not be done once more
@@ -233,7 +236,7 @@ class Controller:
         return step
 
     async def _before_update(
-        self, publishing: asyncio.Task[Version], step: int, groups: Sequence[Group], update: Update, result: TrainResult
+        self, publishing: Publication, step: int, groups: Sequence[Group], update: Update, result: TrainResult
     ) -> None:
         """Wait for the publication, then verify that engines and trainer agree (I1).
 
@@ -241,21 +244,22 @@ class Controller:
         """
         served = await self._published(publishing)
         with self.timeline.phase("check"):
-            if self.hooks.agree:
-                await self.hooks.agree(served, groups, update.samples, result.logprobs)
-            if self.hooks.probe and self._due(step, self.schedule.probe_every):
-                await self.hooks.probe(served, update.samples, result.logprobs)
+            for version in served:
+                if self.hooks.agree:
+                    await self.hooks.agree(version, groups, update.samples, result.logprobs)
+                if self.hooks.probe and self._due(step, self.schedule.probe_every):
+                    await self.hooks.probe(version, update.samples, result.logprobs)
 
     async def _told(self) -> None:
         if self._telling:
             with self.timeline.phase("metrics"):
                 await self._telling  # bounded: its calls have deadlines
 
-    async def _published(self, publishing: asyncio.Task[Version]) -> Version:
+    async def _published(self, publishing: Publication) -> list[Version]:
         with self.timeline.phase("publication"):
             return await publishing  # bounded: its calls have deadlines
 
-    async def _gather(self, step: int, publishing: asyncio.Task[Version]) -> tuple[list[Group], Begun] | None:
+    async def _gather(self, step: int, publishing: Publication) -> tuple[list[Group], Begun] | None:
         """Collect a step's groups, and the gradient of those that the trainer began with.
 
         Returns None when the run was asked to stop before they were complete. The groups taken so far stay pending then, and
@@ -293,23 +297,29 @@ class Controller:
             taking.cancel()
             stopping.cancel()
 
-    async def _publish(self, step: int, trained: int) -> Version:
-        """Publish weights `step`, release the slots of the step that made them, and evaluate if due.
+    async def _publish(self, step: int, trained: int) -> list[Version]:
+        """Publish weights `step` of every policy, release the slots of the step that made them, and evaluate if due.
 
+        Policies share the step number: one that had no samples is published, too, so that none of its tokens is older than
+        the slots say.
         Evaluation belongs here because it is pinned: the next version is not published before it has ended.
         """
         fault_injection.reach(ROLE, "publish", step)
-        served = await self.publisher.publish(Version(step, self.schedule.incarnation))
-        self.versions[served.incarnation, served.step] = served
-        with self.timeline.phase("ledger"):
-            self.ledger.publish(served)
-        self.observer.published(served)
+        served = [await self._publish_policy(Version(step, self.schedule.incarnation, policy)) for policy in self.policies]
         await self.buffer.release(trained)  # groups admitted from here on begin with these weights
         last = step == self.schedule.steps
         if self.hooks.evaluate and (last or self._due(step, self.schedule.eval_every)):
-            results = await self.hooks.evaluate(served)
+            results = await self.hooks.evaluate(served[0])
             self.ledger.evaluation(step, results)
             self.observer.evaluated(step, results)
+        return served
+
+    async def _publish_policy(self, version: Version) -> Version:
+        served = await self.publisher.publish(version)
+        self.versions[served.key] = served
+        with self.timeline.phase("ledger"):
+            self.ledger.publish(served)
+        self.observer.published(served)
         return served
 
     async def _checkpoint(self, tasks: asyncio.TaskGroup, step: int) -> None:
@@ -335,7 +345,7 @@ class Controller:
         return every > 0 and step % every == 0
 
     async def _expect_fresh(
-        self, step: int, groups: Sequence[Group], again: Sequence[Group], publishing: asyncio.Task[Version]
+        self, step: int, groups: Sequence[Group], again: Sequence[Group], publishing: Publication
     ) -> None:
         with self.timeline.phase("freshness"):
             known = self._known(groups)
@@ -345,8 +355,7 @@ class Controller:
             self._check(step, groups, again)
 
     def _known(self, groups: Sequence[Group]) -> bool:
-        sources = {source for group in groups for trajectory in group.trajectories for source in trajectory.sources}
-        return all(self.versions.get((source.incarnation, source.step)) == source for source in sources)
+        return all(self.versions.get(source.key) == source for group in groups for source in group.sources)
 
     def _check(self, step: int, groups: Sequence[Group], again: Sequence[Group]) -> None:
         """Verify I1 and I2 at the last moment before a gradient.

@@ -137,7 +137,7 @@ class Monitor:
         self._dropped: list[Group] = []  # since the latest step
         self._sampled: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # when, tokens so far
         self._held_out: Metrics = {}  # of the latest evaluation, for the steps after it
-        self._versions: dict[int, Version] = {}  # by step, versions that no step has reported yet
+        self._versions: dict[int, list[Version]] = {}  # by step, versions that no step has reported yet
         self._last = time.monotonic()
         self._later: dict[str, list[Span]] = {}  # by process, its spans after `_last`
         self.loop, self.beside = Timeline(), Beside()  # spans of this process: its steps; rollouts and evaluations
@@ -191,7 +191,7 @@ class Monitor:
             self.totals.paused_s += change.seconds
 
     def published(self, version: Version) -> None:
-        self._versions[version.step] = version
+        self._versions.setdefault(version.step, []).append(version)
         self.totals.versions += 1
 
     def remember(self, results: Metrics) -> None:
@@ -211,9 +211,9 @@ class Monitor:
     ) -> LogprobGap:
         """Score rows of the batch on an engine whose weights are those the trainer has just used (I1)."""
         found = LogprobGap()
-        first = derive_seed("probe", served.step)
-        for i in range(min(PROBED_ROWS, len(samples))):
-            index = (first + i * 7919) % len(samples)
+        first, own_rows = derive_seed("probe", served.step), [i for i, s in enumerate(samples) if s.policy == served.policy]
+        for i in range(min(PROBED_ROWS, len(own_rows))):
+            index = own_rows[(first + i * 7919) % len(own_rows)]
             sample = samples[index]
             if not sample.mask.any():
                 continue  # no policy sampled it
@@ -233,7 +233,7 @@ class Monitor:
         self, step: int, groups: Sequence[Group], samples: Sequence[Sample], result: TrainResult, metrics: Metrics
     ) -> None:
         served = self._versions.pop(step)  # what engines served when it was trained; the next may be there already
-        gap, present = Mismatch(), lag_zero(groups, samples, served)
+        gap, present = Mismatch(), lag_zero(groups, samples, *served)
         for sample, logprobs, matched in zip(samples, result.logprobs, present, strict=True):
             gap.add(sample.logprobs, logprobs, sample.mask, matched)
         self.totals.mismatch.merge(gap)
@@ -253,7 +253,7 @@ class Monitor:
             **_means(result.metrics),
             **{f"mismatch/{name}": value for name, value in gap.metrics().items()},
             **({"lag/mean": float(np.mean(lags)), "lag/max": float(max(lags))} if lags else {}),
-            "version": float(served.step),
+            "version": float(step),
             **self._figures(),
         }
         if matched.tokens:

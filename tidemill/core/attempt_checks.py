@@ -21,6 +21,8 @@ def check_row(t: Trajectory) -> None:
         raise ValueError("trajectory versions do not match its mask")
     if set(t.versions[t.mask].tolist()) != {v.step for v in t.sources}:
         raise ValueError("trajectory versions do not match its sources")
+    if len({v.policy for v in t.sources}) > 1:
+        raise ValueError("trajectory has tokens of several policies")
     if (given := t.given) is not None and (given.shape != shape or given.dtype != bool or (given & t.mask).any()):
         raise ValueError("trajectory has given tokens that are no tokens of it, or that were sampled")
     expect_aligned(t.extras, len(t.tokens), "a trajectory")

@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tidemill.core.policy_version import Version as Version
 from tidemill.core.token_extras import TokenExtras
 
 Array = np.ndarray
@@ -43,25 +44,6 @@ class InFlight(StrEnum):
     FINISH = "finish"  # drain: they finish under the weights they began with, then the commit happens
     KEEP = "keep"  # go on at once, on the KV the old weights wrote: the fastest, the KV is then of mixed versions
     RECOMPUTE = "recompute"  # prefill them again under the new weights, then go on
-
-
-@dataclass(frozen=True, slots=True, order=True)
-class Version:
-    """A published training step. A resume that is not bit-identical makes a new incarnation of it."""
-
-    step: int
-    incarnation: int = 0
-    policy: str = "policy"
-    fingerprint: str = ""  # of the serving weights, see `models.fingerprint`
-
-    def __str__(self) -> str:
-        life = f".{self.incarnation}" if self.incarnation else ""
-        return f"{self.policy}@v{self.step}{life}"
-
-    @property
-    def exact(self) -> str:
-        """The version with its fingerprint, for errors about versions of one name."""
-        return f"{self} (fingerprint {self.fingerprint[:16] or 'none'})"
 
 
 MIN_TEMPERATURE = 1e-3  # logits divided by less overflow float32
@@ -265,6 +247,11 @@ class Trajectory:
         return int(self.versions[self.mask].min())
 
     @property
+    def policy(self) -> str:
+        """The policy that sampled it."""
+        return self.sources[0].policy if self.sources else "policy"
+
+    @property
     def newest(self) -> int:
         return int(self.versions[self.mask].max())
 
@@ -287,7 +274,7 @@ class Group:
 
     @property
     def oldest(self) -> int | None:
-        """The step of its oldest sampled token; None where nothing was sampled, so that it has no age."""
+        """The step of its oldest sampled token of any policy; None where nothing was sampled, so that it has no age."""
         return min((t.oldest for t in self.trajectories if t.mask.any()), default=None)
 
     @property
@@ -302,6 +289,11 @@ class Group:
     def ends(self) -> list[Trajectory]:
         """The last row of each attempt, in the order of `attempts`: it holds the outcome, the finish and the text."""
         return list({t.sample: t for t in self.trajectories}.values())
+
+    @property
+    def sources(self) -> set[Version]:
+        """The versions that sampled its tokens."""
+        return {source for trajectory in self.trajectories for source in trajectory.sources}
 
     @property
     def rewards(self) -> Array:
@@ -329,6 +321,7 @@ class Sample:
     versions: Array  # [T] int32    -1 where not mask
     advantages: Array  # [T] float32  0 where not trained
     weights: Array  # [T] float32  the reduction's factor of each token in the loss; 0 is not trained
+    policy: str = "policy"  # that it trains
     loss: str = "policy"  # key into the losses given with the call
     temperature: float = 1.0
     old_logprobs: Array | None = None  # [T] float32  trainer-side logprob at the start of the step, when recomputed

@@ -54,8 +54,8 @@ class UpdateSupport:
 
     def both(self, other: UpdateSupport) -> UpdateSupport:
         """The updates that an engine takes through a transport."""
-        kinds: tuple[UpdateKind, ...] = tuple(filter(lambda kind: kind in other.kinds, self.kinds))
-        return UpdateSupport(kinds, self.several_parts and other.several_parts)
+        kinds: list[UpdateKind] = [kind for kind in self.kinds if kind in other.kinds]
+        return UpdateSupport(tuple(kinds), self.several_parts and other.several_parts)
 
     def check(self, update: WeightUpdate, name: str, served: Version | None = None) -> None:
         """Raise ValueError for an update that `name` cannot take.

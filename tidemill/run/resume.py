@@ -16,6 +16,7 @@ from pathlib import Path
 from tidemill.controller.train_step import train_on
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Algorithm, Trainer
+from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import Group, Task, Version
 from tidemill.ledger.integrity import lost_log
 from tidemill.ledger.ledger import SqliteLedger
@@ -30,7 +31,7 @@ class Standing:
     incarnation: int = 0
     next_id: int = 0
     left: list[Group | tuple[int, Task]] = field(default_factory=list)  # admitted without a fate, in order
-    versions: dict[tuple[int, int], Version] = field(default_factory=dict)
+    versions: dict[PolicyKey, Version] = field(default_factory=dict)
     saved: int = 0  # step of the loaded checkpoint; 0: there was none
 
     @property
@@ -67,7 +68,7 @@ async def take_up(
         for step in range(first, begun):
             await reached(Version(step, incarnation))
             await _train_again(step, incarnation, ledger, trainer, algorithm)
-    known = {(v.incarnation, v.step): v for v in ledger.versions()}
+    known = {version.key: version for version in ledger.versions()}
     return Standing(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
 
 
@@ -108,7 +109,7 @@ def _undo_unreadable(ledger: SqliteLedger, first: int, begun: int, note: Callabl
     return undone.first
 
 
-def _left(ledger: SqliteLedger, known: Mapping[tuple[int, int], Version]) -> list[Group | tuple[int, Task]]:
+def _left(ledger: SqliteLedger, known: Mapping[PolicyKey, Version]) -> list[Group | tuple[int, Task]]:
     """The groups that were admitted and have no fate, loaded if they had finished.
 
     A finished group is sampled again if a kill kept the publication of the weights that sampled it from being recorded.
@@ -116,8 +117,7 @@ def _left(ledger: SqliteLedger, known: Mapping[tuple[int, int], Version]) -> lis
     left: list[Group | tuple[int, Task]] = []
     for each in ledger.pending():
         group = ledger.load(each.id) if each.finished else None
-        sources = {source for trajectory in group.trajectories for source in trajectory.sources} if group else set()
-        if strangers := [source for source in sources if known.get((source.incarnation, source.step)) != source]:
+        if group and (strangers := [source for source in group.sources if known.get(source.key) != source]):
             ledger.renounce(each.id, f"it was sampled by {strangers[0]}, whose publication was not recorded")
             group = None
         left.append(group or (each.id, each.task))

@@ -130,7 +130,11 @@ class NativeTrainer:
         return await self._recorder.asked(self._offload, run)
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
-        """Add the gradient of these samples; returns metrics as sums, and logprobs."""
+        """Add the gradient of these samples; returns metrics as sums, and logprobs.
+
+        Raises ValueError for a sample of another policy than the one that this trainer trains.
+        """
+        _expect_own(*{sample.policy for sample in samples})
 
         def run() -> TrainResult:
             recorder = self._recorder
@@ -179,6 +183,7 @@ class NativeTrainer:
         sender = self._sender
         if sender is None:
             raise ValueError("this trainer was built without a sender: it cannot publish weights")
+        _expect_own(version.policy)
 
         def run() -> WeightUpdate:
             fault_injection.reach(self._recorder.process, "publish", version.step)
@@ -290,6 +295,12 @@ class NativeTrainer:
         self._snapshot = self._room = None
         if self._sender is not None:
             self._sender.close()
+
+
+def _expect_own(*policies: str) -> None:
+    """Raise ValueError unless these are the one policy that this trainer holds."""
+    if other := next((policy for policy in policies if policy != "policy"), None):
+        raise ValueError(f"the policy {other!r}: this trainer trains 'policy' only")
 
 
 def resolve_device(name: str) -> torch.device:

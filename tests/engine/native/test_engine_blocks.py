@@ -7,10 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tidemill.core.policy_version import PolicyKey
 from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager, PageKey
 from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
 
 PAGE = 4
+SALTS = PolicyKey("a", 0, 4), PolicyKey("b", 0, 4), PolicyKey("a", 1, 4)  # one step of two policies and incarnations
 texts = st.lists(st.integers(0, 1), min_size=1, max_size=24)  # two tokens only: prefixes repeat all the time
 operations = st.lists(
     st.tuples(st.sampled_from(["new", "grow", "free", "retire"]), texts, st.integers(0, 2), st.integers(0, 100)), max_size=60
@@ -34,20 +36,21 @@ def _drive_blocks(steps):
     blocks = BlockManager(12, PAGE)
     held: list[list[int]] = []
     content: dict[int, tuple] = {}  # page -> (salt, the whole prefix up to its end), as its owner wrote it
-    for kind, text, salt, pick in steps:
+    for kind, text, which, pick in steps:
+        salt = SALTS[which]
         tokens = np.array(text, np.int32)
         if kind == "new":
-            shared, chain = blocks.lookup(tokens, (0, salt))
+            shared, chain = blocks.lookup(tokens, salt)
             for i, page in enumerate(shared):
-                assert content[page] == ((0, salt), tuple(text[: (i + 1) * PAGE])), "the KV of another prefix was served"
+                assert content[page] == (salt, tuple(text[: (i + 1) * PAGE])), "the KV of another prefix was served"
             needed = blocks.count(len(text)) - len(shared)
             if not blocks.can_allocate(needed, shared):
                 continue
             pages = blocks.allocate(needed, shared)
             assert NULL_PAGE not in pages and pages[: len(shared)] == shared
             for i in range(len(shared), len(text) // PAGE):
-                content[pages[i]] = ((0, salt), tuple(text[: (i + 1) * PAGE]))
-                chain = blocks.register(pages[i], tokens[i * PAGE : (i + 1) * PAGE], chain, (0, salt))
+                content[pages[i]] = (salt, tuple(text[: (i + 1) * PAGE]))
+                chain = blocks.register(pages[i], tokens[i * PAGE : (i + 1) * PAGE], chain, salt)
             held.append(pages)
         elif kind == "grow" and held and blocks.can_allocate(1):
             retired = {page for salt in blocks._retired for page in blocks._by_salt[salt]}
@@ -58,8 +61,8 @@ def _drive_blocks(steps):
         elif kind == "free" and held:
             blocks.free(held.pop(pick % len(held)))
         elif kind == "retire":
-            blocks.retire({(0, salt)})
-            assert blocks._retired.keys() == blocks._by_salt.keys() - {(0, salt)}
+            blocks.retire({salt})
+            assert blocks._retired.keys() == blocks._by_salt.keys() - {salt}
         blocks.check_integrity(held)
     for pages in held:
         blocks.free(pages)
@@ -72,11 +75,12 @@ def test_eviction_takes_the_least_recently_used_leaf_first():
     tokens = np.arange(3, dtype=np.int32)
     pages, chain = blocks.allocate(3), ROOT
     for i, page in enumerate(pages):
-        chain = blocks.register(page, tokens[i : i + 1], chain, (0, 0))
+        chain = blocks.register(page, tokens[i : i + 1], chain, PolicyKey(step=0))
     blocks.free(pages)
     blocks.allocate(1)
-    assert blocks.lookup(tokens, (0, 0))[0] == pages[:2]
-    assert blocks.lookup(tokens, (0, 1))[0] == [], "another salt is another cache"
+    assert blocks.lookup(tokens, PolicyKey(step=0))[0] == pages[:2]
+    for other in (PolicyKey(step=1), PolicyKey(incarnation=1), PolicyKey("other")):
+        assert blocks.lookup(tokens, other)[0] == [], "another salt is another cache"
 
 
 def test_what_is_retired_is_given_out_again_first():
@@ -86,10 +90,10 @@ def test_what_is_retired_is_given_out_again_first():
         pages, chain = blocks.allocate(3), ROOT
         touched |= set(pages)
         for i, page in enumerate(pages):
-            chain = blocks.register(page, tokens[i : i + 1], chain, (0, version))
+            chain = blocks.register(page, tokens[i : i + 1], chain, PolicyKey(step=version))
         blocks.free(pages)
-        blocks.retire({(0, version), (0, version - 1)})
-        found = [len(blocks.lookup(tokens, (0, v))[0]) for v in (version, version - 1, version - 3)]
+        blocks.retire({PolicyKey(step=version), PolicyKey(step=version - 1)})
+        found = [len(blocks.lookup(tokens, PolicyKey(step=v))[0]) for v in (version, version - 1, version - 3)]
         assert found == [3, 3 * (version > 0), 0]
         blocks.check_integrity([])
     assert len(touched) <= 9, "pages that were never touched stay so"
@@ -103,11 +107,11 @@ def test_a_version_is_retired_without_a_look_at_its_pages():
     for version in range(3):
         pages, chain = blocks.allocate(20_000), ROOT
         for page in pages:
-            chain = blocks.register(page, np.array([page], np.int32), chain, (0, version))
+            chain = blocks.register(page, np.array([page], np.int32), chain, PolicyKey(step=version))
         blocks.free(pages)
     for version in range(1, 4):
-        blocks.retire({(0, v) for v in range(version, 3)})
-        assert list(blocks._retired) == [(0, v) for v in range(version)]
+        blocks.retire({PolicyKey(step=v) for v in range(version, 3)})
+        assert list(blocks._retired) == [PolicyKey(step=v) for v in range(version)]
         assert len(blocks._by_key) == 60_000, "they can be found until they are given out"
     retired = blocks.allocate(60_000)
     assert retired[:20_000] == list(range(20_000, 0, -1)), "leaves of the version that was retired first"
@@ -119,7 +123,7 @@ def test_integrity_check_sees_damage(damage):
     pages = blocks.allocate(2)
     if damage in ("salt", "retired"):
         cached = blocks.allocate(1)
-        blocks.register(cached[0], np.zeros(2, np.int32), ROOT, (0, 0))
+        blocks.register(cached[0], np.zeros(2, np.int32), ROOT, PolicyKey(step=0))
         blocks.free(cached)
         blocks.check_integrity([pages])
     if damage == "leak":
@@ -132,9 +136,9 @@ def test_integrity_check_sees_damage(damage):
     else:
         held = [pages]
         if damage == "salt":
-            blocks._by_salt[0, 1] = blocks._by_salt.pop((0, 0))
+            blocks._by_salt[PolicyKey(step=1)] = blocks._by_salt.pop(PolicyKey(step=0))
         else:
-            blocks._retired[0, 1] = None
+            blocks._retired[PolicyKey(step=1)] = None
     with pytest.raises(RuntimeError, match="KV page"):
         blocks.check_integrity(held)
 
@@ -196,7 +200,7 @@ def test_scheduler_computes_every_token_once_and_ends(ahead, wanted, chunk, page
             elif entry[2] == "renew":
                 while under_way:
                     learn()
-                scheduler.salt = (0, step)
+                scheduler.salt = PolicyKey(step=step)
                 scheduler.preempt_all(renew=True)
         scheduler.admitting = not any(e[2] == "drain" and e[1] <= step < e[1] + 5 for e in pending)
         scheduler.check_integrity()
@@ -310,7 +314,7 @@ def test_twins_that_arrive_together_are_computed_once(length, chunk):
 
 def test_only_what_is_of_one_version_and_cached_has_twins():
     tokens = np.arange(2 * PAGE + 1, dtype=np.int32)
-    for prefix_cache, salt, probe in [(False, None, False), (True, (0, 7), False), (True, None, True)]:
+    for prefix_cache, salt, probe in [(False, None, False), (True, PolicyKey(step=7), False), (True, None, True)]:
         scheduler = Scheduler(BlockManager(20, PAGE, prefix_cache), 4, 64, 100)
         given = [Sequence(tokens, limit=20), Sequence(tokens, limit=20, salt=salt, probe=probe)]
         for sequence in given:

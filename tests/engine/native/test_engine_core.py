@@ -17,6 +17,7 @@ import tidemill.engine.native.native_engine as core
 from tidemill.core.errors import EngineFailed, PolicyMismatch
 from tidemill.core.executors import background
 from tidemill.core.interfaces import Engine
+from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import Finish, GenerateRequest, SamplingParams, Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.engine.native import between_steps
@@ -272,7 +273,7 @@ async def test_the_cache_does_not_fill_with_what_versions_long_gone_computed(sta
         counts.append(len(touched))
     assert counts[5] == counts[-1] < blocks.usable, counts
     for version in range(25, 31):  # those of the two latest may be found again
-        assert ((0, version) in {key.salt for key in blocks._by_key} - blocks._retired.keys()) == (version > 28)
+        assert (PolicyKey(step=version) in {key.salt for key in blocks._by_key} - blocks._retired.keys()) == (version > 28)
 
 
 @pytest.mark.parametrize("last", [True, False])

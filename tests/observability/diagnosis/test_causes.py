@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -147,3 +149,10 @@ def test_lag_zero_is_of_this_very_version_and_of_all_of_an_attempt() -> None:
     ]
     assert lag_zero([Group(7, Task("t", "?"), rows)], samples, now) == [True, False, False, False]
     assert lag_zero([Group(8, Task("t", "?"), rows)], samples, now) == [False] * 4, "of a group that was not asked about"
+    assert lag_zero([Group(7, Task("t", "?"), rows[::-1])], samples, now) == [True, False, False, False]
+    other = replace(now, policy="critic")  # of the same step, in another seat of the first and the third attempt
+    of_other = [replace(samples[i], policy="critic") for i in (0, 2)]
+    seats = [Group(7, Task("t", "?"), [*rows, row(0, other), row(2, replace(other, step=3))])]
+    assert lag_zero(seats, [*samples, *of_other], now, other) == [True, False, False, False, True, False]
+    assert lag_zero(seats, [*samples, *of_other], now) == [True, False, False, False, False, False]
+    assert lag_zero(seats, [*samples, *of_other], other) == [False, False, False, False, True, False]

@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tidemill.engine.native.scheduler import Salt
+from tidemill.core.policy_version import PolicyKey
 
 REMEMBERED = 16384  # conversations; the oldest are dropped first
 
 
 @dataclass(frozen=True, slots=True)
 class _Episode:
-    salt: Salt
+    salt: PolicyKey
     length: int  # number of tokens so far
     digest: bytes  # digest of the tokens
 
@@ -30,14 +30,14 @@ class KeptConversations:
     def __init__(self) -> None:
         self._by_key: OrderedDict[str, _Episode] = OrderedDict()
 
-    def remember(self, key: str, salt: Salt, tokens: np.ndarray) -> None:
+    def remember(self, key: str, salt: PolicyKey, tokens: np.ndarray) -> None:
         """Note that the conversation `key` has reached `tokens` [T] int32."""
         self._by_key[key] = _Episode(salt, len(tokens), _digest(tokens))
         self._by_key.move_to_end(key)
         if len(self._by_key) > REMEMBERED:
             self._by_key.popitem(last=False)
 
-    def salt(self, key: str, tokens: np.ndarray) -> Salt | None:
+    def salt(self, key: str, tokens: np.ndarray) -> PolicyKey | None:
         """The salt for a prompt that continues the conversation `key`; None for any other."""
         episode = self._by_key.get(key)
         if episode is None or len(tokens) <= episode.length or _digest(tokens[: episode.length]) != episode.digest:

@@ -20,18 +20,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tidemill.core.policy_version import PolicyKey
+
 NULL_PAGE = 0
 ROOT = 0  # the serial of the empty prefix
-
-
-Salt = tuple[int, int]  # version that a page was computed with; pages of different salts are never shared
 
 
 class PageKey(NamedTuple):
     """Key of a full page: the whole prefix by its parent, the salt, and the page's tokens."""
 
     parent: int  # serial of the page before it, ROOT for the first
-    salt: Salt
+    salt: PolicyKey  # of the weights that computed it; pages of different salts are never shared
     tokens: bytes
 
 
@@ -45,8 +44,8 @@ class BlockManager:
         self._references = [0] * pages
         self._free = list(range(pages - 1, NULL_PAGE, -1))  # a stack, low pages first, to touch little memory
         self._unreferenced: OrderedDict[int, None] = OrderedDict()  # cached, without a holder; oldest use first
-        self._by_salt: dict[Salt, OrderedDict[int, None]] = {}  # those pages by salt, without empty entries
-        self._retired: dict[Salt, None] = {}  # salts whose pages are given out first
+        self._by_salt: dict[PolicyKey, OrderedDict[int, None]] = {}  # those pages by salt, without empty entries
+        self._retired: dict[PolicyKey, None] = {}  # salts whose pages are given out first
         self._by_key: dict[PageKey, int] = {}
         self._keys: list[PageKey | None] = [None] * pages
         self._serials = [ROOT] * pages
@@ -65,7 +64,7 @@ class BlockManager:
         """Pages that `tokens` tokens need."""
         return -(-tokens // self.page_size)
 
-    def lookup(self, tokens: np.ndarray, salt: Salt) -> tuple[list[int], int]:
+    def lookup(self, tokens: np.ndarray, salt: PolicyKey) -> tuple[list[int], int]:
         """The cached full pages at the beginning of `tokens` [T] int32, and the last one's serial.
 
         The serial is ROOT if there are none.
@@ -100,7 +99,7 @@ class BlockManager:
         pages.append(self._take())
         return pages[-1]
 
-    def register(self, page: int, tokens: np.ndarray, parent: int, salt: Salt) -> int:
+    def register(self, page: int, tokens: np.ndarray, parent: int, salt: PolicyKey) -> int:
         """Make a full page findable; returns its serial in the chain.
 
         If the content is cached already, the earlier page stays.
@@ -125,7 +124,7 @@ class BlockManager:
                     self._unreferenced[page] = None
                     self._by_salt.setdefault(key.salt, OrderedDict())[page] = None
 
-    def retire(self, salts: Collection[Salt]) -> None:
+    def retire(self, salts: Collection[PolicyKey]) -> None:
         """Give out cached pages of other salts first, even before unused pages.
 
         Memory then does not fill with pages that no request will look for. It takes constant time.

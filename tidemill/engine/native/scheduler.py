@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager, Salt
+from tidemill.core.policy_version import PolicyKey
+from tidemill.engine.native.kv_blocks import NULL_PAGE, ROOT, BlockManager
 
 
 @dataclass(slots=True, eq=False)
@@ -34,7 +35,7 @@ class Sequence:
     limit: int  # most tokens that it may hold
     probe: bool = False  # scored, not continued: neither reads nor feeds the prefix cache, samples nothing
     last: bool = False  # nothing continues it, so its sampled tokens do not feed the cache
-    salt: Salt | None = None  # prefix cache salt; None until admission
+    salt: PolicyKey | None = None  # prefix cache salt; None until admission
     slot: int = -1  # kept while preempted
     pages: list[int] = field(default_factory=list)
     registered: int = 0  # leading pages whose content has been offered to the cache
@@ -80,7 +81,7 @@ class Scheduler:
         self.blocks, self.prefill_chunk = blocks, prefill_chunk
         self.context = min(context, blocks.usable * blocks.page_size)  # a lone sequence can always grow to its end
         self.admitting = True  # False: no new sequence is admitted (drain)
-        self.salt: Salt = (0, 0)  # salt of sequences admitted from now on
+        self.salt = PolicyKey()  # salt of sequences admitted from now on
         self.preemptions = 0
         self.waiting: deque[Sequence] = deque()
         self.running: dict[int, Sequence] = {}  # by slot, in order of admission
@@ -99,7 +100,7 @@ class Scheduler:
         self._order: np.ndarray | None = None  # `running` as an array
         # Of the step that is being planned:
         self._admitted: list[Sequence] = []  # for the first time
-        self._ending: dict[tuple[Salt, bytes], Sequence] = {}  # sequences computed to their last token, by their tokens
+        self._ending: dict[tuple[PolicyKey, bytes], Sequence] = {}  # sequences computed to their last token, by their tokens
         self._twins: list[tuple[Sequence, Sequence]] = []  # (twin, the sequence that computes for it)
 
     @property

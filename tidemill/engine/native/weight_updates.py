@@ -18,11 +18,12 @@ from typing import TypeVar
 from tidemill.core import fault_injection
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.executors import background, in_thread
+from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import InFlight, Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
 from tidemill.engine.native.activity import Activity
 from tidemill.engine.native.between_steps import in_turns
-from tidemill.engine.native.scheduler import Salt, Scheduler, Sequence
+from tidemill.engine.native.scheduler import Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, Weights
 from tidemill.models.piecewise import Work, at_once
 
@@ -62,7 +63,7 @@ class Updates:
         self._tells_device: ThreadPoolExecutor | None = background("staging") if on_cuda else None
         self._one_at_a_time = asyncio.Lock()  # bounded: an update has its caller's deadline
         self._draining: tuple[Weights, asyncio.Future[None]] | None = None  # a commit that waits for sequences in flight
-        scheduler.salt = _salt(weights.version)
+        scheduler.salt = weights.version.key
 
     async def update(self, update: WeightUpdate, fail: Callable[[Exception], None]) -> Version:
         """Stage, commit and verify a version.
@@ -111,7 +112,7 @@ class Updates:
         now = self.weights.version
         if new.policy != now.policy:
             raise PolicyMismatch(f"{new} is not of the policy that engine {self._name} serves ({now})")
-        if (new.incarnation, new.step) < (now.incarnation, now.step):
+        if new.key < now.key:
             raise PolicyMismatch(f"{new} is older than {now}, which engine {self._name} serves: versions only go forward")
 
     async def _beside_steps(self, name: str, work: Work[T], **args: float) -> T:
@@ -144,15 +145,15 @@ class Updates:
         self._staging.retire(self.weights)
         self.weights = staged
         self.versions.append(staged.version)
-        before, self._scheduler.salt = self._scheduler.salt, _salt(staged.version)
-        self._scheduler.blocks.retire({_salt(version) for version in self.versions[-self._cached_versions :]})
+        before, self._scheduler.salt = self._scheduler.salt, staged.version.key
+        self._scheduler.blocks.retire({version.key for version in self.versions[-self._cached_versions :]})
         if self._in_flight == InFlight.RECOMPUTE:
             self._scheduler.preempt_all(renew=True)
         else:
             self._begin_again(before)
         self._activity.span("commit", begin, time.monotonic(), step=staged.version.step)
 
-    def _begin_again(self, before: Salt) -> None:
+    def _begin_again(self, before: PolicyKey) -> None:
         """Restart scores, and sequences that began under the salt `before` and have sampled nothing.
 
         All their tokens will be of the new version, so their KV must be, too.
@@ -164,11 +165,7 @@ class Updates:
             if self._only_prompt(sequence, before):
                 sequence.salt = None
 
-    def _only_prompt(self, sequence: Sequence, salt: Salt) -> bool:
+    def _only_prompt(self, sequence: Sequence, salt: PolicyKey) -> bool:
         """True if a sequence has begun under this salt and has sampled nothing yet."""
         begun = sequence.slot >= 0 and not sequence.released and sequence.salt == salt
         return begun and self._scheduler.length[sequence.slot] == len(sequence.prompt)
-
-
-def _salt(version: Version) -> Salt:
-    return version.incarnation, version.step

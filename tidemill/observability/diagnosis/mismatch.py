@@ -137,12 +137,13 @@ GROSS = {"float32": Limit(3e-4, 1e-2), "bfloat16": Limit(1e-1, 1.0, tokens=64)}
 """Beyond these limits, the distribution that was sampled is not the one that is trained."""
 
 
-def lag_zero(groups: Sequence[Group], samples: Sequence[Sample], version: Version) -> list[bool]:
-    """For each sample: True if exactly this version sampled all of it.
+def lag_zero(groups: Sequence[Group], samples: Sequence[Sample], *versions: Version) -> list[bool]:
+    """For each sample: True if exactly this version sampled all that its attempt has of the sample's policy.
 
-    An earlier incarnation of the same step does not count. A sample of a group that is not in `groups` gets False.
+    versions: one for each policy. An earlier incarnation of the same step does not count. A sample of a group that is not in
+    `groups` gets False.
     """
-    every = {(g.id, t.sample) for g in groups for t in g.trajectories}
-    others = {(g.id, t.sample) for g in groups for t in g.trajectories if set(t.sources) != {version}}
-    matched = every - others
-    return [(s.group, s.sample) in matched for s in samples]
+    present, matched = [(version,) for version in versions], dict[tuple[int, int, str], bool]()
+    for key, sources in (((g.id, t.sample, t.policy), t.sources) for g in groups for t in g.trajectories):
+        matched[key] = matched.get(key, True) and sources in present
+    return [matched.get((s.group, s.sample, s.policy), False) for s in samples]
