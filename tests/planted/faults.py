@@ -217,7 +217,7 @@ FAULTS = [
     ),
     Fault(
         "an old version may be committed",
-        "if (new.incarnation, new.step) < (now.incarnation, now.step):",
+        "if new.key < now.key:",
         "if new.incarnation < now.incarnation:",
         "engine/native/test_engine_core.py engine/native/test_engine_proof.py",
     ),
