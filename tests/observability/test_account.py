@@ -130,6 +130,9 @@ def test_every_moment_of_every_process_is_accounted_for_once() -> None:
         "engine-0": [Span("generate", 0.5, 1.5), Span("stage", 1, 2.5), Span("generate", 8, 11)],
     }
     pools = {name: [*spans, *idle(spans, 0, 12)] for name, spans in pools.items()}
+    whole = account(0.0, 10.0, loop, beside, pools)
+    whole.add(account(10.0, 12.0, [], [], pools))
+    assert whole.both == 1 and whole.wall["controller"] == 12  # both train and generate from 8 to 9
     found = account(0.0, 10.0, loop, beside, pools).seconds
     assert found["controller"] == {"rollouts": 4, "ledger": 1, "train": 4, "publication": 1, REST: 0}
     waits = {"evaluation": 0.5, "reference": 0, "rollouts": 4, "ledger": 1, "controller": 0.5, "engines": 0.25}

@@ -38,9 +38,8 @@ class Account:
     seconds: dict[str, dict[str, float]] = field(default_factory=dict)
     wall: dict[str, float] = field(default_factory=dict)  # seconds of those windows in which the process reported
     judged: float = 0.0  # seconds in which at least one group was being judged
-    starved: dict[str, float] = field(
-        default_factory=dict
-    )  # seconds by kind that engines spend while the trainer waits for rollouts
+    both: float = 0.0  # seconds in which the trainer trains while an engine generates
+    starved: dict[str, float] = field(default_factory=dict)  # engines' seconds by kind, while the trainer waits for rollouts
     starved_s: float = 0.0  # how long it waits
     in_flight: float = 0.0  # groups times seconds, within that time
 
@@ -63,6 +62,7 @@ class Account:
             _add(self.seconds.setdefault(name, {}), kinds)
         _add(self.wall, other.wall)
         self.judged += other.judged
+        self.both += other.both
         _add(self.starved, other.starved)
         self.starved_s += other.starved_s
         self.in_flight += other.in_flight
@@ -97,6 +97,9 @@ def account(
         found.seconds[name] = _by_turns(window, kinds)
         if name != TRAINER and not name.startswith(REFERENCE):
             engines.append(kinds)
+    generating = [span for name, spans in pools.items() if not name.startswith((TRAINER, REFERENCE)) for span in spans]
+    training = common(merged(pools.get(TRAINER, ()), TRAIN), window)
+    found.both = length(common(training, merged(generating, GENERATE)))
     found.wall = dict.fromkeys(found.seconds, end - begin)
     starving = phases.get("rollouts", [])
     found.starved_s = length(starving)

@@ -137,10 +137,6 @@ class Trace:
             (s for (name, _), track in self._tracks.items() if name == process for s in track), key=lambda s: s.start
         )
 
-    @property
-    def processes(self) -> list[str]:
-        return list(dict.fromkeys(name for name, _ in self._tracks))
-
     def document(self) -> dict[str, Any]:
         """The trace in Chrome's trace format."""
         origin = min((track.extent[0] for track in self._tracks.values()), default=0.0)
@@ -236,18 +232,6 @@ def merged(spans: Iterable[Span], names: Collection[str] | None = None) -> Inter
         else:
             result.append((start, end))
     return result
-
-
-def busy_seconds(
-    spans: Iterable[Span], names: Collection[str] | None = None, start: float = -math.inf, end: float = math.inf
-) -> float:
-    """Seconds of [start, end] in which at least one span (of these names) was open."""
-    return length(common(merged(spans, names), [(start, end)]))
-
-
-def overlap(a: Iterable[Span], b: Iterable[Span], start: float, end: float) -> float:
-    """Seconds of [start, end] in which spans of both lists were open."""
-    return length(common(common(merged(a), merged(b)), [(start, end)]))
 
 
 def common(a: Intervals, b: Intervals) -> Intervals:

@@ -14,8 +14,7 @@ from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.observability.bottleneck_advisor import Setup, advise
-from tidemill.observability.time_breakdown import CONTROLLER, GENERATE, REFERENCE, REWARD, TRAIN, TRAINER, Account
-from tidemill.observability.trace import Trace, busy_seconds, overlap
+from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, Account
 from tidemill.run.recipe import RunConfig
 from tidemill.run.warm_start import WarmStart
 from tidemill.run.zero_reward import unearned
@@ -26,7 +25,6 @@ CLEARLY = 2.0  # standard errors beyond which a fall of held-out accuracy is not
 
 def make_report(
     totals: Totals,
-    trace: Trace,
     ledger: SqliteLedger,
     start: WarmStart,
     config: RunConfig,
@@ -40,7 +38,6 @@ def make_report(
     parts. Counts of groups are the whole run's, from the ledger.
     """
     counts, evaluations, last = ledger.counts(), ledger.evaluations(), ledger.last_step()
-    begin, end = _extent(trace)
     return {
         "accuracy_before": evaluations[0].accuracy if evaluations else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
@@ -52,11 +49,9 @@ def make_report(
         "steps": 0 if last is None else last + 1,
         "steps_before": before,
         "wall_s": round(wall_s, 2),
-        "train_s": round(end - begin, 2),
         "warmup_s": round(start.warmed.seconds, 2) if start.warmed else 0.0,
         "warmup_cached": start.cached,
         "tokens_sampled": totals.tokens,
-        "tokens_per_s": round(totals.tokens / (end - begin), 1) if end > begin else 0.0,
         "max_lag_allowed": config.max_lag,
         "max_lag_seen": totals.max_lag,
         "lags": {str(lag): n for lag, n in sorted(totals.lags.items())},
@@ -68,12 +63,7 @@ def make_report(
         **_mismatch(totals),
         "versions_published": totals.versions,
         "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
-        "time": time_shares(totals.time, trace, begin, end),
-        "overlap": engine_and_trainer(trace, begin, end),
-        "time_by_process": {
-            name: {kind: round(share, 4) for kind, share in kinds.items() if share >= 0.00005}
-            for name, kinds in totals.time.shares().items()
-        },
+        **_time(totals.time, totals.tokens),
         "advice": advice(totals, config, policy),
         "warnings": dict(totals.symptoms.told),
     }
@@ -152,29 +142,20 @@ def judging(totals: Totals) -> dict[str, Any]:
     return {**counts, "reasons": reasons, "pauses": totals.pauses, "paused_s": round(totals.paused_s, 1)}
 
 
-def time_shares(spent: Account, trace: Trace, begin: float, end: float) -> dict[str, float]:
-    """Shares of the engines' and the trainer's time, and the share of wall time with a reward.
-
-    `reward` counts the controller's spans between `begin` and `end` (seconds).
-    """
-    if end <= begin:
-        return {}
-    judged = busy_seconds(trace.spans(CONTROLLER), {REWARD}, begin, end) / (end - begin)
-    return {kind: round(share, 4) for kind, share in (spent.overall() | {"reward": judged}).items()}
-
-
-def engine_and_trainer(trace: Trace, begin: float, end: float) -> float:
-    """The share of time in which the trainer trains while an engine generates."""
-    training = [s for s in trace.spans("trainer") if s.name in TRAIN]
-    others = [name for name in trace.processes if name not in ("trainer", CONTROLLER)]
-    generating = [s for name in others for s in trace.spans(name) if s.name in GENERATE]
-    return round(overlap(training, generating, begin, end) / max(end - begin, 1e-9), 4)
-
-
-def _extent(trace: Trace) -> tuple[float, float]:
-    """The start of the first and the end of the last span of any process but the controller."""
-    every = [span for name in trace.processes if name != CONTROLLER for span in trace.spans(name)]
-    return (min(s.start for s in every), max(s.end for s in every)) if every else (0.0, 0.0)
+def _time(spent: Account, tokens: int) -> dict[str, Any]:
+    """How long this process trained, how fast it sampled, and what its processes did meanwhile, as shares of that time."""
+    wall = spent.wall.get(CONTROLLER, 0.0)
+    shares = spent.overall() | {"reward": spent.judged / wall} if wall else {}
+    return {
+        "train_s": round(wall, 2),
+        "tokens_per_s": round(tokens / wall, 1) if wall else 0.0,
+        "time": {kind: round(share, 4) for kind, share in shares.items()},
+        "overlap": round(spent.both / wall, 4) if wall else 0.0,
+        "time_by_process": {
+            name: {kind: round(share, 4) for kind, share in kinds.items() if share >= 0.00005}
+            for name, kinds in spent.shares().items()
+        },
+    }
 
 
 def in_lines(report: Mapping[str, Any], folder: Path, complete: bool) -> list[str]:

@@ -289,7 +289,7 @@ async def _run(session: Session) -> RunEnded:
     done = await _despite_losses(session, budget, partial(_attempt, session, start))
     wall_s = time.monotonic() - begin
     measured, policy = session.monitor, session.model.architecture
-    report = make_report(measured.totals, measured.trace, session.ledger, start, config, policy, before, wall_s)
+    report = make_report(measured.totals, session.ledger, start, config, policy, before, wall_s)
     if config.record.trace:
         session.monitor.trace.write(session.folder.trace)
     if config.profile:
