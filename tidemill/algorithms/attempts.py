@@ -44,13 +44,6 @@ def baseline(group: Group) -> float | None:
     return next((t.reward for t in group.ends if t.sample == GREEDY and isinstance(t.outcome, Score)), None)
 
 
-def parts_of(attempts: Attempts) -> dict[str, Array]:
-    """The named components of the scores; NaN where a score lacks one."""
-    parts = [each.end.outcome.parts for each in attempts if isinstance(each.end.outcome, Score)]
-    names = dict.fromkeys(name for part in parts for name in part)
-    return {name: np.array([part.get(name, np.nan) for part in parts], np.float64) for name in names}
-
-
 def by_turn(attempts: Attempts) -> tuple[Array | None, Array]:
     """([M] turns' rewards, each at its turn's last token, or None; [M] each token's turn)."""
     turns, given, some = [np.zeros(0, np.int64)], [np.zeros(0)], False

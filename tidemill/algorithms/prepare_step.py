@@ -9,7 +9,7 @@ tokens are those of all their rows; rows count for nothing, and become samples o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -28,12 +28,13 @@ from tidemill.algorithms.advantages import (
     returns,
 )
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.attempts import Attempt, Attempts, baseline, by_seat, by_turn, longest_reply, parts_of
+from tidemill.algorithms.attempts import Attempt, Attempts, baseline, by_seat, by_turn, longest_reply
 from tidemill.algorithms.corrections import CORRECTIONS, SELECTING, Ratios, correct, correction_by_name
 from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reductions import reduction
 from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, by_row, ended, filled, flat, row_of
+from tidemill.core.outcomes import parts_of
 from tidemill.core.types import (
     GREEDY,
     TRUNCATED,
@@ -142,7 +143,7 @@ class ConfiguredAlgorithm:
                 advantages = np.zeros(len(advantages))
         samples = list(filled(rows, factors * advantages, np.repeat(weights, counts), kept))
         updates = [Update(samples[part], scale) for part, scale in parts] * s.updates.epochs
-        metrics = _metrics(groups, attempts, len(groups) - len(told_apart) if s.compares else 0)
+        metrics = _metrics(groups, attempts, earned.parts, len(groups) - len(told_apart) if s.compares else 0)
         if s.given:
             metrics = {name: value for name, value in metrics.items() if name not in OF_SAMPLING}
         metrics |= found | ({f"correction/{name}": value for name, value in corrected.items()} if self._corrections else {})
@@ -233,7 +234,7 @@ class ConfiguredAlgorithm:
             rewards,
             cohorts=np.array([each.group.id for each in attempts], np.int64),
             lengths=np.array([1 if s.scores else each.learnt for each in attempts], np.int64),
-            parts=parts_of(attempts),
+            parts=parts_of(each.end for each in attempts),
             greedy=np.array([baseline(each.group) for each in attempts], np.float64) if s.wants_greedy else None,
             given=given,
             turns=turns,
@@ -321,7 +322,7 @@ def _of_values(values: Array, target: Array) -> Metrics:
     return {"value/mean": float(values.mean()), "value/explained_variance": explained}
 
 
-def _metrics(groups: Sequence[Group], attempts: Attempts, flat: int) -> Metrics:
+def _metrics(groups: Sequence[Group], attempts: Attempts, parts: Mapping[str, Array], flat: int) -> Metrics:
     tried = sum(len(g.ends) for g in groups)
     rewards = np.array([each.end.reward for each in attempts] or [0.0])
     lengths = np.array([each.learnt for each in attempts] or [0])
@@ -336,7 +337,4 @@ def _metrics(groups: Sequence[Group], attempts: Attempts, flat: int) -> Metrics:
         "completion_tokens_max": float(lengths.max()),
         "truncated": sum(each.end.finish in TRUNCATED for each in attempts) / max(len(attempts), 1),
     }
-    parts = [each.end.outcome.parts for each in attempts if isinstance(each.end.outcome, Score)]
-    for name in sorted({name for part in parts for name in part}):
-        metrics[f"reward/{name}"] = float(np.mean([part[name] for part in parts if name in part]))
-    return metrics
+    return metrics | {f"reward/{name}": float(np.nanmean(values)) for name, values in sorted(parts.items())}

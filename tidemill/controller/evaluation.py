@@ -15,9 +15,9 @@ import numpy as np
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.controller.rollout import EpisodeSetup, greedy
 from tidemill.core.errors import PolicyMismatch
-from tidemill.core.outcomes import SOLVED
+from tidemill.core.outcomes import SOLVED, parts_of
 from tidemill.core.seeding import derive_seed
-from tidemill.core.types import TRUNCATED, Group, InfraError, Metrics, Score, Task, Trajectory, Unscorable, Version
+from tidemill.core.types import TRUNCATED, Group, InfraError, Metrics, Score, Task, Unscorable, Version
 
 Z95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 MOST_PARTS = 32  # parts of a reward that are reported, at most
@@ -98,18 +98,8 @@ def summary(groups: Sequence[Group]) -> Metrics:
         "truncated": sum(t.finish in TRUNCATED for t in attempts) / n,
         "infra_errors": float(sum(isinstance(t.outcome, InfraError) for t in attempts)),
         "unscorable": float(sum(isinstance(t.outcome, Unscorable) for t in attempts)),
-        **{f"reward.{name}": float(np.mean(values)) for name, values in parts_of(attempts).items()},
+        **{f"reward.{name}": float(np.nanmean(values)) for name, values in parts_of(attempts, MOST_PARTS).items()},
     }
-
-
-def parts_of(attempts: Sequence[Trajectory]) -> dict[str, list[float]]:
-    """The values of each named part of the scores of attempts, given by their last rows, for at most MOST_PARTS names."""
-    found: dict[str, list[float]] = {}
-    for attempt in attempts:
-        for name, value in attempt.outcome.parts.items() if isinstance(attempt.outcome, Score) else ():
-            if name in found or len(found) < MOST_PARTS:
-                found.setdefault(name, []).append(value)
-    return found
 
 
 def interval(share: float, n: float) -> tuple[float, float]:

@@ -18,9 +18,10 @@ import numpy as np
 
 from tidemill.controller.circuit_breaker import Change
 from tidemill.controller.engine_pool import EnginePool
-from tidemill.controller.evaluation import parts_of
+from tidemill.controller.evaluation import MOST_PARTS
 from tidemill.core.errors import PeerLost
 from tidemill.core.interfaces import Engine, Trainer
+from tidemill.core.outcomes import parts_of
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import (
     GREEDY,
@@ -89,7 +90,7 @@ def describe(metrics: StepMetrics, groups: Iterable[Group]) -> None:
             if (limit := limit_of(t)) is not None:
                 metrics.add(f"truncated/{limit[0]}", 1)
     for env, attempts in by_env.items():
-        for part, values in parts_of(attempts).items():
+        for part, values in parts_of(attempts, MOST_PARTS).items():
             if env or part != "mean":  # `reward/mean` is the whole reward
                 metrics.mean(f"reward/{env}/{part}" if env else f"reward/{part}", values)
 

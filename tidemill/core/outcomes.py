@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from tidemill.core.types import InfraError, Outcome, Score, Unscorable
+import numpy as np
+
+from tidemill.core.types import Array, InfraError, Outcome, Score, Trajectory, Unscorable
 
 SOLVED = 1.0  # a score from here on counts as solved; what falls short by rounding is a partial score
 MOST_PARTS = 1000  # parts of a score; each is a column of the metrics
@@ -43,6 +45,16 @@ def outcomes_of(values: Any, name: str, count: int) -> list[Outcome]:
         given = f"{len(values)} values" if hasattr(values, "__len__") else shown(values)
         return [InfraError(f"{name} returned {given}: expected a list of {count} numbers")] * count
     return [outcome_of(value, name) for value in values]
+
+
+def parts_of(ends: Iterable[Trajectory], most: int | None = None) -> dict[str, Array]:
+    """The values of each named part of the scores of attempts, given by their last rows: NaN where a score lacks the part.
+
+    Attempts without a score are left out. most: the names that are told of, at most, the first ones.
+    """
+    parts = [t.outcome.parts for t in ends if isinstance(t.outcome, Score)]
+    names = [*dict.fromkeys(name for part in parts for name in part)][:most]
+    return {name: np.array([part.get(name, np.nan) for part in parts], np.float64) for name in names}
 
 
 def shown(value: Any) -> str:

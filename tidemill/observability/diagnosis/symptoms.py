@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from tidemill.core.outcomes import SOLVED
-from tidemill.core.types import Group, Metrics, Trajectory
+from tidemill.core.types import Array, Group, Metrics, Trajectory
 from tidemill.observability.diagnosis.cuts import REMEDIES, by, limits
 
 MOST = 0.5  # share of the groups that are identical
@@ -87,17 +87,21 @@ class Symptoms:
 
 def _averaged(before: float | None, groups: Sequence[Group]) -> float | None:
     """The share of scored attempts that solve their task, averaged over the latest steps."""
-    rewards = [reward for group in groups for reward in group.rewards if not np.isnan(reward)]
+    rewards = [reward for group in groups for reward in _scored(group)]
     if not rewards:
         return before
     share = float(np.mean([reward >= SOLVED for reward in rewards]))
     return share if before is None else (1 - RECENT) * before + RECENT * share
 
 
+def _scored(group: Group) -> Array:
+    """The rewards of the attempts that have a score."""
+    return (rewards := group.rewards)[~np.isnan(rewards)]
+
+
 def _mastered(group: Group) -> bool:
     """True if every attempt that has a score solves the task."""
-    rewards = group.rewards[~np.isnan(group.rewards)]
-    return bool(len(rewards) and (rewards >= SOLVED).all())
+    return bool(len(rewards := _scored(group)) and (rewards >= SOLVED).all())
 
 
 def _truncation(share: float, groups: Sequence[Group]) -> str:
@@ -129,8 +133,7 @@ def _only_environment(groups: Sequence[Group]) -> str | None:
     """
     varied = {group.task.env: False for group in groups}
     for group in groups:
-        rewards = group.rewards[~np.isnan(group.rewards)]
-        varied[group.task.env] |= bool(len(rewards) > 1 and np.ptp(rewards) > 0)
+        varied[group.task.env] |= bool(len(rewards := _scored(group)) > 1 and np.ptp(rewards) > 0)
     alone = [env for env, has in varied.items() if has]
     others = [group for group in groups if group.task.env not in alone]
     return alone[0] if len(alone) == 1 and not all(map(_mastered, others)) else None
