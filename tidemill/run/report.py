@@ -143,7 +143,7 @@ def judging(totals: Totals) -> dict[str, Any]:
 
 
 def _time(spent: Account, tokens: int) -> dict[str, Any]:
-    """How long this process trained, how fast it sampled, and what its processes did meanwhile, as shares of that time."""
+    """Seconds of training, tokens a second, and the shares of that time by what was done."""
     wall = spent.wall.get(CONTROLLER, 0.0)
     shares = spent.overall() | {"reward": spent.judged / wall} if wall else {}
     return {
