@@ -13,7 +13,7 @@ from torch.nn.functional import logsigmoid
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.algorithms.presets import PRESETS
-from tidemill.controller.offline_groups import Given
+from tidemill.controller.offline_groups import OfflineRoller
 from tidemill.controller.train_step import train_on
 from tidemill.core.types import Group, Task
 from tidemill.models.architecture import Architecture
@@ -48,7 +48,7 @@ def tasks(name: str) -> list[Task]:
 
 
 async def groups(name: str, settings: AlgorithmSettings) -> list[Group]:
-    roller = Given(settings.given, TOKENIZER)
+    roller = OfflineRoller(settings.given, TOKENIZER)
     return [await roller.rollout(i, task) for i, task in enumerate(tasks(name))]
 
 

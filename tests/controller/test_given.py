@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
-from tidemill.controller.offline_groups import Given, HeldOut, check_given, replies
+from tidemill.controller.offline_groups import HeldOut, OfflineRoller, check_offline, replies
 from tidemill.core.attempt_checks import check_row
 from tidemill.core.config import build
 from tidemill.core.errors import ConfigError
@@ -44,7 +44,7 @@ def learnt(group: Group, tokenizer=PLAIN) -> list[str]:
 
 
 async def rolled(kind: str, task: Task, tokenizer=PLAIN) -> Group:
-    return await Given(kind, tokenizer).rollout(7, task)
+    return await OfflineRoller(kind, tokenizer).rollout(7, task)
 
 
 async def test_nobody_sampled_it_and_the_record_says_so() -> None:
@@ -111,7 +111,7 @@ async def test_labels_are_scores() -> None:
 def test_a_task_that_lacks_what_is_learnt_is_named(kind: str, prompt: str, data: dict[str, Any], message: str) -> None:
     good = {"completion": "c", "chosen": "c", "rejected": "d", "label": True}
     with pytest.raises(ConfigError, match=message):
-        check_given(kind, [Task("first", "ab", good), Task("t", prompt, data)], PLAIN, 64)
+        check_offline(kind, [Task("first", "ab", good), Task("t", prompt, data)], PLAIN, 64)
 
 
 def test_a_row_that_has_no_room_is_named_and_the_longest_is_told() -> None:
@@ -119,11 +119,11 @@ def test_a_row_that_has_no_room_is_named_and_the_longest_is_told() -> None:
         Task("s", "ab", {"chosen": "c", "rejected": "cdefg"}),
         Task("l", "ab", {"chosen": "c", "rejected": "c" * 30}),
     )
-    assert check_given("pairs", [fits], PLAIN, 9) == 9  # ab, line break, cdefg, end
+    assert check_offline("pairs", [fits], PLAIN, 9) == 9  # ab, line break, cdefg, end
     with pytest.raises(ConfigError, match=r"the row of task s .* is 9 tokens, and the context holds 8"):
-        check_given("pairs", [fits], PLAIN, 8)
+        check_offline("pairs", [fits], PLAIN, 8)
     with pytest.raises(ConfigError, match="task l"):
-        check_given("pairs", [fits, long], PLAIN, 16)
+        check_offline("pairs", [fits, long], PLAIN, 16)
     assert [score for _, score in replies("pairs", fits)] == [1.0, 0.0]
 
 
@@ -143,7 +143,7 @@ async def test_held_out_figures_come_from_forward_passes_alone() -> None:
     found = {}
     for name in ("sft", "dpo"):
         settings, trainer = AlgorithmSettings.preset(name), Forward()
-        held_out = HeldOut(trainer, ConfiguredAlgorithm(settings, 8), Given(settings.given, PLAIN))  # type: ignore[arg-type]
+        held_out = HeldOut(trainer, ConfiguredAlgorithm(settings, 8), OfflineRoller(settings.given, PLAIN))  # type: ignore[arg-type]
         found[name] = await held_out(tasks)
         assert trainer.asked == (["policy"] * 2 if name == "sft" else ["policy"] * 3 + ["reference"] * 3)
     assert found["sft"] == {"n": 300, "loss": 1.0}

@@ -16,9 +16,11 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.types import Sample, Support
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.cluster import Parts, start_parts
+from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_changes import check_same_run
-from tidemill.run.roles import TrainerSpec, placed
+from tidemill.run.roles import placed
+from tidemill.run.storage.run_folder import RunFolder
 
 LETTERS = "abcd"
 TOLERANCE = 1e-5  # nats, in float32: engine and trainer sum in another order
@@ -41,16 +43,9 @@ def recipe(folder: Path, engines: int, **tables: Any) -> RunConfig:
 
 
 async def parts_of(config: RunConfig, folder: Path, stack: AsyncExitStack) -> Parts:
-    spec = TrainerSpec(
-        model=Path(config.model),
-        trainer=config.trainer,
-        steps=1,
-        reference=config.algorithm.reference,
-        sync=config.placement.sync,
-        folder=folder,
-    )
     placement = await stack.enter_async_context(placed(config.placement, folder, config.supervise))
-    return await stack.enter_async_context(start_parts(config, spec, placement, lambda kind, detail: None))
+    starting = start_parts(plan_of(config), Path(config.model), RunFolder(folder), placement, lambda kind, detail: None)
+    return await stack.enter_async_context(starting)
 
 
 def rows(seed: int = 0) -> list[Sample]:

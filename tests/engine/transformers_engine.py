@@ -22,9 +22,10 @@ from tidemill.core.interfaces import Capabilities, EngineStats
 from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Array, Completion, Finish, GenerateRequest, Scored, Telemetry, Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
-from tidemill.engine.engine_kinds import BaseEngineSettings, EngineSetup
+from tidemill.engine.engine_kinds import BaseEngineSettings, EngineSpec
 from tidemill.models.fingerprint import fingerprint
 from tidemill.models.weight_slices import Receiver, Slice
+from tidemill.runtime.cpu_sharing import Cores
 
 ENTROPY = TokenExtra("entropy", "float32", fill=-1)  # of the distribution that a token was sampled from, in nats
 
@@ -33,8 +34,8 @@ class TransformersSettings(BaseEngineSettings):
     kind: Literal["transformers"] = "transformers"
 
 
-def build(settings: TransformersSettings, setup: EngineSetup) -> TransformersEngine:
-    return TransformersEngine(setup.model, setup.receiver, setup.version, settings.context)
+def build(spec: EngineSpec, receiver: Receiver | None, cores: Cores) -> TransformersEngine:
+    return TransformersEngine(spec.model, receiver, spec.version, spec.engine.context)
 
 
 class TransformersEngine:

@@ -11,7 +11,7 @@ from envs.scripted_engine import CHATML, ScriptedEngine, chat_tokenizer
 from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
-from tidemill.controller.offline_groups import check_given
+from tidemill.controller.offline_groups import check_offline
 from tidemill.controller.run_monitor import count
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import Group, SamplingParams, Score, Task
@@ -288,8 +288,8 @@ def test_ids_beyond_the_embedding_are_refused_with_the_rows_name() -> None:
         check_prompts(tasks, tokenizer, 99, known)
     for kind in ("answers", "pairs", "labels"):
         with pytest.raises(ConfigError, match=rf"the row of task t7 \('what\?'\) {said}"):
-            check_given(kind, tasks, tokenizer, 99, known)
-        assert check_given(kind, tasks, tokenizer, 99, len(tokenizer)) < 99
+            check_offline(kind, tasks, tokenizer, 99, known)
+        assert check_offline(kind, tasks, tokenizer, 99, len(tokenizer)) < 99
     with pytest.raises(ConfigError, match=f"the answer of task t7 {said}"):
         check_answers(tasks, tokenizer, known)
     assert check_prompts(tasks, tokenizer, 99, len(tokenizer)) < 99
@@ -310,7 +310,7 @@ def test_half_a_character_is_no_text_wherever_it_stands() -> None:
             as_messages(message)
     said = r"the row of task t \('a'\): the conversation holds half a character, '\\ud83d'"
     with pytest.raises(ConfigError, match=said):
-        check_given("answers", [Task("t", "a", {"answer": "\ud83d"})], CHAT, 99)
+        check_offline("answers", [Task("t", "a", {"answer": "\ud83d"})], CHAT, 99)
 
 
 @pytest.mark.parametrize(
@@ -330,5 +330,5 @@ def test_whatever_a_template_raises_is_one_sentence_that_names_it_and_the_row(te
         check_prompts([Task("t", "a")], tokenizer, 99)
     assert "\n" not in str(raised.value)
     with pytest.raises(ConfigError, match=rf"the row of task t \('a'\): {said}"):
-        check_given("answers", [Task("t", "a", {"answer": "b"})], tokenizer, 99)
+        check_offline("answers", [Task("t", "a", {"answer": "b"})], tokenizer, 99)
     assert end_of_turn(tokenizer) is None

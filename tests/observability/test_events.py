@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from tidemill.observability.events import worded
-from tidemill.run.build_controller import Session
+from tidemill.run.session import Session
 
 
 @pytest.mark.parametrize(

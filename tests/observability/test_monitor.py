@@ -35,6 +35,7 @@ from tidemill.observability.sinks import Fanout
 from tidemill.observability.time_breakdown import TRAINER, Account
 from tidemill.observability.trace import Trace
 from tidemill.run import report
+from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
 
@@ -116,7 +117,7 @@ async def test_threads_are_advised_to_engines_whose_steps_they_are_worth(name: s
     monkeypatch.setattr(report, "usable_cores", lambda: 2)
     policy = architecture_of(config.model)
     assert policy is not None and report.tokens_per_step(Totals()) == 0
-    found = report.advice(watched.totals, config, policy)
+    found = report.advice(watched.totals, plan_of(config), policy)
     assert (
         found is not None and found["cause"] == "engines" and ("raise placement.engine_threads" in found["text"]) is threads
     )

@@ -147,7 +147,7 @@ def test_a_teacher_or_critic_of_another_language(
         (teacher / "model.safetensors").unlink()
     elif command == "explain":
         pytest.skip("a recipe may be explained where its models are not")
-    monkeypatch.setattr("tidemill.run.session._run", None)
+    monkeypatch.setattr("tidemill.run.session.Session.start", None)
     recipe = {"model": f'"{model}"', "algorithm": f'{{ name = "{preset}", {key} = "{teacher}" }}'}
     error = refused(monkeypatch, capsys, tmp_path, command, **recipe)
     known = {"fewer": count - 1, "count": count, "count_but_three": count - 3, "policy": str(model), "first": ALPHABET[0]}

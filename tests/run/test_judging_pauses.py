@@ -37,7 +37,7 @@ def recipe(folder: Path, first: int, last: float) -> Path:
 
 
 def test_a_pause_and_its_end(tmp_path, capsys):
-    assert training.train(recipe(tmp_path, 30, 36), [], True) == 0
+    assert training.by_recipe(recipe(tmp_path, 30, 36), [], True) == 0
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     notes, report = [line["text"] for line in said if line["kind"] == "note"], said[-1]
     assert any("admission pauses" in note and "mine" in note and "the sandbox is down" in note for note in notes)

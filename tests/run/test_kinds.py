@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import pytest
 
@@ -18,21 +18,23 @@ import tidemill
 from tidemill.core.atomic_files import write_json
 from tidemill.core.config import build, dump
 from tidemill.core.errors import ConfigError, RenamedKey
+from tidemill.core.interfaces import Engine
 from tidemill.core.types import Version
-from tidemill.engine.engine_kinds import ENGINES, EngineSetup
+from tidemill.engine.engine_kinds import ENGINES, EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.guess import ALPHABET
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run import roles
 from tidemill.run.capability_check import NO_PROBES, OLDEST
 from tidemill.run.placement_kinds import PLACEMENTS, PlacementSetup
 from tidemill.run.placement_kinds import BasePlacementSettings as BasePlacement
 from tidemill.run.recipe import RunConfig, load_recipe
-from tidemill.run.roles import start_engine
+from tidemill.run.roles import build_role, start_engine, start_role
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime.inline import Inline
 from tidemill.runtime.placement import Placement
-from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSetup
+from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSpec
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings, SyncSettings
 from tidemill.weight_sync.transport import Transport, checkpoint
@@ -47,11 +49,12 @@ class StampedEngine(EngineSettings):
     stamp: str = ""
 
 
-def build_engine(settings: StampedEngine, setup: EngineSetup):
+def build_engine(spec: EngineSpec, *parts):
     from tidemill.engine.native.build_native_engine import build as native
 
-    Path(settings.stamp, f"engine-{os.getpid()}").touch()
-    return native(settings, setup)
+    assert isinstance(spec.engine, StampedEngine)
+    Path(spec.engine.stamp, f"engine-{os.getpid()}").touch()
+    return native(spec, *parts)
 
 
 class StampedTrainer(TrainerSettings):
@@ -59,11 +62,12 @@ class StampedTrainer(TrainerSettings):
     stamp: str = ""
 
 
-def build_trainer(settings: StampedTrainer, setup: TrainerSetup):
+def build_trainer(spec: TrainerSpec, *parts):
     from tidemill.trainer.build_native_trainer import build as native
 
-    Path(settings.stamp, f"trainer-{os.getpid()}").touch()
-    return native(settings, setup)
+    assert isinstance(spec.trainer, StampedTrainer)
+    Path(spec.trainer.stamp, f"trainer-{os.getpid()}").touch()
+    return native(spec, *parts)
 
 
 class StampedSync(BaseSyncSettings):
@@ -197,17 +201,40 @@ def test_the_command_line_says_it_in_one_line(tmp_path: Path) -> None:
     assert done.stderr == "note: placement.sync.carrier is called placement.sync.transport now\n"
 
 
+def test_a_role_parses_its_spec_once_and_its_builder_takes_it(
+    stamped: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent, parsed, taken = {}, list[str](), list[EngineSpec]()
+
+    class Wire:
+        """A placement that keeps what would travel."""
+
+        async def start(self, protocol, role, name, spec, *more):
+            sent.update(json.loads(json.dumps(spec)), role=role, name=name)
+
+    settings = StampedEngine(stamp=str(tmp_path), device="cpu", context=32)
+    spec = EngineSpec(name="engine-3", model=model, engine=settings, transport="checkpoint", cached_versions=5)
+    asyncio.run(start_role(cast(Any, Wire()), Engine, spec, 1, {}))
+    settings_of = ENGINES.settings_of
+    monkeypatch.setattr(ENGINES, "settings_of", lambda kind: parsed.append(kind) or settings_of(kind))
+    monkeypatch.setattr(roles, "build", lambda kind, tree: parsed.append(kind.__name__) or build(kind, tree))
+    monkeypatch.setattr(ENGINES, "builder_of", lambda kind: lambda spec, *parts: taken.append(spec))
+    build_role(sent)
+    assert [dump(each) for each in taken] == [dump(spec)] and parsed == ["EngineSpec", "stamped"]
+
+
 # -- an engine that can do less --------------------------------------------------------------------------------------
 
 
-def build_lesser(settings: StampedEngine, setup: EngineSetup):
+def build_lesser(spec: EngineSpec, *parts):
     """A native engine that promises less."""
     from dataclasses import replace
 
     from tidemill.engine.native.build_native_engine import build as native
 
-    engine = native(settings, setup)
-    capabilities, lacks = engine.capabilities, json.loads(settings.stamp)
+    assert isinstance(spec.engine, StampedEngine)
+    engine = native(spec, *parts)
+    capabilities, lacks = engine.capabilities, json.loads(spec.engine.stamp)
 
     async def fewer():
         return replace(await capabilities(), **lacks)

@@ -9,7 +9,7 @@ import pytest
 
 from tidemill.core.config import dump
 from tidemill.core.errors import ConfigError
-from tidemill.run import recipe
+from tidemill.run.planner import plan
 from tidemill.run.recipe import RunConfig, load_recipe
 from tidemill.run.recipe_changes import MAY_CHANGE, check_same_run
 
@@ -81,8 +81,8 @@ def test_mistakes_are_caught_at_once(override, message):
     ],
 )
 def test_a_trainer_begins_early_where_it_takes_nothing_from_engines(overrides, streams, monkeypatch):
-    monkeypatch.setattr(recipe, "usable_cores", lambda: 2)
-    assert load(*overrides).streams is streams
+    monkeypatch.setattr(plan, "usable_cores", lambda: 2)
+    assert plan.plan_of(load(*overrides)).streams is streams
 
 
 def test_a_run_that_goes_on_keeps_its_recipe(tmp_path):

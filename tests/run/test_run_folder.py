@@ -7,7 +7,7 @@ import json
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -22,7 +22,7 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.sft_warmup import WarmedUp
 from tidemill.run.storage import run_folder
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.run.warmup_cache import WarmStartCache, record
+from tidemill.run.warm_start import WarmStartCache, record
 
 
 @pytest.fixture
@@ -209,11 +209,10 @@ async def test_a_warm_up_of_an_earlier_run_is_told_of(tmp_path, monkeypatch):
     monkeypatch.setattr(warm_start, "_digest", lambda *_: "abc")
     kept = folder_of(tmp_path / "warm-starts" / "abc", "weights")
     record(kept, WarmedUp(9.0, 40, 0.5))
-    config: Any = SimpleNamespace(run_dir=tmp_path / "run", warmup=SimpleNamespace(accuracy=0.4))
-    nothing: Any = None
-    told: list[str] = []
-    parts = (config, RunFolder(tmp_path / "run"), nothing, SimpleNamespace(path=kept), [], nothing, told.append)
-    start = await warm_start.warm_start(warm_start.Warming(*parts))
+    config = SimpleNamespace(run_dir=tmp_path / "run", warmup=SimpleNamespace(accuracy=0.4))
+    told, environment = list[str](), SimpleNamespace(tasks=lambda split: [])
+    parts = {"folder": RunFolder(tmp_path / "run"), "model": SimpleNamespace(path=kept), "environment": environment}
+    start = await warm_start.warm_start(cast(Any, SimpleNamespace(config=config, note=told.append, **parts)))
     assert start.path == kept and start.cached
     assert told == [f"warm-up: as an earlier run left it, {kept}: accuracy 0.50 on training tasks"]
 

@@ -14,13 +14,13 @@ from tidemill.core import fault_injection
 from tidemill.core.config import build
 from tidemill.core.errors import CheckpointError, RunFailed
 from tidemill.core.fault_injection import Fault, FaultError, Faults
-from tidemill.run import sft_warmup, warmup_cache
+from tidemill.run import sft_warmup, warm_start
 from tidemill.run.recipe import RunConfig
 from tidemill.run.session import RunEnded, run
 from tidemill.run.sft_warmup import WarmedUp
 from tidemill.run.storage.checkpoint_manifest import MANIFEST
 from tidemill.run.storage.run_folder import RunFolder, read_json
-from tidemill.run.warmup_cache import RECORD, WarmStartCache, read_kept, record
+from tidemill.run.warm_start import RECORD, WarmStartCache, read_kept, record
 
 TASK = """
 def score(completion, answer):
@@ -197,7 +197,7 @@ def test_one_that_is_not_as_it_was_written_is_not_used(tmp_path: Path, damage: s
 def test_a_cache_of_another_user_or_open_to_others_is_not_used(tmp_path: Path, monkeypatch):
     cache, _, told = entry_of(tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(warmup_cache.os, "geteuid", lambda: os.getuid() + 1)
+        patch.setattr(warm_start.os, "geteuid", lambda: os.getuid() + 1)
         assert not cache.prepare() and "belongs to another user" in told[-1]
         assert cache.find("a") is None and "belongs to another user" in told[-1]
     cache, _, told = entry_of(tmp_path)

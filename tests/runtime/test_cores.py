@@ -18,16 +18,20 @@ import torch
 from tidemill.core.config import build
 from tidemill.core.errors import StartFailed
 from tidemill.core.types import GenerateRequest, LossSpec, Sample, SamplingParams
+from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.cluster import start_parts
+from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
-from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
+from tidemill.run.roles import build_engine, build_trainer
+from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime import cpu_sharing
 from tidemill.runtime.cpu_sharing import Seat, SharedCores, seats
 from tidemill.trainer import parallel_micro_batches as lanes_of_trainer
 from tidemill.trainer.native_trainer import NativeTrainer
+from tidemill.trainer.trainer_kinds import TrainerSpec
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 
@@ -230,9 +234,8 @@ class Recording:
 async def started(folder: Path, tables: dict[str, Any]) -> dict[str, Any]:
     """What the processes of a run are given."""
     config, placement = recipe(folder, **tables), Recording()
-    spec = TrainerSpec(model=Path(config.model), trainer=config.trainer, steps=1, sync=config.placement.sync, folder=folder)
     with pytest.raises(BaseExceptionGroup):
-        async with start_parts(config, spec, placement, lambda kind, detail: None):
+        async with start_parts(plan_of(config), Path(config.model), RunFolder(folder), placement, lambda *_: None):
             raise AssertionError("nothing was started")
     assert placement.given.keys() >= {"trainer"}
     return placement.given

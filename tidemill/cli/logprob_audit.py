@@ -30,6 +30,7 @@ from tidemill.models.served_weights import Contents
 from tidemill.observability.diagnosis.causes import Cause, Evidence, Finding, Hypothesis, diagnose
 from tidemill.observability.diagnosis.comparison import LogprobComparison
 from tidemill.observability.diagnosis.mismatch import ROUNDING, Limit
+from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.checkpoint_manifest import read_manifest
 from tidemill.run.storage.run_folder import RunFolder
@@ -115,7 +116,8 @@ class Replay:
 async def replay(run: RunFolder, rows: int = ROWS) -> Replay:
     """Recompute up to `rows` trajectories of each version whose weights are on disk."""
     config = build(RunConfig, run.recipe())
-    result = Replay(config.coarsest, ROUNDING[config.coarsest])
+    coarsest = plan_of(config).coarsest
+    result = Replay(coarsest, ROUNDING[coarsest])
     with SqliteLedger(run.path, mode="read") as ledger:
         stored, result.strangers = _stored(run, ledger.versions(), config)
         chosen = _choose(ledger, stored, rows, result)
@@ -229,7 +231,7 @@ class _Replayer:
         A short row may differ by chance in low precision, unless all of them together do.
         """
         together = result.trainer.ok and result.engine.ok
-        slack = 4.0 if together and self._config.coarsest != "float32" else 1.0
+        slack = 4.0 if together and plan_of(self._config).coarsest != "float32" else 1.0
         limit = Limit(self._limit.mean * slack, self._limit.p99 * slack)
         found = []
         for row in rows:

@@ -57,15 +57,15 @@ def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
     raise typer.Exit(training.demo(overrides or [], as_json))
 
 
-@app.command()
-def train(
+@app.command("train")
+def train_recipe(
     recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
 ) -> None:
     """Train by a recipe. On a run that was interrupted, the same command resumes it."""
     _starting(" ".join(["to train by", str(recipe), *(overrides or [])]), as_json)
     from tidemill.cli.commands import training
 
-    raise typer.Exit(training.train(recipe, overrides or [], as_json))
+    raise typer.Exit(training.by_recipe(recipe, overrides or [], as_json))
 
 
 @app.command()
@@ -266,20 +266,6 @@ def _tell(error: BaseException) -> None:
     print("\n".join(wrapped), file=sys.stderr)
 
 
-def main() -> None:
-    """Run the command line, and exit with its status.
-
-    Mistakes of the user and failures of the world are one sentence and a non-zero status; bugs are tracebacks.
-    """
-    from tidemill.cli.commands.safe_output import guard
-
-    lost = guard()
-    status = _status()
-    if lost() is not None and status == 0 and not _KEEP.intersection(sys.argv[1:2]):
-        status = 1
-    sys.exit(status)
-
-
 _KEEP = {"demo", "train"}
 """Commands whose result is on disk, even if their output is lost."""
 
@@ -298,25 +284,32 @@ def _say_renamed_keys_in_one_line() -> None:
     warnings.formatwarning = formatted
 
 
-def _status() -> int:
-    """Run the command line. Returns the exit status."""
+def main() -> None:
+    """Run the command line, and exit with its status.
+
+    Mistakes of the user and failures of the world are one sentence and a non-zero status; bugs are tracebacks.
+    """
+    from tidemill.cli.commands.safe_output import guard
     from tidemill.core.errors import ConfigError, TidemillError
 
+    lost, status = guard(), 0
     _say_renamed_keys_in_one_line()
     try:
         app()
     except SystemExit as ended:  # typer always ends so
-        return ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
     except ConfigError as error:
         _tell(error)
-        return 2
+        status = 2
     except (TidemillError, ValueError, OSError) as error:
         _tell(error)
-        return 1
+        status = 1
     except asyncio.CancelledError as error:
         print("; ".join(["interrupted", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 130
-    return 0
+        status = 130
+    if lost() is not None and status == 0 and not _KEEP.intersection(sys.argv[1:2]):
+        status = 1
+    sys.exit(status)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ ROWS = 256  # rows in one forward pass over held-out rows, to bound its length
 Reply = tuple[list[Turn], float]  # a conversation, and its score
 
 
-class Given:
+class OfflineRoller:
     """`interfaces.Roller` that turns a task's own replies into its group."""
 
     def __init__(self, kind: str, tokenizer: Tokenizer) -> None:
@@ -49,7 +49,7 @@ class Given:
 class HeldOut:
     """Metrics of held-out tasks from the trainer's forward passes alone, without any gradient."""
 
-    def __init__(self, trainer: Trainer, algorithm: Algorithm, roller: Given) -> None:
+    def __init__(self, trainer: Trainer, algorithm: Algorithm, roller: OfflineRoller) -> None:
         self._trainer, self._algorithm, self._roller = trainer, algorithm, roller
 
     async def __call__(self, tasks: Sequence[Task]) -> Metrics:
@@ -72,7 +72,7 @@ class HeldOut:
         return [values for part in parts for values in part]
 
 
-def check_given(kind: str, tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocab: int | None = None) -> int:
+def check_offline(kind: str, tasks: Sequence[Task], tokenizer: Tokenizer, context: int, vocab: int | None = None) -> int:
     """Check every task's replies, and return the length of the longest row in tokens.
 
     Raises ConfigError, which names the task, when one lacks a column, is refused by the chat template, has a row longer than

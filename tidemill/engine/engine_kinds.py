@@ -1,24 +1,22 @@
-"""Registry of engine kinds, with the settings and inputs that all kinds share.
+"""Registry of engine kinds, with the settings and the spec that all kinds share.
 
-No torch here. A new engine is one module, with a subclass of `BaseEngineSettings` and a function `(settings, EngineSetup) ->
-Engine`, and one entry in the table.
+No torch here. A new engine is one module, with a subclass of `BaseEngineSettings` and a function `(EngineSpec, Receiver |
+None, Cores) -> Engine`, and one entry in the table.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
+from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.core.types import Version
+from tidemill.runtime.cpu_sharing import Seat
 
-if TYPE_CHECKING:
-    from tidemill.models.weight_slices import Receiver
-    from tidemill.runtime.cpu_sharing import Cores
-
+UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
 ENGINES = Registry("engine.kind")
 ENGINES.register(
     *("native", "tidemill.engine.native.engine_settings:EngineSettings", "tidemill.engine.native.build_native_engine:build")
@@ -44,13 +42,19 @@ class BaseEngineSettings(KindSettings, registry=ENGINES):
         return False
 
 
-@dataclass(frozen=True, slots=True)
-class EngineSetup:
-    """Inputs of an engine's builder besides its settings."""
+class EngineSpec(Config):
+    """Everything that an engine is built from, as plain data that travels to its process."""
 
+    role: str = "engine"  # or reference
+    name: str = "engine-0"
     model: Path  # a Hugging Face folder
-    name: str  # name of its process
-    receiver: Receiver | None  # source of new weights; None: the engine is never updated
-    version: Version  # version of the folder's weights
-    cores: Cores
-    cached_versions: int  # recent versions whose prefix cache may still be found
+    engine: BaseEngineSettings
+    transport: str | None = None  # source of new weights; None: the engine is never updated
+    cached_versions: int = 2  # recent versions whose prefix cache may still be found
+    seat: Seat | None = None  # None: its cores are its own
+    profile: Path | None = None  # folder for `operator_profiler`
+
+    @property
+    def version(self) -> Version:
+        """The version of the folder's weights: 0 unless others are to be published."""
+        return Version(0) if self.transport is None else UNPUBLISHED

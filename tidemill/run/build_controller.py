@@ -1,6 +1,6 @@
-"""Builds the controller of a session and runs it to its end.
+"""Builds the controller of a session, at the place where the run stands.
 
-standing (see `resume`, `deterministic_resume`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller -> steps done
+standing (see `resume`, `deterministic_resume`) + pool, roller, trainer, ledger, algorithm, hooks -> Controller
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
-from functools import partial
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from tidemill.algorithms.mixture import algorithm_of
 from tidemill.controller.admission_buffer import Buffer
@@ -20,85 +19,29 @@ from tidemill.controller.circuit_breaker import Breaker, Change, Gate
 from tidemill.controller.controller import Controller, Hooks, Schedule
 from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
-from tidemill.controller.offline_groups import Given, HeldOut
+from tidemill.controller.offline_groups import HeldOut, OfflineRoller
 from tidemill.controller.policy_check import Agreement
 from tidemill.controller.rollout import EpisodeSetup, Rollout
-from tidemill.controller.run_monitor import Monitor
 from tidemill.core.interfaces import Environment
-from tidemill.core.token_extras import TokenExtra
-from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Task, Version
-from tidemill.envs.curriculum import Curriculum
-from tidemill.envs.environment_mixture import Several
-from tidemill.ledger.ledger import SqliteLedger
-from tidemill.models.architecture import Architecture
-from tidemill.observability.events import worded
+from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Version
 from tidemill.observability.time_breakdown import EVALUATE
 from tidemill.run.capability_check import probe_every
 from tidemill.run.cluster import Parts
 from tidemill.run.deterministic_resume import Recorded, take_up_exactly
+from tidemill.run.planner.plan import RunPlan
 from tidemill.run.recipe import RunConfig
 from tidemill.run.replay_buffer import Experience
 from tidemill.run.resume import Standing, take_up
-from tidemill.run.status_file import reporting
 from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import ModelFolder
-from tidemill.run.storage.run_folder import RunFolder
-from tidemill.run.task_source import giving, remembered
-from tidemill.runtime.placement import Placement
+from tidemill.run.task_source import curriculum_of, giving, remembered
+
+if TYPE_CHECKING:
+    from tidemill.run.session import Session
 
 Evaluation = Callable[[Version], Awaitable[Metrics]]
 """Evaluates the served version. Raises PolicyMismatch when another version answers."""
-
-
-@dataclass(slots=True)
-class Session:
-    """The parts of a run that live on while trainer and engines come and go."""
-
-    config: RunConfig
-    folder: RunFolder
-    ledger: SqliteLedger
-    environment: Environment
-    model: ModelFolder
-    monitor: Monitor
-    placement: Placement
-    note: Callable[[str], None]
-    extras: Sequence[TokenExtra] = ()  # that the losses read
-    stopping: bool = False  # the user asked the run to end after its step
-    _remembered: Curriculum | None = None
-
-    def tell(self, kind: str, detail: dict[str, Any]) -> None:
-        """Record an event in the ledger and show it to the user."""
-        self.ledger.event(kind, detail)
-        self.note(worded(kind, detail).partition("\n")[0])
-
-    def curriculum(self) -> Curriculum:
-        """A new curriculum of the training tasks, as at the beginning of a run."""
-        data, environment = self.config.data, self.environment
-        weights = environment.weights if isinstance(environment, Several) else None
-        return Curriculum(environment.tasks("train"), self.config.seed, data.order, data.retire, weights)
-
-    def remembered(self) -> Curriculum:
-        """The curriculum with the ledger's record of its tasks' groups, as far as it matters.
-
-        The record is read once, because reading a long one takes seconds. The curriculum is told of everything recorded
-        later.
-        """
-        if self._remembered is None:
-            self._remembered = remembered(self.curriculum(), self.ledger)
-        return self._remembered
-
-    def held_out(self, count: int) -> Sequence[Task]:
-        """The first `count` held-out tasks."""
-        return self.environment.tasks("eval")[:count]
-
-    def episodes(self) -> EpisodeSetup:
-        return make_episodes(self.config, self.environment, self.model)
-
-    @property
-    def context(self) -> int:
-        """The engines' context in tokens."""
-        return self.config.engine.context_of(self.model.architecture.context)
 
 
 def make_episodes(config: RunConfig, environment: Environment, model: ModelFolder) -> EpisodeSetup:
@@ -110,36 +53,25 @@ def make_episodes(config: RunConfig, environment: Environment, model: ModelFolde
     return EpisodeSetup(environment, model.tokenizer, params, context, r.episode_s, known.vocab)
 
 
-def context_cut(config: RunConfig, policy: Architecture) -> str:
-    """A sentence for the user if the recipe asks for a longer context than the model has, else ""."""
-    asked, has = config.engine.context or 0, policy.context
-    said = f"engine.context = {asked:,}, but the model has {has:,} positions (max_position_embeddings): {has:,} are used"
-    return said if asked > has else ""
-
-
-async def train(session: Session, parts: Parts) -> int:
-    """Train from where the run stands to its end, or until it is asked to stop.
-
-    Returns the number of steps done.
-    """
-    config, ledger = session.config, session.ledger
-    pool = parts.pool
+async def build_controller(session: Session, parts: Parts) -> Controller:
+    """Bring the trainer to where the run stands, and put the controller together that goes on from there."""
+    config, ledger, plan = session.config, session.ledger, session.plan
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
     checkpoints = _checkpoints(session)
     context = min(can.context for can in parts.capabilities)  # shorter if the KV cache is small
-    episodes = replace(session.episodes(), context=context, extras=tuple(session.extras))
-    if config.given:
-        roller = Given(config.given, session.model.tokenizer)
+    episodes = replace(make_episodes(config, session.environment, session.model), context=context, extras=session.extras)
+    if config.offline:
+        roller = OfflineRoller(config.offline, session.model.tokenizer)
         held_out = HeldOut(parts.trainer, algorithm, roller)
     else:
         size, greedy = config.rollout.group_size, any(each.wants_greedy for each in config.algorithms.values())
-        roller, held_out = Rollout(pool, episodes, size, config.seed, session.monitor.beside, greedy), None
+        roller, held_out = Rollout(parts.pool, episodes, size, config.seed, session.monitor.beside, greedy), None
 
     def unchanged(version: Version, why: str) -> None:
         session.tell("weights_unchanged", {"version": str(version), "why": why})
 
-    publisher = PoolPublisher(parts.trainer, pool, unchanged)
-    evaluate = _evaluation(session, Evaluator(pool, episodes, config.seed), held_out)
+    publisher = PoolPublisher(parts.trainer, parts.pool, unchanged)
+    evaluate = _evaluation(session, Evaluator(parts.pool, episodes, config.seed), held_out)
     algorithm.recall(ledger.metrics_of)
     exact = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note) if config.deterministic else None
     standing = exact
@@ -151,12 +83,13 @@ async def train(session: Session, parts: Parts) -> int:
         if known := ledger.evaluations():
             session.monitor.remember(known[-1].metrics)
     recorded = Recorded(ledger, roller) if exact else None
-    curriculum = session.remembered()
-    session.monitor.attach(parts.trainer, parts.pools, curriculum.figures)
-    controller = Controller(
-        _schedule(config, standing, probe_every(config, parts.capabilities)),
-        _buffer(config, standing),
-        giving(curriculum),
+    if session.curriculum is None:  # from here on it is told of everything
+        session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
+    session.monitor.attach(parts.trainer, parts.pools, session.curriculum.figures)
+    return Controller(
+        _schedule(plan, standing, probe_every(config, parts.capabilities)),
+        _buffer(plan, standing),
+        giving(session.curriculum),
         recorded or roller,
         parts.trainer,
         publisher,
@@ -167,16 +100,10 @@ async def train(session: Session, parts: Parts) -> int:
         gate=_gate(session),
         restored=standing.left,
         versions=standing.versions,
-        learn=curriculum.learn_group,
-        again=Experience(ledger, config.data.replay, config.rollout.groups),
+        learn=session.curriculum.learn_group,
+        again=Experience(ledger, config.data.replay, plan.replayed),
         timeline=session.monitor.loop,
     )
-
-    async with (
-        _stop_on_signals(session, controller.stop),
-        reporting(session.folder.path, parts.handles, partial(_position, controller, config.steps)),
-    ):
-        return await controller.run()
 
 
 def _checkpoints(session: Session) -> Checkpoints:
@@ -185,7 +112,7 @@ def _checkpoints(session: Session) -> Checkpoints:
     return Checkpoints(session.folder.checkpoints, session.ledger, session.note, **kept)
 
 
-def _position(controller: Controller, steps: int) -> dict[str, Any]:
+def position(controller: Controller, steps: int) -> dict[str, Any]:
     """The run's position now, for `status.json`."""
     buffer = controller.buffer
     versions = [version.step for version in controller.versions.values()]
@@ -207,33 +134,31 @@ def _gate(session: Session) -> Gate:
     return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
 
 
-def _schedule(config: RunConfig, standing: Standing, probes: int) -> Schedule:
+def _schedule(plan: RunPlan, standing: Standing, probes: int) -> Schedule:
+    config = plan.config
     return Schedule(
         steps=config.steps,
         first=standing.step,
         saved=standing.saved,
         incarnation=standing.incarnation,
-        eval_every=_eval_every(config),
+        eval_every=plan.eval_every,
         checkpoint_every=config.record.checkpoint_every,
         probe_every=probes,
         deterministic=config.deterministic,
-        stream=config.trainer.micro_batch_tokens if config.streams else 0,
+        stream=config.trainer.micro_batch_tokens if plan.streams else 0,
     )
 
 
-def _buffer(config: RunConfig, standing: Standing) -> Buffer:
+def _buffer(plan: RunPlan, standing: Standing) -> Buffer:
+    config, rollout = plan.config, plan.config.rollout
     return Buffer(
-        batch=config.rollout.groups,
+        batch=rollout.groups,
         max_lag=config.max_lag,
-        window=config.rollout.window,
-        total=(config.steps - standing.step) * config.rollout.groups,
+        window=rollout.window,
+        total=(config.steps - standing.step) * rollout.groups,
         next_id=standing.next_id,
         live=standing.live,
     )
-
-
-def _eval_every(config: RunConfig) -> int:
-    return config.eval.every or config.steps
 
 
 def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None) -> Evaluation:
@@ -246,7 +171,7 @@ def _evaluation(session: Session, evaluator: Evaluator, held_out: HeldOut | None
 
     async def evaluate(version: Version) -> Metrics:
         ends = version.step in (0, config.steps)
-        tasks = session.held_out(config.eval.final_tasks if ends else config.eval.tasks)
+        tasks = session.environment.tasks("eval")[: config.eval.final_tasks if ends else config.eval.tasks]
         with session.monitor.beside.span(EVALUATE, step=version.step):
             results = await evaluator(tasks, version) if config.judged else Metrics()
             return results | (await held_out(tasks) if held_out else Metrics())
@@ -259,7 +184,7 @@ def _made_up(session: Session, publisher: PoolPublisher, evaluate: Evaluation) -
     evaluated = {each.step for each in session.ledger.evaluations()}
 
     async def reached(version: Version) -> None:
-        if version.step in evaluated or version.step % _eval_every(session.config):
+        if version.step in evaluated or version.step % session.plan.eval_every:
             return
         served = await publisher.publish(version)
         session.ledger.publish(served)
@@ -271,12 +196,10 @@ def _made_up(session: Session, publisher: PoolPublisher, evaluate: Evaluation) -
 
 
 def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluate: Evaluation, standing: Standing) -> Hooks:
-    config = session.config
-
     async def checkpoint(step: int, next_id: int) -> Coroutine[Any, Any, None]:
         return await checkpoints.begin(parts.trainer, Position(step, standing.incarnation, next_id))
 
-    agreement = Agreement(parts.trainer, config.coarsest)
+    agreement = Agreement(parts.trainer, session.plan.coarsest)
 
     async def probe(version: Version, samples: Sequence[Sample], logprobs: Sequence[Array]) -> None:
         agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, parts.pool))
@@ -285,7 +208,7 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluate: E
 
 
 @asynccontextmanager
-async def _stop_on_signals(session: Session, stop: Callable[[], None]) -> AsyncIterator[None]:
+async def stop_on_signals(session: Session, stop: Callable[[], None]) -> AsyncIterator[None]:
     """Stop the run on Ctrl-C or SIGTERM: first after its step, with a checkpoint; then at once.
 
     A signal that came before the trainer was lost still counts.

@@ -88,9 +88,9 @@ def _expect_extras(engine: str, can: Capabilities, config: RunConfig, extras: Se
     own = {extra.name: extra for extra in can.extras}
     for extra in extras:
         reads = f"algorithm.loss reads the token extra {extra.name!r}"
-        if config.given:
+        if config.offline:
             raise ConfigError(
-                f"{reads}, which engines return with what they sample, and given = {config.given!r} samples nothing: take "
+                f"{reads}, which engines return with what they sample, and given = {config.offline!r} samples nothing: take "
                 "another loss"
             )
         if extra.name not in own:

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.controller.controller import first_cause
@@ -19,20 +20,14 @@ from tidemill.controller.reference_pool import WithServedReference
 from tidemill.core.errors import PeerDied, PolicyMismatch
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.token_extras import TokenExtra
+from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.run.capability_check import adapted, check_engine
-from tidemill.run.recipe import RunConfig
-from tidemill.run.roles import (
-    ENGINE_DEADLINES,
-    REFERENCE_DEADLINES,
-    TRAINER_DEADLINES,
-    EngineSpec,
-    TrainerSpec,
-    budget_of,
-    start_role,
-)
-from tidemill.runtime.cpu_sharing import seats
+from tidemill.run.planner.plan import RunPlan
+from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, TRAINER_DEADLINES, budget_of, start_role
+from tidemill.run.storage.run_folder import RunFolder
+from tidemill.runtime.cpu_sharing import Seat, seats
 from tidemill.runtime.placement import Handle, Placement
-from tidemill.trainer.trainer_kinds import folder_of
+from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
 
 T = TypeVar("T")
 GRACE_S = 1.0  # for the report of a process's end to arrive
@@ -81,30 +76,72 @@ class Parts:
         raise PeerDied(handle.name, await handle.wait())  # bounded: it watches, for as long as the run goes on
 
 
+def trainer_spec(plan: RunPlan, model: Path, folder: RunFolder, seat: Seat | None = None) -> TrainerSpec:
+    """The spec of a run's trainer, or of its warm-up's. model: the folder that it starts from."""
+    config = plan.config
+    spec = TrainerSpec(
+        model=model,
+        trainer=config.trainer,
+        steps=1,  # of a warm-up, whose constant rate has no end
+        checkpoints=plan.saves_beside,
+        sync=config.placement.sync,
+        folder=folder.weights,
+        seed=config.seed,
+        seat=seat,
+        threads=plan.lanes,
+    )
+    if plan.warm_up:
+        return spec
+    own = {
+        "steps": config.steps * plan.updates,
+        "reference": None if config.placement.reference_engines else config.reference,
+        "critic": config.critic,
+        "scores": config.scores,
+        "profile": _profile(plan, folder),
+    }
+    return spec.model_copy(update=own)
+
+
+def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, EngineSpec]:
+    """The specs of a run's engines by role, before they have a name and a seat."""
+    config = plan.config
+    specs = {
+        "engine": EngineSpec(
+            model=model,
+            engine=config.engine,
+            transport=config.placement.sync.kind_name,
+            cached_versions=config.max_lag + 1,  # an older episode cannot be trained on any more
+            profile=_profile(plan, folder),
+        )
+    }
+    served = folder_of(config.reference, model)
+    if config.placement.reference_engines and served is not None:
+        specs["reference"] = EngineSpec(role="reference", model=served, engine=config.engine)
+    return specs
+
+
+def _profile(plan: RunPlan, folder: RunFolder) -> Path | None:
+    return folder.profile if plan.config.profile and not plan.warm_up else None
+
+
 @asynccontextmanager
 async def start_parts(
-    config: RunConfig,
-    trainer: TrainerSpec,
+    plan: RunPlan,
+    model: Path,
+    folder: RunFolder,
     placement: Placement,
     tell: Callable[[str, dict[str, Any]], None],
     extras: Sequence[TokenExtra] = (),
 ) -> AsyncIterator[Parts]:
     """Start trainer and engines side by side, and stop them at the end, however it comes.
 
-    tell: called with (kind of event, details) for each engine that was lost or came back. extras: asked of engines.
+    model: the folder that they start from. tell: called with (kind of event, details) for each engine that was lost or came
+    back. extras: asked of engines.
     """
-    settings, supervise = config.placement, config.supervise
-    transport, threads = settings.sync.kind_name, settings.engine_threads
-    cached = config.max_lag + 1  # an older episode cannot be trained on any more
-    engine = EngineSpec(model=trainer.model, engine=config.engine, transport=transport, cached_versions=cached)
-    specs = {"engine": engine.model_copy(update={"profile": trainer.profile})}
-    counts, deadlines = {"engine": settings.engines}, {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
-    if settings.reference_engines and (folder := folder_of(trainer.reference, trainer.model)) is not None:
-        specs["reference"] = EngineSpec(model=folder, engine=config.engine)
-        counts["reference"] = settings.reference_engines
-        trainer = trainer.model_copy(update={"reference": None})
-
-    started: list[Handle[Any]] = []
+    config, settings = plan.config, plan.config.placement
+    specs, deadlines = engine_specs(plan, model, folder), {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
+    counts = {role: {"engine": settings.engines, "reference": settings.reference_engines}[role] for role in specs}
+    threads, started = settings.engine_threads, list[Handle[Any]]()
     capabilities, told = dict[str, Capabilities](), set[str]()
 
     async def kept(starting: Awaitable[Handle[T]]) -> Handle[T]:
@@ -114,8 +151,8 @@ async def start_parts(
 
     async def start_engine(role: str, index: int) -> Handle[Engine]:
         name = f"{role}-{index}"
-        spec = specs[role].model_copy(update={"seat": shared.get(name)})
-        handle = await kept(start_role(placement, Engine, spec, name, threads, deadlines[role]))
+        spec = specs[role].model_copy(update={"name": name, "seat": shared.get(name)})
+        handle = await kept(start_role(placement, Engine, spec, threads, deadlines[role]))
         can = capabilities[name] = await handle.proxy.capabilities()
         for said in check_engine(config.engine.kind_name, can, config, role, extras):
             if said not in told:
@@ -126,16 +163,16 @@ async def start_parts(
     async with AsyncExitStack() as stack:
         wanted = {"trainer": settings.trainer_threads}
         wanted |= {f"{role}-{i}": threads for role in counts for i in range(counts[role])}
-        shared = stack.enter_context(seats(wanted if config.shares_cores else {}))
+        shared = stack.enter_context(seats(wanted if plan.shares_cores else {}))
         stack.push_async_callback(_stop_all, started)
-        trainer = trainer.model_copy(update={"seat": shared.get("trainer"), "threads": config.lanes})
-        starting = start_role(placement, Trainer, trainer, "trainer", settings.trainer_threads, TRAINER_DEADLINES)
+        spec = trainer_spec(plan, model, folder, shared.get("trainer"))
+        starting = start_role(placement, Trainer, spec, settings.trainer_threads, TRAINER_DEADLINES)
         async with asyncio.TaskGroup() as group:
             first = group.create_task(kept(starting))
             others = {role: [group.create_task(start_engine(role, i)) for i in range(counts[role])] for role in counts}
         handles = {role: [task.result() for task in tasks] for role, tasks in others.items()}
         pools = {role: EnginePool([handle.proxy for handle in of]) for role, of in handles.items()}
-        budget = partial(budget_of, supervise)
+        budget = partial(budget_of, config.supervise)
         supervisors = [Supervisor(pools[role], handles[role], partial(start_engine, role), budget, tell) for role in counts]
         handle = first.result()
         learner = WithServedReference(handle.proxy, pools["reference"]) if "reference" in pools else handle.proxy

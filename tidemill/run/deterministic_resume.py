@@ -21,7 +21,7 @@ from tidemill.core.errors import LedgerError, PayloadLost
 from tidemill.core.interfaces import Roller, Trainer
 from tidemill.core.types import Group, Metrics, Task, Version
 from tidemill.ledger.ledger import SqliteLedger
-from tidemill.run.resume import Standing, expect_known
+from tidemill.run.resume import Standing, load_newest
 from tidemill.run.storage.checkpoints import Checkpoints
 
 
@@ -33,16 +33,10 @@ async def take_up_exactly(
     Returns None if the steps since cannot be repeated to the last bit, which is noted and recorded. Raises ConfigError for a
     checkpoint of more steps than the ledger knows.
     """
-    begun, latest = ledger.next_step(), await checkpoints.newest()
-    if latest is None:
-        step = next_id = incarnation = 0
-    else:
-        folder, position = latest
-        expect_known(folder, position.step, begun)
-        await trainer.load(str(folder / "trainer"))
-        # a power cut may have taken the last admissions: they are repeated, and sampled from the version to come, as then
-        step, next_id = position.step, min(position.next_id, ledger.next_group_id())
-        incarnation = position.incarnation
+    begun, position = ledger.next_step(), await load_newest(ledger, checkpoints, trainer)
+    # a power cut may have taken the last admissions: they are repeated, and sampled from the version to come, as then
+    step, next_id = position.step, min(position.next_id, ledger.next_group_id())
+    incarnation = position.incarnation
     if why := _unrepeatable(ledger, step, next_id, incarnation):
         ledger.event("not_repeated", {"reason": why})
         note(

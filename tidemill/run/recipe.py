@@ -17,7 +17,6 @@ from tidemill.algorithms.algorithm_settings import AlgorithmSettings, CriticSett
 from tidemill.algorithms.mixture import COMMON, check_mixture
 from tidemill.algorithms.presets import ATTEMPTS, PRESETS
 from tidemill.core.config import Config, load
-from tidemill.core.hardware import usable_cores
 from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.environment_settings import (
@@ -52,7 +51,7 @@ SHORT: dict[str, Callable[[str], Any]] = {
 
 
 class RunConfig(Config):
-    """The whole recipe, checked: tables of settings, and figures that follow from them."""
+    """The whole recipe, checked. Numbers that follow from it are in `planner.plan`."""
 
     called_elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
     not_yet: ClassVar[Mapping[str, str]] = NOT_YET
@@ -81,12 +80,6 @@ class RunConfig(Config):
     supervise: SuperviseSettings = SuperviseSettings()
 
     @property
-    def coarsest(self) -> str:
-        """The dtype of lowest precision that a logprob passes through, in trainer or engine."""
-        used = (self.trainer.dtype, self.trainer.serving_dtype, self.engine.dtype)
-        return "bfloat16" if "bfloat16" in used else "float32"
-
-    @property
     def judged(self) -> bool:
         """False when some environment's rows are only learnt from and have no reward."""
         return not any(isinstance(e, RowsSettings) and e.reward in NO_REWARD for e in environments_of(self.env))
@@ -109,70 +102,14 @@ class RunConfig(Config):
         return next((each.critic for each in self.algorithms.values() if each.critic), None)
 
     @property
-    def slots(self) -> int:
-        """Groups that may be admitted and not trained yet: see `controller.admission_buffer`."""
-        return (self.max_lag + 1) * self.rollout.groups - self.rollout.window + 1
-
-    @property
-    def replayed(self) -> int:
-        """Groups of earlier steps that a step trains once more, at most."""
-        return int(self.data.replay.share * self.rollout.groups)
-
-    @property
-    def given(self) -> str:
-        """The kind of offline replies that are learnt, or "": see `AlgorithmSettings.given`."""
+    def offline(self) -> str:
+        """The kind of replies that are learnt offline, without sampling, or "": see `AlgorithmSettings.given`."""
         return next(iter(self.algorithms.values())).given
 
     @property
     def scores(self) -> bool:
         """True when a reward model is trained."""
         return any(each.scores for each in self.algorithms.values())
-
-    @property
-    def shares_cores(self) -> bool:
-        """True when processes may compute with fewer threads than they were given.
-
-        It is False where sums must keep their bits.
-        """
-        return self.placement.processes and not (self.deterministic or self.engine.fixed_threads)
-
-    @property
-    def lanes(self) -> int:
-        """Micro-batches that the trainer may run in parallel on a CPU; 1 where sums must keep their bits."""
-        return self.placement.trainer_threads if self.shares_cores else 1
-
-    @property
-    def warming_up(self) -> RunConfig:
-        """The recipe for a warm-up's processes: one engine and the trainer take turns on all cores.
-
-        A deterministic run keeps its numbers of threads, because they decide the bits of sums.
-        """
-        cores, given = usable_cores(), self.placement
-        threads = (given.trainer_threads, given.engine_threads) if self.deterministic else (cores, cores)
-        together = {"engines": 1, "trainer_threads": threads[0], "engine_threads": threads[1]}
-        return self.model_copy(update={"placement": self.placement.model_copy(update=together)})
-
-    @property
-    def streams(self) -> bool:
-        """True when a step's gradient may be accumulated as its groups finish.
-
-        It is False where sums must keep their bits.
-        """
-        asked = self.placement.stream
-        return not self.deterministic and (self._apart if asked == "auto" else asked)
-
-    @property
-    def _apart(self) -> bool:
-        """True when trainer and engines have a core for each thread, or name different devices."""
-        p, given = self.placement, (self.trainer.device, self.engine.device)
-        devices = {"cuda:0" if device == "cuda" else device for device in given}
-        enough = p.trainer_threads + p.engines * p.engine_threads <= usable_cores()
-        return p.processes and (enough or (len(devices) == 2 and "auto" not in devices))
-
-    @property
-    def updates(self) -> int:
-        """Optimizer updates in a step."""
-        return max(each.updates.count for each in self.algorithms.values())
 
     @classmethod
     def expanded(cls, tree: dict[str, Any]) -> dict[str, Any]:
@@ -189,7 +126,7 @@ class RunConfig(Config):
         tree = cls.expanded(given)
         if isinstance(chosen := tree.get("algorithm"), dict) and "name" not in chosen:
             tree = {**tree, "algorithm": {"name": "grpo", **chosen}}  # the default algorithm, too, when the table names none
-        tree = _as_given(tree)
+        tree = _as_offline(tree)
         return _exactly(tree) if tree.get("deterministic") is True else tree
 
     @model_validator(mode="after")
@@ -205,7 +142,7 @@ class RunConfig(Config):
         self._expect_weights()
         self._expect_order()
         self._expect_replay()
-        self._expect_sampled_or_given()
+        self._expect_sampled_or_offline()
         if self.deterministic and self.rollout.window > 1:
             raise ValueError(
                 f"deterministic = true: rollout.window = {self.rollout.window} takes groups as they finish; set it to 1"
@@ -253,14 +190,14 @@ class RunConfig(Config):
 
     def _expect_replay(self) -> None:
         replay, groups = self.data.replay, self.rollout.groups
-        if replay.share and self.replayed < 1:
+        if 0 < replay.share * groups < 1:
             raise ValueError(
                 f"data.replay.share = {replay.share:g} of rollout.groups = {groups} is less than one group: raise it to "
                 f"{1 / groups:g} at least, or set 0"
             )
 
-    def _expect_sampled_or_given(self) -> None:
-        if not (given := self.given):
+    def _expect_sampled_or_offline(self) -> None:
+        if not (given := self.offline):
             if not self.judged:
                 raise ValueError(
                     "env.reward is empty: expected exact, regex, numeric, last_boxed, math, model, or FILE.py:FUNCTION; "
@@ -308,7 +245,7 @@ def _exactly(tree: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def _as_given(tree: dict[str, Any]) -> dict[str, Any]:
+def _as_offline(tree: dict[str, Any]) -> dict[str, Any]:
     """Set the group size of offline replies: the number of attempts that a task holds."""
     chosen, rollout = tree.get("algorithm"), tree.get("rollout", {})
     if isinstance(chosen, dict):

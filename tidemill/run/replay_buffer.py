@@ -21,9 +21,9 @@ from tidemill.run.recipe_tables import ReplaySettings
 class Experience:
     """Chooser of replayed groups. Call it with a step to load that step's groups."""
 
-    def __init__(self, ledger: SqliteLedger, settings: ReplaySettings, groups: int) -> None:
-        """Replay `settings.share` times as many groups as the `groups` fresh ones of a step."""
-        self._ledger, self._settings, self._count = ledger, settings, int(settings.share * groups)
+    def __init__(self, ledger: SqliteLedger, settings: ReplaySettings, count: int) -> None:
+        """Replay at most `count` groups a step."""
+        self._ledger, self._settings, self._count = ledger, settings, count
         self._lost = set[int]()  # groups that could not be read
 
     def choose(self, step: int) -> list[int]:

@@ -4,53 +4,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tidemill.controller.evaluation import errors_apart, interval
 from tidemill.controller.offline_groups import FIGURES
 from tidemill.controller.run_monitor import Totals
 from tidemill.core.hardware import usable_cores
-from tidemill.ledger.ledger import SqliteLedger
 from tidemill.ledger.records import EvalRecord
 from tidemill.models.architecture import Architecture, parameters
 from tidemill.observability.bottleneck_advisor import Setup, advise
 from tidemill.observability.time_breakdown import CONTROLLER, REFERENCE, TRAINER, Account
-from tidemill.run.recipe import RunConfig
-from tidemill.run.warm_start import WarmStart
+from tidemill.run.planner.plan import RunPlan
 from tidemill.run.zero_reward import unearned
+
+if TYPE_CHECKING:
+    from tidemill.run.session import Session
 
 MOST_CUTS = 10  # limits in the list of those that cut replies off
 CLEARLY = 2.0  # standard errors beyond which a fall of held-out accuracy is not chance
 
 
-def make_report(
-    totals: Totals,
-    ledger: SqliteLedger,
-    start: WarmStart,
-    config: RunConfig,
-    policy: Architecture,
-    before: int,
-    wall_s: float,
-) -> dict[str, Any]:
-    """Build the report of a run, as JSON data.
+def make_report(session: Session, before: int, wall_s: float) -> dict[str, Any]:
+    """Build the report of a session that trained, as JSON data.
 
     before: steps that earlier processes began. wall_s: seconds of this process, including the warm-up and the start of the
     parts. Counts of groups are the whole run's, from the ledger.
     """
+    totals, ledger, config = session.monitor.totals, session.ledger, session.config
+    start = session.weights
     counts, evaluations, last = ledger.counts(), ledger.evaluations(), ledger.last_step()
     return {
         "accuracy_before": evaluations[0].accuracy if evaluations else None,
         "accuracy_after": evaluations[-1].accuracy if evaluations else None,
         "held_out": evaluations[-1].n if evaluations else None,
         "held_out_before": evaluations[0].n if evaluations else None,
-        "held_out_given": _given(evaluations),
+        "held_out_given": _offline(evaluations),
         "unlearned": unlearned(evaluations),
         "unearned": unearned(ledger, config, totals.cut),
         "steps": 0 if last is None else last + 1,
         "steps_before": before,
         "wall_s": round(wall_s, 2),
-        "warmup_s": round(start.warmed.seconds, 2) if start.warmed else 0.0,
-        "warmup_cached": start.cached,
+        "warmup_s": round(start.warmed.seconds, 2) if start and start.warmed else 0.0,
+        "warmup_cached": bool(start and start.cached),
         "tokens_sampled": totals.tokens,
         "max_lag_allowed": config.max_lag,
         "max_lag_seen": totals.max_lag,
@@ -64,7 +59,7 @@ def make_report(
         "versions_published": totals.versions,
         "memory_mb": {name: round(peak / 2**20, 1) for name, peak in totals.memory.items()},
         **_time(totals.time, totals.tokens),
-        "advice": advice(totals, config, policy),
+        "advice": advice(totals, session.plan, session.model.architecture),
         "warnings": dict(totals.symptoms.told),
     }
 
@@ -84,7 +79,7 @@ def _mismatch(totals: Totals) -> dict[str, Any]:
     }
 
 
-def _given(evaluations: Sequence[EvalRecord]) -> dict[str, dict[str, float]] | None:
+def _offline(evaluations: Sequence[EvalRecord]) -> dict[str, dict[str, float]] | None:
     """The first and the last held-out metrics of offline replies, or None if none are learnt."""
     names = ("loss", *FIGURES)
     found = [{name: e.metrics[name] for name in names if name in e.metrics} for e in (*evaluations[:1], *evaluations[-1:])]
@@ -106,19 +101,19 @@ def unlearned(evaluations: Sequence[EvalRecord]) -> dict[str, Any] | None:
     return {**accuracies, "errors": round(errors, 2), "unjudged": unjudged}
 
 
-def advice(totals: Totals, config: RunConfig, policy: Architecture) -> dict[str, Any] | None:
+def advice(totals: Totals, plan: RunPlan, policy: Architecture) -> dict[str, Any] | None:
     """The one change that would help most, judged by measurements, or None."""
-    placement = config.placement
+    config, placement = plan.config, plan.config.placement
     setup = Setup(
         max_lag=config.max_lag,
-        slots=config.slots,
+        slots=plan.slots,
         engines=placement.engines,
         engine_threads=placement.engine_threads,
         engine_step=tokens_per_step(totals) * parameters(policy),
         trainer_threads=placement.trainer_threads,
         workers=config.scoring.workers,
         cores=usable_cores(),
-        shared=config.shares_cores,
+        shared=plan.shares_cores,
         paused=totals.paused_s / max(sum(totals.time.seconds.get(TRAINER, {}).values()), 1e-9),
         failed=totals.paused_for,
     )

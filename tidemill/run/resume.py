@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from tidemill.controller.train_step import train_on
 from tidemill.core.errors import ConfigError
@@ -20,6 +19,7 @@ from tidemill.core.policy_version import PolicyKey
 from tidemill.core.types import Group, Task, Version
 from tidemill.ledger.integrity import lost_log
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.run.storage.checkpoint_manifest import Position
 from tidemill.run.storage.checkpoints import Checkpoints
 
 
@@ -52,15 +52,8 @@ async def take_up(
 
     reached: awaited with each version on the way, while the trainer has its weights.
     """
-    last, latest = ledger.last_step(), await checkpoints.newest()
-    begun = 0 if last is None else last + 1
-    first = 0
-    if latest is not None:
-        folder, position = latest
-        expect_known(folder, position.step, begun)
-        await trainer.load(str(folder / "trainer"))
-        first = position.step
-    begun = _undo_unreadable(ledger, first, begun, note)
+    first = (await load_newest(ledger, checkpoints, trainer)).step
+    begun = _undo_unreadable(ledger, first, ledger.next_step(), note)
     incarnation = ledger.incarnation()
     if first < begun:
         incarnation += 1  # a replay need not be bit-identical, so its versions are others
@@ -72,14 +65,22 @@ async def take_up(
     return Standing(begun, incarnation, ledger.next_group_id(), _left(ledger, known), known, saved=first)
 
 
-def expect_known(folder: Path, step: int, begun: int) -> None:
-    """Raise ConfigError if a checkpoint has more steps than the ledger knows."""
-    if step > begun:
-        why = lost_log(begun, f"{folder} is a checkpoint of step {step}")
+async def load_newest(ledger: SqliteLedger, checkpoints: Checkpoints, trainer: Trainer) -> Position:
+    """Load the newest checkpoint into the trainer. Returns its position, or the beginning if there is none.
+
+    Raises ConfigError if it has more steps than the ledger knows.
+    """
+    if (latest := await checkpoints.newest()) is None:
+        return Position(0, 0, 0)
+    (folder, position), begun = latest, ledger.next_step()
+    if position.step > begun:
+        why = lost_log(begun, f"{folder} is a checkpoint of step {position.step}")
         raise ConfigError(
             f"{why}, or this is the checkpoint of another run; put the newer ledger.sqlite and ledger.sqlite-wal back, or "
             "give another run_dir"
         )
+    await trainer.load(str(folder / "trainer"))
+    return position
 
 
 async def _train_again(step: int, incarnation: int, ledger: SqliteLedger, trainer: Trainer, algorithm: Algorithm) -> None:

@@ -1,8 +1,8 @@
 """Builds a run's roles from plain specs: engine, trainer and preparation.
 
-A role is described by a spec, plain data, so that the same function builds it in this process (`inline`) or in a process of
-its own (`local`, by way of `role_main`). Heavy imports happen here, when a role is built. The process that roles are forked
-from does them before (`import_roles`).
+A spec is a settings object that travels as plain data. The role's process parses it once, and the builder of its kind takes
+it. The same function builds a role in this process (`inline`) or in one of its own (`local`, `role_main`). Heavy imports
+happen when a role is built; the process that roles are forked from does them before (`import_roles`).
 """
 
 from __future__ import annotations
@@ -12,15 +12,13 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings
 from tidemill.controller.engine_supervisor import Budget
 from tidemill.core.config import Config, build
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.registry import Registry
-from tidemill.core.types import Version
-from tidemill.engine.engine_kinds import ENGINES, BaseEngineSettings, EngineSetup
+from tidemill.engine.engine_kinds import ENGINES, EngineSpec
 from tidemill.observability.operator_profiler import attach
 from tidemill.run.placement_kinds import PLACEMENTS, BasePlacementSettings, PlacementSetup
 from tidemill.run.preflight.probe_process import Preparation, Preparer
@@ -28,12 +26,14 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_tables import SuperviseSettings
 from tidemill.runtime.cpu_sharing import Cores, Seat, SharedCores
 from tidemill.runtime.placement import Built, Handle, Liveness, Placement
-from tidemill.trainer.trainer_kinds import TRAINERS, BaseTrainerSettings, TrainerSetup
-from tidemill.weight_sync.sync_settings import TRANSPORTS, BaseSyncSettings
+from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSpec
+from tidemill.weight_sync.sync_settings import TRANSPORTS
+
+if TYPE_CHECKING:
+    from tidemill.trainer.telemetry import Offload
 
 T = TypeVar("T")
 
-UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
 START_S = 300.0  # to import torch and read the weights
 ENGINE_DEADLINES: dict[str, float] = {"generate": 3600.0, "score": 600.0, "update": 600.0}
 REFERENCE_DEADLINES: dict[str, float] = {"score": 3600.0}  # a row waits for all those of its step
@@ -41,39 +41,6 @@ PREPARATION_DEADLINES: dict[str, float] = dict.fromkeys(("open_model", "check_me
 TRAINER_DEADLINES: dict[str, float] = dict.fromkeys(
     ("forward", "forward_backward", "apply", "publish", "snapshot", "save", "load", "export"), 3600.0
 )
-
-
-class EngineSpec(Config):
-    """Spec of an engine that samples, or that serves a reference."""
-
-    role: str = "engine"
-    name: str = "engine-0"
-    model: Path
-    engine: BaseEngineSettings
-    transport: str | None = None  # None: an engine that is never updated
-    cached_versions: int = 2  # see `NativeEngine`
-    seat: Seat | None = None  # None: its cores are its own
-    profile: Path | None = None  # folder for `operator_profiler`
-
-
-class TrainerSpec(Config):
-    """Spec of the trainer."""
-
-    role: str = "trainer"
-    name: str = "trainer"
-    model: Path
-    trainer: BaseTrainerSettings
-    steps: int
-    reference: ReferenceSettings | None = None
-    critic: CriticSettings | None = None
-    scores: bool = False  # the critic is exported, as a reward model
-    checkpoints: bool = True  # written beside training: see `NativeTrainer`
-    sync: BaseSyncSettings
-    folder: Path  # for transports that need one
-    seed: int = 0
-    seat: Seat | None = None
-    threads: int = 1  # parallel micro-batches
-    profile: Path | None = None
 
 
 class PreparationSpec(Config):
@@ -102,20 +69,16 @@ def build_role(spec: dict[str, Any], offload: bool = False) -> Built:
         case "trainer":
             return build_trainer(build(TrainerSpec, spec), offload), Trainer
         case "preparation":
-            return build_preparer(build(PreparationSpec, spec), offload), Preparation
+            return Preparer(build(PreparationSpec, spec).recipe, _calls(offload)), Preparation
     raise ValueError(f"role {spec['role']!r}: expected 'engine', 'reference', 'trainer' or 'preparation'")
 
 
 def build_engine(spec: EngineSpec) -> Engine:
     """The engine of the kind that its settings name."""
-    receiver, version = None, Version(0)
-    if spec.transport is not None:
-        from tidemill.weight_sync.transport import make_receiver
+    from tidemill.weight_sync.transport import make_receiver
 
-        receiver, version = make_receiver(spec.transport), UNPUBLISHED
-    cores = _cores(spec.seat, spec.engine.device)
-    setup = EngineSetup(spec.model, spec.name, receiver, version, cores, spec.cached_versions)
-    engine = ENGINES.builder_of(spec.engine.kind_name)(spec.engine, setup)
+    receiver = None if spec.transport is None else make_receiver(spec.transport)
+    engine = ENGINES.builder_of(spec.engine.kind_name)(spec, receiver, _cores(spec.seat, spec.engine.device))
     if spec.profile is not None:
         attach(engine, "update", spec.name, spec.profile)
     return engine
@@ -125,30 +88,18 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     """The trainer of the kind that its settings name."""
     from tidemill.weight_sync.transport import make_sender
 
-    setup = TrainerSetup(
-        model=spec.model,
-        name=spec.name,
-        steps=spec.steps,
-        reference=spec.reference,
-        critic=spec.critic,
-        scores=spec.scores,
-        checkpoints=spec.checkpoints,
-        sender=make_sender(spec.sync, spec.folder),
-        seed=spec.seed,
-        cores=_cores(spec.seat, spec.trainer.device),
-        threads=spec.threads,
-        offload=one_thread() if offload else None,
-    )
-    trainer = TRAINERS.builder_of(spec.trainer.kind_name)(spec.trainer, setup)
+    sender, cores = make_sender(spec.sync, spec.folder), _cores(spec.seat, spec.trainer.device)
+    trainer = TRAINERS.builder_of(spec.trainer.kind_name)(spec, sender, cores, _calls(offload))
     if spec.profile is not None:
         attach(trainer, "publish", spec.name, spec.profile)
     return trainer
 
 
-def build_preparer(spec: PreparationSpec, offload: bool) -> Preparer:
+def _calls(offload: bool) -> Offload:
+    """The way to call blocking functions: in a thread of their own, or directly."""
     from tidemill.trainer.native_trainer import inline
 
-    return Preparer(spec.recipe, one_thread() if offload else inline)
+    return one_thread() if offload else inline
 
 
 def _cores(seat: Seat | None, device: str) -> Cores:
@@ -213,7 +164,7 @@ async def start_engine(config: RunConfig, model: Path, logs: Path, threads: int)
     """Start one engine that serves a folder's weights as version 0 and is never updated."""
     spec = EngineSpec(model=model, engine=config.engine)
     async with placed(config.placement, logs, config.supervise) as placement:
-        handle = await start_role(placement, Engine, spec, "engine-0", threads, ENGINE_DEADLINES)
+        handle = await start_role(placement, Engine, spec, threads, ENGINE_DEADLINES)
         try:
             yield handle.proxy
         finally:
@@ -226,8 +177,7 @@ async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Pr
 
     It holds nothing, so it is killed at the end: an orderly exit takes longer than its start and its work.
     """
-    spec = PreparationSpec(recipe=config)
-    handle = await start_role(placement, Preparation, spec, "preparation", None, PREPARATION_DEADLINES)
+    handle = await start_role(placement, Preparation, PreparationSpec(recipe=config), None, PREPARATION_DEADLINES)
     try:
         yield handle.proxy
     finally:
@@ -236,9 +186,13 @@ async def preparing(config: RunConfig, placement: Placement) -> AsyncIterator[Pr
 
 
 async def start_role(
-    placement: Placement, protocol: type[T], spec: Config, name: str, threads: int | None, deadlines: dict[str, float]
+    placement: Placement,
+    protocol: type[T],
+    spec: EngineSpec | TrainerSpec | PreparationSpec,
+    threads: int | None,
+    deadlines: dict[str, float],
 ) -> Handle[T]:
     """Start a role. deadlines: seconds by method of `protocol`. threads: CPU threads, or None."""
     tree = spec.model_dump(mode="json", exclude={"role", "name"})
     tree["kinds"] = {what: registry.table() for what, registry in REGISTRIES.items()}
-    return await placement.start(protocol, name.split("-")[0], name, tree, threads, deadlines)
+    return await placement.start(protocol, spec.role, spec.name, tree, threads, deadlines)

@@ -5,9 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from tidemill.core.errors import RunFailed
+from tidemill.core.interfaces import Environment
 from tidemill.core.types import Task
 from tidemill.envs.curriculum import Curriculum
+from tidemill.envs.environment_mixture import Several
 from tidemill.ledger.ledger import SqliteLedger
+from tidemill.run.recipe import RunConfig
+
+
+def curriculum_of(config: RunConfig, environment: Environment) -> Curriculum:
+    """A new curriculum of the training tasks, as at the beginning of a run."""
+    weights = environment.weights if isinstance(environment, Several) else None
+    return Curriculum(environment.tasks("train"), config.seed, config.data.order, config.data.retire, weights)
 
 
 def remembered(curriculum: Curriculum, ledger: SqliteLedger) -> Curriculum:

@@ -1,40 +1,53 @@
-"""The weights that a run starts from: the model itself, or a cached warm-up's result.
+"""The weights that a run starts from: the model itself, or a warm-up's result, which is cached for later runs.
+
+    runs/warm-starts/DIGEST/   the model, its record, and a manifest as a checkpoint has
 
 A warm-up is identified by everything that decides its result, so that the second run of a recipe finds it done. Only one
 that reached its target is kept. One that was interrupted resumes from its own checkpoint in the run's folder.
+
+An entry of the cache becomes a policy, so it is read only if nobody else can have written it: folder and files belong to
+this user, and no one else may write to them. Every byte must be as it was written.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
+import stat
+import threading
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from tidemill.controller.controller import ROLE
 from tidemill.controller.engine_pool import PoolPublisher
 from tidemill.controller.evaluation import Evaluator
-from tidemill.controller.rollout import EpisodeSetup
+from tidemill.core import fault_injection
+from tidemill.core.atomic_files import put_in_place, write_json
 from tidemill.core.config import dump
-from tidemill.core.errors import CheckpointError
+from tidemill.core.errors import CheckpointError, ConfigError
 from tidemill.core.executors import in_thread
 from tidemill.core.types import Task
 from tidemill.ledger.records import Event
+from tidemill.run.build_controller import make_episodes
 from tidemill.run.cluster import Parts, start_parts
+from tidemill.run.planner.plan import warm_up_plan
 from tidemill.run.recipe import RunConfig
-from tidemill.run.roles import TrainerSpec
 from tidemill.run.sft_warmup import WarmedUp, WarmUp
-from tidemill.run.storage.checkpoint_manifest import Position
+from tidemill.run.storage.checkpoint_manifest import Position, seal, verify
 from tidemill.run.storage.checkpoints import Checkpoints
 from tidemill.run.storage.model_folder import NEW, ModelFolder
-from tidemill.run.storage.run_folder import RunFolder, read_json
-from tidemill.run.warmup_cache import RECORD, WarmStartCache, record
-from tidemill.runtime.placement import Placement
+from tidemill.run.storage.run_folder import read_json
 
-RAMP_UPDATES = 20  # updates over which the warm-up's learning rate rises
+if TYPE_CHECKING:
+    from tidemill.run.session import Session
+
 RESULT = "result"  # folder of the result, beside the warm-up's checkpoints
+RECORD = "warm_start.json"
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,31 +59,24 @@ class WarmStart:
     cached: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Warming:
-    """The parts of a session that a warm-up needs."""
-
-    config: RunConfig
-    folder: RunFolder
-    placement: Placement
-    model: ModelFolder
-    tasks: Sequence[Task]
-    episodes: EpisodeSetup
-    note: Callable[[str], None]
-
-
-def kept_start(initial: Path) -> WarmStart:
-    """The start of a run that has already begun."""
-    record = initial / RECORD
-    return WarmStart(initial, WarmedUp(**read_json(record)) if record.is_file() else None, cached=True)
+async def first_weights(session: Session) -> WarmStart:
+    """The weights that reinforcement learning begins with; a run that has begun has them in `initial`."""
+    folder = session.folder
+    if session.ledger.next_group_id() > 0:
+        record = folder.initial / RECORD
+        warmed = WarmedUp(**read_json(record)) if record.is_file() else None
+        return WarmStart(folder.initial, warmed, cached=True)
+    start = await warm_start(session)
+    folder.keep_initial(start.path, copy=start.warmed is not None)
+    return start if start.warmed is None else replace(start, path=folder.initial)  # the cache may be deleted
 
 
-async def warm_start(warming: Warming) -> WarmStart:
+async def warm_start(session: Session) -> WarmStart:
     """Find or make the weights to start from. Raises RunFailed if the warm-up misses its target."""
-    config, folder, note = warming.config, warming.folder, warming.note
+    config, folder, note = session.config, session.folder, session.note
     if config.warmup.accuracy == 0:
-        return WarmStart(warming.model.path, None)
-    name = _digest(config, warming.model, warming.tasks)
+        return WarmStart(session.model.path, None)
+    name = _digest(config, session.model, session.environment.tasks("train"))
     cache = WarmStartCache(config.run_dir.parent / "warm-starts", note)
     usable = cache.prepare()
     if usable and (warmed := await in_thread(cache.find, name)) is not None:
@@ -83,50 +89,39 @@ async def warm_start(warming: Warming) -> WarmStart:
             shutil.rmtree(other)
     made = cache.folder / f"{name}.{config.run_dir.name}.partial" if usable else own / RESULT  # this run's own
     shutil.rmtree(made, ignore_errors=True)  # cut off by a kill
-    warmed = await _train(warming, own, made)
+    warmed = await _warm_up(session, own, made)
     await in_thread(record, made, warmed)
     return WarmStart(await in_thread(cache.keep, made, name) if usable else made, warmed)
 
 
-async def _train(warming: Warming, own: Path, made: Path) -> WarmedUp:
+async def _warm_up(session: Session, own: Path, made: Path) -> WarmedUp:
     """Warm up, from the newest checkpoint in `own`, and export the model to `made`."""
-    config, model, tell = warming.config, warming.model, warming.note
-    spec = _spec(config, model, warming.folder)
-    async with start_parts(config.warming_up, spec, warming.placement, lambda k, detail: tell(f"{k}: {detail}")) as parts:
+    config, model, note, plan = session.config, session.model, session.note, warm_up_plan(session.config)
+
+    def tell(kind: str, detail: dict[str, Any]) -> None:
+        note(f"{kind}: {detail}")
+
+    async with start_parts(plan, model.path, session.folder, session.placement, tell) as parts:
         async with parts.watched():
-            checkpoints = Checkpoints(own, _Unrecorded(), tell)
+            checkpoints = Checkpoints(own, _Unrecorded(), note)
 
             async def save(step: int) -> Coroutine[Any, Any, None]:
                 return await checkpoints.begin(parts.trainer, Position(step, 0, 0))
 
             warmed = await WarmUp(
                 config.warmup,
-                warming.tasks,
+                session.environment.tasks("train"),
                 model.tokenizer,
                 parts.trainer,
                 PoolPublisher(parts.trainer, parts.pool),
-                Evaluator(parts.pool, warming.episodes, config.seed),
+                Evaluator(parts.pool, make_episodes(config, session.environment, model), config.seed),
                 config.seed,
-                tell,
-                save=save if config.record.checkpoint_every else None,
-                step=await _taken_up(checkpoints, parts, own, tell),
+                note,
+                save=save if plan.saves_beside else None,
+                step=await _taken_up(checkpoints, parts, own, note),
             ).run()
         await parts.trainer.export(str(made))
     return warmed
-
-
-def _spec(config: RunConfig, model: ModelFolder, folder: RunFolder) -> TrainerSpec:
-    how = {"lr": config.warmup.lr, "warmup_steps": RAMP_UPDATES, "schedule": "constant", "min_lr_ratio": 0.0}
-    settings = {**config.trainer.model_dump(), **{k: v for k, v in how.items() if k in type(config.trainer).model_fields}}
-    return TrainerSpec(
-        model=model.path,
-        trainer=type(config.trainer).model_validate(settings),
-        steps=1,  # a constant rate has no end
-        checkpoints=config.record.checkpoint_every > 0,
-        sync=config.placement.sync,
-        folder=folder.weights,
-        seed=config.seed,
-    )
 
 
 async def _taken_up(checkpoints: Checkpoints, parts: Parts, own: Path, tell: Callable[[str], None]) -> int:
@@ -176,3 +171,76 @@ def _digest(config: RunConfig, model: ModelFolder, tasks: Sequence[Task]) -> str
         files = sorted(p for p in model.path.iterdir() if p.is_file())
         decides["model"] = [(p.name, p.stat().st_size, p.stat().st_mtime_ns) for p in files]
     return hashlib.blake2b(json.dumps(decides, sort_keys=True).encode(), digest_size=8).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class WarmStartCache:
+    """The folder of cached warm-ups."""
+
+    folder: Path
+    note: Callable[[str], None]
+
+    def prepare(self) -> bool:
+        """Make the folder, private. Returns False, with a note, if it cannot be trusted or written."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _expect_own(self.folder, self.folder.stat())
+            self.folder.chmod(0o700)
+        except (OSError, CheckpointError) as error:
+            self.note(f"the cache of warm-ups is not used: {error}")
+            return False
+        return True
+
+    def find(self, name: str) -> WarmedUp | None:
+        """The record of a usable entry, or None. An unusable entry is removed."""
+        entry = self.folder / name
+        if not os.path.lexists(entry):
+            return None
+        try:
+            return read_kept(entry)
+        except CheckpointError as error:
+            self.note(f"the warm-up kept in {entry} cannot be used, and is made again: {error}")
+            entry.unlink() if entry.is_symlink() or entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
+            return None
+
+    def keep(self, made: Path, name: str) -> Path:
+        """Move a result into the cache and return the entry.
+
+        If two runs warmed up at the same time, the first one's result is kept.
+        """
+        entry = self.folder / name
+        if (entry / RECORD).is_file():
+            shutil.rmtree(made)
+        else:
+            put_in_place(made, entry)
+        return entry
+
+
+def record(folder: Path, warmed: WarmedUp) -> None:
+    """Write the result's record beside the model in `folder`, seal it, and make all of it private."""
+    write_json(folder / RECORD, asdict(warmed))
+    fault_injection.reach(ROLE, "warm-start", path=folder / RECORD)
+    seal(folder, Position(warmed.steps, 0, 0), threading.Event())
+    for path in (folder, *folder.rglob("*")):
+        path.chmod(0o700 if path.is_dir() else 0o600)
+
+
+def read_kept(folder: Path) -> WarmedUp:
+    """The record of a result that is whole and this user's own. Raises CheckpointError."""
+    try:
+        for path in (folder, *folder.rglob("*")):
+            _expect_own(path, path.lstat())
+        warmed = WarmedUp(**read_json(folder / RECORD))
+    except (OSError, ConfigError, TypeError) as error:
+        raise CheckpointError(str(error)) from None
+    verify(folder, warmed.steps)
+    return warmed
+
+
+def _expect_own(path: Path, found: os.stat_result) -> None:
+    if not (stat.S_ISDIR(found.st_mode) or stat.S_ISREG(found.st_mode)):
+        raise CheckpointError(f"{path} is neither a folder nor a file")
+    if found.st_uid != os.geteuid():
+        raise CheckpointError(f"{path} belongs to another user (number {found.st_uid})")
+    if found.st_mode & _OTHERS_WRITE:
+        raise CheckpointError(f"{path} may be written by others (mode {stat.S_IMODE(found.st_mode):o})")

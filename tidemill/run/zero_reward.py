@@ -33,7 +33,7 @@ def unearned(ledger: SqliteLedger, config: RunConfig, cut: Counter[Limit] | None
 
     cut: attempts of this process by the limit that ended their last reply.
     """
-    if config.given or any(each.distils for each in config.algorithms.values()):
+    if config.offline or any(each.distils for each in config.algorithms.values()):
         return None
     earned, norm = ledger.earned(), ledger.largest_gradient()
     alike = earned.best == earned.worst

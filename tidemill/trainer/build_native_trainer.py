@@ -7,45 +7,50 @@ import torch
 from tidemill.models.decoder import Decoder
 from tidemill.models.hf_weights import load_folder
 from tidemill.models.value_model import ValueModel, load_value_model
+from tidemill.models.weight_slices import Sender
+from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer.critic import Critic
-from tidemill.trainer.native_trainer import NativeTrainer, inline
+from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.reference_policy import Reference
-from tidemill.trainer.trainer_kinds import TrainerSetup, folder_of
+from tidemill.trainer.telemetry import Offload
+from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
 from tidemill.trainer.trainer_settings import TrainerSettings
 
 
-def build(settings: TrainerSettings, setup: TrainerSetup) -> NativeTrainer:
+def build(spec: TrainerSpec, sender: Sender, cores: Cores, offload: Offload) -> NativeTrainer:
     """Load the weights and make the trainer."""
-    torch.manual_seed(setup.seed)
-    decoder = load_folder(setup.model, dtype=torch.float32)
+    settings = spec.trainer
+    assert isinstance(settings, TrainerSettings)
+    torch.manual_seed(spec.seed)
+    decoder = load_folder(spec.model, dtype=torch.float32)
     return NativeTrainer(
         decoder,
         settings,
-        steps=setup.steps,
-        reference=_reference(setup),
-        critic=_critic(settings, setup, decoder),
-        scores=setup.scores,
-        sender=setup.sender,
-        source=setup.model,
-        offload=setup.offload or inline,
-        process=setup.name,
-        cores=setup.cores,
-        threads=setup.threads,
-        checkpoints=setup.checkpoints,
+        steps=spec.steps,
+        reference=_reference(spec),
+        critic=_critic(settings, spec, decoder),
+        scores=spec.scores,
+        sender=sender,
+        source=spec.model,
+        offload=offload,
+        process=spec.name,
+        cores=cores,
+        threads=spec.threads,
+        checkpoints=spec.checkpoints,
     )
 
 
-def _reference(setup: TrainerSetup) -> Reference | None:
-    given, folder = setup.reference, folder_of(setup.reference, setup.model)
+def _reference(spec: TrainerSpec) -> Reference | None:
+    given, folder = spec.reference, folder_of(spec.reference, spec.model)
     if given is None or folder is None:
         return None
     return Reference(load_folder(folder, dtype=torch.float32), given.every, given.decay)
 
 
-def _critic(settings: TrainerSettings, setup: TrainerSetup, policy: Decoder) -> Critic | None:
+def _critic(settings: TrainerSettings, spec: TrainerSpec, policy: Decoder) -> Critic | None:
     """policy: the decoder that is trained."""
-    if (given := setup.critic) is None:
+    if (given := spec.critic) is None:
         return None
-    folder = folder_of(given, setup.model)
+    folder = folder_of(given, spec.model)
     model = ValueModel(policy, shared=True) if folder is None else load_value_model(folder)
-    return Critic(model, settings.model_copy(update={"lr": given.lr or settings.lr}), setup.steps)
+    return Critic(model, settings.model_copy(update={"lr": given.lr or settings.lr}), spec.steps)

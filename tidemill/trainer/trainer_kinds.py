@@ -1,25 +1,21 @@
-"""Registry of trainers, with their common settings and build inputs, in a module without torch.
+"""Registry of trainers, with their common settings and their spec, in a module without torch.
 
-A new trainer is one module, with a subclass of `BaseTrainerSettings` and a function `(settings, TrainerSetup) -> Trainer`,
-and one entry in the table.
+A new trainer is one module, with a subclass of `BaseTrainerSettings` and a function `(TrainerSpec, Sender, Cores, Offload)
+-> Trainer`, and one entry in the table. An `Offload` runs blocking functions.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
+from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
-
-if TYPE_CHECKING:
-    from tidemill.models.weight_slices import Sender
-    from tidemill.runtime.cpu_sharing import Cores
+from tidemill.runtime.cpu_sharing import Seat
+from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
 TRAINERS = Registry("trainer.kind")
 TRAINERS.register(
@@ -43,22 +39,24 @@ class BaseTrainerSettings(KindSettings, registry=TRAINERS):
     device: str = Field(default="auto", description="Device of the trainer. auto: cuda if there is one, else cpu")
 
 
-@dataclass(frozen=True, slots=True)
-class TrainerSetup:
-    """Inputs from which a trainer is built, besides its settings."""
+class TrainerSpec(Config):
+    """Everything that a trainer is built from, as plain data that travels to its process."""
 
+    role: str = "trainer"
+    name: str = "trainer"
     model: Path  # a Hugging Face folder
-    name: str  # name of its process
+    trainer: BaseTrainerSettings
     steps: int  # optimizer updates of the whole run
-    reference: ReferenceSettings | None
-    critic: CriticSettings | None
-    scores: bool  # export the critic instead of the policy
-    checkpoints: bool  # checkpoints are written beside training
-    sender: Sender  # sends new weights
-    seed: int
-    cores: Cores
-    threads: int  # at most so many parallel micro-batches
-    offload: Callable[[Callable[[], Any]], asyncio.Future[Any]] | None  # runs blocking work; None: in the calling thread
+    reference: ReferenceSettings | None = None
+    critic: CriticSettings | None = None
+    scores: bool = False  # export the critic, as a reward model, instead of the policy
+    checkpoints: bool = True  # checkpoints are written beside training: see `NativeTrainer`
+    sync: BaseSyncSettings  # sends new weights
+    folder: Path  # for transports that need one
+    seed: int = 0
+    seat: Seat | None = None  # None: its cores are its own
+    threads: int = 1  # at most so many parallel micro-batches
+    profile: Path | None = None  # folder for `operator_profiler`
 
 
 def folder_of(companion: ReferenceSettings | CriticSettings | None, initial: Path) -> Path | None:

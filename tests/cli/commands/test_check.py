@@ -61,7 +61,7 @@ def test_what_cannot_fit_is_refused_as_train_refuses_it(tidemill, recipe: Path, 
     async def begun(session: object) -> None:
         raise AssertionError("it would have trained, and taken all the memory there is")
 
-    monkeypatch.setattr("tidemill.run.session._run", begun)
+    monkeypatch.setattr("tidemill.run.session.Session.start", begun)
     with_free(monkeypatch, 1 << 30)
     folder = f"run_dir={recipe.parent / 'run'}"
     here, ended = (

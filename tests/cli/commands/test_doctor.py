@@ -12,9 +12,11 @@ import pytest
 from tidemill.cli.commands import doctor, selftest
 from tidemill.cli.commands.doctor_finding import DoctorFinding
 from tidemill.core import hardware
+from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
-from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
+from tidemill.run.roles import build_engine, build_trainer
+from tidemill.trainer.trainer_kinds import TrainerSpec
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 

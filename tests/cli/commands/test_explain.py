@@ -19,6 +19,7 @@ from tidemill.cli.commands.algorithm_in_force import differing, p_hat, parts_of
 from tidemill.controller.admission_buffer import Buffer
 from tidemill.core.config import load
 from tidemill.core.types import Sample
+from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.trainer import parallel_micro_batches
 from tidemill.trainer.micro_batches import BatchRow, rows_of, split
@@ -39,7 +40,7 @@ def test_no_step_has_more_micro_batches(monkeypatch: pytest.MonkeyPatch, seed: i
     budget = int(draw.integers(1, 150))
     given = (f"trainer.micro_batch_tokens={budget}", f"placement.trainer_threads={threads}", "trainer.device=cpu")
     config = recipe(f"rollout.groups={groups}", f"rollout.group_size={group_size}", *given)
-    said = sizing.step_size(config, context)
+    said = sizing.step_size(plan_of(config), context)
     samples = [sample(draw, int(draw.integers(2, context + 1))) for _ in range(said.sequences)]
     rows = rows_of(samples)
     assert max(row.length for row in rows) <= (said.row_tokens or 0)
@@ -61,7 +62,7 @@ def test_no_step_has_more_micro_batches(monkeypatch: pytest.MonkeyPatch, seed: i
 @pytest.mark.parametrize(("budget", "batches"), [(64, 8), (63, 16), (20, 16), (1000, 1)])
 def test_rows_of_full_length_need_as_many(budget: int, batches: int):
     config = recipe("rollout.groups=4", "rollout.group_size=4", f"trainer.micro_batch_tokens={budget}")
-    said = sizing.step_size(config, context=33)
+    said = sizing.step_size(plan_of(config), context=33)
     rows = rows_of([sample(np.random.default_rng(i), 33) for i in range(16)])
     assert len(split(rows, budget)) == said.forward_micro_batches == batches
     assert said.train_micro_batches == min(16, batches + 1)
@@ -78,24 +79,27 @@ def sample(draw: np.random.Generator, length: int) -> Sample:
 def test_the_denominator_is_that_of_the_reduction(kind: str, minibatches: int):
     extra = [f"algorithm.updates.minibatches={minibatches}", "algorithm.old_logprobs=recompute"] if minibatches > 1 else []
     config = recipe(f"algorithm.reduction={kind}", "rollout.max_tokens=10", "rollout.groups=7", *extra)
-    said = sizing.step_size(config, context=31)
+    said = sizing.step_size(plan_of(config), context=31)
     assert said.replies == 5 and said.sampled_tokens == 7 * 8 * 30  # the context is shorter than five replies
     groups = 7 if minibatches == 1 else 3
     _, scale = reduction(kind, np.full(groups * 8, 30), np.repeat(np.arange(groups), 8), 10)
     assert said.denominator == round(1 / scale)
     if kind == "token":
-        assert sizing.step_size(config, context=None).denominator == groups * 8 * 50
+        assert sizing.step_size(plan_of(config), context=None).denominator == groups * 8 * 50
 
 
 def test_a_pair_is_two_attempts():
-    assert sizing.step_size(recipe("algorithm=online_dpo"), context=64).denominator == 2 * 16
+    assert sizing.step_size(plan_of(recipe("algorithm=online_dpo")), context=64).denominator == 2 * 16
 
 
 def test_what_a_conversation_samples_is_bounded_by_the_context(trained: Path, tmp_path: Path):
     (tmp_path / "own.py").write_text("tasks = []\ndef score(completion, answer): return 0.0\n")
     chat, once = recipe(env=f"{trained.parent / 'env.py'}:checksum"), recipe(env=f"{tmp_path / 'own.py'}:score")
-    assert sizing.step_size(chat, 64).sampled_tokens == 128 * 63 and sizing.step_size(chat, None).sampled_tokens is None
-    assert sizing.step_size(once, 512).sampled_tokens == 128 * 256
+    assert (
+        sizing.step_size(plan_of(chat), 64).sampled_tokens == 128 * 63
+        and sizing.step_size(plan_of(chat), None).sampled_tokens is None
+    )
+    assert sizing.step_size(plan_of(once), 512).sampled_tokens == 128 * 256
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -128,7 +128,7 @@ def test_a_standard_stream_of_few_characters_takes_any_text(monkeypatch):
 def test_a_run_on_disk_is_done_whatever_became_of_what_was_printed(monkeypatch, command, ended, failure, status):
     lost = None if failure is None else OSError(failure, os.strerror(failure))
     monkeypatch.setattr(safe_output, "guard", lambda: lambda: lost)
-    monkeypatch.setattr(main, "_status", lambda: ended)
+    monkeypatch.setattr(main, "app", lambda: sys.exit(ended))
     monkeypatch.setattr("sys.argv", ["tidemill", command, "x"])
     with pytest.raises(SystemExit) as said:
         main.main()

@@ -137,7 +137,7 @@ def test_a_run_trains_on_nothing_but_scores(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(session, "RewardPool", Pool)
     monkeypatch.setattr(NativeTrainer, "forward_backward", forward_backward)
     begun = time.monotonic()
-    assert training.train(recipe(tmp_path, list(KINDS)), [], True) == 0
+    assert training.by_recipe(recipe(tmp_path, list(KINDS)), [], True) == 0
     took = time.monotonic() - begun
 
     said = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from tidemill.core.config import load
 from tidemill.core.errors import ConfigError
 from tidemill.core.types import GenerateRequest, SamplingParams, Version
+from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native import cache_size
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.engine.native.native_engine import NativeEngine
@@ -37,13 +38,13 @@ from tidemill.models.logprobs import chunk_rows, token_logprobs
 from tidemill.models.new_model import SIZES, ModelSize, fresh_model
 from tidemill.models.served_linear import Linear, gathering
 from tidemill.models.value_model import ValueModel
-from tidemill.run import recipe as recipe_module
-from tidemill.run import session
+from tidemill.run.cluster import start_parts
 from tidemill.run.planner import memory_model
+from tidemill.run.planner import plan as plan_module
+from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
-from tidemill.run.roles import EngineSpec, build_engine, start_engine
+from tidemill.run.roles import build_engine, start_engine
 from tidemill.run.storage.model_folder import architecture_of, resolve_model
-from tidemill.run.warm_start import WarmStart
 from tidemill.trainer.critic import Critic
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.reference_policy import Reference
@@ -286,7 +287,7 @@ def test_activations_are_bounded(family: str, dtype: str, checkpointing: bool, l
     ],
 )
 def test_micro_batches_side_by_side_have_logits_of_their_own(monkeypatch: pytest.MonkeyPatch, more: list[str], lanes: int):
-    monkeypatch.setattr(recipe_module, "usable_cores", lambda: 16)
+    monkeypatch.setattr(plan_module, "usable_cores", lambda: 16)
     arch = replace(Architecture.from_dict(SHAPE | FAMILIES["qwen3"]), vocab=100_000)
     config = recipe("trainer.device=cpu", "rollout.groups=1000", *more)
     budget = config.trainer.micro_batch_tokens
@@ -473,8 +474,8 @@ async def test_a_run_holds_what_it_will_use(tmp_path, monkeypatch, steps: int, e
         raise Started
 
     config = recipe(f"steps={steps}", f"record.checkpoint_every={every}", "max_lag=3")
-    folder = SimpleNamespace(weights=tmp_path, profile=tmp_path)
-    attempt = SimpleNamespace(config=config, folder=folder, placement=SimpleNamespace(start=start), tell=None)
+    folder, placement = SimpleNamespace(weights=tmp_path, profile=tmp_path), SimpleNamespace(start=start)
     with pytest.raises(BaseExceptionGroup):
-        await session._attempt(cast(session.Session, attempt), WarmStart(tmp_path, None))
+        async with start_parts(plan_of(config), tmp_path, cast(Any, folder), cast(Any, placement), lambda *_: None):
+            raise AssertionError("nothing was started")
     assert given["trainer"]["checkpoints"] is beside and given["engine"]["cached_versions"] == 4

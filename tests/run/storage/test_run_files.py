@@ -83,7 +83,7 @@ async def test_a_folder_that_goes_away_is_one_sentence_and_leaves_no_husk(tmp_pa
         (path / "status.json").write_text("{}")
         raise FileNotFoundError(2, "No such file or directory", str(path / "logs"))
 
-    monkeypatch.setattr(session, "_with_environment", goes_away)
+    monkeypatch.setattr(session.Session, "prepare", goes_away)
     with pytest.raises(RunFolderGone, match=f"^{path} was renamed or deleted while its run went on: [^\n]*$"):
         await asyncio.wait_for(session.run(recipe(path), ProgressDisplay(2, mode="quiet")), 60)
     assert not path.exists() and (tmp_path / "elsewhere").exists() is (how == "renamed")
@@ -126,15 +126,18 @@ async def test_what_is_doubted_of_a_ledger_is_said_at_the_start(tmp_path: Path, 
         def last_step(self) -> None:
             return None
 
-    async def begun(*_: object) -> str:
-        return "begun"
+    class Begun(Exception): ...
+
+    async def begun(_: session.Session) -> None:
+        raise Begun
 
     notes = list[str]()
     display: Any = SimpleNamespace(note=notes.append, close=lambda: None)
     monkeypatch.setattr(session, "_ledger", lambda folder: nullcontext(Lost(doubts=["its log was lost"])))
-    monkeypatch.setattr(session, "_with_environment", begun)
-    found: Any = await session.run(recipe(tmp_path / "run"), display)
-    assert found == "begun" and "warning: its log was lost" in notes
+    monkeypatch.setattr(session.Session, "prepare", begun)
+    with pytest.raises(Begun):
+        await session.run(recipe(tmp_path / "run"), display)
+    assert "warning: its log was lost" in notes
 
 
 @pytest.mark.parametrize(("step", "lost"), [(2, False), (3, False), (4, True)])

@@ -20,9 +20,9 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.hub import shown
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages
 from tidemill.engine.native.engine_settings import EngineSettings
-from tidemill.models.architecture import parameters
-from tidemill.run.build_controller import context_cut
+from tidemill.models.architecture import Architecture, parameters
 from tidemill.run.planner.memory_model import Models, demands, in_words, processes, refusal, row_tokens
+from tidemill.run.planner.plan import RunPlan, plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of, check_companions, expect_model
 
@@ -42,11 +42,15 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
     """
     try:
         asks = algorithm_of(config.algorithms, config.rollout.max_tokens).asks
-        memory = _memory(config, complete)
+        if complete:
+            expect_model(config.model)
+        arch = architecture_of(config.model)
+        plan = plan_of(config, arch)
+        memory = None if arch is None else _memory(plan, arch, complete)
     except ValueError as error:
         raise ConfigError(str(error)) from None
     first = sizing.first_algorithm(config)
-    step = sizing.step_size(config, None if memory is None else memory["context"])
+    step = sizing.step_size(plan, None if memory is None else memory["context"])
     asked = {name: int(who in asks) for name, who in PASSES}
     return {
         "step": asdict(step),
@@ -55,7 +59,7 @@ def figures(config: RunConfig, complete: bool = False) -> dict[str, Any]:
         "steps": config.steps,
         "samples": config.steps * step.sequences,
         "max_lag": config.max_lag,
-        "slots": config.slots,
+        "slots": plan.slots,
         "memory": memory,
     }
 
@@ -105,13 +109,9 @@ def _processes(memory: Mapping[str, Any], width: int) -> Table:
     return table
 
 
-def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
-    """The memory estimate; None if the model's folder is missing and need not be there."""
-    if complete:
-        expect_model(config.model)
-    arch = architecture_of(config.model)
-    if arch is None:
-        return None
+def _memory(plan: RunPlan, arch: Architecture, complete: bool) -> dict[str, Any]:
+    """The memory estimate. complete: the folders of reference and critic must be there."""
+    config = plan.config
     models = Models.of(config, arch)
     if complete or models.complete(config):
         check_companions(config.reference, config.critic, config.model)
@@ -128,7 +128,7 @@ def _memory(config: RunConfig, complete: bool) -> dict[str, Any] | None:
         "helps": [] if refused is None else [*refused.helps],
         "refused_at_context": refusal(processes(config, models, context)) is not None,  # with the longest possible row
         "without_reference": config.reference is not None and models.reference is None,
-        "context_cut": context_cut(config, arch),
+        "context_cut": plan.context_cut,
         "short_of_kv": isinstance(config.engine, EngineSettings) and kv_pages(config.engine, arch, free)[1],
     }
 
@@ -139,8 +139,8 @@ def _step(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     tokens = "not known" if step["sampled_tokens"] is None else f"at most {step['sampled_tokens']:,}"
     most = min(filter(None, (config.rollout.max_tokens, step["row_tokens"])))
     sampled = f"{tokens} tokens: {most:,} a reply, {asked}"
-    if config.given:
-        sampled = f"nothing: the tasks give the {config.given}"
+    if config.offline:
+        sampled = f"nothing: the tasks give the {config.offline}"
     rows = f"rows of at most {step['row_tokens']:,}" if step["row_tokens"] else "rows that the model's context bounds"
     forward = [who for who, key in (("p_hat", "p_hat"), ("pi_ref", "reference"), ("V", "critic")) if passes[key]]
     ran = [f"forward and backward {'once' if passes['policy'] == 1 else _n(passes['policy'], 'time')} over every attempt"]
@@ -195,7 +195,7 @@ def _run(config: RunConfig, about: Mapping[str, Any]) -> list[Row]:
     if about["step"]["replayed"]:
         behind += f"; what is trained once more is of the {_n(config.data.replay.within, 'step')} before"
     slots = f"({config.max_lag} + 1) × {about['step']['groups']:,}{window} = {about['slots']:,}"
-    if config.given:
+    if config.offline:
         behind = "how many steps ahead tasks are read; nothing is sampled, so nothing is stale"
     return [
         ("steps", f"{about['steps']:,} of {about['step']['sequences']:,} attempts = {about['samples']:,}{more}"),

@@ -18,13 +18,15 @@ from tidemill.cli.commands.doctor_finding import DoctorFinding
 from tidemill.cli.logprob_sources import sample_of
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Array, GenerateRequest, Sample, SamplingParams, Score, Version
+from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.kernels.library import why_not, why_not_gpu
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.observability.diagnosis.comparison import SAME, LogprobComparison
-from tidemill.run.roles import EngineSpec, TrainerSpec, build_engine, build_trainer
+from tidemill.run.roles import build_engine, build_trainer
 from tidemill.runtime.workers import keeper
+from tidemill.trainer.trainer_kinds import TrainerSpec
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
 

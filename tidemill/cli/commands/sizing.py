@@ -8,7 +8,8 @@ from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.preferences import PREFERENCES
 from tidemill.core.import_object import load_object
 from tidemill.envs.environment_settings import AnyEnv, GuessSettings, PythonSettings, environments_of
-from tidemill.run.planner.memory_model import step_rows, trainer_lanes
+from tidemill.run.planner.memory_model import trainer_lanes
+from tidemill.run.planner.plan import RunPlan
 from tidemill.run.recipe import RunConfig
 
 
@@ -30,32 +31,31 @@ class StepSize:
     denominator: int | None  # divisor of one update's weighted sum, at most
 
 
-def step_size(config: RunConfig, context: int | None) -> StepSize:
+def step_size(plan: RunPlan, context: int | None) -> StepSize:
     """The numbers of a step. context: tokens that a row may hold, or None if it is not known."""
-    r, updates = config.rollout, first_algorithm(config).updates
-    sequences, asked_for = r.groups * r.group_size, [replies_of(each) for each in environments_of(config.env)]
+    config, r, updates = plan.config, plan.config.rollout, first_algorithm(plan.config).updates
+    asked_for = [replies_of(each) for each in environments_of(config.env)]
     known = [count for count in asked_for if count is not None]
     replies = max(known) if len(known) == len(asked_for) else None
     most = None if context is None else context - 1  # a prompt has at least one token
-    given = bool(config.given)
-    asked = None if given or replies is None else replies * r.max_tokens  # nothing bounds an offline reply
+    asked = None if config.offline or replies is None else replies * r.max_tokens  # nothing bounds an offline reply
     each = most if asked is None else asked if most is None else min(asked, most)
-    groups = -(-(r.groups + config.replayed) // updates.minibatches)  # groups of the largest update
+    groups = -(-(r.groups + plan.replayed) // updates.minibatches)  # groups of the largest update
     rows = groups * r.group_size
-    lanes = trainer_lanes(config)
+    lanes = trainer_lanes(plan)
     together = 1 if most is None else max(1, config.trainer.micro_batch_tokens // lanes // most)  # rows that always fit
     spread = 2 * lanes if lanes > 1 else 0  # more, to spread few rows over all lanes
     parts = min(rows, -(-rows // together) + 1 + 2 * spread)  # rows without a gradient run apart
     return StepSize(
         groups=r.groups,
         group_size=r.group_size,
-        sequences=sequences,
-        replayed=config.replayed,
+        sequences=plan.samples,
+        replayed=plan.replayed,
         updates=updates.count,
         replies=replies,
-        sampled_tokens=0 if given else None if each is None else sequences * each,
+        sampled_tokens=0 if config.offline else None if each is None else plan.samples * each,
         row_tokens=most,
-        forward_micro_batches=min(step_rows(config), -(-step_rows(config) // together) + spread),
+        forward_micro_batches=min(plan.step_rows, -(-plan.step_rows // together) + spread),
         train_micro_batches=updates.count * parts,
         lanes=lanes,
         denominator=_denominator(config, groups, each),

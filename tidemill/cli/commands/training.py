@@ -11,8 +11,8 @@ from tidemill.cli.commands.run_ending import tell
 from tidemill.cli.commands.screen import print_json
 from tidemill.core.errors import PeerLost
 from tidemill.observability.console import ProgressDisplay
-from tidemill.run.recipe import RunConfig, load_recipe
-from tidemill.run.session import RunEnded, run
+from tidemill.run.recipe import load_recipe
+from tidemill.run.session import run
 
 RECIPES = next(p for p in (Path(__file__).parents[2] / "recipes", Path(__file__).parents[3] / "recipes") if p.is_dir())
 """The recipes of an installed package, or of a clone."""
@@ -20,10 +20,16 @@ DEMO = RECIPES / "demo.toml"
 MADE_WORDS = 'env={ kind = "python", path = "tidemill.envs.spelling:score" }'
 
 
-def train(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
+def by_recipe(recipe: Path, overrides: Sequence[str], as_json: bool) -> int:
     """Train by a recipe, or resume. Returns 0 when done, 3 when stopped before the last step."""
     config = load_recipe([recipe], overrides)
-    ended = _run(config, as_json)
+    display = ProgressDisplay(config.steps, mode="json" if as_json else "auto")
+    try:
+        ended = asyncio.run(run(config, display))
+    except (PeerLost, asyncio.CancelledError, KeyboardInterrupt) as error:
+        cause = asyncio.CancelledError() if isinstance(error, KeyboardInterrupt) else error  # typer would hide it
+        cause.add_note("the same command goes on from what is recorded")
+        raise cause from error.__cause__
     if as_json:
         print_json({"kind": "report", **ended.report})
     else:
@@ -38,14 +44,4 @@ def demo(overrides: Sequence[str], as_json: bool) -> int:
         print(
             "  reasoning-gym is not installed, so the words are made up here; pip install 'tidemill[gym]' brings real ones"
         )
-    return train(DEMO, [*made, *overrides], as_json)
-
-
-def _run(config: RunConfig, as_json: bool) -> RunEnded:
-    display = ProgressDisplay(config.steps, mode="json" if as_json else "auto")
-    try:
-        return asyncio.run(run(config, display))
-    except (PeerLost, asyncio.CancelledError, KeyboardInterrupt) as error:
-        ended = asyncio.CancelledError() if isinstance(error, KeyboardInterrupt) else error  # typer would hide it
-        ended.add_note("the same command goes on from what is recorded")
-        raise ended from error.__cause__
+    return by_recipe(DEMO, [*made, *overrides], as_json)

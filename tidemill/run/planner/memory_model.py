@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 
 from tidemill.algorithms.algorithm_settings import begins_as
-from tidemill.algorithms.preferences import UNPAIRED
-from tidemill.controller.offline_groups import ROWS as HELD_OUT_ROWS
 from tidemill.core.errors import ConfigError
 from tidemill.engine.engine_kinds import BaseEngineSettings
 from tidemill.engine.native.cache_size import device_of, free_memory, kv_pages, page_bytes
@@ -27,6 +25,7 @@ from tidemill.models.kernels.cpu.bindings import BLOCK, STEP, Native
 from tidemill.models.kernels.library import native
 from tidemill.models.logprobs import chunk_rows
 from tidemill.models.trained_linear import MIXES, floats_are_quicker, pairs_are_ours, prepares_sizes
+from tidemill.run.planner.plan import RunPlan, plan_of, warm_up_plan
 from tidemill.run.recipe import RunConfig
 from tidemill.run.storage.model_folder import architecture_of
 from tidemill.trainer.micro_batches import filled
@@ -199,7 +198,7 @@ def _owner(process: Process) -> str:
 def attempts_memory(config: RunConfig) -> Held:
     """Memory of attempts that were admitted and are not trained yet, in the controller."""
     rollout = config.rollout
-    count = min(config.slots, config.steps * rollout.groups) * rollout.group_size
+    count = min(plan_of(config).slots, config.steps * rollout.groups) * rollout.group_size
     lever = f"fewer rollout.groups (now {rollout.groups:,}), or a lower max_lag"
     return Held(f"{count:,} attempts under way, without their tokens", count * ATTEMPT, lever)
 
@@ -234,37 +233,24 @@ def trainer_memory(
         lever = "trainer.serving_dtype = 'bfloat16'" if config.trainer.serving_dtype == "float32" else ""
         held.append(Held("two versions on their way to engines", size, lever, host=True))
     settings = config.trainer
-    every, budget = most_rows(config) * config.engine.context_of(arch.context), settings.micro_batch_tokens
+    plan, budget = plan_of(config, arch), settings.micro_batch_tokens
+    every = plan.most_rows * plan.context
     fills = prepares_sizes(device_of(settings.device), settings.dtype == "bfloat16")  # as in `Compute.pack`
     tokens = max(longest, min(filled(every, budget) if fills else every, budget))
-    lanes = max(trainer_lanes(each) for each in (config, *([config.warming_up] if config.warmup.accuracy else [])))
+    lanes = max(map(trainer_lanes, [plan, *([warm_up_plan(config)] if config.warmup.accuracy else [])]))
     alive = sum(activations(each, settings, tokens, lanes) for each in (arch, critic) if each is not None)
     checkpointing = "" if settings.checkpointing else ", or trainer.checkpointing = true"
     lever = f"a lower trainer.micro_batch_tokens (now {budget:,}){checkpointing}: no result depends on it"
     if longest > budget:  # the row is a micro-batch by itself: a smaller budget splits no row
-        shorter = "shorter rows" if config.given else f"a lower rollout.max_tokens (now {config.rollout.max_tokens:,})"
+        shorter = "shorter rows" if config.offline else f"a lower rollout.max_tokens (now {config.rollout.max_tokens:,})"
         lever = shorter + checkpointing
     return [*held, Held(f"activations of at most {tokens:,} tokens", alive, lever)]
 
 
-def trainer_lanes(config: RunConfig) -> int:
+def trainer_lanes(plan: RunPlan) -> int:
     """The most micro-batches that the trainer runs in parallel."""
-    return lanes_for(config.lanes if device_of(config.trainer.device) == "cpu" else 1, config.trainer.micro_batch_tokens, 0)
-
-
-def most_rows(config: RunConfig) -> int:
-    """The most rows that the trainer gets at once: of a step, the warm-up, or held-out tasks."""
-    warmup = config.warmup.batch if config.warmup.accuracy else 0
-    return max(step_rows(config), warmup, HELD_OUT_ROWS if config.given else 0)
-
-
-def step_rows(config: RunConfig) -> int:
-    """The most rows that a step runs forward.
-
-    They are its own groups, the replayed ones, and as many mismatched ones if the algorithm needs them.
-    """
-    mismatched = any(each.preference in UNPAIRED for each in config.algorithms.values())
-    return (config.rollout.groups + config.replayed) * config.rollout.group_size * (2 if mismatched else 1)
+    trainer = plan.config.trainer
+    return lanes_for(plan.lanes if device_of(trainer.device) == "cpu" else 1, trainer.micro_batch_tokens, 0)
 
 
 def activations(arch: Architecture, settings: TrainerSettings, tokens: int, lanes: int = 1) -> int:

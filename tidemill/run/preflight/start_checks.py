@@ -1,0 +1,124 @@
+"""Checks of a session before its processes start, and the header that says what is about to run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tidemill.controller.offline_groups import check_offline
+from tidemill.core.errors import ConfigError
+from tidemill.core.hardware import allow_files, usable_cores
+from tidemill.core.hub import shown
+from tidemill.envs.curriculum import Curriculum
+from tidemill.envs.environment_mixture import parts_of
+from tidemill.envs.task_order import task_order
+from tidemill.ledger.ledger import SqliteLedger
+from tidemill.models.conversations import check_prompts
+from tidemill.run.preflight.probe_process import Preparation
+from tidemill.run.preflight.reward_audit import QUICK_TASKS, vouch
+from tidemill.run.recipe import RunConfig
+from tidemill.run.sft_warmup import check_answers
+
+if TYPE_CHECKING:
+    from tidemill.run.session import Session
+
+FILES, FILES_EACH = 40, 4  # open files of a controller, and for each process that it starts
+LOOKED_AT = 64  # groups whose tasks are compared when a run goes on
+
+
+def expect_files(config: RunConfig) -> None:
+    """Raise ConfigError if this process may not open as many files as the run needs."""
+    placed_at, scorers = config.placement, config.scoring.workers if config.judged else 0
+    players = usable_cores() if placed_at.environment.workers is None else placed_at.environment.workers
+    count = placed_at.engines + placed_at.reference_engines + players + scorers + 2
+    needed = FILES + FILES_EACH * count
+    if (allowed := allow_files(needed)) < needed:
+        raise ConfigError(
+            f"{allowed} open files are allowed here, and this run needs {needed}: allow more (`ulimit -n 1024`, or the hard "
+            "limit, which is an administrator's to raise), or start fewer engines and workers"
+        )
+
+
+@contextmanager
+def in_one_sentence() -> Iterator[None]:
+    """Turn a ValueError into a ConfigError, so that the user sees no traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+
+
+async def describe(session: Session, preparation: Preparation) -> None:
+    """Check the tasks and the memory, and show what is about to run."""
+    config, plan, environment, model = session.config, session.plan, session.environment, session.model
+    train, held_out = environment.tasks("train"), environment.tasks("eval")
+    tasks = [*train, *held_out[: max(config.eval.final_tasks, config.eval.tasks)]]
+    tokenizer, architecture = model.tokenizer, model.architecture
+    longest = check_prompts(tasks, tokenizer, plan.context, architecture.vocab)
+    if config.warmup.accuracy and session.ledger.next_group_id() == 0:
+        check_answers(train, tokenizer, architecture.vocab)
+    longest_row = longest + config.rollout.max_tokens
+    if config.offline:
+        longest_row = check_offline(config.offline, tasks, tokenizer, plan.context, architecture.vocab)
+    with in_one_sentence():
+        await preparation.check_memory(str(model.path), min(longest_row, plan.context))
+        session.extras = tuple(await preparation.extras())
+    synchronous = "synchronous" if config.max_lag == 0 else "asynchronous"
+    algorithms = " + ".join(dict.fromkeys(each.name for each in config.algorithms.values()))
+    how = f"{synchronous}, max_lag {config.max_lag}: {config.steps} steps of {config.rollout.groups} groups × "
+    rows = f"prompts up to {longest} tokens, replies up to {config.rollout.max_tokens}"
+    if longest_row > plan.context:
+        rows += f", which end where a row has {plan.context}"
+    if plan.replayed:
+        rows += f"; groups of the {config.data.replay.within} steps before may be trained once more, whatever max_lag"
+    if config.offline:
+        how = f"nothing is sampled: {config.steps} steps of {config.rollout.groups} tasks × "
+        rows = f"rows up to {longest_row} tokens"
+    session.monitor.header(
+        [
+            f"task: {environment.name}, {len(train):,} training and {len(held_out):,} held-out tasks, disjoint",
+            f"policy: {architecture.family}, {architecture.layers} layers of {architecture.hidden}, {shown(config.model)}",
+            f"training: {algorithms}, {how}{config.rollout.group_size} = {plan.samples} samples",
+            f"rows: {rows}",
+            *filter(None, [plan.context_cut]),
+        ]
+    )
+
+
+def expect_same_tasks(curriculum: Curriculum, ledger: SqliteLedger, folder: Path) -> None:
+    """Raise ConfigError if the tasks are not those that the run was begun with.
+
+    A group's task follows from its number and the tasks, so other tasks would repeat some and leave out others. If the order
+    follows from results, the tasks are compared by name: each must still be there, unchanged.
+    """
+    admitted = ledger.next_group_id()
+    looked_at = {*range(0, admitted, -(-admitted // LOOKED_AT)), admitted - 1}
+    if not curriculum.by_number:
+        looked_at |= {group_id for group_id, env, name, _ in ledger.history() if curriculum.task_of(env, name) is None}
+    for group_id in sorted(looked_at):
+        before = ledger.task_of(group_id)
+        now = curriculum.choose(group_id) if curriculum.by_number else curriculum.task_of(before.env, before.id)
+        if now is None or not ledger.is_task_of(group_id, now):
+            what = "none of that name" if now is None else f"{now.id!r}"
+            what = "one of that name with other contents" if now is not None and now.id == before.id else what
+            raise ConfigError(
+                f"the tasks are not those that {folder} was begun with (group {group_id} was to solve "
+                f"{before.id!r}, and would now get {what}): put the data back as it was, or give another run_dir"
+            )
+
+
+async def vouch_each(session: Session) -> None:
+    """Check the reward of each environment by itself, because each has its own verifier."""
+    config = session.config
+    for environment in parts_of(session.environment):
+        tasks = environment.tasks("train")
+        await vouch(
+            environment,
+            [tasks[task_order(len(tasks), config.seed, position)] for position in range(min(len(tasks), QUICK_TASKS))],
+            limit_s=config.rollout.episode_s,
+            accepted=config.scoring.accept,
+            record=session.ledger.event,
+            note=session.note,
+        )
