@@ -61,7 +61,8 @@ class CheckpointSender:
             _publish(unfinished, target)
         finally:
             remove_left(unfinished, _MARKER)
-        self._retain(target)
+        for old in [path for path in self._versions() if path != target][: -(self._keep - 1) or None]:
+            _remove(old)
         part = WeightPart("checkpoint", str(target), sum(b.length for b in manifest.blocks))
         return WeightUpdate(manifest.version, (part,))
 
@@ -74,10 +75,6 @@ class CheckpointSender:
         """The folders of this sender's versions, oldest first: by incarnation, then step."""
         found = [(int(m[2]), int(m[1]), p) for p in self._folder.iterdir() if (m := _NAME.fullmatch(p.name)) and _is_ours(p)]
         return [path for _, _, path in sorted(found)]
-
-    def _retain(self, newest: Path) -> None:
-        for old in [p for p in self._versions() if p != newest][: -(self._keep - 1) or None]:
-            _remove(old)
 
 
 class CheckpointReceiver:

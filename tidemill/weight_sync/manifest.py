@@ -17,7 +17,6 @@ from math import prod
 from typing import Annotated
 
 import msgspec
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -168,8 +167,3 @@ def _check_layout(layout: tuple[Outline, ...], partial: bool) -> None:
 
 
 _decoder = msgspec.json.Decoder(WeightManifest)
-
-
-def raw_bytes(tensor: Tensor) -> np.ndarray:
-    """[bytes] uint8 view of a contiguous CPU tensor."""
-    return tensor.detach().reshape(-1).view(torch.uint8).numpy()

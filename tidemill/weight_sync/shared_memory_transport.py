@@ -33,16 +33,7 @@ from tidemill.core.shared_memory_file import anonymous_memory
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Slice
-from tidemill.weight_sync.manifest import (
-    DTYPES,
-    MAX_BYTES,
-    Block,
-    Outline,
-    WeightManifest,
-    expect_parts,
-    expect_whole,
-    raw_bytes,
-)
+from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Outline, WeightManifest, expect_parts, expect_whole
 from tidemill.weight_sync.pinned_memory import Pinned
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
@@ -74,7 +65,7 @@ class SharedMemorySender:
             block = Block.of(item, start=end)
             slot.put(end, item.tensor.detach().contiguous())
             blocks.append(block)
-            end = _aligned(end + item.tensor.nbytes)
+            end = -(-(end + item.tensor.nbytes) // _ALIGN) * _ALIGN
         manifest = WeightManifest(version, blocks)
         manifest.check(self._partial)
         slot.commit(manifest.encode(), end)
@@ -187,7 +178,7 @@ class _Slot:
                 into = self._blocks[start] = into.view(tensor.shape)
             into.copy_(tensor)
         else:  # a write reports full memory as OSError, while a store to the mapping would kill the process
-            _write(self.fd, raw_bytes(tensor.cpu()).data, start)
+            _write(self.fd, tensor.cpu().reshape(-1).view(torch.uint8).numpy().data, start)
 
     def commit(self, manifest: bytes, start: int) -> None:
         _write(self.fd, memoryview(manifest), start)
@@ -240,10 +231,6 @@ def _write(fd: int, data: memoryview, start: int) -> None:
     while data:
         done = os.pwrite(fd, data[: 1 << 30], start)  # Linux writes at most 2 GiB at once
         data, start = data[done:], start + done
-
-
-def _aligned(size: int) -> int:
-    return -(-size // _ALIGN) * _ALIGN
 
 
 @contextmanager

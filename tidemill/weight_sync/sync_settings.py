@@ -11,7 +11,7 @@ from __future__ import annotations
 import warnings
 from typing import Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from tidemill.core.errors import RenamedKey
 from tidemill.core.registry import KindSettings, Registry
@@ -32,11 +32,6 @@ class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
         if isinstance(given, dict) and OLD_NAME in given:
             given = _renamed(given)
         return super()._chosen(given)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _accept_old_name(cls, given: Any) -> Any:
-        return _renamed(given) if isinstance(given, dict) and OLD_NAME in given else given
 
 
 def _renamed(given: dict[str, Any]) -> dict[str, Any]:

@@ -33,13 +33,9 @@ def checkpoint() -> Transport:
 
 def make_sender(settings: BaseSyncSettings, folder: Path) -> Sender:
     """The trainer's end of a transport. folder: where the transport may keep files."""
-    return _transport(settings.kind_name).sender(settings, folder)
+    return TRANSPORTS.builder_of(settings.kind_name)().sender(settings, folder)
 
 
 def make_receiver(transport: str) -> Receiver:
     """An engine's end of a transport. Raises ConfigError when there is no such transport."""
-    return _transport(transport).receiver()
-
-
-def _transport(name: str) -> Transport:
-    return TRANSPORTS.builder_of(name)()
+    return TRANSPORTS.builder_of(transport)().receiver()
