@@ -36,7 +36,7 @@ from tidemill.runtime.role_host import REPORT_LENGTH, Ready
 from tidemill.runtime.rpc import RpcServer, connect
 from tidemill.runtime.wire_format import Call, Cancel, Done, Failed, Hello, Ping, failure
 from tidemill.runtime.workers.child import WorkerProcess
-from tidemill.runtime.workers.frames import CallBegan, CallFailure, CallResult, WorkerNote, WorkerPong
+from tidemill.runtime.workers.frames import CallBegan, CallFailure, CallResult, WorkerNote, WorkerPing
 from tidemill.runtime.workers.worker import Worker, WorkerKind
 
 TOKEN = "t" * 64
@@ -246,7 +246,7 @@ def worker_words() -> st.SearchStrategy[bytes]:
     ids = st.sampled_from([3, 3, 3, 4])
     done = st.builds(CallResult, ids, st.lists(outcome, max_size=2), st.booleans())
     other = st.builds(WorkerNote, ids, st.none()) | st.builds(CallFailure, ids, st.text(max_size=5), st.text(max_size=5))
-    body = (done | other | st.builds(CallBegan, ids) | st.builds(WorkerPong, ids)).map(serialization.encode)
+    body = (done | other | st.builds(CallBegan, ids) | st.builds(WorkerPing, ids)).map(serialization.encode)
     nan = serialization.encode({"type": "CallResult", "id": 3, "value": [{"type": "Score", "value": float("nan")}]})
     wild = body | body | mutated(body) | _msgpack() | st.just(nan) | st.binary(max_size=30)
 

@@ -50,6 +50,10 @@ class Token:
         return self.start + len(self.text)
 
 
+_END = Token("", "", 0, False)
+_BRACKETS = {"(": ")", "{": "}", "[": "]"}
+
+
 def tokens_of(text: str) -> list[Token]:
     """Split a text into numbers, commands, words, quoted texts and signs."""
     found, end = [], 0
@@ -105,8 +109,7 @@ class _Parser:
         if self._depth > _DEEPEST:
             raise Unreadable("nested too deep")
         value = self._term()
-        while (sign := self._sign()) in ("+", "-"):
-            self.at += 1
+        while sign := self._taken("+", "-"):
             other = self._term()
             value = _apply(value, other if sign == "+" else negated(other), "+")
         self._depth -= 1
@@ -115,36 +118,33 @@ class _Parser:
     def _term(self) -> Value:
         value = self._factor(first=True)
         while True:
-            sign = self._sign()
-            if sign in ("*", "/") or (sign and self._times_ten()):
+            sign = self._next.text
+            if sign in ("*", "/") or (sign in ("x", "X") and self._between_numbers()):  # an x as in "1.5 x 10^3"
                 self.at += 1
-                value = _apply(value, self._factor(first=False), sign if sign == "/" else "*")
-            elif self._begins_factor():
+                value = _apply(value, self._factor(first=False), "/" if sign == "/" else "*")
+            elif self._next.text in ("\\frac", "\\sqrt", "π", "(", "{") or (self._next.kind == "word" and self.letters):
                 value = _apply(value, self._factor(first=False), "*")
             else:
                 return value
 
     def _factor(self, first: bool) -> Value:
-        signs = 1
-        while (sign := self._sign()) in ("+", "-"):
-            self.at, signs = self.at + 1, signs * (-1 if sign == "-" else 1)
-        whole = self._next() if self._kind() == "number" else None
+        negative = False
+        while sign := self._taken("+", "-"):
+            negative ^= sign == "-"
+        whole = first and self._next.kind == "number" and self._next.text.isdigit()
         value = self._base()
-        if whole is not None and first and whole.text.isdigit() and (part := self._proper_fraction()) is not None:
+        if whole and (part := self._proper_fraction()) is not None:
             value = _apply(value, part, "+")
-        if self._sign() == "^":
-            self.at += 1
+        if self._taken("^"):
             value = _power(value, self._exponent())
-            if self._sign() == "^":
+            if self._next.text == "^":
                 raise Unreadable("a power of a power without braces")
-        while (sign := self._sign()) in ("%", "°"):
-            self.at, value = self.at + 1, _apply(value, Fraction(100), "/") if sign == "%" else value
-        return negated(value) if signs < 0 else value
+        while sign := self._taken("%", "°"):
+            value = _apply(value, Fraction(100), "/") if sign == "%" else value
+        return negated(value) if negative else value
 
     def _base(self) -> Value:
-        token = self._next()
-        if token is None:
-            raise Unreadable("it ends too early")
+        token = self._next
         self.at += 1
         if token.kind == "number":
             return number_of(token.text)
@@ -159,95 +159,77 @@ class _Parser:
             return self._letter(token)
         if token.text == "|":
             return abs_of(self._closed("|"))
-        if token.text in ("(", "{", "["):
-            return self._closed({"(": ")", "{": "}", "[": "]"}[token.text])
-        raise Unreadable(f"{token.text!r} is not expected")
+        if token.text in _BRACKETS:
+            return self._closed(_BRACKETS[token.text])
+        raise Unreadable(f"{token.text!r} is not expected" if token.text else "it ends too early")
 
     def _letter(self, token: Token) -> Value:
         if token.text[0] not in self.letters:
             raise Unreadable(f"{token.text!r} is no number")
         if len(token.text) > 1:  # a product of letters
-            rest = replace(token, text=token.text[1:], start=token.start + 1, spaced=False)
-            self.tokens[self.at - 1 : self.at] = [replace(token, text=token.text[0]), rest]
+            self.at -= 1
+            self._split()
+            self.at += 1
         return self.letters[token.text[0]]
+
+    def _split(self) -> None:
+        """Split the next token after its first character."""
+        token = self._next
+        rest = replace(token, text=token.text[1:], start=token.start + 1, spaced=False)
+        self.tokens[self.at : self.at + 1] = [replace(token, text=token.text[0]), rest]
 
     def _closed(self, by: str) -> Value:
         value = self.expression()
-        if self._sign() != by:
+        if not self._taken(by):
             raise Unreadable(f"{by!r} is missing")
-        self.at += 1
         return value
 
     def _argument(self) -> Value:
         """The value in braces, or of the single digit or letter that LaTeX takes without braces."""
-        token = self._next()
-        if token is not None and token.text == "{":
-            self.at += 1
+        if self._taken("{"):
             return self._closed("}")
-        if token is not None and token.kind in ("number", "word") and token.text.isalnum():
+        token = self._next
+        if token.kind in ("number", "word") and token.text.isalnum():
             if len(token.text) > 1:
-                rest = replace(token, text=token.text[1:], start=token.start + 1, spaced=False)
-                self.tokens[self.at : self.at + 1] = [replace(token, text=token.text[0]), rest]
+                self._split()
             return self._base()
-        if token is not None and token.text in ("π", "\\sqrt"):
+        if token.text in ("π", "\\sqrt"):
             return self._base()
         raise Unreadable("an argument is missing")
 
     def _root(self) -> Value:
-        index: Value = Fraction(2)
-        if self._sign() == "[":
-            self.at += 1
-            index = self._closed("]")
-        token = self._next()
-        plainly = token is not None and token.kind == "number"  # √16
-        radicand = self._base() if plainly else self._closed_or_argument()
+        index = self._closed("]") if self._taken("[") else Fraction(2)
+        radicand = self._base() if self._next.kind == "number" else self._closed_or_argument()  # a number: √16
         return _power(radicand, _apply(Fraction(1), index, "/"))
 
     def _closed_or_argument(self) -> Value:
-        if self._sign() == "(":
-            self.at += 1
-            return self._closed(")")
-        return self._argument()
+        return self._closed(")") if self._taken("(") else self._argument()
 
     def _exponent(self) -> Value:
-        sign = self._sign()
-        if sign in ("-", "+"):
-            self.at += 1
+        if sign := self._taken("-", "+"):
             value = self._exponent()
             return negated(value) if sign == "-" else value
-        token = self._next()
-        if token is not None and token.kind == "number":  # 2^10 is read as people mean it
-            return self._base()
-        return self._closed_or_argument()
+        return (
+            self._base() if self._next.kind == "number" else self._closed_or_argument()
+        )  # a number: 2^10, as people mean it
 
     def _proper_fraction(self) -> Fraction | None:
         """The proper fraction that follows a whole number (a mixed number); None if there is none."""
-        token, at = self._next(), self.at
-        if token is None:
-            return None
-        if token.text == "\\frac":
-            plain = self._only_numbers(at)
-            value = self._base()
-            if not plain:
-                self.at = at
+        at, texts = self.at, [each.text for each in self.tokens[self.at : self.at + 3]]
+        if self._next.text == "\\frac":
+            if not self._only_numbers(at):
                 return None
-            if not isinstance(value, Fraction) or not 0 < value < 1:
-                raise Unreadable("a whole number before an improper fraction")
-            return value
-        texts = [each.text for each in self.tokens[at : at + 3]]
-        if (
-            token.kind == "number"
-            and token.spaced
-            and len(texts) == 3
-            and texts[1] == "/"
-            and (texts[0] + texts[2]).isdigit()
-        ):
+            value = self._base()
+        elif self._next.spaced and texts[1:2] == ["/"] and "".join(texts[::2]).isdigit() and len(texts) == 3:
             self.at += 3
+            if len(texts[0] + texts[2]) >= DIGITS:
+                raise Unreadable("a number beyond all sizes")
             value = _apply(Fraction(int(texts[0])), Fraction(int(texts[2])), "/")
-            if isinstance(value, Fraction) and 0 < value < 1 and len(texts[0] + texts[2]) < DIGITS:
-                return value
-            raise Unreadable("a number before an improper fraction")
-        return None
+        else:
+            return None
+        if isinstance(value, Fraction) and 0 < value < 1:
+            return value
+        raise Unreadable("a number before an improper fraction")
 
     def _only_numbers(self, at: int) -> bool:
         """True when the `\\frac` at `at` holds two whole numbers and nothing else."""
@@ -265,30 +247,21 @@ class _Parser:
                 return True
         return False
 
-    def _times_ten(self) -> bool:
-        """True at an x between two numbers, as in "1.5 x 10^3"."""
-        token, after = self._next(), self.tokens[self.at + 1 : self.at + 2]
-        before = self.tokens[self.at - 1] if self.at else None
-        numbers = before is not None and before.kind == "number" and bool(after) and after[0].kind == "number"
-        return token is not None and token.text in ("x", "X") and numbers
+    def _between_numbers(self) -> bool:
+        around = self.tokens[max(0, self.at - 1) : self.at + 2]
+        return len(around) == 3 and around[0].kind == around[2].kind == "number"
 
-    def _begins_factor(self) -> bool:
-        token = self._next()
-        return token is not None and (
-            token.text in ("\\frac", "\\sqrt", "π", "(", "{") or (token.kind == "word" and bool(self.letters))
-        )
+    @property
+    def _next(self) -> Token:
+        return self.tokens[self.at] if self.at < len(self.tokens) else _END
 
-    def _next(self) -> Token | None:
-        return self.tokens[self.at] if self.at < len(self.tokens) else None
-
-    def _kind(self) -> str:
-        token = self._next()
-        return token.kind if token is not None else ""
-
-    def _sign(self) -> str:
-        """The text of the next token; empty at the end."""
-        token = self._next()
-        return token.text if token is not None else ""
+    def _taken(self, *texts: str) -> str:
+        """The next token's text if it is one of `texts`, and go on behind it; else empty."""
+        text = self._next.text
+        if text not in texts:
+            return ""
+        self.at += 1
+        return text
 
 
 def _apply(a: Value, b: Value, sign: str) -> Value:

@@ -2,7 +2,7 @@
 
     parent -> worker   WorkerCall, any number of WorkerNote to it; CancelCall; WorkerPing
     worker -> parent   CallBegan (all it needs is loaded: its limit begins), any number of WorkerNote, and one CallResult or
-                       CallFailure; WorkerPong
+                       CallFailure; the WorkerPing
 
 Each call has a number of its own, so one worker can do many at a time. A frame is a length and the msgpack of one message.
 A reader refuses a frame that is too long or is no such message; a worker can do no more harm than that by what it writes.
@@ -41,10 +41,8 @@ class CancelCall(msgspec.Struct, frozen=True, tag=True):
 
 
 class WorkerPing(msgspec.Struct, frozen=True, tag=True):
-    number: int
+    """Ping, which a worker with an event loop sends back."""
 
-
-class WorkerPong(msgspec.Struct, frozen=True, tag=True):
     number: int
 
 
@@ -74,7 +72,7 @@ def to_worker(requests: Any, notes: Any) -> Any:
 
 def from_worker(results: Any, notes: Any) -> Any:
     """The type of the frames from a worker, whose handler returns `results` and sends `notes` before."""
-    return CallBegan | WorkerNote[notes] | CallResult[results] | CallFailure | WorkerPong
+    return CallBegan | WorkerNote[notes] | CallResult[results] | CallFailure | WorkerPing
 
 
 def framed(body: bytes) -> bytes:

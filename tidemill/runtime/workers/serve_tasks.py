@@ -23,7 +23,6 @@ from tidemill.runtime.workers.frames import (
     WorkerCall,
     WorkerNote,
     WorkerPing,
-    WorkerPong,
     size_of,
     to_worker,
 )
@@ -62,7 +61,7 @@ class _Tasks:
 
     def _hear(self, frame: Any) -> None:
         if isinstance(frame, WorkerPing):
-            self._say(WorkerPong(frame.number))
+            self._say(frame)
         elif isinstance(frame, WorkerCall):
             channel = Channel(frame.id, self._say)
             task = asyncio.get_running_loop().create_task(self._run(frame, channel))

@@ -29,17 +29,12 @@ from tidemill.runtime.workers.frames import (
     WorkerCall,
     WorkerNote,
     WorkerPing,
-    WorkerPong,
     from_worker,
 )
 from tidemill.runtime.workers.stopped import stopped_instead
 
 LOOKS = 20  # checks of a worker within a limit
 TURN_S = 1.0  # time for a worker with everything loaded to begin a call, on a busy machine
-
-
-class OutOfTurn(Exception):
-    """The worker sent a frame that is not allowed at this point."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +77,6 @@ class OpenCall:
             self.over = True
             reason = frame.reason if began else frame.reason.removeprefix("ConfigError: ")  # of an import: a sentence
             self.fail(CallFailed(reason, frame.trace, began))
-        elif not began:
-            raise OutOfTurn(f"call {self.id} had not begun")
         elif isinstance(frame, CallResult):
             self.over = True
             if not self.result.done():
@@ -201,13 +194,11 @@ class Worker:
                 await asyncio.sleep(0)  # a flood of frames must not block the event loop
         except CodecError as error:
             return "protocol", f"{title} wrote something else than a frame: {error}"
-        except OutOfTurn as error:
-            return "protocol", f"{title} spoke out of turn: {error}"
         except (asyncio.IncompleteReadError, ConnectionError):
             return "died", await self.process.epitaph()
 
     def _take(self, frame: Any) -> None:
-        if isinstance(frame, WorkerPong):
+        if isinstance(frame, WorkerPing):
             self._ponged = frame.number
             return
         ends = isinstance(frame, CallResult | CallFailure)
