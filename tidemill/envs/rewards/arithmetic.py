@@ -50,7 +50,7 @@ class Token:
         return self.start + len(self.text)
 
 
-_END = Token("", "", 0, False)
+END = Token("", "", 0, False)  # stands behind the last token
 _BRACKETS = {"(": ")", "{": "}", "[": "]"}
 
 
@@ -253,7 +253,7 @@ class _Parser:
 
     @property
     def _next(self) -> Token:
-        return self.tokens[self.at] if self.at < len(self.tokens) else _END
+        return self.tokens[self.at] if self.at < len(self.tokens) else END
 
     def _taken(self, *texts: str) -> str:
         """The next token's text if it is one of `texts`, and go on behind it; else empty."""

@@ -17,6 +17,7 @@ from math import factorial
 
 from tidemill.envs.rewards.arithmetic import (
     DIGITS,
+    END,
     Token,
     Unreadable,
     Value,
@@ -45,6 +46,7 @@ _BINDING = frozenset(["and", "or", "to", "of", "out", "over", "by", "x", "times"
 _FUNCTIONS = frozenset(
     ["log", "ln", "sin", "cos", "tan", "exp", "root", "lg", "arcsin", "arccos", "arctan", "squared", "cubed", "factorial"]
 )
+_FRACTIONS = {"half", "quarter", "third", "thirds", "quarters"}
 _WORDS = (
     "zero two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen "
     "nineteen twenty thirty forty fifty sixty seventy eighty ninety hundred thousand million half quarter dozen"
@@ -200,13 +202,7 @@ def _certain(run: _Run, tokens: Sequence[Token]) -> bool:
         return False  # a loss, in accounts
     if texts[0] == "|":
         return False  # an absolute value, or a cell of a table
-    if after[:1] in (["squared"], ["cubed"], ["factorial"], ["…"]) or {
-        "half",
-        "quarter",
-        "third",
-        "thirds",
-        "quarters",
-    } & set(after):
+    if after[:1] in (["squared"], ["cubed"], ["factorial"], ["…"]) or _FRACTIONS & set(after):
         return False
     if after[:3] == [".", ".", "."] and "." in texts[-1]:
         return False
@@ -267,13 +263,8 @@ def _runs(sentence: Sequence[Token]) -> list[_Run]:
             continue
         first, last = _trimmed(sentence, i, end)
         if any(token.kind == "number" or token.text == "π" for token in sentence[first:last]):
-            before = sentence[first - 1] if first else None
-            glued = (
-                before is not None
-                and before.kind == "word"
-                and not sentence[first].spaced
-                and sentence[first].kind == "number"
-            )
+            word = first > 0 and sentence[first - 1].kind == "word"
+            glued = word and sentence[first].kind == "number" and not sentence[first].spaced
             found.append(_Run(list(sentence[first:last]), list(sentence[:first]), list(sentence[last:]), marker, glued))
         i = end
     return found
@@ -284,44 +275,27 @@ def _belongs(sentence: Sequence[Token], i: int) -> bool:
 
     A letter is part of it as a variable, beside a number or an operator.
     """
-    token = sentence[i]
-    before, after = sentence[i - 1] if i else None, sentence[i + 1] if i + 1 < len(sentence) else None
+    earlier, before, token, after, later = (sentence[j] if 0 <= j < len(sentence) else END for j in range(i - 2, i + 3))
     if token.text == ":":
-        return before is not None and after is not None and before.kind == after.kind == "number"
+        return before.kind == after.kind == "number"
     if token.kind in ("number", "command"):
         return True
-    if token.kind == "sign":
-        choice = (
-            after is not None
-            and after.kind == "word"
-            and len(after.text) == 1
-            and [t.text for t in sentence[i + 2 : i + 3]] == [")"]
-        )
-        closes = (
-            i > 1
-            and token.text == ")"
-            and sentence[i - 2].text == "("
-            and len(sentence[i - 1].text) == 1
-            and sentence[i - 1].kind == "word"
-        )
-        return token.text in _SIGNS and not closes and not (token.text == "(" and choice)  # "(C)" names a choice
-    if token.kind != "word" or len(token.text) > 1:
+    if token.kind == "sign":  # "(C)" names a choice
+        opens = token.text == "(" and after.kind == "word" and len(after.text) == 1 and later.text == ")"
+        closes = token.text == ")" and before.kind == "word" and len(before.text) == 1 and earlier.text == "("
+        return token.text in _SIGNS and not opens and not closes
+    if token.kind != "word" or len(token.text) > 1 or (before.text == "(" and after.text == ")"):
         return False
-    if before is not None and before.text == "(" and after is not None and after.text == ")":
-        return False
-    if before is not None and not token.spaced and before.kind == "number":
-        return not unit_of(token.text) and token.text not in SCALES
-    if (
-        after is not None
-        and after.text in "+-*/^_("
-        and not (before is not None and before.kind == "number" and unit_of(token.text))
-    ):
-        return after.text in "^_" or after.spaced is (sentence[i + 2].spaced if i + 2 < len(sentence) else True)
-    if before is not None and before.kind == "number" and token.text in "xyznabcijkpqrtuvw" and not unit_of(token.text):
-        return token.text not in "a"  # "5 a day"
-    if (before is not None and before.text in "{^") or (after is not None and after.text == "}"):
+    unit, counts = unit_of(token.text), before.kind == "number"
+    if counts and not token.spaced:
+        return not unit and token.text not in SCALES
+    if after.text and after.text in "+-*/^_(" and not (counts and unit):
+        return after.text in "^_" or after.spaced is (later.spaced if later is not END else True)
+    if counts and token.text in "xyznabcijkpqrtuvw" and not unit:
+        return token.text != "a"  # "5 a day"
+    if before.text in ("{", "^") or after.text == "}":
         return True
-    return before is not None and i > 1 and before.text in "+*/" and not unit_of(token.text)
+    return before.text in ("+", "*", "/") and i > 1 and not unit
 
 
 def _after_word(sentence: Sequence[Token], i: int) -> int:
