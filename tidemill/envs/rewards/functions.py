@@ -91,11 +91,5 @@ def missing(answer: object) -> bool:
     return answer is None or answer != answer
 
 
-def last_number(text: str) -> Fraction | None:
-    """The exact number at the end of a text; None when there is none, or it is ambiguous."""
-    value = reading_of(text).value
-    return None if value is None else Fraction(value)
-
-
 def _normal(text: str) -> str:
     return " ".join(unicodedata.normalize("NFKC", text).casefold().split()).rstrip(" .,;:!?")
