@@ -8,9 +8,10 @@ import gc
 import numpy as np
 import pytest
 
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_pool import ContextShrank, EnginePool, Member
 from tidemill.controller.rollout import EpisodeSetup, Rollout, _all
 from tidemill.core.errors import PeerLost
+from tidemill.core.interfaces import Capabilities
 from tidemill.core.types import GREEDY, Completion, Finish, InfraError, SamplingParams, Score, Task, Version
 from tidemill.models.tokenizer import character_tokenizer
 
@@ -34,6 +35,10 @@ class FakeEngine:
         self.aborted.append(key)
 
 
+def pool_of(engine) -> EnginePool:
+    return EnginePool([Member("engine-0", engine, Capabilities(1000))])
+
+
 class FakeEnvironment:
     name = "fake"
 
@@ -47,7 +52,7 @@ async def ask(task, chat):
 
 async def roll(environment, engine=None):
     episodes = EpisodeSetup(environment, character_tokenizer("ab\n"), SamplingParams(max_tokens=1), context=16, limit_s=0.05)
-    pool = EnginePool([engine or FakeEngine()])
+    pool = pool_of(engine or FakeEngine())
     return [t.outcome for t in (await Rollout(pool, episodes, 2, 0).rollout(0, TASK)).trajectories]
 
 
@@ -71,7 +76,7 @@ async def test_a_baseline_is_one_greedy_attempt_more():
 
     params = SamplingParams(max_tokens=1, temperature=0.7)
     episodes = EpisodeSetup(FakeEnvironment(ask, judge), character_tokenizer("ab\n"), params, context=16, limit_s=1.0)
-    group = await Rollout(EnginePool([Listening()]), episodes, 2, 0, baseline=True).rollout(4, TASK)
+    group = await Rollout(pool_of(Listening()), episodes, 2, 0, baseline=True).rollout(4, TASK)
     assert asked == [("g4/0", 0.7), ("g4/1", 0.7), ("g4/-1", 0.0)]
     assert [(t.sample, t.temperature, t.reward) for t in group.trajectories] == [(0, 0.7, 0), (1, 0.7, 1), (GREEDY, 0, 2)]
 
@@ -96,6 +101,7 @@ async def test_an_episode_that_never_ends_is_aborted():
     engine = FakeEngine()
 
     async def run(task, chat):
+        await chat.reply(task.prompt)
         await asyncio.get_running_loop().create_future()
 
     assert await roll(FakeEnvironment(run), engine) == [InfraError("the episode took longer than 0.05 s")] * 2
@@ -131,7 +137,7 @@ async def test_a_judge_that_fails_scores_nothing(kind):
     assert all(isinstance(o, InfraError) and expected in o.reason for o in outcomes)
 
 
-async def test_a_cancellation_that_comes_while_an_engine_is_lost_is_heeded():
+async def test_a_cancellation_that_comes_while_a_group_is_to_begin_anew_is_heeded():
     """One sibling fails, the others are still ending, and then the run is stopped: the group may not be played again."""
     failed, asked = asyncio.Event(), 0
 
@@ -150,15 +156,14 @@ async def test_a_cancellation_that_comes_while_an_engine_is_lost_is_heeded():
     episodes = EpisodeSetup(
         FakeEnvironment(run), character_tokenizer("ab\n"), SamplingParams(max_tokens=1), context=16, limit_s=60
     )
-    pool, lost = EnginePool([FakeEngine(PeerLost("engine-0 died"))]), []
-    pool.supervised(lambda index, why: lost.append(why))  # nobody brings it back
+    pool = pool_of(FakeEngine(ContextShrank()))
     rolling = asyncio.create_task(Rollout(pool, episodes, 2, 0).rollout(0, TASK))
     await failed.wait()
     for _ in range(5):  # the others are being cancelled
         await asyncio.sleep(0)
     rolling.cancel()
     done, _ = await asyncio.wait({rolling}, timeout=5)
-    assert done and rolling.cancelled() and not lost
+    assert done and rolling.cancelled()
 
 
 async def test_of_several_failures_the_first_is_raised_and_none_is_reported_as_never_retrieved():

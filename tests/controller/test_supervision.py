@@ -6,9 +6,10 @@ import asyncio
 
 import pytest
 
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_pool import EnginePool, Member, MemberState, Route
 from tidemill.controller.engine_supervisor import Budget, Supervisor
-from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RunFailed, StartFailed
+from tidemill.core.errors import ConfigError, EngineFailed, PeerLost, PolicyMismatch, RunFailed, StartFailed
+from tidemill.core.interfaces import Capabilities
 from tidemill.core.types import Version
 from tidemill.core.weight_update import WeightPart, WeightUpdate
 from tidemill.runtime.placement import Vitals
@@ -34,11 +35,15 @@ class FakeEngine:
         self.version = self.serves or new.version
         return self.version
 
-    async def work(self) -> tuple[str, int]:
+    async def generate(self, request: object = None) -> tuple[str, int]:
         await asyncio.sleep(0)
         if self.lost:
             raise PeerLost(f"{self.name} died")
         return self.name, self.version.step
+
+
+def member(engine: FakeEngine, context: int = 64) -> Member:
+    return Member(engine.name, engine, Capabilities(context))  # type: ignore[arg-type]
 
 
 class FakeHandle:
@@ -67,17 +72,24 @@ class Place:
 
     def __init__(self, count: int = 2, restarts: int = 3, failing: int = 0) -> None:
         self.handles = [FakeHandle(FakeEngine(f"engine-{i}")) for i in range(count)]
-        self.pool = EnginePool([h.proxy for h in self.handles])
+        self.pool = EnginePool([member(h.proxy) for h in self.handles])
         self.told: list[str] = []
         self.started, self.failing = 0, failing
         budget = lambda: Budget(restarts, 600.0, 0.0)  # noqa: E731
-        self.supervisor = Supervisor(self.pool, self.handles, self.start, budget, lambda kind, _: self.told.append(kind))
+        self.context = 64  # of those that are started later
+        tell = lambda kind, _: self.told.append(kind)  # noqa: E731
+        self.supervisor = Supervisor(self.pool, "engine", self.handles, self.start, self.member, budget, tell)  # type: ignore
 
-    async def start(self, index: int) -> FakeHandle:
+    async def start(self, name: str) -> FakeHandle:
         self.started += 1
         if self.started <= self.failing:
-            raise StartFailed(f"engine-{index} did not start")
-        return FakeHandle(FakeEngine(f"again-{self.started}"))
+            raise StartFailed(f"{name} did not start")
+        handle = FakeHandle(FakeEngine(f"again-{self.started}"))
+        handle.name = name
+        return handle
+
+    async def member(self, handle: FakeHandle) -> Member:
+        return Member(handle.name, handle.proxy, Capabilities(self.context))  # type: ignore[arg-type]
 
 
 async def until(condition) -> None:
@@ -91,11 +103,11 @@ async def test_work_of_a_lost_engine_is_done_again_on_another_one():
     running = asyncio.create_task(place.supervisor.run())
     await place.pool.publish(published(3))
     place.handles[0].proxy.lost = True
-    done = await asyncio.gather(*(place.pool.run(lambda engine: engine.work()) for _ in range(6)))
+    done = await asyncio.gather(*(place.pool.run(lambda engine: engine.generate(None)) for _ in range(6)))
     assert {name for name, _ in done} == {"engine-1"}
     await until(lambda: "engine_restarted" in place.told)
     assert place.told == ["engine_lost", "engine_restarted"] and len(place.pool.engines) == 2
-    done = await asyncio.gather(*(place.pool.run(lambda engine: engine.work()) for _ in range(6)))
+    done = await asyncio.gather(*(place.pool.run(lambda engine: engine.generate(None)) for _ in range(6)))
     assert set(done) == {("engine-1", 3), ("again-1", 3)}, "the one that came back serves the present version"
     running.cancel()
 
@@ -106,44 +118,42 @@ async def test_a_late_word_of_an_engine_that_was_replaced_harms_nobody():
     old, late = place.handles[0].proxy, asyncio.Event()
     tried: list[str] = []
 
-    async def work(engine: FakeEngine) -> str:
-        tried.append(engine.name)
-        if engine is old:
+    async def generate(request: object = None) -> tuple[str, int]:
+        tried.append(old.name)
+        try:
+            await asyncio.Event().wait()
+        finally:
             await late.wait()
             raise PeerLost("engine-0 died")
-        return engine.name
 
-    working = asyncio.create_task(place.pool.run(work))
+    old.generate = generate
+    working = asyncio.create_task(place.pool.run(lambda engine: engine.generate(None)))
     await until(lambda: tried)
     place.handles[0].kill("died")
     await until(lambda: not place.pool.engines)  # idle or not, it is no more
     await until(lambda: place.pool.engines)
     late.set()
-    assert await working == "again-1"
+    assert (await working)[0] == "again-1"
     assert [engine.name for engine in place.pool.engines] == ["again-1"] and place.started == 1
     running.cancel()
 
 
 async def test_without_a_supervisor_a_loss_is_an_error():
-    pool = EnginePool([FakeEngine("a")])
+    pool = EnginePool([member(FakeEngine("a"))])
     pool.engines[0].lost = True
     with pytest.raises(PeerLost):
-        await pool.run(lambda engine: engine.work())
+        await pool.run(lambda engine: engine.generate(None))
 
 
 async def test_an_engine_that_failed_but_lives_is_killed_and_started_again():
     place = Place(count=1)
     running = asyncio.create_task(place.supervisor.run())
-    failed = False
 
-    async def work(engine: FakeEngine) -> str:
-        nonlocal failed
-        if not failed:
-            failed = True
-            raise EngineFailed("out of memory")
-        return engine.name
+    async def fails(request: object = None) -> tuple[str, int]:
+        raise EngineFailed("out of memory")
 
-    assert await place.pool.run(work) == "again-1"
+    place.handles[0].proxy.generate = fails
+    assert (await place.pool.run(lambda engine: engine.generate(None)))[0] == "again-1"
     assert "was killed: out of memory" in await place.handles[0].wait()
     running.cancel()
 
@@ -169,30 +179,37 @@ async def test_a_publication_that_meets_no_engine_waits_for_one():
 
 async def test_who_comes_back_never_joins_with_an_older_version():
     """While it commits version 1 the pool is to publish version 2: it joins with 1 before that, or with 2 after it."""
-    pool = EnginePool([FakeEngine("a")])
+    pool = EnginePool([member(FakeEngine("a"))])
     await pool.publish(published(1))
     late = FakeEngine("b")
     late.updating = asyncio.Event()
-    joining = asyncio.create_task(pool.admit(0, late))
+    joining = asyncio.create_task(pool.join(member(late)))
     await asyncio.sleep(0)
     publishing = asyncio.create_task(pool.publish(published(2)))
     await asyncio.sleep(0)
     late.updating.set()
     await asyncio.gather(joining, publishing)
-    assert [engine.version.step for engine in pool.engines] == [2]
+    assert [engine.version.step for engine in pool.engines] == [2, 2]
 
 
 async def test_an_engine_that_serves_something_else_ends_the_run():
-    pool = EnginePool([FakeEngine("a"), FakeEngine("b", serves=Version(4, fingerprint="other"))])
-    with pytest.raises(PolicyMismatch, match="engine 1 serves"):
+    other = Version(5, fingerprint="other")
+    pool = EnginePool([member(FakeEngine("a")), member(FakeEngine("b", serves=other))])
+    with pytest.raises(PolicyMismatch, match=r"b serves policy@v5 \(other\), published was policy@v5 \(f5\)"):
         await pool.publish(published(5))
+    pool = EnginePool([member(FakeEngine("a"))])
+    await pool.publish(published(5))
+    wrong = member(FakeEngine("c", serves=other))
+    with pytest.raises(PolicyMismatch, match="c serves"):
+        await pool.join(wrong)
+    assert wrong.state is MemberState.LOST and [m.name for m in pool.members] == ["a"]
 
 
 async def test_a_spent_budget_ends_the_run_with_the_first_cause():
     place = Place(count=1, restarts=2, failing=9)
     running = asyncio.create_task(place.supervisor.run())
     place.handles[0].kill("died: killed by SIGSEGV")
-    waiting = asyncio.create_task(place.pool.run(lambda engine: engine.work()))
+    waiting = asyncio.create_task(place.pool.run(lambda engine: engine.generate(None)))
     with pytest.raises(ExceptionGroup) as failed:
         await running
     assert isinstance(failed.value.exceptions[0], RunFailed)
@@ -226,3 +243,86 @@ def test_pauses_grow_for_what_does_not_last_and_for_nothing_else():
     assert ends_after(8.0 + 80.0) == 0.0, "it had come back: another story"
     assert [ends_after(10.0) for _ in range(20)] == [0.0] * 20, "of a fault now and then nothing is to be feared"
     assert [ends_after(0.0) for _ in range(9)] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0]
+
+
+# --- members that join and leave -----------------------------------------------------------------------------------------
+
+
+async def test_engines_are_added_and_drained_while_the_run_goes_on():
+    place = Place(count=1)
+    running = asyncio.create_task(place.supervisor.run())
+    await place.pool.publish(published(3))
+    with pytest.raises(ValueError, match="no other engine serves"):
+        await place.supervisor.remove("engine-0")
+    assert await place.supervisor.add() == "engine-1"
+    await place.supervisor.remove("engine-0")
+    assert await place.handles[0].wait() == "was stopped" and list(place.supervisor.handles) == ["engine-1"]
+    assert await place.pool.run(lambda engine: engine.generate(None)) == ("again-1", 3)
+    assert await place.supervisor.add() == "engine-0", "the first name that is free"
+    place.supervisor.handles["engine-0"].kill("died")
+    await until(lambda: "engine_restarted" in place.told)
+    assert place.told == ["engine_joined", "engine_drained", "engine_joined", "engine_lost", "engine_restarted"]
+    with pytest.raises(ValueError, match=r"'engine-7'.* these serve: engine-1, engine-0"):
+        await place.supervisor.remove("engine-7")
+    running.cancel()
+
+
+async def test_an_engine_that_ends_while_it_drains_is_not_started_again():
+    place = Place(count=2)
+    running = asyncio.create_task(place.supervisor.run())
+    asked = asyncio.Event()
+
+    async def hangs(request: object = None) -> tuple[str, int]:
+        asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    place.handles[0].proxy.generate = hangs
+    work = [asyncio.create_task(place.pool.run(lambda engine: engine.generate(None))) for _ in range(2)]
+    await asked.wait()
+    draining = asyncio.create_task(place.supervisor.remove("engine-0"))
+    await until(lambda: place.pool.members[0].state is MemberState.DRAINING)
+    place.handles[0].kill("died")
+    await draining
+    assert {name for name, _ in await asyncio.gather(*work)} == {"engine-1"}
+    assert place.told == ["engine_drained"] and place.started == 0 and [m.name for m in place.pool.members] == ["engine-1"]
+    running.cancel()
+
+
+async def test_an_engine_that_cannot_be_taken_is_stopped_and_named():
+    place = Place(count=1)
+
+    async def refused(handle: FakeHandle) -> Member:
+        raise ConfigError(f"{handle.name} joins with a context of 3 tokens")
+
+    place.supervisor._member = refused  # type: ignore[assignment]
+    running = asyncio.create_task(place.supervisor.run())
+    with pytest.raises(ConfigError, match=r"^engine-1 joins"):
+        await place.supervisor.add()
+    assert list(place.supervisor.handles) == ["engine-0"] and len(place.pool.members) == 1
+    place.handles[0].kill("died")  # and a restart that is refused ends the run
+    with pytest.raises(ExceptionGroup) as failed:
+        await running
+    assert isinstance(failed.value.exceptions[0], ConfigError)
+    assert "could not join" in await place.supervisor.handles["engine-0"].wait()
+
+
+async def test_a_restart_with_less_context_makes_groups_begin_anew_within_it():
+    place = Place(count=1)
+    place.context = 32
+    running = asyncio.create_task(place.supervisor.run())
+    began, go = list[int](), asyncio.Event()
+
+    async def turns(engine: Route) -> tuple[int, tuple[str, int]]:
+        began.append(engine.context)
+        await engine.generate(None)  # type: ignore[arg-type]
+        await go.wait()
+        return engine.context, await engine.generate(None)  # type: ignore[arg-type, return-value]
+
+    working = asyncio.create_task(place.pool.run(turns))
+    await until(lambda: began)
+    place.handles[0].kill("died")
+    await until(lambda: place.pool.context == 32)
+    go.set()
+    assert await working == (32, ("again-1", -1)) and began == [64, 32]
+    running.cancel()

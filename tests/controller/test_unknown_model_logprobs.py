@@ -7,8 +7,9 @@ import torch
 
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.rollout import EpisodeSetup, Rollout
+from tidemill.core.interfaces import Capabilities
 from tidemill.core.serialization import decode, encode
 from tidemill.core.types import Completion, Finish, GenerateRequest, Group, SamplingParams, Score, Task, Version
 from tidemill.models.architecture import Architecture
@@ -51,7 +52,9 @@ def model() -> Decoder:
 
 async def test_an_episode_and_a_step_without_model_logprobs():
     episodes = EpisodeSetup(Letters(), TOKENIZER, SamplingParams(max_tokens=1), context=16, limit_s=60)
-    group = await Rollout(EnginePool([Scripted()]), episodes, 2, 0).rollout(0, Task("t", "ab"))
+    group = await Rollout(EnginePool([Member("engine-0", Scripted(), Capabilities(16))]), episodes, 2, 0).rollout(
+        0, Task("t", "ab")
+    )
     group = decode(encode(group), Group)  # as the ledger keeps it
     assert [t.reward for t in group.trajectories] == [1.0, 0.0]
     assert not any("model" in figure for t in group.trajectories for figure in t.info), "a figure was made up"

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tidemill.core.errors import PolicyMismatch
+from tidemill.core.errors import CodecError, PolicyMismatch
 from tidemill.core.interfaces import Capabilities
-from tidemill.core.serialization import CodecError, decode, encode
+from tidemill.core.serialization import decode, encode
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateKind, UpdateSupport, WeightPart, WeightUpdate
 

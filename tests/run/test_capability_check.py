@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ from tidemill.core.interfaces import Capabilities
 from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Completion, Finish, GenerateRequest, SamplingParams, Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
-from tidemill.run.capability_check import NO_PROBES, OLDEST, UNPROVEN, adapted, check_engine, probe_every
+from tidemill.run.capability_check import NO_PROBES, OLDEST, UNPROVEN, adapted, check_context, check_engine
 from tidemill.run.recipe import RunConfig, load_recipe
 
 BASE = {"run_dir": "runs/x", "model": "new:0.1m", "env": "guess"}
@@ -88,10 +87,18 @@ def test_a_token_extra_that_is_read_and_not_returned_is_refused(
     assert "\n" not in str(refused.value)
 
 
-def test_engines_that_cannot_score_are_not_probed() -> None:
-    config, able, unable = recipe("record.probe_every=3"), Capabilities(64), Capabilities(64, score=False)
-    assert probe_every(config, [able, able]) == 3
-    assert probe_every(config, [able, unable]) == 0
+def test_an_engine_that_joins_with_less_context_is_adapted_to_or_refused_by_name() -> None:
+    less = Capabilities(32)
+    for can, role in ((Capabilities(64), "engine"), (Capabilities(65), "reference")):
+        assert check_context("engine-1", can, 64, recipe("deterministic=true"), role) == []
+    (said,) = check_context("engine-1", less, 64, recipe(), "engine")
+    assert said.startswith("engine-1 joins with a context of 32 tokens, where the run had 64 so far: sequences")
+    for config, role, why in (
+        (recipe("deterministic=true"), "engine", "a deterministic run cannot change its limits"),
+        (recipe(), "reference", "rows to score may be longer"),
+    ):
+        with pytest.raises(ConfigError, match=f"^engine-1 joins with a context of 32 .*{why}.* engine.context = 32$"):
+            check_context("engine-1", less, 64, config, role)
 
 
 class Unstamped:
@@ -116,11 +123,10 @@ class Unstamped:
 
 async def test_every_token_counts_as_the_oldest_version_of_its_request() -> None:
     engine = Unstamped()
-    handle: Any = SimpleNamespace(name="engine-0", proxy=engine)
-    assert adapted(handle, Capabilities(64)) is handle
-    wrapped: Any = adapted(handle, Capabilities(64, token_versions=False))
-    proxy, request = wrapped.proxy, GenerateRequest(np.zeros(2, np.int32), SamplingParams())
-    assert wrapped.name == "engine-0" and await proxy.stats() == "its own"
+    assert adapted(engine, Capabilities(64)) is engine  # type: ignore[arg-type, comparison-overlap]
+    proxy: Any = adapted(engine, Capabilities(64, token_versions=False))  # type: ignore[arg-type]
+    request = GenerateRequest(np.zeros(2, np.int32), SamplingParams())
+    assert await proxy.stats() == "its own"
     await proxy.update(WeightUpdate(Version(4, fingerprint="four"), (WeightPart("memory", ""),)))
     asked = asyncio.create_task(proxy.generate(request))
     await asyncio.sleep(0)  # it has begun

@@ -1,129 +1,284 @@
-"""The rollout pool: several engines that act as one, and may come and go.
+"""The engine pool: members that join, serve and leave, behind one engine for each group.
 
-    work -> the least loaded engine that is up; if the engine is lost -> the same work again, on another one
-    publish -> every engine that is up commits; one that is lost meanwhile is left out
-    admit -> an engine that was started (again) is brought to the present version, then it is up
+    join    joining -> its update to the version in force is verified -> serving
+    drain   serving -> draining: no new request -> its requests ended, or were handed over -> gone
+    loss    any state -> lost: its requests are asked of others; the supervisor lets a new member join
 
-A group lives on one engine, so that its siblings share the prompt's KV pages. A version is published when every engine that
-is up serves it and all name the same fingerprint; only then are slots released, which is what the lag bound counts on. An
-engine that comes back commits the present version under the same lock, so it never samples from an older one.
+A group's requests go to one member as long as that serves, because it holds their prefix in its cache. Then all of them
+move to one other member. A publication goes to the members that serve at that moment, and ends when each has named the
+fingerprint that was sent. Only then are slots released, which is what the lag bound counts on. Joining takes the same
+lock, so a member never samples from a version older than the one in force when it began to serve.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
+from enum import StrEnum
 from typing import TypeVar
 
 from tidemill.core.errors import EngineFailed, PeerLost, PolicyMismatch, RemoteError
-from tidemill.core.interfaces import Engine, Trainer
-from tidemill.core.types import Version
+from tidemill.core.interfaces import Capabilities, Engine, Trainer
+from tidemill.core.types import Array, Completion, GenerateRequest, Scored, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.observability.stall_report import waiting
 
 T = TypeVar("T")
-LOST = (PeerLost, EngineFailed, RemoteError)  # an engine is lost: another one repeats its work
+LOST = (PeerLost, EngineFailed, RemoteError)  # the engine is lost: another one repeats its work
 
 
-@dataclass(slots=True)
+class MemberState(StrEnum):
+    """The part that a member takes in the pool."""
+
+    JOINING = "joining"
+    SERVING = "serving"
+    DRAINING = "draining"
+    GONE = "gone"
+    LOST = "lost"
+
+
+@dataclass(slots=True, eq=False)
 class Member:
-    """A place in the pool, with its engine while that is up."""
+    """An engine in the pool. Its name is free again once it has left."""
 
-    index: int
-    engine: Engine | None  # None: it is down
-    load: int = 0  # groups
+    name: str
+    engine: Engine
+    can: Capabilities  # as this engine said at its start
+    state: MemberState = MemberState.JOINING
+    groups: int = 0  # whose requests go to it
+    in_flight: dict[asyncio.Timeout, Route] = field(default_factory=dict)  # requests; others get those that expire
+
+    def hand_over(self) -> None:
+        """Cancel the requests in flight here, so that they are asked of other members."""
+        for request in self.in_flight:
+            if not request.expired():
+                request.reschedule(asyncio.get_running_loop().time())
+
+
+class ContextShrank(Exception):
+    """No member that serves has the context that this group began with: it begins anew with less."""
 
 
 class EnginePool:
     """Several engines that act as one: see the module."""
 
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        if not engines:
-            raise ValueError("a rollout pool needs at least one engine")
-        self._members = [Member(i, engine) for i, engine in enumerate(engines)]
-        self._lost: Callable[[int, str], None] | None = None
-        self._changed = asyncio.Condition()  # bounded: nothing waits while it holds it
+    def __init__(self, members: Iterable[Member]) -> None:
+        """Begin with these members. They serve at once, because nothing is published yet."""
+        self._members = {member.name: member for member in members}
+        if not self._members:
+            raise ValueError("an engine pool needs at least one engine")
+        for member in self._members.values():
+            member.state = MemberState.SERVING
+        self._lost: Callable[[str, str], None] | None = None
+        self._changed = asyncio.Event()  # set, and replaced by a new one, at each change
         self._committing = asyncio.Lock()  # bounded: held for updates, which have deadlines
         self._published: WeightUpdate | None = None
+        self.context = 0  # tokens that every engine that serves can hold; the last known figure while none does
+        self._tell()
+
+    @property
+    def members(self) -> list[Member]:
+        """The members that join, serve or drain."""
+        return list(self._members.values())
 
     @property
     def engines(self) -> list[Engine]:
-        """The engines that are up."""
-        return [member.engine for member in self._members if member.engine is not None]
+        """The engines that serve or finish their last requests."""
+        return [member.engine for member in self._members.values() if member.state is not MemberState.JOINING]
 
-    def supervised(self, lost: Callable[[int, str], None]) -> None:
-        """Report lost engines to `lost(index, reason)` instead of raising.
+    @property
+    def in_force(self) -> Version | None:
+        """The version that the members serve, or commit just now."""
+        return self._published and self._published.version
 
-        The supervisor brings the engine back by `admit`.
-        """
+    def supervised(self, lost: Callable[[str, str], None]) -> None:
+        """Report lost members to `lost(name, reason)` instead of raising. The supervisor lets new ones join."""
         self._lost = lost
 
-    async def run(self, work: Callable[[Engine], Awaitable[T]]) -> T:
-        """Do `work` on the least loaded engine; do it again on another one if the engine is lost."""
+    async def run(self, work: Callable[[Route], Awaitable[T]]) -> T:
+        """Do `work` with an engine whose requests go to one member, the least loaded, as long as that serves."""
         while True:
-            member, engine = await self._least_loaded()
-            member.load += 1
+            route = Route(self)
+            if self._serving():
+                self._place(route)
             try:
-                return await work(engine)
-            except LOST as loss:
-                self._down(member, engine, loss)
+                return await work(route)
+            except ContextShrank:
+                continue
             finally:
-                member.load -= 1
+                route.leave()
 
     async def publish(self, published: WeightUpdate) -> Version:
-        """Have every engine that is up, at least one, serve this version.
+        """Have every member that serves, at least one, commit this version.
 
-        Raises PolicyMismatch when an engine reports another version.
+        Raises PolicyMismatch when one reports another version.
         """
         async with self._committing:
             self._published = published
-            up = [(member, member.engine) for member in self._members if member.engine is not None]
-            await asyncio.gather(*(self._commit(member, engine, published) for member, engine in up))
-        await self._least_loaded()  # when all were lost: the first one to come back has committed this version
+            await asyncio.gather(*(self._commit(member, published) for member in self._serving()))
+        await self._until_one_serves()  # when all were lost: the first one to join has committed this version
         return published.version
 
-    async def admit(self, index: int, engine: Engine) -> None:
-        """Bring a newly started engine to the present version, then let it join."""
-        member = self._members[index]
-        async with self._committing:
-            if self._published is not None:
-                await self._update(index, engine, self._published)
-            member.engine = engine
-        async with self._changed:
-            self._changed.notify_all()
+    async def join(self, member: Member) -> None:
+        """Bring a started engine to the version in force; from then on it serves.
 
-    def drop(self, index: int) -> None:
-        """Take an engine that has ended out of the pool."""
-        self._members[index].engine = None
-
-    async def _commit(self, member: Member, engine: Engine, published: WeightUpdate) -> None:
+        Raises what its update raises, and PolicyMismatch if it serves another version; it is then no member.
+        """
+        if member.name in self._members:
+            raise ValueError(f"{member.name} is in the pool already: a new member needs a name of its own")
+        self._members[member.name] = member
         try:
-            await self._update(member.index, engine, published)
+            async with self._committing:  # after a publication that is under way
+                if self._published is not None:
+                    await self._update(member, self._published)
+        except BaseException:
+            self._remove(member, MemberState.LOST)
+            raise
+        member.state = MemberState.SERVING
+        self._tell()
+
+    async def drain(self, name: str, *, hand_over: bool = False) -> None:
+        """Send a member no more requests, wait for the end of those in flight, and let it leave.
+
+        hand_over: cancel those instead, and ask them of other members; a second call may so hurry a first one. Raises
+        ValueError if it does not serve, or if it is the only one that does.
+        """
+        member, others = self._members.get(name), [each for each in self._serving() if each.name != name]
+        if member is None or member.state is MemberState.JOINING:
+            names = ", ".join(each.name for each in others) or "none"
+            raise ValueError(f"drain({name!r}): it does not serve, so it cannot be drained; these serve: {names}")
+        if not others:
+            raise ValueError(f"drain({name!r}): no other engine serves; let another one join first")
+        member.state = MemberState.DRAINING
+        if hand_over:
+            member.hand_over()
+        await self._until(
+            lambda: not member.in_flight or member.state is not MemberState.DRAINING, name, "its last requests"
+        )
+        self._remove(member, MemberState.GONE)
+
+    def drop(self, name: str) -> None:
+        """Take out a member whose process has ended; its requests are asked of others."""
+        if member := self._members.get(name):
+            self._remove(member, MemberState.LOST)
+
+    async def ask(self, route: Route, work: Callable[[Engine], Awaitable[T]]) -> T:
+        """Have the route's member do `work`, and another one again if that is lost or hands over its requests."""
+        while True:
+            member, asked = await self._member_for(route), None
+            try:
+                async with asyncio.Timeout(None) as asked:  # the engine's call has a deadline; this expires at a hand-over
+                    member.in_flight[asked] = route
+                    try:
+                        return await work(member.engine)
+                    finally:
+                        del member.in_flight[asked]
+                        if member.state is MemberState.DRAINING:
+                            self._tell()
+            except LOST as loss:
+                self._lose(member, loss)
+            except TimeoutError:
+                if asked is None or not asked.expired():  # of the engine, not of the hand-over
+                    raise
+
+    async def abort(self, route: Route, key: str) -> None:
+        """End the requests of this key on the members that may have any of this route."""
+        asked = [each for each in self._members.values() if each is route.member or route in each.in_flight.values()]
+        for member in asked:
+            try:
+                await member.engine.abort(key)
+            except LOST as loss:
+                self._lose(member, loss)
+
+    async def _member_for(self, route: Route) -> Member:
+        """The member that this route's next request goes to."""
+        while (member := route.member) is None or member.state is not MemberState.SERVING:
+            await self._until_one_serves()
+            self._place(route)
+        return member
+
+    def _place(self, route: Route) -> None:
+        """Send the route's requests to the member with the fewest groups that has the context for them."""
+        fitting = [member for member in self._serving() if member.can.context >= route.context]
+        if not fitting:
+            raise ContextShrank
+        route.move(min(fitting, key=lambda member: member.groups))
+
+    async def _until_one_serves(self) -> None:
+        await self._until(lambda: bool(self._serving()), "engines", "one that serves")
+
+    async def _until(self, condition: Callable[[], bool], peer: str, what: str) -> None:
+        if not condition():
+            with waiting(peer, what):
+                while not condition():
+                    await self._changed.wait()  # bounded: requests have deadlines, and restarts a budget
+
+    def _serving(self) -> list[Member]:
+        return [member for member in self._members.values() if member.state is MemberState.SERVING]
+
+    async def _commit(self, member: Member, published: WeightUpdate) -> None:
+        try:
+            await self._update(member, published)
         except LOST as loss:
-            self._down(member, engine, loss)
+            self._lose(member, loss)
 
-    async def _update(self, index: int, engine: Engine, published: WeightUpdate) -> None:
-        served = await engine.update(published)
+    async def _update(self, member: Member, published: WeightUpdate) -> None:
+        served = await member.engine.update(published)
         if served != published.version:
-            raise PolicyMismatch(f"engine {index} serves {served} ({served.fingerprint}), published was {published.version}")
+            raise PolicyMismatch(
+                f"{member.name} serves {served} ({served.fingerprint}), published was {published.version} "
+                f"({published.version.fingerprint})"
+            )
 
-    def _down(self, member: Member, engine: Engine, loss: Exception) -> None:
+    def _lose(self, member: Member, loss: Exception) -> None:
+        if member.state in (MemberState.GONE, MemberState.LOST):
+            return  # known: another request was the first to notice
         if self._lost is None:
             raise loss
-        if member.engine is engine:  # the first to notice
-            member.engine = None
-            self._lost(member.index, str(loss).partition("\n")[0])
+        self._remove(member, MemberState.LOST)
+        self._lost(member.name, str(loss).partition("\n")[0])
 
-    async def _least_loaded(self) -> tuple[Member, Engine]:
-        """The engine with the fewest groups. Waits while all are down, until the supervisor restarts one."""
-        if not self.engines:
-            async with self._changed:
-                with waiting("engines", "one that is up"):
-                    await self._changed.wait_for(lambda: self.engines)  # bounded: by the budget of restarts
-        member = min((m for m in self._members if m.engine is not None), key=lambda m: m.load)
-        assert member.engine is not None
-        return member, member.engine
+    def _remove(self, member: Member, state: MemberState) -> None:
+        if self._members.get(member.name) is member:
+            del self._members[member.name]
+            member.state = state
+            member.hand_over()
+            self._tell()
+
+    def _tell(self) -> None:
+        """Take note that a member has changed, and wake whoever waits for that."""
+        self.context = min((member.can.context for member in self._serving()), default=self.context)
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Route:
+    """The engine of one group: its requests go to one member of the pool, as long as that serves."""
+
+    def __init__(self, pool: EnginePool) -> None:
+        self._pool, self.context = pool, pool.context  # tokens that a sequence of the group may have
+        self.member: Member | None = None
+
+    async def generate(self, request: GenerateRequest) -> Completion:
+        return await self._pool.ask(self, lambda engine: engine.generate(request))
+
+    async def score(self, tokens: Array, policy: str, temperature: float, top_k: int) -> Scored:
+        return await self._pool.ask(self, lambda engine: engine.score(tokens, policy, temperature, top_k))
+
+    async def abort(self, key: str) -> None:
+        await self._pool.abort(self, key)
+
+    def move(self, member: Member) -> None:
+        """Send all further requests to this member."""
+        self.leave()
+        self.member = member
+        member.groups += 1
+
+    def leave(self) -> None:
+        if self.member is not None:
+            self.member.groups -= 1
+            self.member = None
 
 
 class PoolPublisher:

@@ -1,7 +1,7 @@
-"""Restarts rollout engines that end, as long as their restart budget lasts.
+"""Supervisor of the engines' processes: replaces those that end, starts more, stops those that are drained.
 
-    ended -> budget (so many restarts in a window, each after a longer pause) -> start -> pool.admit (present version) -> up
-                     \\-> spent: RunFailed, with the first cause
+    lost -> budget (so many restarts in a window, each after a longer pause) -> start -> a new member joins the pool
+                    \\-> spent: RunFailed, with the first cause
 
 There is only one trainer: when it ends, the run ends with it, in a state that can be resumed.
 """
@@ -9,12 +9,13 @@ There is only one trainer: when it ends, the run ends with it, in a state that c
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
-from tidemill.controller.engine_pool import LOST, EnginePool
+from tidemill.controller.engine_pool import LOST, EnginePool, Member
 from tidemill.core.errors import RunFailed, StartFailed
 from tidemill.core.interfaces import Engine
 from tidemill.runtime.placement import Handle
@@ -25,7 +26,7 @@ LASTING = 10  # an engine that ran for this many times the pause before its rest
 
 @dataclass(slots=True)
 class Budget:
-    """The number of restarts that one place has left, and the pause before each."""
+    """The number of restarts that one name has left, and the pause before each."""
 
     restarts: int  # within the window
     window_s: float
@@ -58,54 +59,103 @@ class Budget:
 
 
 class Supervisor:
-    """Restarts the engines of a pool. `run` ends only by an error: a spent budget."""
+    """Keeps the engines of a pool up, and adds and drains some. `run` ends only by an error: a spent budget."""
 
     def __init__(
         self,
         pool: EnginePool,
+        role: str,
         handles: Sequence[Handle[Engine]],
-        start: Callable[[int], Awaitable[Handle[Engine]]],
+        start: Callable[[str], Awaitable[Handle[Engine]]],
+        member: Callable[[Handle[Engine]], Awaitable[Member]],
         budget: Callable[[], Budget],
         tell: Callable[[str, dict], None],
     ) -> None:
-        """Watch the engines behind `handles`, one for each place of the pool.
+        """Watch the processes behind the pool's first members.
 
-        start: starts the process of a place again. budget: makes the budget of one place. tell: takes (kind of event,
-        details).
+        role: begins the names of engines that are added. start: starts an engine's process by its name. member: reads what a
+        started engine can do, and raises ConfigError if the run cannot take it. budget: makes the budget of one name. tell:
+        takes (kind of event, details).
         """
-        self._pool, self._start, self._tell = pool, start, tell
-        self.handles = list(handles)
-        self._budgets = [budget() for _ in handles]
+        self._pool, self._role, self._start, self._member, self._tell = pool, role, start, member, tell
+        self.handles = {handle.name: handle for handle in handles}
+        self._budget, self._budgets = budget, {name: budget() for name in self.handles}
+        self._leaving: set[str] = set()
+        self._watching: asyncio.TaskGroup | None = None
         pool.supervised(self._lost)
 
     async def run(self) -> None:
         """Keep every engine up until the run ends, or raise RunFailed."""
-        async with asyncio.TaskGroup() as group:
-            for index in range(len(self.handles)):
-                group.create_task(self._keep_up(index))
+        async with asyncio.TaskGroup() as self._watching:
+            for name in self.handles:
+                self._watching.create_task(self._keep_up(name))
 
-    def _lost(self, index: int, why: str) -> None:
-        """Kill an engine that the pool could not use any more; its process may not know."""
-        self.handles[index].kill(f"was killed: {why}")
+    async def add(self) -> str:
+        """Start one more engine and let it join the pool; returns its name, the first that is free."""
+        name = next(name for i in itertools.count() if (name := f"{self._role}-{i}") not in self._budgets)
+        self._budgets[name] = self._budget()
+        try:
+            await self._join(name)
+        except BaseException:
+            self._forget(name)
+            raise
+        self._tell("engine_joined", {"engine": name})
+        if self._watching is not None:
+            self._watching.create_task(self._keep_up(name))
+        return name
 
-    async def _keep_up(self, index: int) -> None:
-        while True:
-            handle = self.handles[index]
-            how = await handle.wait()  # bounded: it watches, for as long as the run goes on
-            self._pool.drop(index)
+    async def remove(self, name: str, *, hand_over: bool = False) -> None:
+        """Let an engine leave the pool as `EnginePool.drain` says, and stop its process."""
+        first = name not in self._leaving
+        self._leaving.add(name)
+        try:
+            await self._pool.drain(name, hand_over=hand_over)  # bounded: requests have deadlines
+        except ValueError:
+            if first:
+                self._leaving.discard(name)
+            raise
+        if handle := self._forget(name):
             await handle.stop()
-            self._tell("engine_lost", {"engine": handle.name, "how": how})
-            await self._bring_back(index, f"{handle.name} {how}")
+            self._tell("engine_drained", {"engine": name})
 
-    async def _bring_back(self, index: int, reason: str) -> None:
+    def _forget(self, name: str) -> Handle[Engine] | None:
+        self._leaving.discard(name)
+        self._budgets.pop(name, None)
+        return self.handles.pop(name, None)
+
+    def _lost(self, name: str, why: str) -> None:
+        """Kill an engine that the pool could not use any more; its process may not know."""
+        self.handles[name].kill(f"was killed: {why}")
+
+    async def _keep_up(self, name: str) -> None:
         while True:
-            pause = self._budgets[index].spend(reason)
+            handle = self.handles[name]
+            how = await handle.wait()  # bounded: it watches, for as long as the run goes on
+            self._pool.drop(name)
+            await handle.stop()
+            if name in self._leaving or self.handles.get(name) is not handle:
+                return  # it was drained
+            self._tell("engine_lost", {"engine": name, "how": how})
+            await self._bring_back(name, f"{name} {how}")
+
+    async def _bring_back(self, name: str, reason: str) -> None:
+        while True:
+            pause = self._budgets[name].spend(reason)
             await asyncio.sleep(pause)  # bounded: by the budget
             try:
-                handle = self.handles[index] = await self._start(index)
-                await self._pool.admit(index, handle.proxy)
+                await self._join(name)
             except (StartFailed, *LOST, TimeoutError) as error:
                 reason = str(error)
                 continue
-            self._tell("engine_restarted", {"engine": handle.name, "after_s": pause})
+            self._tell("engine_restarted", {"engine": name, "after_s": pause})
             return
+
+    async def _join(self, name: str) -> None:
+        """Start a process, and let it join. If that fails, the process is gone."""
+        handle = self.handles[name] = await self._start(name)
+        try:
+            await self._pool.join(await self._member(handle))  # bounded: its update has a deadline
+        except BaseException as error:
+            handle.kill(f"could not join: {error}")
+            await handle.stop()
+            raise

@@ -47,7 +47,9 @@ class Evaluator:
             async with places:  # bounded: an episode has its limit
                 seeds = lambda turn: derive_seed(self._seed, "eval", task.id, turn)  # noqa: E731
                 key = f"eval/{run}/{index}"
-                played = await self._pool.run(lambda engine: self._episodes.play(task, engine, key, seeds))
+                played = await self._pool.run(
+                    lambda engine: self._episodes.within(engine.context).play(task, engine, key, seeds)
+                )
                 await self._episodes.judge(task, [played])
             return Group(index, task, [played])
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_pool import EnginePool, Route
 from tidemill.core.errors import EnvironmentLost, EpisodeFailed, EpisodeOver, Overdue, WorkerLost
-from tidemill.core.interfaces import Engine, Environment
+from tidemill.core.interfaces import Environment, Sampler
 from tidemill.core.outcomes import clip, fitting, outcome_of, outcomes_of
 from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import (
@@ -54,8 +54,12 @@ class EpisodeSetup:
     vocab: int | None = None  # tokens that the model knows
     extras: tuple[TokenExtra, ...] = ()  # recorded for each token, because training reads them
 
+    def within(self, context: int) -> EpisodeSetup:
+        """The setup with at most this context, that of the engines which serve now."""
+        return replace(self, context=min(self.context, context))
+
     async def play(
-        self, task: Task, engine: Engine, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
+        self, task: Task, engine: Sampler, key: str, seeds: Callable[[int], int], sample: int = 0, again: bool = False
     ) -> Trajectory:
         """One attempt. Its outcome is None when the environment leaves it to `judge`.
 
@@ -157,13 +161,13 @@ class Rollout:
             await self._episodes.judge(task, attempts)
         return Group(group_id, task, attempts)
 
-    async def _attempts(self, engine: Engine, group_id: int, task: Task) -> list[Trajectory]:
+    async def _attempts(self, engine: Route, group_id: int, task: Task) -> list[Trajectory]:
         samples = [*range(self._size), *([GREEDY] if self._greedy else [])]
         return await _all(self._attempt(engine, group_id, task, sample) for sample in samples)
 
-    async def _attempt(self, engine: Engine, group_id: int, task: Task, sample: int) -> Trajectory:
+    async def _attempt(self, engine: Route, group_id: int, task: Task, sample: int) -> Trajectory:
         episodes = self._greedy if self._greedy and sample == GREEDY else self._episodes
-        return await episodes.play(
+        return await episodes.within(engine.context).play(
             task,
             engine,
             key=f"g{group_id}/{sample}",

@@ -61,9 +61,8 @@ class EngineStats:
     cached_tokens: int
 
 
-@runtime_checkable
-class Engine(Protocol):
-    async def capabilities(self) -> Capabilities: ...
+class Sampler(Protocol):
+    """The part of an engine that episodes and scores ask; an engine pool has it, too."""
 
     async def generate(self, request: GenerateRequest) -> Completion:
         """Sample one continuation.
@@ -76,6 +75,15 @@ class Engine(Protocol):
         """Stamped logprobs of given tokens [T] at `temperature` (1.0: the unmodified model)."""
         ...
 
+    async def abort(self, key: str) -> None:
+        """End every request of this key; each returns what it has, with Finish.CANCELLED."""
+        ...
+
+
+@runtime_checkable
+class Engine(Sampler, Protocol):
+    async def capabilities(self) -> Capabilities: ...
+
     async def update(self, update: WeightUpdate) -> Version:
         """Stage, verify and commit new weights between two decode steps; return the version now served.
 
@@ -83,10 +91,6 @@ class Engine(Protocol):
         were sent, or apply to others than those that are served, and ValueError for a kind of update, or a number of
         parts, that this engine does not take. The engine then goes on serving the old version.
         """
-        ...
-
-    async def abort(self, key: str) -> None:
-        """End every request of this key; each returns what it has, with Finish.CANCELLED."""
         ...
 
     async def sleep(self) -> None: ...

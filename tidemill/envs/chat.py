@@ -19,7 +19,7 @@ import numpy as np
 from tidemill.core.attempt_checks import check_row
 from tidemill.core.errors import ContextFull, EpisodeOver, Exceeds
 from tidemill.core.executors import in_thread
-from tidemill.core.interfaces import Engine
+from tidemill.core.interfaces import Sampler
 from tidemill.core.seeding import derive_seed
 from tidemill.core.token_extras import TokenExtra, TokenExtras, joined, taken
 from tidemill.core.types import (
@@ -55,7 +55,7 @@ class EpisodeChat:
 
     def __init__(
         self,
-        engine: Engine,
+        engine: Sampler,
         tokenizer: Tokenizer,
         params: SamplingParams,
         *,

@@ -25,7 +25,6 @@ from tidemill.controller.rollout import EpisodeSetup, Rollout
 from tidemill.core.interfaces import Environment
 from tidemill.core.types import Array, Metrics, Sample, SamplingParams, Version
 from tidemill.observability.time_breakdown import EVALUATE
-from tidemill.run.capability_check import probe_every
 from tidemill.run.cluster import Parts
 from tidemill.run.deterministic_resume import Recorded, take_up_exactly
 from tidemill.run.planner.plan import RunPlan
@@ -58,7 +57,7 @@ async def build_controller(session: Session, parts: Parts) -> Controller:
     config, ledger, plan = session.config, session.ledger, session.plan
     algorithm = algorithm_of(config.algorithms, config.rollout.max_tokens)
     checkpoints = _checkpoints(session)
-    context = min(can.context for can in parts.capabilities)  # shorter if the KV cache is small
+    context = min(pool.context for pool in parts.pools)  # shorter if a KV cache is small
     episodes = replace(make_episodes(config, session.environment, session.model), context=context, extras=session.extras)
     if config.offline:
         roller = OfflineRoller(config.offline, session.model.tokenizer)
@@ -87,7 +86,7 @@ async def build_controller(session: Session, parts: Parts) -> Controller:
         session.curriculum = remembered(curriculum_of(config, session.environment), ledger)
     session.monitor.attach(parts.trainer, parts.pools, session.curriculum.figures)
     return Controller(
-        _schedule(plan, standing, probe_every(config, parts.capabilities)),
+        _schedule(plan, standing),
         _buffer(plan, standing),
         giving(session.curriculum),
         recorded or roller,
@@ -134,7 +133,7 @@ def _gate(session: Session) -> Gate:
     return Gate(Breaker(scoring.max_error_share, scoring.pause_s), session.environment.name, tell)
 
 
-def _schedule(plan: RunPlan, standing: Standing, probes: int) -> Schedule:
+def _schedule(plan: RunPlan, standing: Standing) -> Schedule:
     config = plan.config
     return Schedule(
         steps=config.steps,
@@ -143,7 +142,7 @@ def _schedule(plan: RunPlan, standing: Standing, probes: int) -> Schedule:
         incarnation=standing.incarnation,
         eval_every=plan.eval_every,
         checkpoint_every=config.record.checkpoint_every,
-        probe_every=probes,
+        probe_every=config.record.probe_every,
         deterministic=config.deterministic,
         stream=config.trainer.micro_batch_tokens if plan.streams else 0,
     )
@@ -202,7 +201,8 @@ def _hooks(session: Session, parts: Parts, checkpoints: Checkpoints, evaluate: E
     agreement = Agreement(parts.trainer, session.plan.coarsest)
 
     async def probe(version: Version, samples: Sequence[Sample], logprobs: Sequence[Array]) -> None:
-        agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, parts.pool))
+        if all(can.score for can in parts.capabilities):
+            agreement.check_probe(version, await session.monitor.probe(version, samples, logprobs, parts.pool))
 
     return Hooks(evaluate, checkpoint, agreement, probe)
 

@@ -2,7 +2,8 @@
 
 check_engine(kind, can, config, role)   raises ConfigError for what the recipe needs and the engine lacks; returns a
                                         sentence for each thing that the run adapts to
-adapted(handle, can)                    the engine's handle, with what the adaptation changes about its completions
+check_context(name, can, before, ...)   the same for an engine that joins with less context than the run had so far
+adapted(engine, can)                    the engine, with what the adaptation changes about its completions
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ from tidemill.core.token_extras import TokenExtra
 from tidemill.core.types import Completion, GenerateRequest, Version
 from tidemill.core.weight_update import WeightUpdate
 from tidemill.run.recipe import RunConfig
-from tidemill.runtime.placement import Handle
 
 UNPROVEN = "it proves only what it received, not what it serves: probes hold it against the trainer"
 OLDEST = "it does not stamp tokens with versions: every token counts as the oldest version that may have sampled it"
@@ -102,24 +102,20 @@ def _expect_extras(engine: str, can: Capabilities, config: RunConfig, extras: Se
             raise ConfigError(f"{reads} as ({extra}), and {engine} returns ({own[extra.name]}): declare it alike in both")
 
 
-def probe_every(config: RunConfig, engines: Sequence[Capabilities]) -> int:
-    """Steps between probes; 0 when an engine cannot be probed."""
-    return config.record.probe_every if all(can.score for can in engines) else 0
+def check_context(name: str, can: Capabilities, before: int, config: RunConfig, role: str) -> list[str]:
+    """Raise ConfigError if a joining engine's context is less than before, where rows rely on that; else say it."""
+    if can.context >= before:
+        return []
+    less = f"{name} joins with a context of {can.context:,} tokens, where the run had {before:,} so far"
+    if role == "reference" or config.deterministic:
+        why = "rows to score may be longer" if role == "reference" else "a deterministic run cannot change its limits"
+        raise ConfigError(f"{less}, and {why}: free memory, or begin a run with engine.context = {can.context}")
+    return [f"{less}: sequences that begin from now on end there"]
 
 
-def adapted(handle: Handle[Engine], can: Capabilities) -> Handle[Engine]:
-    """The handle itself, or one whose engine is made to stamp versions if it does not do so."""
-    return handle if can.token_versions else cast(Any, AdaptedHandle(handle, StampedEngine(handle.proxy)))
-
-
-class AdaptedHandle:
-    """A handle with another proxy."""
-
-    def __init__(self, handle: Handle[Engine], proxy: Any) -> None:
-        self._handle, self.proxy = handle, proxy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._handle, name)
+def adapted(engine: Engine, can: Capabilities) -> Engine:
+    """The engine itself, or one that stamps versions in its place if it does not do so."""
+    return engine if can.token_versions else cast(Engine, StampedEngine(engine))
 
 
 class StampedEngine:

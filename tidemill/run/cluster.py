@@ -6,7 +6,7 @@ trainer + engines (+ engines that serve the reference) -> Parts: the proxies, an
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from tidemill.controller.controller import first_cause
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.engine_supervisor import Supervisor
 from tidemill.controller.reference_pool import WithServedReference
 from tidemill.core.errors import PeerDied, PolicyMismatch
 from tidemill.core.interfaces import Capabilities, Engine, Trainer
 from tidemill.core.token_extras import TokenExtra
 from tidemill.engine.engine_kinds import EngineSpec
-from tidemill.run.capability_check import adapted, check_engine
+from tidemill.run.capability_check import adapted, check_context, check_engine
 from tidemill.run.planner.plan import RunPlan
 from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, TRAINER_DEADLINES, budget_of, start_role
 from tidemill.run.storage.run_folder import RunFolder
@@ -40,13 +40,25 @@ class Parts:
     trainer: Trainer
     pools: list[EnginePool]  # the rollouts' pool, then a served reference's
     supervisors: list[Supervisor]  # one for each pool
-    capabilities: list[Capabilities]  # of every engine, as it said at its start
     handles: Callable[[], list[Handle[Any]]]  # the present processes: the trainer's, then the engines'
 
     @property
     def pool(self) -> EnginePool:
         """The engine pool that rollouts are sampled from."""
         return self.pools[0]
+
+    @property
+    def capabilities(self) -> list[Capabilities]:
+        """The capabilities of each present engine, as it said at its own start."""
+        return [member.can for pool in self.pools for member in pool.members]
+
+    async def join(self) -> str:
+        """Start one more engine for rollouts. It samples once it serves the version in force. Returns its name."""
+        return await self.supervisors[0].add()
+
+    async def drain(self, name: str, *, hand_over: bool = False) -> None:
+        """Let an engine end its requests (hand_over: give them to others), leave the pool, and stop it."""
+        await self.supervisors[0].remove(name, hand_over=hand_over)
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
@@ -142,23 +154,31 @@ async def start_parts(
     specs, deadlines = engine_specs(plan, model, folder), {"engine": ENGINE_DEADLINES, "reference": REFERENCE_DEADLINES}
     counts = {role: {"engine": settings.engines, "reference": settings.reference_engines}[role] for role in specs}
     threads, started = settings.engine_threads, list[Handle[Any]]()
-    capabilities, told = dict[str, Capabilities](), set[str]()
+    pools, told, limit = dict[str, EnginePool](), set[str](), 0
 
-    async def kept(starting: Awaitable[Handle[T]]) -> Handle[T]:
-        handle = await starting  # bounded: a start has a deadline
+    async def start(protocol: type[T], *how: Any) -> Handle[T]:
+        handle = await start_role(placement, protocol, *how)
         started.append(handle)  # at once: a sibling's failure must not leave it running
         return handle
 
-    async def start_engine(role: str, index: int) -> Handle[Engine]:
-        name = f"{role}-{index}"
+    async def start_engine(role: str, name: str) -> Handle[Engine]:
         spec = specs[role].model_copy(update={"name": name, "seat": shared.get(name)})
-        handle = await kept(start_role(placement, Engine, spec, threads, deadlines[role]))
-        can = capabilities[name] = await handle.proxy.capabilities()
-        for said in check_engine(config.engine.kind_name, can, config, role, extras):
+        return await start(Engine, spec, threads, deadlines[role])
+
+    async def member_of(role: str, handle: Handle[Engine]) -> Member:
+        can = await handle.proxy.capabilities()
+        adaptations = check_engine(config.engine.kind_name, can, config, role, extras)
+        if limit:  # of the engines that the run began with
+            adaptations += check_context(handle.name, can, limit, config, role)
+        for said in adaptations:
             if said not in told:
                 told.add(said)
                 tell("engine_adapted", {"how": said})
-        return adapted(handle, can)
+        return Member(handle.name, adapted(handle.proxy, can), can)
+
+    async def begun(role: str, name: str) -> tuple[Handle[Engine], Member]:
+        handle = await start_engine(role, name)
+        return handle, await member_of(role, handle)
 
     async with AsyncExitStack() as stack:
         wanted = {"trainer": settings.trainer_threads}
@@ -166,19 +186,22 @@ async def start_parts(
         shared = stack.enter_context(seats(wanted if plan.shares_cores else {}))
         stack.push_async_callback(_stop_all, started)
         spec = trainer_spec(plan, model, folder, shared.get("trainer"))
-        starting = start_role(placement, Trainer, spec, settings.trainer_threads, TRAINER_DEADLINES)
+        starting = start(Trainer, spec, settings.trainer_threads, TRAINER_DEADLINES)
         async with asyncio.TaskGroup() as group:
-            first = group.create_task(kept(starting))
-            others = {role: [group.create_task(start_engine(role, i)) for i in range(counts[role])] for role in counts}
-        handles = {role: [task.result() for task in tasks] for role, tasks in others.items()}
-        pools = {role: EnginePool([handle.proxy for handle in of]) for role, of in handles.items()}
-        budget = partial(budget_of, config.supervise)
-        supervisors = [Supervisor(pools[role], handles[role], partial(start_engine, role), budget, tell) for role in counts]
+            first = group.create_task(starting)
+            others = {role: [group.create_task(begun(role, f"{role}-{i}")) for i in range(counts[role])] for role in counts}
+        supervisors = list[Supervisor]()
+        for role, tasks in others.items():
+            handles, members = zip(*(task.result() for task in tasks), strict=True)
+            pools[role] = EnginePool(members)
+            how = partial(start_engine, role), partial(member_of, role), partial(budget_of, config.supervise), tell
+            supervisors.append(Supervisor(pools[role], role, handles, *how))
+        limit = min(pool.context for pool in pools.values())
         handle = first.result()
         learner = WithServedReference(handle.proxy, pools["reference"]) if "reference" in pools else handle.proxy
         yield Parts(
-            *(learner, list(pools.values()), supervisors, list(capabilities.values())),
-            lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles)],
+            *(learner, list(pools.values()), supervisors),
+            lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles.values())],
         )
 
 

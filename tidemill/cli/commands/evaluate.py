@@ -18,7 +18,7 @@ from tidemill.cli.commands.logged_warnings import warnings_logged
 from tidemill.cli.commands.model_argument import is_run
 from tidemill.cli.commands.run_state import state_of
 from tidemill.cli.commands.screen import console, print_json, print_rows
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.evaluation import Evaluator, interval
 from tidemill.core.errors import ConfigError
 from tidemill.core.hardware import usable_cores
@@ -175,7 +175,8 @@ async def _run(subject: Subject) -> Evaluated:
             check_prompts(tasks, model.tokenizer, config.engine.context_of(known.context), known.vocab)
             with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
                 async with start_engine(config, model.path, Path(logs), usable_cores()) as engine:
-                    evaluator = Evaluator(EnginePool([engine]), make_episodes(config, environment, model), config.seed)
+                    pool = EnginePool([Member("engine-0", engine, await engine.capabilities())])
+                    evaluator = Evaluator(pool, make_episodes(config, environment, model), config.seed)
                     results = await evaluator(tasks)
             same = subject.recorded is not None and subject.recorded[0] == results["n"]
             recorded = subject.recorded[1] if same and subject.recorded else None

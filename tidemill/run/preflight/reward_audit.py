@@ -24,7 +24,7 @@ import numpy as np
 
 from tidemill.controller.rollout import EpisodeSetup
 from tidemill.core.errors import ConfigError
-from tidemill.core.interfaces import Checkable, Engine, Environment, Gold
+from tidemill.core.interfaces import Checkable, Environment, Gold, Sampler
 from tidemill.core.outcomes import SOLVED, clip
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import (
@@ -247,7 +247,7 @@ async def _try(episodes: EpisodeSetup, task: Task, replies: Sequence[_Reply]) ->
 
 
 async def _play(episodes: EpisodeSetup, task: Task, reply: _Reply) -> Trajectory:
-    engine = cast(Engine, _Script(reply.texts, episodes.tokenizer))  # an episode only asks the engine for replies
+    engine = cast(Sampler, _Script(reply.texts, episodes.tokenizer))  # no episode here asks it for scores
     return await episodes.play(task, engine, f"check/{reply.kind}", lambda turn: turn)
 
 
