@@ -82,12 +82,16 @@ def test_a_command_prints_each_in_one_sentence(
     error: Exception, status: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from tidemill.cli import main
+    from tidemill.cli.commands import safe_output
 
     def fails() -> None:
         raise error
 
     monkeypatch.setattr(main, "app", fails)
-    assert main._status() == status
+    monkeypatch.setattr(safe_output, "guard", lambda: lambda: None)  # it would replace this process's stdout
+    with pytest.raises(SystemExit) as ended:
+        main.main()
+    assert ended.value.code == status
     assert capsys.readouterr().err == f"error: {error}\n"
 
 
