@@ -22,9 +22,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 
-Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="settings over the recipe's")]
-RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="a run's folder")]
-AsJson = Annotated[bool, typer.Option("--json", help="JSON for machines, and nothing else")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="key=value", help="Settings in place of the recipe's")]
+RunDir = Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run")]
+Recipe = Annotated[Path, typer.Argument(help="Recipe, a TOML file")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs, and nothing else")]
 
 
 def _print_version(asked: bool) -> None:
@@ -43,7 +44,9 @@ def _starting(what: str, as_json: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="the version", is_eager=True, callback=_print_version)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version", is_eager=True, callback=_print_version)
+    ] = False,
 ) -> None:
     pass
 
@@ -58,9 +61,7 @@ def demo(overrides: Overrides = None, as_json: AsJson = False) -> None:
 
 
 @app.command("train")
-def train_recipe(
-    recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
-) -> None:
+def train_recipe(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Train by a recipe. On a run that was interrupted, the same command resumes it."""
     _starting(" ".join(["to train by", str(recipe), *(overrides or [])]), as_json)
     from tidemill.cli.commands import training
@@ -70,7 +71,7 @@ def train_recipe(
 
 @app.command()
 def settings(
-    table: Annotated[str, typer.Argument(metavar="[TABLE]", help="a table of a recipe, or a key; all if not given")] = "",
+    table: Annotated[str, typer.Argument(metavar="[TABLE]", help="Table of a recipe, or a key. Left out: all")] = "",
     as_json: AsJson = False,
 ) -> None:
     """List every key that a recipe may have: its default, its values and its meaning."""
@@ -80,9 +81,7 @@ def settings(
 
 
 @app.command()
-def explain(
-    recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
-) -> None:
+def explain(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Explain a recipe: its formulas with their sources, the numbers of a step, memory by process."""
     from tidemill.cli.commands import explain as command
 
@@ -90,9 +89,7 @@ def explain(
 
 
 @app.command()
-def check(
-    recipe: Annotated[Path, typer.Argument(help="a TOML file")], overrides: Overrides = None, as_json: AsJson = False
-) -> None:
+def check(recipe: Recipe, overrides: Overrides = None, as_json: AsJson = False) -> None:
     """Check whether a recipe fits here: the numbers of a step, memory by process; status 2 if not."""
     from tidemill.cli.commands import check as command
 
@@ -100,7 +97,7 @@ def check(
 
 
 @app.command()
-def new(name: Annotated[str, typer.Argument(help="of the folder, and of the environment's file")]) -> None:
+def new(name: Annotated[str, typer.Argument(help="Name of the folder, and of the environment's file")]) -> None:
     """Begin a task of your own: an environment, a recipe that trains it at once, a test of its reward."""
     from tidemill.cli.commands import new as starter
 
@@ -110,12 +107,12 @@ def new(name: Annotated[str, typer.Argument(help="of the folder, and of the envi
 @app.command("eval")
 def evaluate(
     target: Annotated[
-        Path, typer.Argument(metavar="RUN|MODEL", help="a run's folder, or a model's, or its name on the hub")
+        Path, typer.Argument(metavar="RUN|MODEL", help="Folder of a run or of a model, or a model's name on the hub")
     ],
     overrides: Overrides = None,
-    recipe: Annotated[Path | None, typer.Option(help="for a model: the recipe whose tasks it gets")] = None,
-    tasks: Annotated[int | None, typer.Option(help="how many held-out tasks; else the recipe's eval.final_tasks")] = None,
-    which: Annotated[Literal["final", "initial"] | None, typer.Option(help="for a run: which model; else final")] = None,
+    recipe: Annotated[Path | None, typer.Option(help="Recipe whose tasks a model gets. A run has its own")] = None,
+    tasks: Annotated[int | None, typer.Option(help="Held-out tasks. Left out: the recipe's eval.final_tasks")] = None,
+    which: Annotated[Literal["final", "initial"] | None, typer.Option(help="Model of a run. Left out: final")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure greedy accuracy on held-out tasks, with its uncertainty."""
@@ -127,10 +124,10 @@ def evaluate(
 @app.command()
 def samples(
     run: RunDir,
-    step: Annotated[int | None, typer.Option(help="of this step, as the progress display counts them; else of all")] = None,
-    worst: Annotated[int | None, typer.Option(help="so many of the lowest reward; else the ten latest")] = None,
-    best: Annotated[int | None, typer.Option(help="so many of the highest reward")] = None,
-    tokens: Annotated[bool, typer.Option("--tokens", help="every token, with its version and logprob")] = False,
+    step: Annotated[int | None, typer.Option(help="Step, as the progress display counts. Left out: all steps")] = None,
+    worst: Annotated[int | None, typer.Option(help="Replies of the lowest reward. Left out: the ten latest")] = None,
+    best: Annotated[int | None, typer.Option(help="Replies of the highest reward")] = None,
+    tokens: Annotated[bool, typer.Option("--tokens", help="Show every token, with its version and logprob")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show replies of the policy, from a run that has ended or goes on."""
@@ -142,7 +139,7 @@ def samples(
 @app.command()
 def pairs(
     run: RunDir,
-    out: Annotated[Path, typer.Argument(help="a .jsonl file to be made: rows for the algorithms dpo, ipo, orpo and simpo")],
+    out: Annotated[Path, typer.Argument(help="Path of the .jsonl file to make: rows for dpo, ipo, orpo and simpo")],
     as_json: AsJson = False,
 ) -> None:
     """Write preference pairs from a run: the best and the worst attempt at each task."""
@@ -154,7 +151,7 @@ def pairs(
 @app.command()
 def ledger(
     run: RunDir,
-    every: Annotated[bool, typer.Option("--all", help="every evaluation and event; else a few of each")] = False,
+    every: Annotated[bool, typer.Option("--all", help="Show every evaluation and event, not a few of each")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Show every group of a run by its fate; status 1 if any was lost."""
@@ -173,12 +170,12 @@ def why(run: RunDir, as_json: AsJson = False) -> None:
 
 @app.command()
 def drill(
-    recipe: Annotated[Path, typer.Argument(help="a TOML file")],
+    recipe: Recipe,
     overrides: Overrides = None,
-    minutes: Annotated[float, typer.Option(min=0.1, help="how long")] = 5.0,
-    every: Annotated[float, typer.Option(min=1.0, help="seconds between two faults, on average")] = 20.0,
-    seed: Annotated[int, typer.Option(help="of the schedule of faults")] = 0,
-    spare: Annotated[list[str] | None, typer.Option(help="a role to leave alone; may be given again")] = None,
+    minutes: Annotated[float, typer.Option(min=0.1, help="Length in minutes")] = 5.0,
+    every: Annotated[float, typer.Option(min=1.0, help="Seconds between two faults, on average")] = 20.0,
+    seed: Annotated[int, typer.Option(help="Seed of the schedule of faults")] = 0,
+    spare: Annotated[list[str] | None, typer.Option(help="Role to leave alone. May be given several times")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run a recipe while its parts are killed, frozen and starved; status 1 if anything was lost."""
@@ -199,8 +196,8 @@ def doctor(as_json: AsJson = False) -> None:
 
 @app.command()
 def parity(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, a name on the hub, or a run's")],
-    length: Annotated[int, typer.Option(min=8, help="tokens of a compared row")] = 64,
+    model: Annotated[Path, typer.Argument(help="Folder of a model or of a run, or a model's name on the hub")],
+    length: Annotated[int, typer.Option(min=8, help="Tokens of a compared row")] = 64,
     as_json: AsJson = False,
 ) -> None:
     """Compare the logprobs of engine, trainer and transformers, and those that a run recorded."""
@@ -215,11 +212,11 @@ app.add_typer(reward, name="reward")
 
 @reward.command("test")
 def reward_test(
-    recipe: Annotated[Path, typer.Argument(help="a TOML file")],
+    recipe: Recipe,
     overrides: Overrides = None,
     answers: Annotated[
         Path | None,
-        typer.Option(help='JSONL of replies of your own: {"reply" or "answer": ..., "expect": "pass" or "fail"}'),
+        typer.Option(help='File of your own replies: {"reply" or "answer": ..., "expect": "pass" or "fail"}'),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -231,18 +228,18 @@ def reward_test(
 
 @app.command()
 def serve(
-    model: Annotated[Path, typer.Argument(help="a Hugging Face model folder, a name on the hub, or a run (its final/)")],
-    host: Annotated[
-        str, typer.Option(help="address to listen on; another than this machine's own needs a key")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 is any free one")] = 8000,
+    model: Annotated[Path, typer.Argument(help="Folder of a model or of a run (its final/), or a name on the hub")],
+    host: Annotated[str, typer.Option(help="Address to listen on. Any but this machine's own needs a key")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free one")] = 8000,
     api_key: Annotated[
-        str | None, typer.Option(help="clients must send it; others see it in `ps`: better a file or TIDEMILL_API_KEY")
+        str | None, typer.Option(help="Key that clients must send. `ps` shows it: better a file or TIDEMILL_API_KEY")
     ] = None,
-    api_key_file: Annotated[Path | None, typer.Option(help="file whose first line is the key")] = None,
-    context: Annotated[int | None, typer.Option(min=2, help="tokens a request may hold; the model's if not given")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16")] = "float32",
-    threads: Annotated[int | None, typer.Option(min=1, help="of torch")] = None,
+    api_key_file: Annotated[Path | None, typer.Option(help="Path of a file whose first line is the key")] = None,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Most tokens of prompt and reply. Left out: the model's")
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="Dtype of weights and KV cache: float32 or bfloat16")] = "float32",
+    threads: Annotated[int | None, typer.Option(min=1, help="CPU threads of torch. Left out: torch's own choice")] = None,
 ) -> None:
     """Serve a model by OpenAI's API: completions, chat, logprobs, streaming. Ctrl-C stops it."""
     from tidemill.cli.commands import serve

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tidemill.cli.commands import doctor, selftest
-from tidemill.cli.commands.doctor_finding import DoctorFinding
+from tidemill.cli.commands.doctor import DoctorFinding
 from tidemill.core import hardware
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings

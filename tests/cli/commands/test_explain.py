@@ -47,7 +47,7 @@ def test_no_step_has_more_micro_batches(monkeypatch: pytest.MonkeyPatch, seed: i
     compute = Compute(torch.device("cpu"), budget, lanes=Lanes(threads))
 
     def parts(rows: list[BatchRow]) -> int:
-        found, at_a_time = compute.split(rows)
+        found, at_a_time = compute.split([[row] for row in rows])
         assert at_a_time <= said.lanes <= threads
         held = max((sum(row.length - row.shared for row in part) for part in found), default=0)
         assert at_a_time * held <= budget or at_a_time == 1

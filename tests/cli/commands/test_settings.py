@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
+import typer
 from pydantic import Field
 
 from tidemill.cli.commands.settings import known
+from tidemill.cli.main import app
 from tidemill.core.config import dump
 from tidemill.engine.engine_kinds import ENGINES, BaseEngineSettings
 from tidemill.run.recipe import load_recipe
@@ -55,6 +58,16 @@ def whole(phrase: str) -> bool:
 def test_every_key_is_described_in_a_whole_phrase():
     assert whole("Held-out tasks") and not whole("") and not whole("of tasks") and not whole("Of tasks")
     assert [(each.key, each.what) for each in known() if not whole(each.what)] == []
+
+
+def test_every_argument_of_a_command_is_described_in_a_whole_phrase():
+    def parameters(command: Any, name: str) -> Iterator[tuple[str, str]]:
+        for inner in getattr(command, "commands", {}).values():
+            yield from parameters(inner, f"{name} {inner.name}")
+        yield from ((f"{name} {each.name}", each.help) for each in command.params if each.name != "help")
+
+    found = list(parameters(typer.main.get_command(app), "tidemill"))
+    assert len(found) > 50 and [each for each in found if not whole(each[1] or "")] == []
 
 
 def test_a_kind_of_ones_own_is_described_too():

@@ -14,16 +14,17 @@ import shutil
 import sqlite3
 import sys
 import tempfile
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from rich.text import Text
 
-from tidemill.cli.commands.doctor_finding import DoctorFinding, Status
 from tidemill.cli.commands.screen import console, own_name, print_json, print_rows
 from tidemill.core.hardware import memory_bytes, usable_cores
 
 GIB = 2**30
+Status = Literal["ok", "warn", "fail"]
 EXTRAS = {  # extra -> its packages
     "gym": ("reasoning_gym", "math_verify"),
     "serve": ("starlette", "uvicorn"),
@@ -31,6 +32,16 @@ EXTRAS = {  # extra -> its packages
     "wandb": ("wandb",),
 }
 STYLES: dict[Status, str] = {"ok": "green", "warn": "yellow", "fail": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFinding:
+    """A finding about this machine, with advice."""
+
+    name: str
+    status: Status
+    found: str
+    advice: str = ""  # what to do; empty when there is nothing to do
 
 
 def doctor(as_json: bool) -> int:

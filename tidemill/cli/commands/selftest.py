@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from tidemill.cli.commands.doctor_finding import DoctorFinding
+from tidemill.cli.commands.doctor import DoctorFinding
 from tidemill.cli.logprob_sources import sample_of
 from tidemill.core.interfaces import Engine, Trainer
 from tidemill.core.types import Array, GenerateRequest, Sample, SamplingParams, Score, Version
