@@ -64,7 +64,7 @@ def test_rows_of_full_length_need_as_many(budget: int, batches: int):
     config = recipe("rollout.groups=4", "rollout.group_size=4", f"trainer.micro_batch_tokens={budget}")
     said = sizing.step_size(plan_of(config), context=33)
     rows = rows_of([sample(np.random.default_rng(i), 33) for i in range(16)])
-    assert len(split(rows, budget)) == said.forward_micro_batches == batches
+    assert len(split([[row] for row in rows], budget)) == said.forward_micro_batches == batches
     assert said.train_micro_batches == min(16, batches + 1)
 
 
