@@ -10,13 +10,13 @@ another engine or on the restarted one.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import numpy as np
 
 from tidemill.controller.engine_pool import EnginePool
 from tidemill.core.interfaces import Trainer
-from tidemill.core.types import Array, LossSpec, Metrics, Sample, Telemetry, TrainResult, Version
-from tidemill.core.weight_update import WeightUpdate
+from tidemill.core.types import Array, Sample
 
 REFERENCE, SERVED = "reference", "policy"  # the trainer's name for it, and the name under which its engines serve it
 
@@ -53,29 +53,6 @@ class WithServedReference:
             logprobs[asked] = scored.logprobs[asked]
         return logprobs
 
-    async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
-        return await self._trainer.forward_backward(samples, losses)
-
-    async def apply(self, scale: float) -> Metrics:
-        return await self._trainer.apply(scale)
-
-    async def publish(self, version: Version) -> WeightUpdate:
-        return await self._trainer.publish(version)
-
-    async def snapshot(self) -> None:
-        await self._trainer.snapshot()
-
-    async def save(self, folder: str) -> None:
-        await self._trainer.save(folder)
-
-    async def load(self, folder: str) -> None:
-        await self._trainer.load(folder)
-
-    async def export(self, folder: str) -> None:
-        await self._trainer.export(folder)
-
-    async def telemetry(self) -> Telemetry:
-        return await self._trainer.telemetry()
-
-    async def close(self) -> None:
-        await self._trainer.close()
+    def __getattr__(self, name: str) -> Any:
+        """Everything else is the trainer's own."""
+        return getattr(self._trainer, name)

@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from tidemill.controller.controller import first_cause
 from tidemill.controller.engine_pool import EnginePool, Member
@@ -198,7 +198,9 @@ async def start_parts(
             supervisors.append(Supervisor(pools[role], role, handles, *how))
         limit = min(pool.context for pool in pools.values())
         handle = first.result()
-        learner = WithServedReference(handle.proxy, pools["reference"]) if "reference" in pools else handle.proxy
+        learner = handle.proxy
+        if "reference" in pools:
+            learner = cast(Trainer, WithServedReference(learner, pools["reference"]))
         yield Parts(
             *(learner, list(pools.values()), supervisors),
             lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles.values())],
