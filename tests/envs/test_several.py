@@ -17,6 +17,7 @@ from tidemill.envs.environment_mixture import Several, parts_of
 from tidemill.envs.environment_settings import EnvironmentWorkers
 from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.reward_workers.reward_pool import RewardPool
+from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 
 
@@ -175,7 +176,7 @@ def test_an_algorithm_that_no_environment_is_left_for_is_refused():
 def test_references_that_are_the_same_policy_go_together():
     own = {"name": "grpo", "reference": {"kl": 0.2, "into": "reward"}}
     config = recipe([{**GUESS, "name": "a", "algorithm": own}, {**GUESS, "name": "b"}], algorithm="online_dpo")
-    assert config.reference is not None and config.reference.model == "initial" and config.updates == 1
+    assert config.reference is not None and config.reference.model == "initial" and plan_of(config).updates == 1
 
 
 @pytest.mark.parametrize("data", [{"order": "frontier"}, {"retire": 0.9}, {"order": "mixed"}])
