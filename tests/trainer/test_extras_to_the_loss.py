@@ -18,9 +18,10 @@ from trainer_cases import VOCAB, decoder, sample
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.losses import LOSSES, Loss, LossInput
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
-from tidemill.controller.engine_pool import EnginePool
+from tidemill.controller.engine_pool import EnginePool, Member
 from tidemill.controller.rollout import EpisodeSetup, Rollout
 from tidemill.core.attempt_checks import check_row
+from tidemill.core.interfaces import Capabilities
 from tidemill.core.serialization import DTYPES, decode, encode
 from tidemill.core.token_extras import TokenExtra, TokenExtras
 from tidemill.core.types import (
@@ -92,7 +93,7 @@ def played(engine: Engine, extras: list[TokenExtra], seed: int, folder: Path) ->
     """Two groups, as the ledger gives them back."""
     params = SamplingParams(max_tokens=8)
     episodes = EpisodeSetup(Talk(seed), TOKENIZER, params, context=100, limit_s=60, extras=tuple(extras))
-    roller = Rollout(EnginePool([engine]), episodes, 3, 0)
+    roller = Rollout(EnginePool([Member("engine-0", engine, Capabilities(100, extras=tuple(extras)))]), episodes, 3, 0)
     with SqliteLedger(folder, durability="process") as ledger:
         for number, prompt in enumerate(("gh", "ghij")):
             task = Task(str(number), prompt)
