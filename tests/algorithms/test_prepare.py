@@ -295,8 +295,20 @@ def test_turns_are_rewarded_at_their_last_tokens():
     np.testing.assert_allclose(a, [0, 0, 1.75 - 0.875, 1.75 - 0.875, 0, 0, 1.25 - 0.875, 1.25 - 0.875], rtol=1e-6)
     drop = AlgorithmSettings.preset("dr_grpo", advantage="process", zero_variance="drop")
     assert has_signal(group(played(1.0, (0.5,)), played(1.0, ())), drop) is None, "the same outcome, other turns"
-    with pytest.raises(ValueError, match="3 turns of an episode of 2"):
-        prepare([group(played(1.0, (1, 1, 1)), 0.0)], s)
+
+
+def test_a_recorded_score_of_more_turns_than_replies_is_left_out_and_told_once():
+    """As ledgers of older versions hold it; an algorithm that reads no turns uses its value."""
+    misfit, fits, told = trajectory(Score(1.0, turns=(1.0, 1.0))), trajectory(Score(0.5, turns=(0.5,))), list[str]()
+    algorithm = ConfiguredAlgorithm(AlgorithmSettings.preset("dr_grpo", advantage="process"), 8)
+    algorithm.recall(lambda _: {}, told.append)
+    assert algorithm.drop_reason(group(misfit)) == "unscored" and algorithm.drop_reason(group(misfit, fits)) is None
+    for groups, trained in (([group(misfit, fits)], 1), ([group(misfit)], 0)):
+        prepared = algorithm.prepare(groups, 0, algorithm.rows(groups, 0), {})
+        assert (len(prepared.samples), prepared.metrics["unscored"]) == (trained, 1)
+    (sentence,) = told
+    assert "group 1 has an attempt that is not trained on" in sentence and "2 turns of an attempt with 1 reply" in sentence
+    assert len(prepare([group(misfit, fits)], AlgorithmSettings.preset("dr_grpo")).samples) == 2
 
 
 def test_the_greedy_attempt_is_a_baseline_and_not_trained_on():

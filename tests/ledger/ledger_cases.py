@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sqlite3
+from pathlib import Path
+
 import numpy as np
 
 from tidemill.core.types import Finish, Group, InfraError, Score, Support, Task, Trajectory, Unscorable, Version
@@ -50,3 +53,15 @@ def assert_same(a: Group, b: Group) -> None:
         assert (x.support is None) == (y.support is None)
         if x.support is not None and y.support is not None:
             assert np.array_equal(x.support.ids, y.support.ids) and np.array_equal(x.support.offsets, y.support.offsets)
+
+
+OLDER = sorted((Path(__file__).parent / "schemas").glob("*.sql"))
+
+
+def older_ledger(folder: Path, schema: Path) -> Path:
+    """An empty ledger of an older schema, whose text is that of the version that made it."""
+    (folder / "trajectories").mkdir(parents=True)
+    with sqlite3.connect(folder / "ledger.sqlite") as db:
+        db.executescript(f"{schema.read_text()}INSERT INTO meta VALUES ('schema', '{schema.stem.replace('_', ' ')}');")
+    db.close()
+    return folder

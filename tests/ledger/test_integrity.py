@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import shutil
 import sqlite3
 from pathlib import Path
@@ -15,7 +16,7 @@ from typer.testing import CliRunner
 from tidemill.cli.main import app
 from tidemill.core.errors import LedgerError, RunFolderError
 from tidemill.ledger import SqliteLedger, has_ledger, integrity
-from tidemill.ledger.schema import SCHEMA, statements
+from tidemill.ledger.schema import SCHEMA
 
 PAGE = 4096
 MEND = r"put back a copy of it from before the damage, .*\.recover`, or give another run_dir"
@@ -43,7 +44,7 @@ def roots(folder: Path) -> dict[str, int]:
         return dict(db.execute("SELECT name, rootpage FROM sqlite_master WHERE rootpage > 1").fetchall())
 
 
-NAMES = [s.split()[2] for s in statements(SCHEMA) if s.lstrip().startswith(("CREATE TABLE", "CREATE INDEX"))]
+NAMES = re.findall(r"^CREATE (?:TABLE|INDEX) (\w+)", SCHEMA, re.M)
 
 
 def zeros(data: bytearray, at: int) -> None:

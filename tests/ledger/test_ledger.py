@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import pytest
-from ledger_cases import assert_same, group, task, trajectory
+from ledger_cases import OLDER, assert_same, group, older_ledger, task, trajectory
 
 from tidemill.core import serialization
 from tidemill.core.attempt_checks import check_row
@@ -21,7 +21,6 @@ from tidemill.core.interfaces import Ledger
 from tidemill.core.types import GREEDY, Finish, Score, Task, Trajectory, Version
 from tidemill.ledger import Counts, SqliteLedger, has_ledger, queries
 from tidemill.ledger.records import Undone
-from tidemill.ledger.schema import SCHEMAS
 
 
 @pytest.fixture
@@ -111,9 +110,7 @@ def test_trajectories_come_back_as_they_were(ledger: SqliteLedger) -> None:
     assert ledger.load_trajectory(3, 1).text == group(3).trajectories[1].text
     assert ledger.verify() == []
     row = (
-        raw(ledger)
-        .execute("SELECT tokens, sampled, oldest, newest, temperature, mean_logprob, parts FROM trajectories")
-        .fetchone()
+        raw(ledger).execute("SELECT tokens, sampled, oldest, newest, temperature, mean_logprob FROM trajectories").fetchone()
     )
     first = group(0).trajectories[0]
     assert row[:5] == (12, 8, first.oldest, first.newest, 0.7)
@@ -146,14 +143,9 @@ def test_given_tokens_that_cannot_be_are_refused(given: np.ndarray) -> None:
         check_row(record)
 
 
-@pytest.mark.parametrize("schema", ["2", "3", "4"])
-def test_a_ledger_of_a_schema_before_is_gone_on_with(tmp_path: Path, schema: str) -> None:
-    run = tmp_path / "run"
-    (run / "trajectories").mkdir(parents=True)
-    assert "given" in SCHEMAS["3"] and "'given'" not in SCHEMAS["2"]
-    assert "step_replays" in SCHEMAS["4"] and "step_replays" not in SCHEMAS["3"]
-    with sqlite3.connect(run / "ledger.sqlite") as db:
-        db.executescript(SCHEMAS[schema] + f"INSERT INTO meta VALUES ('schema', '{schema}');")
+@pytest.mark.parametrize("schema", OLDER, ids=lambda path: path.stem)
+def test_a_ledger_of_a_schema_before_is_gone_on_with(tmp_path: Path, schema: Path) -> None:
+    run = older_ledger(tmp_path / "run", schema)
     for mode in ("open", "open"):
         with SqliteLedger(run, mode=mode, durability="process") as ledger:
             first = ledger.next_group_id()
@@ -165,12 +157,9 @@ def test_a_ledger_of_a_schema_before_is_gone_on_with(tmp_path: Path, schema: str
         assert ledger.counts().trained == 2 and ledger.counts().conserved
 
 
-@pytest.mark.parametrize("schema", SCHEMAS)
-def test_a_step_is_undone_in_a_ledger_of_any_schema(tmp_path: Path, schema: str) -> None:
-    run = tmp_path / "run"
-    (run / "trajectories").mkdir(parents=True)
-    with sqlite3.connect(run / "ledger.sqlite") as db:
-        db.executescript(SCHEMAS[schema] + f"INSERT INTO meta VALUES ('schema', '{schema}');")
+@pytest.mark.parametrize("schema", OLDER, ids=lambda path: path.stem)
+def test_a_step_is_undone_in_a_ledger_of_any_schema(tmp_path: Path, schema: Path) -> None:
+    run = older_ledger(tmp_path / "run", schema)
     with SqliteLedger(run, mode="open", durability="process") as ledger:
         for i in range(4):
             ledger.admit(i, task(i))
@@ -354,7 +343,7 @@ def test_evaluations_events_and_meta(ledger: SqliteLedger) -> None:
     assert [e.detail for e in ledger.events("checkpoint")] == [{"step": 3}]
     ledger.set_meta("recipe", "abc")
     ledger.set_meta("recipe", "abd")
-    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "5"
+    assert ledger.meta()["recipe"] == "abd" and ledger.meta()["schema"] == "6"
 
 
 def test_samples_rank_scores_only(ledger: SqliteLedger) -> None:
@@ -560,5 +549,5 @@ def test_scores_may_carry_parts_and_the_index_has_them(ledger: SqliteLedger) -> 
     scored.trajectories[0].outcome = Score(0.5, {"format": 1.0, "answer": 0.0})
     ledger.finish(scored)
     assert ledger.has_finished(0)
-    query = "SELECT json_extract(parts, '$.format') FROM trajectories WHERE place = 0"
+    query = "SELECT json_extract(parts, '$.format') FROM outcomes WHERE sample = 0"
     assert raw(ledger).execute(query).fetchone() == (1.0,)

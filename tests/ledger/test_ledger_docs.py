@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from ledger_cases import group, task
 
+from tidemill.core.types import Score
 from tidemill.ledger import SqliteLedger
 
 PAGE = (Path(__file__).parents[2] / "docs" / "ledger.md").read_text()
@@ -33,6 +34,7 @@ def db(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Connection]
         ledger.drop(6, "infra_error")
         ledger.evaluation(1, {"accuracy": 0.5, "n": 4})
         ledger.event("checkpoint", {"step": 1})
+        ledger.judge_again({2: {(0, 0): Score(0.0)}, 5: {(1, 0): Score(0.5)}, 0: {(0, 0): Score(1.0)}}, "new")
     reader = sqlite3.connect(f"{(folder / 'ledger.sqlite').as_uri()}?mode=ro", uri=True)
     yield reader
     reader.close()
@@ -57,6 +59,8 @@ def test_some_answers_by_hand(db: sqlite3.Connection) -> None:
     assert sorted(answer(db, "dropped")) == [("infra_error", 1, 1), ("zero_variance", 1, 1)]
     assert answer(db, "stale") == [(0, 3), (1, 1)]  # group 2 was sampled by weights 0 and trained at step 1
     assert [(r[0], r[1], r[3], r[4]) for r in answer(db, "Seconds")] == [(0, 0, 0.5, 0.5), (1, 1, None, None)]
+    changed = [(2, 0, None, 0.0, "unscorable", "score"), (5, 1, 0.25, 0.5, "score", "score")]
+    assert answer(db, "later-judgement") == changed
     assert [r[:2] for r in answer(db, "in-flight")] == [(4, "waiting"), (7, "in flight")]
     assert [r[1:] for r in answer(db, "happened")] == [("checkpoint", '{"step": 1}')]
 

@@ -1,6 +1,7 @@
 """Runs that earlier versions recorded are read, and go on: `recorded/format_1.tar.gz` is of commit 9eb9a96.
 
-It holds a recipe, its reward and tasks, a model of a thousand parameters, and the folder of its run after four steps.
+`format_2.tar.gz` is of commit b92f64a, with scores of parts and turns, and attempts without a score. Each holds a recipe,
+its reward and tasks, a model of a thousand parameters, and the folder of its run after four steps.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def test_commands_read_it(recorded):
     assert len(samples["samples"] if isinstance(samples, dict) else samples) == 3
     assert "complete" in said("why", "run")
     assert "what was recorded is what these weights say" in said("parity", "run")
-    assert check_format(recorded) == 1, "reading changes nothing"
+    assert check_format(recorded) < FORMAT, "reading changes nothing"
 
 
 def test_it_goes_on(recorded):

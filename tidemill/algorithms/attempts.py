@@ -54,8 +54,6 @@ def by_turn(attempts: Attempts) -> tuple[Array | None, Array]:
         own = np.cumsum(begins)[mask] - 1
         rewards = np.zeros(len(own))
         ends = np.flatnonzero(np.append(np.diff(own), 1))
-        if len(scored) > len(ends):
-            raise ValueError(f"a score rewards {len(scored)} turns of an episode of {len(ends)}")
         rewards[ends[: len(scored)]] = scored
         turns.append(own)
         given.append(rewards)

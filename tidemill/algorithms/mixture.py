@@ -45,8 +45,10 @@ class Mixture:
         """Always False: the weight of an algorithm's loss depends on its share of the step."""
         return False
 
-    def recall(self, recorded: Callable[[int], Metrics]) -> None:
-        """Do nothing: `check_mixture` refuses algorithms whose steps depend on earlier ones."""
+    def recall(self, recorded: Callable[[int], Metrics], tell: Callable[[str], None] | None = None) -> None:
+        """Pass on `tell`: `check_mixture` refuses algorithms whose steps depend on earlier ones."""
+        for part in self._parts.values():
+            part.recall(recorded, tell)
 
     def drop_reason(self, group: Group) -> str | None:
         return self._parts[self._of(group)].drop_reason(group)

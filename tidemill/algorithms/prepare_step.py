@@ -34,13 +34,14 @@ from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reductions import reduction
 from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, by_row, ended, filled, flat, row_of
-from tidemill.core.outcomes import parts_of
+from tidemill.core.outcomes import fitting, parts_of
 from tidemill.core.types import (
     GREEDY,
     TRUNCATED,
     Array,
     Finish,
     Group,
+    InfraError,
     Metrics,
     PreparedStep,
     Sample,
@@ -64,6 +65,7 @@ class ConfiguredAlgorithm:
         self._preference = settings.preference
         self._entropies: tuple[int, Metrics] = -1, {}  # the latest step, and its metrics for the next entropy weight
         self._recorded: Callable[[int], Metrics] = lambda _: {}
+        self._tell: Callable[[str], None] | None = None
         self._reads_turns = settings.advantage in USING_GIVEN or ".py:" in settings.advantage
 
     @property
@@ -85,12 +87,12 @@ class ConfiguredAlgorithm:
         corrections = {each.name for each in s.corrections}
         return s.advantage in ADVANTAGES.keys() - OVER_THE_STEP and corrections <= CORRECTIONS.keys() - SELECTING
 
-    def recall(self, recorded: Callable[[int], Metrics]) -> None:
-        """Set the source of metrics of steps that an earlier process did.
+    def recall(self, recorded: Callable[[int], Metrics], tell: Callable[[str], None] | None = None) -> None:
+        """Set the source of metrics of steps that an earlier process did, from which the entropy weight goes on.
 
-        After a resume, the entropy weight goes on from them.
+        tell: shows a sentence to the user.
         """
-        self._recorded = recorded
+        self._recorded, self._tell = recorded, tell
 
     def drop_reason(self, group: Group) -> str | None:
         """ "unscored" (nothing to train on) or "zero-variance" for a group without a gradient; else None."""
@@ -216,11 +218,24 @@ class ConfiguredAlgorithm:
                 cut = self.settings.overlong.treat == "filter" and end.finish in TRUNCATED
                 scored = isinstance(end.outcome, Score) and end.finish is not Finish.CANCELLED
                 if learnt and scored and end.sample != GREEDY and not cut:
-                    yield Attempt(group, end, learnt)
+                    attempt = Attempt(group, end, learnt)
+                    if not self._misfits(attempt):
+                        yield attempt
 
     def _trained(self, attempt: Attempt) -> Sequence[Trajectory]:
         """The attempt's rows that become samples: a reward model learns from the end of the last one alone."""
         return [attempt.end] if self.settings.scores else attempt.rows
+
+    def _misfits(self, attempt: Attempt) -> bool:
+        """True for a score of more turns than replies, which older versions recorded; the first is told of."""
+        if not self._reads_turns:
+            return False
+        replies = int((np.diff(attempt.mask.astype(np.int8), prepend=0) > 0).sum())
+        outcome = fitting(attempt.end.outcome, replies, "its judge")
+        if isinstance(outcome, InfraError) and self._tell is not None:
+            self._tell(f"an attempt of group {attempt.group.id} is not trained on, nor are others like it: {outcome.reason}")
+            self._tell = None
+        return isinstance(outcome, InfraError)
 
     def _scores(self, attempts: Attempts) -> Scores:
         s = self.settings

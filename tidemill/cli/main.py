@@ -206,7 +206,7 @@ def parity(
     raise typer.Exit(parity.parity(model, length, as_json))
 
 
-reward = typer.Typer(help="Look at a recipe's reward before anything is trained on it.", no_args_is_help=True)
+reward = typer.Typer(help="Test a recipe's reward, or judge a run's attempts again.", no_args_is_help=True)
 app.add_typer(reward, name="reward")
 
 
@@ -224,6 +224,21 @@ def reward_test(
     from tidemill.cli.commands import reward as command
 
     raise typer.Exit(command.test(recipe, answers, overrides or [], as_json))
+
+
+@reward.command("rejudge")
+def reward_rejudge(
+    run: RunDir,
+    overrides: Overrides = None,
+    reward: Annotated[
+        str | None, typer.Option(help="FILE.py:FUNCTION, or a reward's name; else the run's own as it is now")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Judge a run's recorded attempts again, and show which outcomes changed; nothing is overwritten."""
+    from tidemill.cli.commands import rejudge as command
+
+    raise typer.Exit(command.rejudge(run, reward, overrides or [], as_json))
 
 
 @app.command()

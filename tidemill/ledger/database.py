@@ -8,8 +8,9 @@ import time
 from pathlib import Path
 
 from tidemill.core.errors import LedgerError, RunFolderError
+from tidemill.ledger.older_schemas import DIGESTS, Definitions, definitions_of, digest_of
 from tidemill.ledger.records import MEND, explained
-from tidemill.ledger.schema import SCHEMA, SCHEMAS, VERSION
+from tidemill.ledger.schema import SCHEMA, VERSION
 
 BUSY_S = 10.0  # how long a write waits for a lock that another sqlite3 session holds
 
@@ -79,8 +80,8 @@ def create_tables(db: sqlite3.Connection, folder: Path) -> None:
     db.executescript(f"BEGIN;{SCHEMA}{rows}COMMIT;")
 
 
-def expect_schema(db: sqlite3.Connection, folder: Path) -> None:
-    """Check the schema of a ledger.
+def expect_schema(db: sqlite3.Connection, folder: Path) -> str:
+    """Check the schema of a ledger, and return it.
 
     Raises RunFolderError for an unknown schema, LedgerError when the tables differ from those of their schema.
     """
@@ -89,20 +90,21 @@ def expect_schema(db: sqlite3.Connection, folder: Path) -> None:
     schema = dict(map(tuple, db.execute("SELECT key, value FROM meta"))).get("schema")
     if schema is None:
         raise LedgerError(f"the ledger in {str(folder)!r} is damaged: it does not say what its schema is; {MEND}")
-    if schema not in SCHEMAS:
-        raise RunFolderError(
-            f"{str(folder)!r} has a ledger of schema {schema}; this version reads {', '.join(SCHEMAS)}: use its own"
-        )
+    if schema != str(VERSION) and schema not in DIGESTS:
+        known = ", ".join([*DIGESTS, str(VERSION)])
+        raise RunFolderError(f"{str(folder)!r} has a ledger of schema {schema}; this version reads {known}: use its own")
+    found = definitions_of(db)
+    if (digest_of(found) != DIGESTS[schema]) if schema in DIGESTS else (found != present()):
+        raise LedgerError(f"the ledger in {str(folder)!r} is damaged: its tables are not those that were made; {MEND}")
+    return schema
+
+
+def present() -> Definitions:
+    """The definitions of the present schema."""
     with contextlib.closing(sqlite3.connect(":memory:", timeout=BUSY_S)) as fresh:
-        fresh.executescript(SCHEMAS[schema])
-        if _definitions(fresh) != _definitions(db):
-            raise LedgerError(f"the ledger in {str(folder)!r} is damaged: its tables are not those that were made; {MEND}")
+        fresh.executescript(SCHEMA)
+        return definitions_of(fresh)
 
 
 def _tables(db: sqlite3.Connection) -> int:
     return db.execute("SELECT count(*) FROM sqlite_master WHERE name = 'meta'").fetchone()[0]
-
-
-def _definitions(db: sqlite3.Connection) -> list[tuple[str, ...]]:
-    made = "name NOT GLOB 'lost_and_found*'"  # tables that `sqlite3 .recover` makes for rows it cannot place
-    return sorted(map(tuple, db.execute(f"SELECT type, name, tbl_name, coalesce(sql, '') FROM sqlite_master WHERE {made}")))

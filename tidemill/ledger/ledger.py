@@ -20,7 +20,7 @@ from __future__ import annotations
 import contextlib
 import sqlite3
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,15 +28,16 @@ from tidemill.core import fault_injection, serialization
 from tidemill.core.atomic_files import flush
 from tidemill.core.errors import LedgerError, PayloadLost
 from tidemill.core.types import Group, Metrics, Task, Trajectory, Version
-from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema
+from tidemill.ledger.database import connect, create_tables, expect_file, expect_schema, present
 from tidemill.ledger.integrity import check_pages, log_doubt, sums_doubt
 from tidemill.ledger.lock import FolderLock
-from tidemill.ledger.pending_rows import Waiting
+from tidemill.ledger.older_schemas import DIGESTS, migrate, read_as_present
+from tidemill.ledger.pending_rows import Waiting, insert
 from tidemill.ledger.queries import LedgerReads
 from tidemill.ledger.records import Retained, Undone, explained
 from tidemill.ledger.repairs import point_again, recorded_since, undo
 from tidemill.ledger.retention import retain
-from tidemill.ledger.row_formats import as_json, figures_json
+from tidemill.ledger.row_formats import Judged, as_json, figures_json, outcome_rows, outcomes_of_attempts
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers
 
 SEGMENT_BYTES = 64 << 20
@@ -81,13 +82,19 @@ class SqliteLedger(LedgerReads):
                 else:
                     if mode == "open":
                         check_pages(self._db, folder)
-                    expect_schema(self._db, folder)
+                    older = expect_schema(self._db, folder) in DIGESTS
+                    if older and mode == "read":
+                        read_as_present(self._db)
+                    elif older:
+                        with self._write() as db:
+                            migrate(db, present())
                 if mode != "read":
                     first = max([*segment_numbers(self._trajectories), self._last_segment()]) + 1
                     self._segments = SegmentWriter(self._trajectories, limit=segment_bytes, sync=sync, first=first)
                 if mode == "open":
                     self._newest = self.next_group_id() - 1
                     self._in_flight = {group.id for group in self.pending() if not group.finished}
+                    self._waiting.judge = self.meta().get("judge", "")
                     self._find_finished()
                     self._renounce_lost()
                     counts = self.counts()
@@ -118,6 +125,7 @@ class SqliteLedger(LedgerReads):
             payloads = [serialization.encode(t) for t in group.trajectories]
         except (TypeError, ValueError) as error:
             raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
+        outcomes_of_attempts(group)
         with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
             self._expect_writer()
             if group.id not in self._in_flight:
@@ -216,8 +224,9 @@ class SqliteLedger(LedgerReads):
     def renounce(self, group_id: int, reason: str) -> None:
         """Put a finished group that was not trained yet back in flight: it is sampled again."""
         with self._write() as db:
-            db.execute("DELETE FROM trajectories WHERE group_id = ?", (group_id,))
             db.execute("UPDATE groups SET finished_at = NULL WHERE id = ? AND fate IS NULL", (group_id,))
+            for table in ("trajectories", "outcomes"):
+                db.execute(f"DELETE FROM {table} WHERE group_id = ?", (group_id,))
         self._in_flight.add(group_id)
         self.event("payload_lost", {"group": group_id, "reason": reason})
 
@@ -226,9 +235,7 @@ class SqliteLedger(LedgerReads):
         db: sqlite3.Connection, step: int, incarnation: int, group_ids: Sequence[int], again: Sequence[int]
     ) -> None:
         for table, ids in (("step_groups", group_ids), ("step_replays", again)):
-            rows = [(step, incarnation, place, group_id) for place, group_id in enumerate(ids)]
-            if rows:
-                db.executemany(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", rows)
+            insert(db, table, [(step, incarnation, place, group_id) for place, group_id in enumerate(ids)])
 
     def end_step(self, step: int, incarnation: int, metrics: Metrics) -> None:
         with self._write() as db:
@@ -270,6 +277,22 @@ class SqliteLedger(LedgerReads):
         """Record a fact about the whole run, such as the digest of its recipe."""
         with self._write() as db:
             db.execute("INSERT INTO meta VALUES (?1, ?2) ON CONFLICT (key) DO UPDATE SET value = ?2", (key, value))
+
+    def judged_by(self, name: str) -> None:
+        """Name the environment that judges the groups which finish from here on."""
+        if self.meta().get("judge") != name:
+            self.set_meta("judge", name)
+        self._waiting.judge = name
+
+    def judge_again(self, judged: Mapping[int, Judged], judge: str) -> None:
+        """Add a judgement of recorded attempts, by group. Earlier ones stay, and training uses the first."""
+        now = time.time()
+        with self._write() as db:
+            for group_id, outcomes in judged.items():
+                for (sample, seat), outcome in outcomes.items():
+                    count = "SELECT count(*) FROM outcomes WHERE group_id = ? AND sample = ? AND seat = ?"
+                    (before,) = db.execute(count, (group_id, sample, seat)).fetchone()
+                    insert(db, "outcomes", outcome_rows(group_id, {(sample, seat): outcome}, now, judge, before))
 
     def retain(self, *, checkpoint: int, steps: int = 0, max_bytes: int = KEEP_BYTES) -> Retained:
         """Remove the oldest payloads while all together take more than `max_bytes` (see `retention`).

@@ -8,9 +8,10 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from tidemill.core.types import Group, Task
-from tidemill.ledger.row_formats import task_row, trajectory_rows
+from tidemill.ledger.row_formats import outcome_rows, outcomes_of_attempts, task_row, trajectory_rows
 from tidemill.ledger.segments import Location
 
 LONGEST_S = 1.0  # seconds after which waiting rows are due
@@ -22,6 +23,7 @@ class Waiting:
 
     admitted: dict[int, tuple[tuple[str, ...], float]] = field(default_factory=dict)  # by id: the task's row, the time
     finished: dict[int, tuple[Group, Sequence[Location], float]] = field(default_factory=dict)  # by id, with the time
+    judge: str = ""  # name of the environment that judges, where a task does not name one of several
 
     def __bool__(self) -> bool:
         return bool(self.admitted or self.finished)
@@ -50,8 +52,19 @@ class Waiting:
             times = [(now, group_id) for group_id, (_, _, now) in self.finished.items()]
             db.executemany("UPDATE groups SET finished_at = ? WHERE id = ?", times)
             rows = trajectory_rows((group, places) for group, places, _ in self.finished.values())
-            db.executemany(f"INSERT INTO trajectories VALUES ({', '.join('?' * len(rows[0]))})", rows)
+            insert(db, "trajectories", rows)
+            judged = [
+                row
+                for group, _, now in self.finished.values()
+                for row in outcome_rows(group.id, outcomes_of_attempts(group), now, group.task.env or self.judge)
+            ]
+            insert(db, "outcomes", judged)
 
     def clear(self) -> None:
         self.admitted.clear()
         self.finished.clear()
+
+
+def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+    if rows:
+        db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import math
 import sqlite3
 import threading
 from collections.abc import Iterable, Iterator
+from dataclasses import fields
 from itertools import groupby
 from operator import itemgetter
 from pathlib import Path
@@ -15,18 +17,38 @@ from tidemill.core import serialization
 from tidemill.core.errors import CodecError, LedgerError, PayloadLost
 from tidemill.core.outcomes import SOLVED
 from tidemill.core.types import GREEDY, Group, Metrics, Task, Trajectory, Version
-from tidemill.ledger.records import Counts, Damage, Earned, EvalRecord, Event, PendingGroup, SampleRow, StepRecord, explained
+from tidemill.ledger.records import (
+    Counts,
+    Damage,
+    Earned,
+    EvalRecord,
+    Event,
+    Judgement,
+    PendingGroup,
+    SampleRow,
+    StepRecord,
+    explained,
+)
 from tidemill.ledger.row_formats import task_row
 from tidemill.ledger.segments import Location, read_record
 
 Order = Literal["worst", "best", "recent"]
 _ORDERS = {
-    "worst": "reward ASC, group_id DESC, place",
-    "best": "reward DESC, group_id DESC, place",
-    "recent": "group_id DESC, place",
+    "worst": "reward ASC, groups.id DESC, place",
+    "best": "reward DESC, groups.id DESC, place",
+    "recent": "groups.id DESC, place",
 }
 _PAGE = 1_000  # groups per query
 _TASK = "tasks.id AS task_id, tasks.env, tasks.prompt, tasks.data"
+_JUDGED = (  # the judgement that training uses
+    "LEFT JOIN outcomes ON outcomes.group_id = trajectories.group_id AND outcomes.sample = trajectories.sample "
+    "AND outcomes.seat = trajectories.seat AND judgement = 0"
+)
+_LATER = (
+    "SELECT json_group_array(json_array(judgement, at, outcome, reward, reason, judge)) FROM outcomes AS later WHERE "
+    "later.group_id = trajectories.group_id AND later.sample = trajectories.sample AND later.seat = trajectories.seat "
+    "AND judgement > 0"
+)
 
 
 class LedgerReads:
@@ -75,6 +97,10 @@ class LedgerReads:
         sql = "SELECT id FROM groups WHERE id < ? AND fate IS NOT 'dropped' AND (step IS NULL OR step >= ?) ORDER BY id"
         return [r[0] for r in self._rows(sql, next_id, step)]
 
+    def recorded(self) -> list[int]:
+        """Ids of the groups with recorded trajectories, in order."""
+        return [row[0] for row in self._rows("SELECT DISTINCT group_id FROM trajectories ORDER BY group_id")]
+
     def task_of(self, group_id: int) -> Task:
         row = self._one(f"SELECT {_TASK} FROM groups JOIN tasks ON tasks.key = task_key WHERE groups.id = ?", group_id)
         if row is None:
@@ -88,8 +114,8 @@ class LedgerReads:
         for first in range(since, self.next_group_id(), _PAGE):  # read at once, a long run's rows would fill the memory
             rows = self._rows(
                 "SELECT groups.id, env, tasks.id AS task_id, finished_at, reward FROM groups "
-                "JOIN tasks ON tasks.key = task_key LEFT JOIN trajectories ON group_id = groups.id AND sample <> ? "
-                "WHERE groups.id >= ? AND groups.id < ? ORDER BY groups.id, place",
+                "JOIN tasks ON tasks.key = task_key LEFT JOIN trajectories ON trajectories.group_id = groups.id "
+                f"AND trajectories.sample <> ? {_JUDGED} WHERE groups.id >= ? AND groups.id < ? ORDER BY groups.id, place",
                 *(GREEDY, first, first + _PAGE),
             )
             for group_id, those in groupby(rows, key=itemgetter(0)):
@@ -127,7 +153,7 @@ class LedgerReads:
     def incarnation(self) -> int:
         """The latest incarnation, or the one after it if steps of it were undone; 0 before the first step."""
         latest = self._one("SELECT coalesce(max(incarnation), 0) FROM steps")[0]
-        undone = self._has_undone and self._one("SELECT 1 FROM undone_steps WHERE incarnation = ?", latest) is not None
+        undone = self._one("SELECT 1 FROM undone_steps WHERE incarnation = ?", latest) is not None
         return latest + undone
 
     def steps(self, *, since: int = 0, live: bool = True) -> list[StepRecord]:
@@ -141,8 +167,6 @@ class LedgerReads:
 
     def undone_steps(self) -> list[tuple[int, int]]:
         """(step, incarnation) of the undone steps, which are in no weights; see `SqliteLedger.undo_steps`."""
-        if not self._has_undone:
-            return []
         return [(r[0], r[1]) for r in self._rows("SELECT step, incarnation FROM undone_steps ORDER BY step, incarnation")]
 
     def groups_of(self, step: int, incarnation: int | None = None) -> list[int]:
@@ -151,7 +175,7 @@ class LedgerReads:
 
     def trained_again(self, step: int, incarnation: int | None = None) -> list[int]:
         """Ids of the earlier steps' groups that a step trained again. Without an incarnation: of the live one."""
-        return self._composition("step_replays", step, incarnation) if self._has_replays else []
+        return self._composition("step_replays", step, incarnation)
 
     def experience(self, first: int, end: int) -> list[tuple[int, list[float], int]]:
         """(id, rewards, uses) of the groups of the live steps [first, end) whose payloads are there.
@@ -161,9 +185,10 @@ class LedgerReads:
         """
         uses = "SELECT group_id, count(*) AS n FROM live_step_replays WHERE step < ? GROUP BY group_id"
         rows = self._rows(
-            f"SELECT group_id, reward, coalesce(n, 0) AS n FROM live_step_groups JOIN trajectories USING (group_id) "
-            f"LEFT JOIN ({uses}) USING (group_id) WHERE step >= ? AND step < ? AND gone_at IS NULL AND sample <> ? "
-            "AND reward IS NOT NULL ORDER BY group_id, trajectories.place",
+            f"SELECT live.group_id, reward, coalesce(n, 0) AS n FROM live_step_groups AS live JOIN trajectories "
+            f"USING (group_id) {_JUDGED} LEFT JOIN ({uses}) AS used ON used.group_id = live.group_id WHERE step >= ? AND "
+            "step < ? AND gone_at IS NULL AND trajectories.sample <> ? AND reward IS NOT NULL "
+            "ORDER BY live.group_id, trajectories.place",
             *(end, first, end, GREEDY),
         )
         return [
@@ -177,18 +202,6 @@ class LedgerReads:
         if incarnation is not None:
             source, of, args = table, "AND incarnation = ?", [step, incarnation]
         return [r[0] for r in self._rows(f"SELECT group_id FROM {source} WHERE step = ? {of} ORDER BY place", *args)]
-
-    @property
-    def _has_replays(self) -> bool:
-        return self._has_table("step_replays")
-
-    @property
-    def _has_undone(self) -> bool:
-        return self._has_table("undone_steps")
-
-    def _has_table(self, name: str) -> bool:
-        """True when this ledger has the table: older schemas lack some."""
-        return self._one("SELECT 1 FROM sqlite_master WHERE name = ?", name) is not None
 
     def load(self, group_id: int) -> Group:
         """A finished group, with its task and its trajectories from disk.
@@ -228,15 +241,19 @@ class LedgerReads:
         sums = self._one(
             "SELECT count(*), count(reward), max(reward), min(reward), total(reward >= ?), "
             "total(finish IN ('length', 'context')), total(finish = 'context'), "
-            "max(CASE WHEN finish = 'length' AND turns = 1 THEN sampled END), "
-            "total(outcome IS 'infra_error'), total(outcome IS 'unscorable') FROM trajectories WHERE sample <> ?",
+            "max(CASE WHEN finish = 'length' AND trajectories.turns = 1 THEN sampled END), "
+            f"total(outcome IS 'infra_error'), total(outcome IS 'unscorable') FROM trajectories {_JUDGED} "
+            "WHERE trajectories.sample <> ?",
             *(SOLVED, GREEDY),
         )
         common = self._one(
-            "SELECT outcome_reason FROM trajectories WHERE reward IS NULL AND outcome_reason IS NOT NULL "
-            "GROUP BY outcome_reason ORDER BY count(*) DESC LIMIT 1"
+            "SELECT reason FROM outcomes WHERE judgement = 0 AND reward IS NULL AND reason IS NOT NULL "
+            "GROUP BY reason ORDER BY count(*) DESC LIMIT 1"
         )
-        differing = "SELECT 1 FROM trajectories WHERE sample <> ? GROUP BY group_id, seat HAVING max(reward) > min(reward)"
+        differing = (
+            "SELECT 1 FROM outcomes WHERE judgement = 0 AND sample <> ? GROUP BY group_id, seat "
+            "HAVING max(reward) > min(reward)"
+        )
         varied = self._one(f"SELECT count(*) FROM ({differing})", GREEDY)[0]
         count, scored, best, worst, solved, cut, full, longest, errors, unscorable = sums
         ended = (int(cut), int(full), longest, int(errors), int(unscorable))
@@ -256,9 +273,10 @@ class LedgerReads:
             raise ValueError(f"order={order!r}: expected one of {', '.join(_ORDERS)}")
         wheres = [*(["groups.step = ?"] if step is not None else []), *(["reward IS NOT NULL"] if order != "recent" else [])]
         rows = self._rows(
-            f"SELECT trajectories.*, fate, groups.reason, groups.step, {_TASK} FROM trajectories "
-            f"JOIN groups ON groups.id = group_id JOIN tasks ON tasks.key = task_key WHERE {' AND '.join(wheres) or 1} "
-            f"ORDER BY {_ORDERS[order]} LIMIT ?",
+            f"SELECT trajectories.*, outcome, reward, outcomes.reason AS outcome_reason, judge, ({_LATER}) AS later, fate, "
+            f"groups.reason, groups.step, {_TASK} FROM trajectories {_JUDGED} "
+            "JOIN groups ON groups.id = trajectories.group_id JOIN tasks ON tasks.key = task_key "
+            f"WHERE {' AND '.join(wheres) or 1} ORDER BY {_ORDERS[order]} LIMIT ?",
             *([step] if step is not None else []),
             limit,
         )
@@ -272,8 +290,7 @@ class LedgerReads:
     def evaluations(self) -> list[EvalRecord]:
         """Evaluations by step: the latest for each step, and none of weights that were undone."""
         undone = "SELECT 1 FROM undone_steps WHERE undone_steps.step < evals.step AND undone_at > at"
-        stands = f"WHERE NOT EXISTS ({undone})" if self._has_undone else ""
-        latest = f"SELECT max(id) FROM evals {stands} GROUP BY step"
+        latest = f"SELECT max(id) FROM evals WHERE NOT EXISTS ({undone}) GROUP BY step"
         rows = self._rows(f"SELECT * FROM evals WHERE id IN ({latest}) ORDER BY step")
         return [EvalRecord(r["step"], r["at"], r["n"], r["accuracy"], _parsed(r["metrics"])) for r in rows]
 
@@ -327,6 +344,6 @@ def _task(row: sqlite3.Row) -> Task:
 
 
 def _sample(row: sqlite3.Row) -> SampleRow:
-    same = ("group_id", "place", "fate", "reason", "step", "sample", "seat", "reward", "outcome", "outcome_reason", "finish")
-    more = ("tokens", "sampled", "oldest", "newest", "mean_logprob", "text")
-    return SampleRow(task=_task(row), gone=row["gone_at"] is not None, **{k: row[k] for k in (*same, *more)})
+    computed = {"task": _task(row), "gone": row["gone_at"] is not None}
+    computed["later"] = [Judgement(*each) for each in json.loads(row["later"])]
+    return SampleRow(**computed, **{each.name: row[each.name] for each in fields(SampleRow) if each.name not in computed})

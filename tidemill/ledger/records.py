@@ -96,8 +96,23 @@ class Event:
 
 
 @dataclass(frozen=True, slots=True)
+class Judgement:
+    """A later judgement of an attempt; see the table `outcomes`."""
+
+    judgement: int
+    at: float
+    outcome: str
+    reward: float | None
+    reason: str | None
+    judge: str
+
+
+@dataclass(frozen=True, slots=True)
 class SampleRow:
-    """A row of the trajectory index with its group's fate; `load_trajectory` reads its payload."""
+    """A row of the trajectory index with its group's fate; `load_trajectory` reads its payload.
+
+    Reward and outcome are those that training uses. later: judgements that were added since.
+    """
 
     group_id: int
     place: int
@@ -110,6 +125,8 @@ class SampleRow:
     reward: float | None
     outcome: str | None
     outcome_reason: str | None
+    judge: str | None
+    later: list[Judgement]
     finish: str
     tokens: int
     sampled: int
@@ -118,6 +135,11 @@ class SampleRow:
     mean_logprob: float | None
     text: str
     gone: bool
+
+    @property
+    def latest(self) -> float | None:
+        """The reward of the latest judgement."""
+        return self.later[-1].reward if self.later else self.reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,14 @@ import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from tidemill.core import serialization
 from tidemill.core.attempt_checks import check_row
 from tidemill.core.errors import LedgerError
 from tidemill.core.types import Group, Trajectory
 from tidemill.ledger.records import Undone
-from tidemill.ledger.row_formats import trajectory_rows
-from tidemill.ledger.schema import upgrade
+from tidemill.ledger.row_formats import outcome_rows, outcomes_of_attempts, trajectory_rows
 from tidemill.ledger.segments import Location, segment_numbers, whole_groups
 
 UNREADABLE, UNDONE = "unreadable", "undone"  # reasons of a drop
@@ -38,11 +38,6 @@ def undo(db: sqlite3.Connection, first: int, unreadable: Collection[int]) -> Und
 
     first: the earliest step with a group that cannot be read. Raises LedgerError when no such step was begun.
     """
-    (schema,) = db.execute("SELECT value FROM meta WHERE key = 'schema'").fetchone()
-    newest, changes = upgrade(schema)
-    for statement in changes:
-        db.execute(statement)
-    db.execute("UPDATE meta SET value = ? WHERE key = 'schema'", (newest,))
     (last,) = db.execute("SELECT max(step) FROM live_steps").fetchone()
     if last is None or last < first:
         raise LedgerError(f"cannot undo the steps from {first} on: the last step begun is {last}")
@@ -75,10 +70,19 @@ def point_again(db: sqlite3.Connection, group: Group, places: Sequence[Location]
     before, now = [tuple(row) for row in rows], trajectory_rows([(group, places)])
     if [[row[i] for i in figures] for row in before] != [[row[i] for i in figures] for row in now]:
         return False
+    recorded = db.execute("SELECT * FROM outcomes WHERE group_id = ? AND judgement = 0", (group.id,))
+    judged = outcome_rows(group.id, outcomes_of_attempts(group), 0.0, "")
+    if sorted(_said(row) for row in recorded) != sorted(map(_said, judged)):
+        return False
     sets = ", ".join(f"{name} = ?" for name in _PAYLOAD)
     values = [(*(row[names.index(name)] for name in _PAYLOAD), group.id, row[names.index("place")]) for row in now]
     db.executemany(f"UPDATE trajectories SET {sets} WHERE group_id = ? AND place = ?", values)
     return True
+
+
+def _said(row: Sequence[Any]) -> str:
+    """A row of `outcomes` without the time and the judge."""
+    return repr((*row[:4], *row[5:-1]))
 
 
 def recorded_since(

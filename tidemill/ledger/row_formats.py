@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any
 
@@ -18,7 +18,8 @@ from tidemill.ledger.segments import Location
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has the whole reply
 _strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _quick = msgspec.json.Encoder()  # also writes NaN and infinity as null
-_KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
+Judged = Mapping[tuple[int, int], Outcome]  # by sample and seat
+KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
 
 
 def task_row(task: Task) -> tuple[str, str, str, str, str]:
@@ -35,9 +36,7 @@ def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[
     return [
         (
             *(group, i, t.sample, t.seat, at.segment, at.offset, at.length, at.crc, None),
-            *(len(t.tokens), sampled, t.turns),
-            *_judged(t.outcome),
-            str(t.finish),
+            *(len(t.tokens), sampled, t.turns, str(t.finish)),
             *versions,
             t.temperature,
             logprob,
@@ -47,14 +46,28 @@ def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[
     ]
 
 
-def _judged(outcome: Outcome | None) -> tuple[float | None, str | None, str | None, str | None]:
-    """The columns (reward, outcome, outcome_reason, parts) of an outcome."""
-    if outcome is None:
-        return None, None, None, None
-    kind = _KINDS[type(outcome)]
-    if isinstance(outcome, Score):
-        return outcome.value, kind, None, figures_json(outcome.parts, "score") if outcome.parts else None
-    return None, kind, outcome.reason, None
+def outcomes_of_attempts(group: Group) -> dict[tuple[int, int], Outcome]:
+    """The outcome of each judged attempt, by (sample, seat). Raises LedgerError when trajectories of one differ in it."""
+    found = dict[tuple[int, int], Outcome]()
+    for t in group.trajectories:
+        if (outcome := t.outcome) is not None:
+            known = found.setdefault((t.sample, t.seat), outcome)
+            if known is not outcome and known != outcome:
+                raise LedgerError(f"group {group.id}: the trajectories of attempt {t.sample} differ in its outcome")
+    return found
+
+
+def outcome_rows(group_id: int, judged: Judged, at: float, judge: str, judgement: int = 0) -> list[tuple[Any, ...]]:
+    """Rows of the table `outcomes`, one for each of a group's attempts, by (sample, seat)."""
+    rows = []
+    for (sample, seat), it in judged.items():
+        if isinstance(it, Score):
+            parts = figures_json(it.parts, "score") if it.parts else None
+            turns = as_json([*it.turns], "score") if it.turns else None
+            rows.append((group_id, sample, seat, judgement, at, "score", it.value, None, parts, turns, judge))
+        else:
+            rows.append((group_id, sample, seat, judgement, at, KINDS[type(it)], None, it.reason, None, None, judge))
+    return rows
 
 
 def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, int | None, float | None]]:

@@ -1,26 +1,27 @@
-"""Schema of `ledger.sqlite`: its tables, described in docs/ledger.md, and upgrades of older ones.
+"""Schema of `ledger.sqlite`: its tables, described in docs/ledger.md.
 
     tasks <- groups <- trajectories (index of the payload in trajectories/seg-NNNNNN.bin)
+             groups <- outcomes (judgements of an attempt)
              groups <- step_groups -> steps            versions, evals, events, meta stand alone
 
 The database itself enforces, for every writer: a group's fate is written once (`groups_fate_once`), no group is deleted
-(`groups_keep`), and the fate 'trained' needs rollouts and a step that was begun (CHECK and FOREIGN KEY). The groups of a
-step are recorded a second time in `step_groups`, once for each incarnation that ran it, so that `conservation` compares two
-records instead of repeating one. A group that the replay buffer trains again is listed in `step_replays`: its fate, and its
-place in the step that trained it first, exist already.
+(`groups_keep`), the fate 'trained' needs rollouts and a step that was begun (CHECK and FOREIGN KEY), and an outcome is
+neither changed nor deleted. The groups of a step are recorded a second time in `step_groups`, once for each incarnation
+that ran it, so that `conservation` compares two records instead of repeating one. A group that the replay buffer trains
+again is listed in `step_replays`: its fate, and its place in the step that trained it first, exist already.
 
 One kind of fate may change: a group that was trained at an undone step (`undone_steps`), which is in no weights, becomes
-dropped.
+dropped. Ledgers of older schemas are compared with a digest of theirs, see `older_schemas`.
 """
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Iterable
 
 from tidemill.core.types import Finish
 
-VERSION = 5
+VERSION = 6
+OUTCOMES = ("score", "unscorable", "infra_error")
 
 
 def _among(column: str, values: Iterable[str]) -> str:
@@ -31,59 +32,7 @@ def _among(column: str, values: Iterable[str]) -> str:
     return " OR ".join(f"{column} = '{value}'" for value in values)
 
 
-REPLAYS = """
-CREATE TABLE step_replays (              -- groups of earlier steps that a step trains again, after those it is made of
-  step INTEGER NOT NULL,
-  incarnation INTEGER NOT NULL,
-  place INTEGER NOT NULL,
-  group_id INTEGER NOT NULL REFERENCES groups (id),
-  PRIMARY KEY (step, incarnation, place),
-  UNIQUE (step, incarnation, group_id),
-  FOREIGN KEY (step, incarnation) REFERENCES steps (step, incarnation)
-) STRICT, WITHOUT ROWID;
-
-CREATE TRIGGER step_replays_trained_before BEFORE INSERT ON step_replays
-WHEN NOT EXISTS (SELECT 1 FROM groups WHERE id = NEW.group_id AND fate = 'trained' AND step < NEW.step)
-BEGIN SELECT RAISE (ABORT, 'only what an earlier step trained is trained again'); END;
-
-CREATE VIEW live_step_replays AS
-SELECT step, incarnation, place, group_id FROM step_replays JOIN live_steps USING (step, incarnation);
-"""
-
-FATE_ONCE = """
-CREATE TRIGGER groups_fate_once BEFORE UPDATE OF fate, reason, settled_at, step, incarnation, dropped_after ON groups
-WHEN OLD.fate IS NOT NULL BEGIN SELECT RAISE (ABORT, 'the group already has a fate'); END;
-"""
-LIVE_STEPS = """
--- Of each step, the incarnation whose update is in the weights: the latest one.
-CREATE VIEW live_steps AS
-SELECT step, max(incarnation) AS incarnation FROM steps GROUP BY step;
-"""
-"""Both as they were before steps could be undone."""
-
-FATE_ONCE_BUT_UNDONE = """
-CREATE TRIGGER groups_fate_once BEFORE UPDATE OF fate, reason, settled_at, step, incarnation, dropped_after ON groups
-WHEN OLD.fate IS NOT NULL AND NOT (OLD.fate = 'trained' AND NEW.fate IS 'dropped' AND EXISTS (
-  SELECT 1 FROM undone_steps WHERE step = OLD.step AND incarnation = OLD.incarnation))
-BEGIN SELECT RAISE (ABORT, 'the group already has a fate'); END;
-"""
-LIVE_STEPS_BUT_UNDONE = """
--- Of each step, the incarnation whose update is in the weights: the latest one, unless it was undone.
-CREATE VIEW live_steps AS
-SELECT step, max(incarnation) AS incarnation FROM steps WHERE NOT EXISTS (
-  SELECT 1 FROM undone_steps WHERE step = steps.step AND incarnation = steps.incarnation) GROUP BY step;
-"""
-UNDONE = """
-CREATE TABLE undone_steps (              -- steps that were begun and are in no weights: their groups could not be read
-  step INTEGER NOT NULL,
-  incarnation INTEGER NOT NULL,
-  undone_at REAL NOT NULL,
-  PRIMARY KEY (step, incarnation),
-  FOREIGN KEY (step, incarnation) REFERENCES steps (step, incarnation)
-) STRICT, WITHOUT ROWID;
-"""
-
-BEFORE_REPLAYS = f"""
+SCHEMA = f"""
 CREATE TABLE meta (
   key TEXT PRIMARY KEY,
   value TEXT NOT NULL
@@ -113,7 +62,7 @@ CREATE TABLE groups (                    -- the siblings of one task; id is the 
   task_key INTEGER NOT NULL REFERENCES tasks (key),
   admitted_at REAL NOT NULL,
   finished_at REAL,                      -- rolled out, scored, on disk; NULL: in flight, or dropped before that
-  fate TEXT CHECK ({_among("fate", ("trained", "dropped"))}),  -- NULL: pending
+  fate TEXT CHECK (fate = 'trained' OR fate = 'dropped'),  -- NULL: pending
   reason TEXT CHECK (reason <> ''),      -- why it was dropped
   settled_at REAL,                       -- when the fate was written
   step INTEGER,                          -- trained: the step, and the incarnation that first ran it
@@ -138,6 +87,24 @@ CREATE TABLE step_groups (               -- the composition of each step, in the
   FOREIGN KEY (step, incarnation) REFERENCES steps (step, incarnation)
 ) STRICT, WITHOUT ROWID;
 
+CREATE TABLE step_replays (              -- groups of earlier steps that a step trains again, after those it is made of
+  step INTEGER NOT NULL,
+  incarnation INTEGER NOT NULL,
+  place INTEGER NOT NULL,
+  group_id INTEGER NOT NULL REFERENCES groups (id),
+  PRIMARY KEY (step, incarnation, place),
+  UNIQUE (step, incarnation, group_id),
+  FOREIGN KEY (step, incarnation) REFERENCES steps (step, incarnation)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE undone_steps (              -- steps that were begun and are in no weights: their groups could not be read
+  step INTEGER NOT NULL,
+  incarnation INTEGER NOT NULL,
+  undone_at REAL NOT NULL,
+  PRIMARY KEY (step, incarnation),
+  FOREIGN KEY (step, incarnation) REFERENCES steps (step, incarnation)
+) STRICT, WITHOUT ROWID;
+
 CREATE TABLE trajectories (              -- one row for each trajectory of a finished group
   group_id INTEGER NOT NULL REFERENCES groups (id),
   place INTEGER NOT NULL,                -- its index in the group
@@ -151,10 +118,6 @@ CREATE TABLE trajectories (              -- one row for each trajectory of a fin
   tokens INTEGER NOT NULL,               -- prompt and replies
   sampled INTEGER NOT NULL,              -- those the policy sampled
   turns INTEGER NOT NULL,
-  reward REAL,                           -- NULL unless outcome is 'score'
-  outcome TEXT CHECK ({_among("outcome", ("score", "unscorable", "infra_error"))}),  -- NULL: was not judged
-  outcome_reason TEXT,
-  parts TEXT CHECK (parts IS NULL OR json_valid(parts)),  -- the score's named components, a JSON object
   finish TEXT NOT NULL CHECK ({_among("finish", Finish)}),
   oldest INTEGER,                        -- step of the weights of its oldest and newest sampled token
   newest INTEGER,
@@ -164,6 +127,22 @@ CREATE TABLE trajectories (              -- one row for each trajectory of a fin
   PRIMARY KEY (group_id, place)
 ) STRICT, WITHOUT ROWID;
 CREATE INDEX trajectories_by_segment ON trajectories (segment) WHERE gone_at IS NULL;
+
+CREATE TABLE outcomes (                  -- one row for each judgement of an attempt; none is changed or deleted
+  group_id INTEGER NOT NULL REFERENCES groups (id),
+  sample INTEGER NOT NULL,               -- which sibling: the trajectories of an attempt share its outcome,
+  seat INTEGER NOT NULL,                 -- and each seat of an episode has its own
+  judgement INTEGER NOT NULL,            -- 0: when it was rolled out, the one that is trained on; 1, 2, ...: later ones
+  at REAL NOT NULL,
+  outcome TEXT NOT NULL CHECK ({_among("outcome", OUTCOMES)}),
+  reward REAL,                           -- NULL unless outcome is 'score'
+  reason TEXT,                           -- NULL if outcome is 'score'
+  parts TEXT CHECK (parts IS NULL OR json_valid(parts)),  -- the score's named components, a JSON object
+  turns TEXT CHECK (turns IS NULL OR json_valid(turns)),  -- its rewards of single turns, a JSON array
+  judge TEXT NOT NULL,                   -- name of the environment or reward that judged; '': it was not recorded
+  PRIMARY KEY (group_id, sample, seat, judgement),
+  CHECK ((outcome = 'score') = (reward IS NOT NULL))
+) STRICT, WITHOUT ROWID;
 
 CREATE TABLE versions (                  -- weights that every engine proved to hold
   policy TEXT NOT NULL,
@@ -190,17 +169,49 @@ CREATE TABLE events (
   detail TEXT NOT NULL CHECK (json_valid(detail))
 ) STRICT;
 
-{FATE_ONCE}CREATE TRIGGER groups_born_pending BEFORE INSERT ON groups
+CREATE TRIGGER groups_fate_once BEFORE UPDATE OF fate, reason, settled_at, step, incarnation, dropped_after ON groups
+WHEN OLD.fate IS NOT NULL AND NOT (OLD.fate = 'trained' AND NEW.fate IS 'dropped' AND EXISTS (
+  SELECT 1 FROM undone_steps WHERE step = OLD.step AND incarnation = OLD.incarnation))
+BEGIN SELECT RAISE (ABORT, 'the group already has a fate'); END;
+CREATE TRIGGER groups_born_pending BEFORE INSERT ON groups
 WHEN NEW.fate IS NOT NULL BEGIN SELECT RAISE (ABORT, 'a group is admitted without a fate'); END;
 CREATE TRIGGER groups_keep BEFORE DELETE ON groups
 BEGIN SELECT RAISE (ABORT, 'a group is never deleted'); END;
 CREATE TRIGGER step_groups_trained BEFORE INSERT ON step_groups
 WHEN (SELECT fate FROM groups WHERE id = NEW.group_id) IS NOT 'trained'
 BEGIN SELECT RAISE (ABORT, 'a step is made of groups whose fate is trained'); END;
+CREATE TRIGGER step_replays_trained_before BEFORE INSERT ON step_replays
+WHEN NOT EXISTS (SELECT 1 FROM groups WHERE id = NEW.group_id AND fate = 'trained' AND step < NEW.step)
+BEGIN SELECT RAISE (ABORT, 'only what an earlier step trained is trained again'); END;
+CREATE TRIGGER outcomes_in_order BEFORE INSERT ON outcomes
+WHEN NEW.judgement <> (SELECT count(*) FROM outcomes
+  WHERE group_id = NEW.group_id AND sample = NEW.sample AND seat = NEW.seat)
+BEGIN SELECT RAISE (ABORT, 'judgements of an attempt are numbered 0, 1, 2, ..., and none is replaced'); END;
+CREATE TRIGGER outcomes_once BEFORE UPDATE ON outcomes
+BEGIN SELECT RAISE (ABORT, 'an outcome is never changed: judge again'); END;
+CREATE TRIGGER outcomes_keep BEFORE DELETE ON outcomes
+WHEN NOT EXISTS (SELECT 1 FROM groups WHERE id = OLD.group_id AND fate IS NULL AND finished_at IS NULL)
+BEGIN SELECT RAISE (ABORT, 'an outcome is never deleted unless its attempt is sampled again'); END;
 
-{LIVE_STEPS}
+-- Of each step, the incarnation whose update is in the weights: the latest one, unless it was undone.
+CREATE VIEW live_steps AS
+SELECT step, max(incarnation) AS incarnation FROM steps WHERE NOT EXISTS (
+  SELECT 1 FROM undone_steps WHERE step = steps.step AND incarnation = steps.incarnation) GROUP BY step;
+
 CREATE VIEW live_step_groups AS
 SELECT step, incarnation, place, group_id FROM step_groups JOIN live_steps USING (step, incarnation);
+
+CREATE VIEW live_step_replays AS
+SELECT step, incarnation, place, group_id FROM step_replays JOIN live_steps USING (step, incarnation);
+
+-- Of each judged attempt, the outcome that training uses, and the latest one. Training reads payloads, which hold the first.
+CREATE VIEW attempts AS
+SELECT group_id, sample, seat, first.outcome, first.reward, first.reason, first.parts, first.turns, first.judge,
+  latest.outcome AS latest_outcome, latest.reward AS latest_reward, latest.judgement + 1 AS judgements
+FROM outcomes AS first JOIN outcomes AS latest USING (group_id, sample, seat)
+WHERE first.judgement = 0 AND latest.judgement = (
+  SELECT max(judgement) FROM outcomes AS o
+  WHERE o.group_id = first.group_id AND o.sample = first.sample AND o.seat = first.seat);
 
 CREATE VIEW conservation AS SELECT
   (SELECT coalesce(max(id) + 1, 0) FROM groups) AS admitted,  -- ids are given out from 0 without gaps
@@ -220,42 +231,3 @@ CREATE VIEW conservation AS SELECT
   + (SELECT count(DISTINCT group_id) FROM live_step_groups JOIN groups ON groups.id = group_id
      WHERE fate IS NOT 'trained') AS trained_twice;
 """
-
-
-def _without_given(schema: str) -> str:
-    return schema.replace(_among("finish", Finish), _among("finish", [f for f in Finish if f is not Finish.GIVEN]))
-
-
-SCHEMA = (
-    BEFORE_REPLAYS.replace(FATE_ONCE, FATE_ONCE_BUT_UNDONE).replace(LIVE_STEPS, LIVE_STEPS_BUT_UNDONE) + REPLAYS + UNDONE
-)
-
-SCHEMAS = {
-    str(VERSION): SCHEMA,
-    "5 from 2": _without_given(SCHEMA),
-    "4": BEFORE_REPLAYS + REPLAYS,
-    "3": BEFORE_REPLAYS,
-    "2": _without_given(BEFORE_REPLAYS),
-}
-"""Schemas that can be opened, by version. Version 2 knows no offline replies, 3 no groups that are trained again, 4 no
-undone steps. Undoing a step upgrades the ledger to the newest (`upgrade`)."""
-
-
-def upgrade(schema: str) -> tuple[str, list[str]]:
-    """The version with undone steps that `schema` is upgraded to, and the statements that do it."""
-    newest = "5 from 2" if schema in ("2", "5 from 2") else str(VERSION)
-    if schema == newest:
-        return newest, []
-    script = "DROP TRIGGER groups_fate_once;DROP VIEW live_steps;" + FATE_ONCE_BUT_UNDONE + LIVE_STEPS_BUT_UNDONE + UNDONE
-    return newest, statements(script if schema == "4" else REPLAYS + script)
-
-
-def statements(script: str) -> list[str]:
-    """The statements of a script, to execute within a transaction, which `executescript` would end."""
-    found, begun = list[str](), ""
-    for piece in script.split(";"):
-        begun += piece + ";"
-        if sqlite3.complete_statement(begun):
-            found.append(begun)
-            begun = ""
-    return found

@@ -71,7 +71,7 @@ async def build_controller(session: Session, parts: Parts) -> Controller:
 
     publisher = PoolPublisher(parts.trainer, parts.pool, unchanged)
     evaluate = _evaluation(session, Evaluator(parts.pool, episodes, config.seed), held_out)
-    algorithm.recall(ledger.metrics_of)
+    algorithm.recall(ledger.metrics_of, session.note)
     exact = await take_up_exactly(ledger, checkpoints, parts.trainer, session.note) if config.deterministic else None
     standing = exact
     if standing is None:

@@ -163,6 +163,7 @@ class Session:
         scorer = RewardPool(**config.scoring.workers_as())
         whole.push_async_callback(scorer.close)
         self.environment = environment = self._make_environment(scorer)
+        ledger.judged_by(environment.name)
         whole.push_async_callback(environment.close)
         if not keeper.KEEPERS:
             self.note(keeper.UNKEPT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import Any, Literal
 
 from rich.text import Text
 
+from tidemill.cli.commands.judging import in_its_workers, recipe_of, scoring_workers, with_sources
 from tidemill.cli.commands.logged_warnings import warnings_logged
 from tidemill.cli.commands.model_argument import is_run
 from tidemill.cli.commands.run_state import state_of
@@ -25,15 +25,11 @@ from tidemill.core.hardware import usable_cores
 from tidemill.core.hub import fetch, is_name, shown
 from tidemill.core.types import Metrics
 from tidemill.envs.build_environment import make_environment
-from tidemill.envs.environment_settings import PythonSettings, environments_of
-from tidemill.envs.episode_workers import in_workers
-from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.models.conversations import check_prompts
 from tidemill.run.build_controller import make_episodes
 from tidemill.run.hub_names import fetched
 from tidemill.run.recipe import RunConfig, load_recipe
-from tidemill.run.recipe_files import found
-from tidemill.run.roles import budget_of, start_engine
+from tidemill.run.roles import start_engine
 from tidemill.run.storage.model_folder import ModelFolder
 from tidemill.run.storage.run_folder import RunFolder
 
@@ -117,40 +113,15 @@ def find_subject(
 
 
 def _of_run(folder: RunFolder, tasks: int | None, which: Which, overrides: Sequence[str], changed: Sequence[str]) -> Subject:
-    config = found(load_recipe([], overrides, folder.recipe()), [folder.path.parent, folder.path.parent.parent])
+    config = recipe_of(folder, overrides)
     model = folder.final if which == "final" else folder.initial
     if not model.is_dir():
         when = "its last step" if which == "final" else "its warm-up"
         other = "; its initial/ can be evaluated with --which initial" if folder.initial.is_dir() else ""
         now = state_of(folder).what_to_do()
         raise ConfigError(f"{folder.path} has no {which}/, which is written after {when}: {now}{other}")
-    config = _with_sources(config, folder)
-    config = fetched(config.model_copy(update={"model": str(model)}), folder.path)
+    config = fetched(with_sources(config, folder).model_copy(update={"model": str(model)}), folder.path)
     return Subject(model, config, tasks or config.eval.final_tasks, _recorded(folder, which, changed), folder.logs)
-
-
-def _with_sources(config: RunConfig, folder: RunFolder) -> RunConfig:
-    """The recipe of a run begun from Python, with the environment from its recorded source.
-
-    Other recipes are unchanged.
-    """
-    env = config.env
-    names = [name for each in environments_of(env) if isinstance(each, PythonSettings) for name in _objects(each)]
-    if not names:
-        return config
-    file = folder.source / f"environment_{names[0]}.py"
-    if isinstance(env, PythonSettings) and file.is_file():
-        return config.model_copy(update={"env": env.model_copy(update={"path": f"{file.resolve()}:{names[0]}"})})
-    rewards = [f"{path.resolve()}:{name}" for name in names if (path := folder.source / f"reward_{name}.py").is_file()]
-    path = ", ".join(f'"{reward}"' for reward in rewards)
-    give = f'env=\'{{kind = "python", path = [{path}], data = "ROWS.jsonl", eval_data = "HELD_OUT.jsonl"}}\''
-    what, give = ("tasks", give) if rewards else ("an environment", "env=FILE.py:NAME")
-    raise ConfigError(f"{folder.path} was trained on {what} given as a Python object, in no file: give {give}")
-
-
-def _objects(env: PythonSettings) -> list[str]:
-    """The names of environments and rewards that were given as Python objects, not by file."""
-    return [name for name, _, same in (path.partition(":") for path in env.paths) if name == same]
 
 
 def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[int, float] | None:
@@ -163,32 +134,22 @@ def _recorded(folder: RunFolder, which: Which, changed: Sequence[str]) -> tuple[
 
 async def _run(subject: Subject) -> Evaluated:
     config, begin = subject.config, time.monotonic()
-    scorer = RewardPool(**config.scoring.workers_as())
-    try:
-        budget = budget_of(config.supervise)
-        environment = make_environment(config.env, scorer)
-        environment = in_workers(environment, config.placement.environment, budget.spend, _note, config.env)
-        try:
-            model = ModelFolder.open(subject.model)
-            tasks = environment.tasks("eval")[: subject.tasks]
-            known = model.architecture
-            check_prompts(tasks, model.tokenizer, config.engine.context_of(known.context), known.vocab)
-            with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
-                async with start_engine(config, model.path, Path(logs), usable_cores()) as engine:
-                    pool = EnginePool([Member("engine-0", engine, await engine.capabilities())])
-                    evaluator = Evaluator(pool, make_episodes(config, environment, model), config.seed)
-                    results = await evaluator(tasks)
-            same = subject.recorded is not None and subject.recorded[0] == results["n"]
-            recorded = subject.recorded[1] if same and subject.recorded else None
-            return Evaluated(environment.name, results, time.monotonic() - begin, recorded)
-        finally:
-            await environment.close()
-    finally:
-        await scorer.close()
-
-
-def _note(text: str) -> None:
-    print(text, file=sys.stderr)
+    async with (
+        scoring_workers(config) as scorer,
+        in_its_workers(config, make_environment(config.env, scorer), config.env) as environment,
+    ):
+        model = ModelFolder.open(subject.model)
+        tasks = environment.tasks("eval")[: subject.tasks]
+        known = model.architecture
+        check_prompts(tasks, model.tokenizer, config.engine.context_of(known.context), known.vocab)
+        with tempfile.TemporaryDirectory(prefix="tidemill-eval-") as logs:
+            async with start_engine(config, model.path, Path(logs), usable_cores()) as engine:
+                pool = EnginePool([Member("engine-0", engine, await engine.capabilities())])
+                evaluator = Evaluator(pool, make_episodes(config, environment, model), config.seed)
+                results = await evaluator(tasks)
+        same = subject.recorded is not None and subject.recorded[0] == results["n"]
+        recorded = subject.recorded[1] if same and subject.recorded else None
+        return Evaluated(environment.name, results, time.monotonic() - begin, recorded)
 
 
 def as_figures(results: Metrics) -> dict[str, Any]:

@@ -3,8 +3,8 @@
     index rows -> by group: the best and the worst attempt, if their rewards differ -> the texts of both
 
 Attempts that were cut off have no end to learn. One of several turns is more than its last reply. One that was not asked by
-the task's prompt answers another question. None of these is taken. A row keeps the task's other columns, so that a reward
-finds the answer there.
+the task's prompt answers another question. None of these is taken. Rewards are those of the latest judgement. A row keeps
+the task's other columns, so that a reward finds the answer there.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _pair(
     record: SqliteLedger, tokenizer: Tokenizer, attempts: Sequence[SampleRow], found: PairCounts
 ) -> dict[str, Any] | None:
     """The row of one group, the first among equals; None, which is counted, if it has none."""
-    scored = [(a.reward, -a.place, a) for a in attempts if a.reward is not None and a.finish in WHOLE]
+    scored = [(a.latest, -a.place, a) for a in attempts if a.latest is not None and a.finish in WHOLE]
     if not scored or min(scored)[0] == max(scored)[0]:
         found.alike += 1
         return None

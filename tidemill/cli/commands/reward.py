@@ -12,21 +12,19 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
+from tidemill.cli.commands.judging import in_its_workers, scoring_workers
 from tidemill.cli.commands.logged_warnings import warnings_logged
 from tidemill.cli.commands.screen import console, print_json, print_rows
 from tidemill.core.errors import ConfigError
 from tidemill.envs.build_environment import make_environment
 from tidemill.envs.environment_settings import AnyEnv, environments_of
-from tidemill.envs.episode_workers import in_workers
 from tidemill.envs.json_lines import json_lines
-from tidemill.envs.reward_workers.reward_pool import RewardPool
 from tidemill.envs.task_order import task_order
 from tidemill.envs.tasks import check_data
 from tidemill.observability.safe_text import visible
 from tidemill.run.hub_names import fetched
 from tidemill.run.preflight.reward_audit import Check, Line, Own, check
 from tidemill.run.recipe import RunConfig, load_recipe
-from tidemill.run.roles import budget_of
 
 TASKS = 32
 BUDGET_S = 300.0
@@ -89,32 +87,22 @@ async def _checks(config: RunConfig, own: Sequence[Own]) -> list[Check]:
 
 
 async def _check(config: RunConfig, written: AnyEnv, own: Sequence[Own]) -> Check:
-    scorer = RewardPool(**config.scoring.workers_as())
-    try:
-        budget = budget_of(config.supervise)
-        environment = make_environment(written, scorer)
-        environment = in_workers(
-            environment, config.placement.environment, budget.spend, console(stderr=True).print, written
+    async with (
+        scoring_workers(config) as scorer,
+        in_its_workers(config, make_environment(written, scorer), written) as environment,
+    ):
+        tasks = environment.tasks("train")
+        order = [task_order(len(tasks), config.seed, i) for i in range(min(TASKS, len(tasks)))]  # a run begins with these
+        chosen = {tasks[i].id: tasks[i] for i in order}
+        named = {each.task for each in own if each.task}
+        chosen |= {task.id: task for split in ("train", "eval") for task in environment.tasks(split) if task.id in named}
+        if unknown := named - chosen.keys():
+            raise ConfigError(f"--answers names task {min(unknown)!r}, and {environment.name} has none of that id")
+        limit_s = config.rollout.episode_s
+        await scorer.start()  # so that no call includes the start of a process
+        return await check(
+            environment, list(chosen.values()), limit_s=limit_s, budget_s=BUDGET_S, own=own, without_gold=True
         )
-        try:
-            tasks = environment.tasks("train")
-            order = [
-                task_order(len(tasks), config.seed, i) for i in range(min(TASKS, len(tasks)))
-            ]  # the tasks that a run begins with
-            chosen = {tasks[i].id: tasks[i] for i in order}
-            named = {each.task for each in own if each.task}
-            chosen |= {task.id: task for split in ("train", "eval") for task in environment.tasks(split) if task.id in named}
-            if unknown := named - chosen.keys():
-                raise ConfigError(f"--answers names task {min(unknown)!r}, and {environment.name} has none of that id")
-            limit_s = config.rollout.episode_s
-            await scorer.start()  # so that no call includes the start of a process
-            return await check(
-                environment, list(chosen.values()), limit_s=limit_s, budget_s=BUDGET_S, own=own, without_gold=True
-            )
-        finally:
-            await environment.close()
-    finally:
-        await scorer.close()
 
 
 def _show(found: Check) -> None:

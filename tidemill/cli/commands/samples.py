@@ -63,7 +63,7 @@ def samples(run: Path, step: int | None, worst: int | None, best: int | None, to
             shown = [*_token_rows(payload, tokenizer, screen), *answer_row(row)]
         else:
             shown = [*rows_of(row, payload, reader), *_lost(row, payload)]
-        print_rows(screen, [*shown, *facts_of(payload)])
+        print_rows(screen, [*shown, *facts_of(payload), *_later(row)])
         screen.print()
     if not tokens:
         screen.print(Text("  --tokens shows each token with the version and the logprob it was sampled with", "dim"))
@@ -133,11 +133,23 @@ def _title(row: SampleRow, payload: Trajectory | None) -> Text:
 def _reward(row: SampleRow) -> Text:
     if row.finish == Finish.GIVEN and row.reward is not None:
         return Text("to be learnt", "bold green") if row.reward > 0.5 else Text("to be avoided", "bold yellow")
-    if row.reward is not None:
-        return Text(f"reward {row.reward:.2f}", "bold green" if row.reward > 0.5 else "bold yellow")
     if row.outcome is None:
         return Text("not judged", "bold red")
-    return Text(f"{row.outcome}: {visible(row.outcome_reason or '')}", "bold red")
+    return judged_text(row.outcome, row.reward, row.outcome_reason)
+
+
+def judged_text(outcome: str, reward: float | None, reason: str | None) -> Text:
+    """An outcome in a few words: "reward 0.50", or "unscorable: no gold answer"."""
+    if reward is None:
+        return Text(f"{outcome}: {visible(reason or '')}", "bold red")
+    return Text(f"reward {reward:.2f}", "bold green" if reward > 0.5 else "bold yellow")
+
+
+def _later(row: SampleRow) -> list[Row]:
+    """Judgements that were added after the one that training uses."""
+    return [
+        ("judged again", judged_text(j.outcome, j.reward, j.reason).append(f" by {visible(j.judge)}")) for j in row.later
+    ]
 
 
 def _weights(row: SampleRow) -> str:

@@ -1,6 +1,6 @@
 """Format version of a run folder: written, checked, and migrated from older ones.
 
-format.json   {"format": 2, "tidemill": "0.2.0"}        a folder without one has format 1; a newer format is refused
+format.json   {"format": 3, "tidemill": "0.2.0"}        a folder without one has format 1; a newer format is refused
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tidemill
 from tidemill.core.atomic_files import write_json
 from tidemill.core.errors import ConfigError
 
-FORMAT = 2
+FORMAT = 3
 FILE = "format.json"
 
 
@@ -65,4 +65,8 @@ def _from_1_to_2(recipe: dict[str, Any]) -> None:
         sync.setdefault("transport", sync.pop("carrier"))
 
 
-MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _from_1_to_2}
+def _from_2_to_3(recipe: dict[str, Any]) -> None:
+    """The recipe is the same. The ledger's schema became 6, see `ledger.older_schemas`."""
+
+
+MIGRATIONS: dict[int, Callable[[dict[str, Any]], None]] = {1: _from_1_to_2, 2: _from_2_to_3}
