@@ -87,7 +87,7 @@ def test_a_long_history_is_read_by_pages(ledger: SqliteLedger, monkeypatch: pyte
     monkeypatch.setattr(ledger, "_rows", lambda *given: fetched.append(len(found := rows(*given))) or found)
     monkeypatch.setattr(queries, "_PAGE", 4)
     assert list(ledger.history()) == whole and [group_id for group_id, *_ in whole] == list(range(11))
-    assert fetched == [8, 8, 6]
+    assert fetched == [1, 8, 8, 6], "the greatest id, then the pages"
     assert list(ledger.history(since=5)) == whole[5:]
 
 

@@ -298,8 +298,8 @@ FAULTS = [
     ),
     Fault(
         "a version may be published with another fingerprint",
-        "elif known[0] != version.fingerprint:",
-        "elif not known[0]:",
+        "            if known != version.fingerprint:",
+        "            if not known:",
         "ledger/test_ledger.py",
     ),
     Fault(

@@ -32,19 +32,19 @@ from tidemill.ledger.database import connect, create_tables, expect_file, expect
 from tidemill.ledger.integrity import check_pages, log_doubt, sums_doubt
 from tidemill.ledger.lock import FolderLock
 from tidemill.ledger.older_schemas import DIGESTS, migrate, read_as_present
-from tidemill.ledger.pending_rows import Waiting, insert
+from tidemill.ledger.pending_rows import Waiting, insert, judge_again
 from tidemill.ledger.queries import LedgerReads
 from tidemill.ledger.records import Retained, Undone, explained
 from tidemill.ledger.repairs import point_again, recorded_since, undo
 from tidemill.ledger.retention import retain
-from tidemill.ledger.row_formats import Judged, as_json, figures_json, outcome_rows, outcomes_of_attempts
+from tidemill.ledger.row_formats import Judged, as_json, figures_json, outcomes_of_attempts
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers
 
 SEGMENT_BYTES = 64 << 20
 KEEP_BYTES = 4 << 30
 
 
-class SqliteLedger(LedgerReads):
+class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
     """Writer and reader of one run's record. Thread-safe; a call blocks for about one disk write."""
 
     def __init__(
@@ -79,15 +79,13 @@ class SqliteLedger(LedgerReads):
                     create_tables(self._db, folder)
                     if sync:
                         flush(folder)
-                else:
-                    if mode == "open":
-                        check_pages(self._db, folder)
-                    older = expect_schema(self._db, folder) in DIGESTS
-                    if older and mode == "read":
-                        read_as_present(self._db)
-                    elif older:
+                elif mode == "open":
+                    check_pages(self._db, folder)
+                    if expect_schema(self._db, folder) in DIGESTS:
                         with self._write() as db:
                             migrate(db, present())
+                elif expect_schema(self._db, folder) in DIGESTS:
+                    read_as_present(self._db)
                 if mode != "read":
                     first = max([*segment_numbers(self._trajectories), self._last_segment()]) + 1
                     self._segments = SegmentWriter(self._trajectories, limit=segment_bytes, sync=sync, first=first)
@@ -250,15 +248,11 @@ class SqliteLedger(LedgerReads):
         """Record a published version. Raises LedgerError when it was published with another fingerprint (I1)."""
         key = (version.policy, version.step, version.incarnation)
         with self._write() as db:
-            known = db.execute(
-                "SELECT fingerprint FROM versions WHERE policy = ? AND step = ? AND incarnation = ?", key
-            ).fetchone()
-            if known is None:
-                db.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?)", (*key, version.fingerprint, time.time()))
-            elif known[0] != version.fingerprint:
-                raise LedgerError(
-                    f"{version} was published with fingerprint {known[0]!r} and is now {version.fingerprint!r}"
-                )
+            row = (*key, version.fingerprint, time.time())
+            db.execute("INSERT INTO versions VALUES (?, ?, ?, ?, ?) ON CONFLICT DO NOTHING", row)
+            (known,) = self._one("SELECT fingerprint FROM versions WHERE (policy, step, incarnation) = (?, ?, ?)", *key)
+            if known != version.fingerprint:
+                raise LedgerError(f"{version} was published with fingerprint {known!r} and is now {version.fingerprint!r}")
 
     def evaluation(self, step: int, results: Metrics) -> None:
         """Record an evaluation of the weights `step`; keys such as "accuracy" and "n" may begin with "eval/"."""
@@ -286,13 +280,8 @@ class SqliteLedger(LedgerReads):
 
     def judge_again(self, judged: Mapping[int, Judged], judge: str) -> None:
         """Add a judgement of recorded attempts, by group. Earlier ones stay, and training uses the first."""
-        now = time.time()
         with self._write() as db:
-            for group_id, outcomes in judged.items():
-                for (sample, seat), outcome in outcomes.items():
-                    count = "SELECT count(*) FROM outcomes WHERE group_id = ? AND sample = ? AND seat = ?"
-                    (before,) = db.execute(count, (group_id, sample, seat)).fetchone()
-                    insert(db, "outcomes", outcome_rows(group_id, {(sample, seat): outcome}, now, judge, before))
+            judge_again(db, judged, judge)
 
     def retain(self, *, checkpoint: int, steps: int = 0, max_bytes: int = KEEP_BYTES) -> Retained:
         """Remove the oldest payloads while all together take more than `max_bytes` (see `retention`).
@@ -316,9 +305,6 @@ class SqliteLedger(LedgerReads):
             self._db.close()
         if self._guard is not None:
             self._guard.release()
-
-    def __enter__(self) -> SqliteLedger:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
@@ -357,24 +343,18 @@ class SqliteLedger(LedgerReads):
             self._record_waiting()
             return super()._rows(sql, *args)
 
-    def _one(self, sql: str, *args: Any) -> Any:
-        with self._lock:  # bounded: by SQLite's time-out
-            self._record_waiting()
-            return super()._one(sql, *args)
-
     def _flush_commits(self, on: bool) -> None:
         """Set if a commit flushes the log, which holds the pages of all earlier commits too."""
         self._db.execute(f"PRAGMA synchronous = {'FULL' if on else 'NORMAL'}")
 
     def _find_finished(self) -> None:
         """Mark groups as finished whose rows were still waiting when the last writer died."""
-        last, end = self._last_segment(), 0
-        for row in self._rows("SELECT max(offset + length) FROM trajectories WHERE segment = ?", last):
-            end = (row[0] or -HEADER_BYTES) + HEADER_BYTES
+        last = self._last_segment()
+        (top,) = self._one("SELECT max(offset + length) FROM trajectories WHERE segment = ?", last)
         found: dict[int, tuple[Group, list[Location], float]] = {}
         strangers = list[Trajectory]()  # of groups unknown to the ledger: a power cut may take their admission
         wanted = lambda group_id: group_id in self._in_flight or group_id > self._newest  # noqa: E731
-        for group_id, attempts, places in recorded_since(self._trajectories, last, end, wanted):
+        for group_id, attempts, places in recorded_since(self._trajectories, last, top + HEADER_BYTES if top else 0, wanted):
             if group_id in self._in_flight:
                 found[group_id] = Group(group_id, self.task_of(group_id), attempts), places, time.time()
             else:
@@ -411,11 +391,9 @@ class SqliteLedger(LedgerReads):
         row = self._one("SELECT * FROM groups WHERE id = ?", group_id)
         if row is None:
             return "was never admitted"
-        if row["fate"] == "trained":
-            return f"was trained at step {row['step']}"
-        if row["fate"] == "dropped":
-            return f"was dropped ({row['reason']})"
-        return "is in flight" if row["finished_at"] is None else "has finished and is pending"
+        if row["fate"] is None:
+            return "is in flight" if row["finished_at"] is None else "has finished and is pending"
+        return f"was trained at step {row['step']}" if row["reason"] is None else f"was dropped ({row['reason']})"
 
 
 def _replay_hint(step: int, last: int) -> str:

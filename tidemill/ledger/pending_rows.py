@@ -6,12 +6,13 @@ That costs a fifth of what one transaction per group costs.
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.core.types import Group, Task
-from tidemill.ledger.row_formats import outcome_rows, outcomes_of_attempts, task_row, trajectory_rows
+from tidemill.ledger.row_formats import Judged, outcome_rows, outcomes_of_attempts, task_row, trajectory_rows
 from tidemill.ledger.segments import Location
 
 LONGEST_S = 1.0  # seconds after which waiting rows are due
@@ -68,3 +69,12 @@ class Waiting:
 def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
     if rows:
         db.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
+
+
+def judge_again(db: sqlite3.Connection, judged: Mapping[int, Judged], judge: str) -> None:
+    """Insert a further judgement of attempts, by group, within the caller's transaction."""
+    now, count = time.time(), "SELECT count(*) FROM outcomes WHERE (group_id, sample, seat) = (?, ?, ?)"
+    for group_id, outcomes in judged.items():
+        for attempt, outcome in outcomes.items():
+            (before,) = db.execute(count, (group_id, *attempt)).fetchone()
+            insert(db, "outcomes", outcome_rows(group_id, {attempt: outcome}, now, judge, before))

@@ -328,8 +328,7 @@ class LedgerReads:
             return self._db.execute(sql, args).fetchall()
 
     def _one(self, sql: str, *args: Any) -> Any:
-        with self._lock, explained(self.folder):
-            return self._db.execute(sql, args).fetchone()
+        return next(iter(self._rows(sql, *args)), None)
 
 
 def _parsed(text: str) -> Any:
