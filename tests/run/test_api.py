@@ -113,7 +113,7 @@ def test_a_script_without_a_guard_with_a_list_of_rewards_and_a_dataset(tmp_path,
     recipe = json.loads((tmp_path / "run" / "config.json").read_text())
     assert recipe["env"]["path"] == ["right:right", "short:short"] and recipe["env"]["reward_weights"] == [0.75, 0.25]
     with closing(sqlite3.connect(tmp_path / "run" / "ledger.sqlite")) as ledger:
-        (parts,) = ledger.execute("SELECT parts FROM trajectories WHERE reward IS NOT NULL").fetchone()
+        (parts,) = ledger.execute("SELECT parts FROM attempts WHERE reward IS NOT NULL").fetchone()
     assert set(json.loads(parts)) == {"right", "short"}
 
 

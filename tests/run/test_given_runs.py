@@ -92,7 +92,10 @@ def test_sft_learns_the_answers_and_says_what_it_did(tmp_path: Path) -> None:
         **{"admitted": 480, "trained": 480, "dropped": 0, "pending": 0, "lost": 0, "trained_twice": 0}
     }
     with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
-        found = db.execute("SELECT DISTINCT finish, sampled, oldest, mean_logprob, reward FROM trajectories").fetchall()
+        found = db.execute(
+            "SELECT DISTINCT finish, sampled, oldest, mean_logprob, reward FROM trajectories "
+            "JOIN attempts USING (group_id, sample, seat)"
+        ).fetchall()
     assert found == [("given", 0, None, None, 1.0)]
     for step in steps:  # nothing is told of what was not there
         assert not [name for name in step if name.startswith(("reward/", "lag/", "mismatch/"))], step

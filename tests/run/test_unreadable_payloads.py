@@ -215,8 +215,11 @@ def test_a_group_that_becomes_another_is_not_called_the_same(model, interrupted,
     folder = shutil.copytree(interrupted[True], tmp_path / "run", symlinks=True)
     ((group_id,),) = asked(folder, "SELECT max(id) FROM groups WHERE step = 6")
     flip(folder, f"id = {group_id}")
+    ((once,),) = asked(folder, "SELECT sql FROM sqlite_master WHERE name = 'outcomes_once'")
     with sqlite3.connect(folder / "ledger.sqlite") as db:
-        db.execute("UPDATE trajectories SET reward = 0.125 WHERE group_id = ?", (group_id,))  # no score of this reward
+        db.execute("DROP TRIGGER outcomes_once")
+        db.execute("UPDATE outcomes SET reward = 0.125 WHERE group_id = ?", (group_id,))  # no score of this reward
+        db.execute(once)
     db.close()
     with pytest.raises(
         LedgerError, match=f"group {group_id} cannot be read .* sampled again it is another: the run does not"
