@@ -307,7 +307,7 @@ def test_a_recorded_score_of_more_turns_than_replies_is_left_out_and_told_once()
         prepared = algorithm.prepare(groups, 0, algorithm.rows(groups, 0), {})
         assert (len(prepared.samples), prepared.metrics["unscored"]) == (trained, 1)
     (sentence,) = told
-    assert "group 1 has an attempt that is not trained on" in sentence and "2 turns of an attempt with 1 reply" in sentence
+    assert "an attempt of group 1 is not trained on" in sentence and "2 turns of an attempt with 1 reply" in sentence
     assert len(prepare([group(misfit, fits)], AlgorithmSettings.preset("dr_grpo")).samples) == 2
 
 

@@ -34,7 +34,7 @@ def db(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sqlite3.Connection]
         ledger.drop(6, "infra_error")
         ledger.evaluation(1, {"accuracy": 0.5, "n": 4})
         ledger.event("checkpoint", {"step": 1})
-        ledger.judge_again({2: {(0, 0): Score(0.0)}, 5: {(1, 0): Score(0.5)}, 0: {(0, 0): Score(1.0)}}, "new")
+        ledger.judge_again({2: {0: Score(0.0)}, 5: {1: Score(0.5)}, 0: {0: Score(1.0)}}, "new")
     reader = sqlite3.connect(f"{(folder / 'ledger.sqlite').as_uri()}?mode=ro", uri=True)
     yield reader
     reader.close()

@@ -21,7 +21,7 @@ COPIED = ("tasks", "steps", "groups", "step_groups", "versions", "evals", "event
 OLD_ROWS = """
 INSERT INTO trajectories SELECT t.group_id, place, t.sample, t.seat, segment, offset, length, crc, gone_at, tokens, sampled,
 t.turns, reward, outcome, reason, parts, finish, oldest, newest, temperature, mean_logprob, text
-FROM new.trajectories AS t LEFT JOIN new.outcomes USING (group_id, sample, seat)
+FROM new.trajectories AS t LEFT JOIN new.outcomes USING (group_id, sample)
 """
 
 
@@ -65,7 +65,7 @@ def everything(folder: Path) -> dict[str, Any]:
     """What a reader sees of a ledger, but for who judged: older ledgers do not say."""
     with SqliteLedger(folder, mode="read") as ledger:
         rows = ledger.samples(limit=99, order="recent")
-        outcomes = "group_id, sample, seat, judgement, at, outcome, reward, reason, parts FROM outcomes ORDER BY 1, 2"
+        outcomes = "group_id, sample, judgement, at, outcome, reward, reason, parts FROM outcomes ORDER BY 1, 2"
         return {
             "samples": [(r.task, r.reward, r.outcome, r.outcome_reason, r.later, r.text) for r in rows],
             "counts": ledger.counts(),

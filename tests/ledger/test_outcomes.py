@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 from ledger_cases import OUTCOMES, group, task
 
-from tidemill.core.errors import LedgerError
 from tidemill.core.types import GREEDY, Group, InfraError, Outcome, Score, Unscorable
 from tidemill.ledger import SqliteLedger
 from tidemill.ledger.records import Earned
 
-ROW = "INSERT {how} INTO outcomes VALUES ({g}, {s}, 0, {n}, 1.0, 'score', 0.5, NULL, NULL, NULL, 'by hand')"
+ROW = "INSERT {how} INTO outcomes VALUES ({g}, {s}, {n}, 1.0, 'score', 0.5, NULL, NULL, NULL, NULL, 'by hand')"
 
 
 @pytest.fixture
@@ -45,28 +44,30 @@ def of(group_id: int, *outcomes: Outcome | None, **more: int) -> Group:
 
 
 def test_each_judged_attempt_has_a_row(ledger: SqliteLedger) -> None:
-    scored = Score(0.25, {"format": 1.0}, (0.5, 0.25))
+    scored = Score(0.25, {"format": 1.0}, (0.5, 0.25), (1.0, -1.0))
     record(ledger, of(0, scored, Unscorable("no gold answer"), InfraError("verifier died"), None))
-    assert asked(ledger, "SELECT sample, judgement, outcome, reward, reason, parts, turns, judge FROM outcomes") == [
-        (0, 0, "score", 0.25, None, '{"format":1.0}', "[0.5, 0.25]", "spell"),
-        (1, 0, "unscorable", None, "no gold answer", None, None, "spell"),
-        (2, 0, "infra_error", None, "verifier died", None, None, "spell"),
+    assert asked(ledger, "SELECT sample, judgement, outcome, reward, reason, parts, turns, seats, judge FROM outcomes") == [
+        (0, 0, "score", 0.25, None, '{"format":1.0}', "[0.5, 0.25]", "[1.0, -1.0]", "spell"),
+        (1, 0, "unscorable", None, "no gold answer", None, None, None, "spell"),
+        (2, 0, "infra_error", None, "verifier died", None, None, None, "spell"),
     ]
     named = replace(of(1, Score(1.0)), task=replace(task(1), env="one of several"))
     record(ledger, named)
     assert asked(ledger, "SELECT judge FROM outcomes WHERE group_id = 1") == [("one of several",)]
 
 
-def test_trajectories_of_an_attempt_share_its_outcome_and_seats_have_their_own(ledger: SqliteLedger) -> None:
-    branches = of(0, Score(1.0), Score(1.0), Score(0.5))
-    for each, (sample, seat) in zip(branches.trajectories, ((0, 0), (0, 0), (0, 1)), strict=True):
-        each.sample, each.seat = sample, seat
+def test_trajectories_of_an_attempt_share_its_outcome(ledger: SqliteLedger) -> None:
+    """The last one holds it; an attempt counts once, however many trajectories it has."""
+    branches = of(0, None, Score(1.0), Score(0.5))
+    for each, sample in zip(branches.trajectories, (0, 0, 1), strict=True):
+        each.sample = sample
     record(ledger, branches)
-    assert asked(ledger, "SELECT sample, seat, reward FROM outcomes") == [(0, 0, 1.0), (0, 1, 0.5)]
-    assert [(row.seat, row.reward) for row in ledger.samples(order="recent")] == [(0, 1.0), (0, 1.0), (1, 0.5)]
-    ledger.admit(1, task(1))
-    with pytest.raises(LedgerError, match="group 1: the trajectories of attempt 3 differ in its outcome"):
-        ledger.finish(of(1, Score(1.0), Score(0.5), sample=3))
+    ledger.begin_step(0, 0, [0])
+    assert asked(ledger, "SELECT sample, reward FROM outcomes") == [(0, 1.0), (1, 0.5)]
+    assert [(row.place, row.reward) for row in ledger.samples(order="recent")] == [(0, 1.0), (1, 1.0), (2, 0.5)]
+    assert [rewards for *_, rewards in ledger.history()] == [[1.0, 0.5]]
+    assert ledger.experience(0, 1) == [(0, [1.0, 0.5], 0)]
+    assert (ledger.earned().attempts, ledger.earned().scored, ledger.earned().varied) == (2, 2, 1)
 
 
 def test_a_later_judgement_is_listed_and_training_goes_by_the_first(ledger: SqliteLedger) -> None:
@@ -79,9 +80,9 @@ def test_a_later_judgement_is_listed_and_training_goes_by_the_first(ledger: Sqli
     before = read()
     assert before[1] == [(0, [0.0, 1.0], 0), (1, [0.5, 0.5], 0)]
     assert isinstance(before[2], Earned) and (before[2].attempts, before[2].solved, before[2].varied) == (4, 1, 1)
-    later = {0: {(0, 0): Score(1.0), (1, 0): InfraError("down")}, 1: {(1, 0): Score(0.75)}}
+    later = {0: {0: Score(1.0), 1: InfraError("down")}, 1: {1: Score(0.75)}}
     ledger.judge_again(later, "fixed.py:score")
-    ledger.judge_again({0: {(0, 0): Unscorable("no")}}, "third")
+    ledger.judge_again({0: {0: Unscorable("no")}}, "third")
     assert read() == before and ledger.load(0).rewards.tolist() == [0.0, 1.0]
     rows = {(row.group_id, row.sample): row for row in ledger.samples(order="recent")}
     assert [(j.judgement, j.outcome, j.reward, j.reason, j.judge) for j in rows[0, 0].later] == [
@@ -131,7 +132,7 @@ def test_the_database_keeps_outcomes(ledger: SqliteLedger, what: str) -> None:
 
 def test_an_attempt_that_is_sampled_again_is_judged_from_the_start(ledger: SqliteLedger) -> None:
     record(ledger, of(0, Score(0.0)), of(1, Score(0.0)))
-    ledger.judge_again({1: {(0, 0): Score(0.5)}}, "other")
+    ledger.judge_again({1: {0: Score(0.5)}}, "other")
     ledger.renounce(1, "its payload is gone")
     assert asked(ledger, "SELECT group_id FROM outcomes") == [(0,)]
     ledger.finish(of(1, Score(1.0)))

@@ -59,7 +59,7 @@ def test_a_run_goes_on_beside_them_and_every_command_reads_it(tmp_path, capfd, m
     for steps in (4, 8):
         ended = run(folder, steps)
         assert ended.complete and ended.report["steps"] == steps
-    failed = "SELECT count(*) FROM trajectories JOIN attempts USING (group_id, sample, seat) WHERE outcome = 'infra_error'"
+    failed = "SELECT count(*) FROM trajectories JOIN attempts USING (group_id, sample) WHERE outcome = 'infra_error'"
     ((count,),) = asked(folder, f"{failed} AND tokens = 0 AND sampled = 0")
     assert count == asked(folder, failed)[0][0] > 4
     assert asked(folder, "SELECT count(*) FROM trajectories WHERE (tokens = 0) <> (sampled = 0)") == [(0,)]

@@ -94,7 +94,7 @@ def test_sft_learns_the_answers_and_says_what_it_did(tmp_path: Path) -> None:
     with closing(sqlite3.connect(run.folder / "ledger.sqlite")) as db:
         found = db.execute(
             "SELECT DISTINCT finish, sampled, oldest, mean_logprob, reward FROM trajectories "
-            "JOIN attempts USING (group_id, sample, seat)"
+            "JOIN attempts USING (group_id, sample)"
         ).fetchall()
     assert found == [("given", 0, None, None, 1.0)]
     for step in steps:  # nothing is told of what was not there

@@ -37,7 +37,7 @@ from tidemill.ledger.queries import LedgerReads
 from tidemill.ledger.records import Retained, Undone, explained
 from tidemill.ledger.repairs import point_again, recorded_since, undo
 from tidemill.ledger.retention import retain
-from tidemill.ledger.row_formats import Judged, as_json, figures_json, outcomes_of_attempts
+from tidemill.ledger.row_formats import Judged, as_json, figures_json
 from tidemill.ledger.segments import HEADER_BYTES, MOST, Location, SegmentWriter, segment_numbers
 
 SEGMENT_BYTES = 64 << 20
@@ -123,7 +123,6 @@ class SqliteLedger(LedgerReads, contextlib.AbstractContextManager):
             payloads = [serialization.encode(t) for t in group.trajectories]
         except (TypeError, ValueError) as error:
             raise LedgerError(f"group {group.id} cannot be recorded: {error}") from error
-        outcomes_of_attempts(group)
         with self._lock, explained(self.folder):  # bounded: by SQLite's time-out
             self._expect_writer()
             if group.id not in self._in_flight:

@@ -28,8 +28,8 @@ group_id, place, sample, seat, segment, offset, length, crc, gone_at, tokens, sa
 temperature, mean_logprob, text
 """  # columns of `trajectories`
 _OUTCOMES = """
-SELECT group_id, sample, seat, 0 AS judgement, (SELECT finished_at FROM groups WHERE id = group_id) AS at, outcome, reward,
-outcome_reason AS reason, parts, NULL AS turns,
+SELECT group_id, sample, 0 AS judgement, (SELECT finished_at FROM groups WHERE id = group_id) AS at, outcome, reward,
+outcome_reason AS reason, parts, NULL AS turns, NULL AS seats,
 (SELECT env FROM tasks JOIN groups ON task_key = key WHERE groups.id = group_id) AS judge
 """
 _MISSING = {
@@ -72,7 +72,9 @@ def migrate(db: sqlite3.Connection, present: Definitions) -> None:
     for sql in [sql for kind, sql in missing if kind == "table"]:
         db.execute(sql)
     db.execute(f"INSERT INTO trajectories SELECT {_INDEX} FROM older")
-    db.execute(f"INSERT OR IGNORE INTO outcomes {_OUTCOMES} FROM older WHERE outcome IS NOT NULL ORDER BY group_id, place")
+    db.execute(
+        f"INSERT OR IGNORE INTO outcomes {_OUTCOMES} FROM older WHERE outcome IS NOT NULL ORDER BY group_id, place DESC"
+    )
     db.execute("DROP TABLE older")
     for sql in [sql for kind, sql in missing if kind != "table"]:
         db.execute(sql)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tidemill.core.types import Group, Task
-from tidemill.ledger.row_formats import Judged, outcome_rows, outcomes_of_attempts, task_row, trajectory_rows
+from tidemill.ledger.row_formats import Judged, outcome_rows, outcomes_of, task_row, trajectory_rows
 from tidemill.ledger.segments import Location
 
 LONGEST_S = 1.0  # seconds after which waiting rows are due
@@ -57,7 +57,7 @@ class Waiting:
             judged = [
                 row
                 for group, _, now in self.finished.values()
-                for row in outcome_rows(group.id, outcomes_of_attempts(group), now, group.task.env or self.judge)
+                for row in outcome_rows(group.id, outcomes_of(group), now, group.task.env or self.judge)
             ]
             insert(db, "outcomes", judged)
 
@@ -73,8 +73,8 @@ def insert(db: sqlite3.Connection, table: str, rows: Sequence[tuple[Any, ...]]) 
 
 def judge_again(db: sqlite3.Connection, judged: Mapping[int, Judged], judge: str) -> None:
     """Insert a further judgement of attempts, by group, within the caller's transaction."""
-    now, count = time.time(), "SELECT count(*) FROM outcomes WHERE (group_id, sample, seat) = (?, ?, ?)"
+    now, count = time.time(), "SELECT count(*) FROM outcomes WHERE group_id = ? AND sample = ?"
     for group_id, outcomes in judged.items():
-        for attempt, outcome in outcomes.items():
-            (before,) = db.execute(count, (group_id, *attempt)).fetchone()
-            insert(db, "outcomes", outcome_rows(group_id, {attempt: outcome}, now, judge, before))
+        for sample, outcome in outcomes.items():
+            (before,) = db.execute(count, (group_id, sample)).fetchone()
+            insert(db, "outcomes", outcome_rows(group_id, {sample: outcome}, now, judge, before))

@@ -42,12 +42,11 @@ _PAGE = 1_000  # groups per query
 _TASK = "tasks.id AS task_id, tasks.env, tasks.prompt, tasks.data"
 _JUDGED = (  # the judgement that training uses
     "LEFT JOIN outcomes ON outcomes.group_id = trajectories.group_id AND outcomes.sample = trajectories.sample "
-    "AND outcomes.seat = trajectories.seat AND judgement = 0"
+    "AND judgement = 0"
 )
 _LATER = (
     "SELECT json_group_array(json_array(judgement, at, outcome, reward, reason, judge)) FROM outcomes AS later WHERE "
-    "later.group_id = trajectories.group_id AND later.sample = trajectories.sample AND later.seat = trajectories.seat "
-    "AND judgement > 0"
+    "later.group_id = trajectories.group_id AND later.sample = trajectories.sample AND judgement > 0"
 )
 
 
@@ -113,15 +112,15 @@ class LedgerReads:
         The rewards are those of all attempts but greedy ones, NaN without a score; None for an unfinished group."""
         for first in range(since, self.next_group_id(), _PAGE):  # read at once, a long run's rows would fill the memory
             rows = self._rows(
-                "SELECT groups.id, env, tasks.id AS task_id, finished_at, reward FROM groups "
+                "SELECT groups.id, env, tasks.id AS task_id, finished_at, trajectories.sample, reward FROM groups "
                 "JOIN tasks ON tasks.key = task_key LEFT JOIN trajectories ON trajectories.group_id = groups.id "
                 f"AND trajectories.sample <> ? {_JUDGED} WHERE groups.id >= ? AND groups.id < ? ORDER BY groups.id, place",
                 *(GREEDY, first, first + _PAGE),
             )
             for group_id, those in groupby(rows, key=itemgetter(0)):
-                (_, env, task_id, finished, _), *_ = rewarded = list(those)
-                rewards = [math.nan if row[4] is None else row[4] for row in rewarded]
-                yield group_id, env, task_id, None if finished is None else rewards
+                (_, env, task_id, finished, *_), *_ = rewarded = list(those)
+                rewards = {row["sample"]: math.nan if row["reward"] is None else row["reward"] for row in rewarded}
+                yield group_id, env, task_id, None if finished is None else list(rewards.values())
 
     def is_task_of(self, group_id: int, task: Task) -> bool:
         """True when the group was admitted with exactly this task."""
@@ -185,14 +184,14 @@ class LedgerReads:
         """
         uses = "SELECT group_id, count(*) AS n FROM live_step_replays WHERE step < ? GROUP BY group_id"
         rows = self._rows(
-            f"SELECT live.group_id, reward, coalesce(n, 0) AS n FROM live_step_groups AS live JOIN trajectories "
-            f"USING (group_id) {_JUDGED} LEFT JOIN ({uses}) AS used ON used.group_id = live.group_id WHERE step >= ? AND "
-            "step < ? AND gone_at IS NULL AND trajectories.sample <> ? AND reward IS NOT NULL "
+            "SELECT live.group_id, trajectories.sample, reward, coalesce(n, 0) AS n FROM live_step_groups AS live "
+            f"JOIN trajectories USING (group_id) {_JUDGED} LEFT JOIN ({uses}) AS used ON used.group_id = live.group_id "
+            "WHERE step >= ? AND step < ? AND gone_at IS NULL AND trajectories.sample <> ? AND reward IS NOT NULL "
             "ORDER BY live.group_id, trajectories.place",
             *(end, first, end, GREEDY),
         )
         return [
-            (group_id, [row["reward"] for row in those], n)
+            (group_id, list({row["sample"]: row["reward"] for row in those}.values()), n)
             for (group_id, n), those in groupby(rows, key=lambda row: (row["group_id"], row["n"]))
         ]
 
@@ -242,7 +241,8 @@ class LedgerReads:
             "SELECT count(*), count(reward), max(reward), min(reward), total(reward >= ?), "
             "total(finish IN ('length', 'context')), total(finish = 'context'), "
             "max(CASE WHEN finish = 'length' AND trajectories.turns = 1 THEN sampled END), "
-            f"total(outcome IS 'infra_error'), total(outcome IS 'unscorable') FROM trajectories {_JUDGED} "
+            "total(outcome IS 'infra_error'), total(outcome IS 'unscorable') FROM "
+            f"(SELECT *, max(place) FROM trajectories GROUP BY group_id, sample) AS trajectories {_JUDGED} "
             "WHERE trajectories.sample <> ?",
             *(SOLVED, GREEDY),
         )
@@ -251,8 +251,7 @@ class LedgerReads:
             "GROUP BY reason ORDER BY count(*) DESC LIMIT 1"
         )
         differing = (
-            "SELECT 1 FROM outcomes WHERE judgement = 0 AND sample <> ? GROUP BY group_id, seat "
-            "HAVING max(reward) > min(reward)"
+            "SELECT 1 FROM outcomes WHERE judgement = 0 AND sample <> ? GROUP BY group_id HAVING max(reward) > min(reward)"
         )
         varied = self._one(f"SELECT count(*) FROM ({differing})", GREEDY)[0]
         count, scored, best, worst, solved, cut, full, longest, errors, unscorable = sums

@@ -21,7 +21,7 @@ from tidemill.core.attempt_checks import check_row
 from tidemill.core.errors import LedgerError
 from tidemill.core.types import Group, Trajectory
 from tidemill.ledger.records import Undone
-from tidemill.ledger.row_formats import outcome_rows, outcomes_of_attempts, trajectory_rows
+from tidemill.ledger.row_formats import outcome_rows, outcomes_of, trajectory_rows
 from tidemill.ledger.segments import Location, segment_numbers, whole_groups
 
 UNREADABLE, UNDONE = "unreadable", "undone"  # reasons of a drop
@@ -71,7 +71,7 @@ def point_again(db: sqlite3.Connection, group: Group, places: Sequence[Location]
     if [[row[i] for i in figures] for row in before] != [[row[i] for i in figures] for row in now]:
         return False
     recorded = db.execute("SELECT * FROM outcomes WHERE group_id = ? AND judgement = 0", (group.id,))
-    judged = outcome_rows(group.id, outcomes_of_attempts(group), 0.0, "")
+    judged = outcome_rows(group.id, outcomes_of(group), 0.0, "")
     if sorted(_said(row) for row in recorded) != sorted(map(_said, judged)):
         return False
     sets = ", ".join(f"{name} = ?" for name in _PAYLOAD)
@@ -82,7 +82,7 @@ def point_again(db: sqlite3.Connection, group: Group, places: Sequence[Location]
 
 def _said(row: Sequence[Any]) -> str:
     """A row of `outcomes` without the time and the judge."""
-    return repr((*row[:4], *row[5:-1]))
+    return repr((*row[:3], *row[4:-1]))
 
 
 def recorded_since(

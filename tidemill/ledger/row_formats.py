@@ -18,7 +18,7 @@ from tidemill.ledger.segments import Location
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has the whole reply
 _strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _quick = msgspec.json.Encoder()  # also writes NaN and infinity as null
-Judged = Mapping[tuple[int, int], Outcome]  # by sample and seat
+Judged = Mapping[int, Outcome]  # by attempt
 KINDS = {Score: "score", Unscorable: "unscorable", InfraError: "infra_error"}
 
 
@@ -46,27 +46,21 @@ def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[
     ]
 
 
-def outcomes_of_attempts(group: Group) -> dict[tuple[int, int], Outcome]:
-    """The outcome of each judged attempt, by (sample, seat). Raises LedgerError when trajectories of one differ in it."""
-    found = dict[tuple[int, int], Outcome]()
-    for t in group.trajectories:
-        if (outcome := t.outcome) is not None:
-            known = found.setdefault((t.sample, t.seat), outcome)
-            if known is not outcome and known != outcome:
-                raise LedgerError(f"group {group.id}: the trajectories of attempt {t.sample} differ in its outcome")
-    return found
+def outcomes_of(group: Group) -> Judged:
+    """The outcome of each judged attempt: that of its last trajectory."""
+    return {t.sample: t.outcome for t in group.ends if t.outcome is not None}
 
 
 def outcome_rows(group_id: int, judged: Judged, at: float, judge: str, judgement: int = 0) -> list[tuple[Any, ...]]:
-    """Rows of the table `outcomes`, one for each of a group's attempts, by (sample, seat)."""
+    """Rows of the table `outcomes`, one for each of a group's attempts."""
     rows = []
-    for (sample, seat), it in judged.items():
+    for sample, it in judged.items():
         if isinstance(it, Score):
             parts = figures_json(it.parts, "score") if it.parts else None
-            turns = as_json([*it.turns], "score") if it.turns else None
-            rows.append((group_id, sample, seat, judgement, at, "score", it.value, None, parts, turns, judge))
+            turns, seats = (as_json([*each], "score") if each else None for each in (it.turns, it.seats))
+            rows.append((group_id, sample, judgement, at, "score", it.value, None, parts, turns, seats, judge))
         else:
-            rows.append((group_id, sample, seat, judgement, at, KINDS[type(it)], None, it.reason, None, None, judge))
+            rows.append((group_id, sample, judgement, at, KINDS[type(it)], None, it.reason, None, None, None, judge))
     return rows
 
 

@@ -130,17 +130,17 @@ CREATE INDEX trajectories_by_segment ON trajectories (segment) WHERE gone_at IS 
 
 CREATE TABLE outcomes (                  -- one row for each judgement of an attempt; none is changed or deleted
   group_id INTEGER NOT NULL REFERENCES groups (id),
-  sample INTEGER NOT NULL,               -- which sibling: the trajectories of an attempt share its outcome,
-  seat INTEGER NOT NULL,                 -- and each seat of an episode has its own
+  sample INTEGER NOT NULL,               -- which sibling: all trajectories of an attempt share its outcome
   judgement INTEGER NOT NULL,            -- 0: when it was rolled out, the one that is trained on; 1, 2, ...: later ones
   at REAL NOT NULL,
   outcome TEXT NOT NULL CHECK ({_among("outcome", OUTCOMES)}),
   reward REAL,                           -- NULL unless outcome is 'score'
   reason TEXT,                           -- NULL if outcome is 'score'
   parts TEXT CHECK (parts IS NULL OR json_valid(parts)),  -- the score's named components, a JSON object
-  turns TEXT CHECK (turns IS NULL OR json_valid(turns)),  -- its rewards of single turns, a JSON array
+  turns TEXT CHECK (turns IS NULL OR json_valid(turns)),  -- its rewards of single turns, and of seats, JSON arrays
+  seats TEXT CHECK (seats IS NULL OR json_valid(seats)),
   judge TEXT NOT NULL,                   -- name of the environment or reward that judged; '': it was not recorded
-  PRIMARY KEY (group_id, sample, seat, judgement),
+  PRIMARY KEY (group_id, sample, judgement),
   CHECK ((outcome = 'score') = (reward IS NOT NULL))
 ) STRICT, WITHOUT ROWID;
 
@@ -184,8 +184,7 @@ CREATE TRIGGER step_replays_trained_before BEFORE INSERT ON step_replays
 WHEN NOT EXISTS (SELECT 1 FROM groups WHERE id = NEW.group_id AND fate = 'trained' AND step < NEW.step)
 BEGIN SELECT RAISE (ABORT, 'only what an earlier step trained is trained again'); END;
 CREATE TRIGGER outcomes_in_order BEFORE INSERT ON outcomes
-WHEN NEW.judgement <> (SELECT count(*) FROM outcomes
-  WHERE group_id = NEW.group_id AND sample = NEW.sample AND seat = NEW.seat)
+WHEN NEW.judgement <> (SELECT count(*) FROM outcomes WHERE group_id = NEW.group_id AND sample = NEW.sample)
 BEGIN SELECT RAISE (ABORT, 'judgements of an attempt are numbered 0, 1, 2, ..., and none is replaced'); END;
 CREATE TRIGGER outcomes_once BEFORE UPDATE ON outcomes
 BEGIN SELECT RAISE (ABORT, 'an outcome is never changed: judge again'); END;
@@ -206,12 +205,11 @@ SELECT step, incarnation, place, group_id FROM step_replays JOIN live_steps USIN
 
 -- Of each judged attempt, the outcome that training uses, and the latest one. Training reads payloads, which hold the first.
 CREATE VIEW attempts AS
-SELECT group_id, sample, seat, first.outcome, first.reward, first.reason, first.parts, first.turns, first.judge,
+SELECT group_id, sample, first.outcome, first.reward, first.reason, first.parts, first.turns, first.seats, first.judge,
   latest.outcome AS latest_outcome, latest.reward AS latest_reward, latest.judgement + 1 AS judgements
-FROM outcomes AS first JOIN outcomes AS latest USING (group_id, sample, seat)
+FROM outcomes AS first JOIN outcomes AS latest USING (group_id, sample)
 WHERE first.judgement = 0 AND latest.judgement = (
-  SELECT max(judgement) FROM outcomes AS o
-  WHERE o.group_id = first.group_id AND o.sample = first.sample AND o.seat = first.seat);
+  SELECT max(judgement) FROM outcomes AS o WHERE o.group_id = first.group_id AND o.sample = first.sample);
 
 CREATE VIEW conservation AS SELECT
   (SELECT coalesce(max(id) + 1, 0) FROM groups) AS admitted,  -- ids are given out from 0 without gaps

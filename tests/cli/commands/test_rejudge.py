@@ -168,8 +168,8 @@ def test_pairs_are_of_the_latest_judgement(tidemill, folder: Path) -> None:
         whole = [r for r in ledger.samples(order="recent", limit=99) if r.finish in pairs.WHOLE]
         by_group = {r.group_id: [x for x in whole if x.group_id == r.group_id] for r in whole}
         best, worst = next(rows for rows in by_group.values() if len(rows) > 1)[:2]
-        judged = {g: {(r.sample, r.seat): Score(0.5) for r in rows} for g, rows in by_group.items()}
-        judged[best.group_id] |= {(best.sample, 0): Score(2.0), (worst.sample, 0): Score(-1.0)}
+        judged = {g: {r.sample: Score(0.5) for r in rows} for g, rows in by_group.items()}
+        judged[best.group_id] |= {best.sample: Score(2.0), worst.sample: Score(-1.0)}
         ledger.judge_again(judged, "by hand")
     assert tidemill("pairs", "run", "pairs.jsonl").code == 0
     (row,) = [json.loads(line) for line in (folder.parent / "pairs.jsonl").read_text().splitlines()]

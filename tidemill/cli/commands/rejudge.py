@@ -134,19 +134,18 @@ def _loaded(ledger: SqliteLedger, group_id: int, result: Rejudged) -> Group | No
 
 async def _judge(setup: EpisodeSetup, group: Group, result: Rejudged) -> Judged:
     """The new outcomes of a group's attempts. An attempt is judged by its last trajectory."""
-    last = {(t.sample, t.seat): (place, t) for place, t in enumerate(group.trajectories)}
+    last = {t.sample: (place, t) for place, t in enumerate(group.trajectories)}
     able = {key: (place, t) for key, (place, t) in last.items() if t.outcome and t.mask.any() and t.finish not in UNJUDGED}
     result.without_reply += len(last) - len(able)
     attempts = [replace(t, outcome=None) for _, t in able.values()]
     await setup.judge(group.task, attempts)
-    judged = dict[tuple[int, int], Outcome]()
-    for (sample, seat), now in zip(able, attempts, strict=True):
-        place, before = able[sample, seat]
+    judged = dict[int, Outcome]()
+    for (sample, (place, before)), now in zip(able.items(), attempts, strict=True):
         assert before.outcome is not None and now.outcome is not None
-        judged[sample, seat] = now.outcome
+        judged[sample] = now.outcome
         was, is_now = _plain(before.outcome), _plain(now.outcome)
         if (was["outcome"], was["reward"]) != (is_now["outcome"], is_now["reward"]):
-            where = {"group_id": group.id, "place": place, "sample": sample, "seat": seat}
+            where = {"group_id": group.id, "place": place, "sample": sample}
             result.changed.append(where | {"before": was, "after": is_now})
         elif isinstance(now.outcome, Score) and now.outcome != before.outcome:
             result.otherwise += 1
