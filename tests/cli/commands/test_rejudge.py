@@ -149,7 +149,7 @@ def test_what_cannot_judge_is_refused(tidemill, folder: Path, what: str) -> None
 
 
 def test_a_run_without_a_reward_has_to_be_given_one(tidemill, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    learnt = SimpleNamespace(judged=False, given="answers")
+    learnt = SimpleNamespace(judged=False, offline="answers")
     monkeypatch.setattr(rejudge, "recipe_of", lambda folder, overrides: learnt)
     said = tidemill("reward", "rejudge", "run")
     assert said.code == 2 and "run has no reward: name the one that is to judge, with --reward" in said.out

@@ -61,7 +61,7 @@ def rejudge(run: Path, reward: str | None, overrides: Sequence[str], as_json: bo
     folder = RunFolder.existing(run)
     config = recipe_of(folder, overrides)
     if reward is None:
-        if not config.judged or config.given:
+        if not config.judged or config.offline:
             raise ConfigError(f"{run} has no reward: name the one that is to judge, with --reward FILE.py:FUNCTION")
         config = fetched(with_sources(config, folder).model_copy(update={"model": "new:0.1m"}), run)  # no model is needed
     screen = console(stderr=True)
