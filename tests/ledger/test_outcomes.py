@@ -64,7 +64,7 @@ def test_trajectories_of_an_attempt_share_its_outcome(ledger: SqliteLedger) -> N
     record(ledger, branches)
     ledger.begin_step(0, 0, [0])
     assert asked(ledger, "SELECT sample, reward FROM outcomes") == [(0, 1.0), (1, 0.5)]
-    assert [(row.place, row.reward) for row in ledger.samples(order="recent")] == [(0, 1.0), (1, 1.0), (2, 0.5)]
+    assert [(row.place, row.reward) for row in ledger.samples(order="recent")] == [(0, None), (1, 1.0), (2, 0.5)]
     assert [rewards for *_, rewards in ledger.history()] == [[1.0, 0.5]]
     assert ledger.experience(0, 1) == [(0, [1.0, 0.5], 0)]
     assert (ledger.earned().attempts, ledger.earned().scored, ledger.earned().varied) == (2, 2, 1)

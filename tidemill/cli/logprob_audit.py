@@ -182,9 +182,10 @@ def _choose(
                 continue
             if trajectory.sample == GREEDY:
                 continue  # greedy tokens have no logprob
-            picked = chosen.get(trajectory.sources[0]) if len(trajectory.sources) == 1 else None
+            whole = len(trajectory.sources) == 1 and trajectory.parent is None
+            picked = chosen.get(trajectory.sources[0]) if whole else None
             if picked is None:
-                result.elsewhere += 1  # of another incarnation of that step
+                result.elsewhere += 1  # of another incarnation, or what it was forked from may be of other weights
             elif len(picked) < rows:
                 picked.append((line.group_id, line.place, trajectory))
     return chosen

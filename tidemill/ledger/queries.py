@@ -40,13 +40,18 @@ _ORDERS = {
 }
 _PAGE = 1_000  # groups per query
 _TASK = "tasks.id AS task_id, tasks.env, tasks.prompt, tasks.data"
+_ENDS = (  # the row is the last one of its attempt, which the outcome is shown with
+    "trajectories.place = (SELECT max(place) FROM trajectories AS siblings "
+    "WHERE siblings.group_id = trajectories.group_id AND siblings.sample = trajectories.sample)"
+)
 _JUDGED = (  # the judgement that training uses
     "LEFT JOIN outcomes ON outcomes.group_id = trajectories.group_id AND outcomes.sample = trajectories.sample "
-    "AND judgement = 0"
+    f"AND judgement = 0 AND {_ENDS}"
 )
 _LATER = (
     "SELECT json_group_array(json_array(judgement, at, outcome, reward, reason, judge)) FROM outcomes AS later WHERE "
-    "later.group_id = trajectories.group_id AND later.sample = trajectories.sample AND judgement > 0"
+    "later.group_id = trajectories.group_id AND later.sample = trajectories.sample AND judgement > 0 "
+    f"AND {_ENDS}"
 )
 
 
@@ -272,8 +277,8 @@ class LedgerReads:
             raise ValueError(f"order={order!r}: expected one of {', '.join(_ORDERS)}")
         wheres = [*(["groups.step = ?"] if step is not None else []), *(["reward IS NOT NULL"] if order != "recent" else [])]
         rows = self._rows(
-            f"SELECT trajectories.*, outcome, reward, outcomes.reason AS outcome_reason, judge, ({_LATER}) AS later, fate, "
-            f"groups.reason, groups.step, {_TASK} FROM trajectories {_JUDGED} "
+            f"SELECT trajectories.*, outcome, reward, outcomes.reason AS outcome_reason, judge, ({_LATER}) AS later, "
+            f"{_ENDS} AS ends, fate, groups.reason, groups.step, {_TASK} FROM trajectories {_JUDGED} "
             "JOIN groups ON groups.id = trajectories.group_id JOIN tasks ON tasks.key = task_key "
             f"WHERE {' AND '.join(wheres) or 1} ORDER BY {_ORDERS[order]} LIMIT ?",
             *([step] if step is not None else []),
@@ -342,6 +347,6 @@ def _task(row: sqlite3.Row) -> Task:
 
 
 def _sample(row: sqlite3.Row) -> SampleRow:
-    computed = {"task": _task(row), "gone": row["gone_at"] is not None}
+    computed = {"task": _task(row), "gone": row["gone_at"] is not None, "ends": bool(row["ends"])}
     computed["later"] = [Judgement(*each) for each in json.loads(row["later"])]
     return SampleRow(**computed, **{each.name: row[each.name] for each in fields(SampleRow) if each.name not in computed})

@@ -135,6 +135,7 @@ class SampleRow:
     mean_logprob: float | None
     text: str
     gone: bool
+    ends: bool  # the last row of its attempt; the others have no outcome
 
     @property
     def latest(self) -> float | None:

@@ -2,14 +2,15 @@
 
     index rows -> by group: the best and the worst attempt, if their rewards differ -> the texts of both
 
-Attempts that were cut off have no end to learn. One of several turns is more than its last reply. One that was not asked by
-the task's prompt answers another question. None of these is taken. Rewards are those of the latest judgement. A row keeps
-the task's other columns, so that a reward finds the answer there.
+Attempts that were cut off have no end to learn. One of several turns or rows is more than its last reply. One that was not
+asked by the task's prompt answers another question. None of these is taken. Rewards are those of the latest judgement. A row
+keeps the task's other columns, so that a reward finds the answer there.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -89,7 +90,8 @@ def _pair(
     except PayloadLost:
         found.unreadable += 1
         return None
-    if max(chosen.turns, rejected.turns) > 1:
+    rows = Counter(a.sample for a in attempts)
+    if max(chosen.turns, rejected.turns, rows[best.sample], rows[worst.sample]) > 1:
         found.several_turns += 1
         return None
     task = best.task

@@ -133,6 +133,8 @@ def _title(row: SampleRow, payload: Trajectory | None) -> Text:
 def _reward(row: SampleRow) -> Text:
     if row.finish == Finish.GIVEN and row.reward is not None:
         return Text("to be learnt", "bold green") if row.reward > 0.5 else Text("to be avoided", "bold yellow")
+    if not row.ends:
+        return Text(f"a row of attempt {row.sample}")
     if row.outcome is None:
         return Text("not judged", "bold red")
     return judged_text(row.outcome, row.reward, row.outcome_reason)
