@@ -151,7 +151,7 @@ async def test_a_checkpoint_of_more_steps_than_the_ledger_knows_is_not_gone_on_f
     async def load(_: str) -> None:
         raise Loaded
 
-    parts: Any = SimpleNamespace(last_step=lambda: 2, newest=newest, load=load)
+    parts: Any = SimpleNamespace(next_step=lambda: 3, newest=newest, load=load)
     reason = pytest.raises(ConfigError, match=r"knows 3 steps, but .* is a checkpoint of step 4: .* log .* was lost")
     with reason if lost else pytest.raises(Loaded):
         await take_up(parts, parts, parts, parts, print, newest)  # type: ignore[arg-type]
