@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "tidemill"
 PAGE = ROOT / "docs" / "structure.md"
 
-# A package may import from packages on lower floors only; packages on one floor do not know one another.
+# A package may import only from packages earlier in this list; packages on one floor do not know one another.
 FLOORS = [
     ("core",),
     ("observability", "algorithms", "models"),
@@ -24,9 +24,9 @@ HEAD = """# Structure
 
 Every module, with the first line of its docstring. `python tests/structure.py` writes this page.
 
-A package imports from packages on lower floors only; packages on one floor do not know one another. `tests/test_layers.py`
-holds it. To understand the system, read `controller/controller.py`, then `controller/admission_buffer.py` and
-`controller/train_step.py`, then `run/session.py`.
+A package imports only from packages of a smaller floor number, which stand above it here; packages of one floor do not
+know one another. `tests/test_layers.py` holds it. To understand the system, read `controller/controller.py`, then
+`controller/admission_buffer.py` and `controller/train_step.py`, then `run/session.py`.
 
 Beside the package: `recipes/` (one file per thing to do), `benchmarks/` (a script for each claim of speed), `tests/`
 (mirrors the tree), `LOG.md` (what was tried and did not work, with its numbers).

@@ -1,1 +1,1 @@
-"""Inference engines, and the HTTP server in front of one."""
+"""The native engine: paged KV cache, continuous batching, exact logprobs, updates between steps."""
