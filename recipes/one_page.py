@@ -52,10 +52,10 @@ async def sample(engine: NativeEngine, tokenizer, step: int, group_id: int) -> G
 
     completions = await asyncio.gather(*(attempt(i) for i in range(SIZE)))
     task = Task(f"{step}/{group_id}", prompt)
-    return Group(group_id, task, [record(tokens, c, prompt, tokenizer) for c in completions])
+    return Group(group_id, task, [record(i, tokens, c, prompt, tokenizer) for i, c in enumerate(completions)])
 
 
-def record(prompt_tokens: np.ndarray, completion: Completion, prompt: str, tokenizer) -> Trajectory:
+def record(attempt: int, prompt_tokens: np.ndarray, completion: Completion, prompt: str, tokenizer) -> Trajectory:
     """The record of a sampled reply: its tokens, and the logprob and version of each sampled one."""
     given, made = len(prompt_tokens), len(completion.tokens)
     text = tokenizer.decode(completion.tokens.tolist(), skip_special_tokens=True)
@@ -65,6 +65,7 @@ def record(prompt_tokens: np.ndarray, completion: Completion, prompt: str, token
         logprobs=np.concatenate([np.zeros(given, np.float32), completion.logprobs]),
         versions=np.concatenate([np.full(given, -1, np.int32), completion.versions]),
         finish=completion.finish,
+        sample=attempt,
         outcome=Score(reward(prompt, text)),
         sources=completion.sources,
         text=text,

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -110,6 +112,12 @@ def seated(*attempts):
 def test_the_seats_of_an_attempt_share_its_reward():
     samples = prepare([seated((1.0, (0.0, 9.0)), (0.0, (5.0, 7.0)))], AlgorithmSettings.preset("dr_grpo", fixed_length=8))
     assert advantages(samples) == [0.5, 0.5, -0.5, -0.5]
+
+
+def test_attempts_of_one_number_are_not_taken_for_rows_of_one():
+    groups = [Group(1, Task("t", ""), [replace(t, sample=0) for t in group(1.0, 0.0).trajectories])]
+    with pytest.raises(ValueError, match="give each attempt a `sample` number of its own"):
+        prepare(groups, AlgorithmSettings.preset("grpo"))
 
 
 def test_seats_are_compared_with_those_they_played_with():

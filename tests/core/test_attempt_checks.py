@@ -56,7 +56,7 @@ def test_what_is_one_attempt_is_accepted(rows):
             (row(outcome=Score(1.0)), row(outcome=Score(0.0))),
             "attempt 0 of group 5 has an outcome on another row than its last",
         ),
-        ((row(outcome=Score(1.0)), row()), "put the attempt's one outcome there"),
+        ((row(outcome=Score(1.0)), row()), "put the attempt's one outcome on its last row"),
         ((row(), row(8, 10, parent=(1, 6))), "names row 1 as its parent: expected an earlier row"),
         ((row(parent=(0, 3)),), "names row 0 as its parent: expected an earlier row"),
         ((row(), row(8, 10, parent=(0, 7))), "does not begin with the first 7 tokens of its parent, row 0"),

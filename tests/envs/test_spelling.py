@@ -36,7 +36,7 @@ def test_the_demo_takes_them_where_there_is_no_reasoning_gym(monkeypatch, capsys
     asked: dict[str, Any] = {}
     monkeypatch.setattr(training.importlib.util, "find_spec", lambda name: object() if installed else None)
     monkeypatch.setattr(
-        training, "train", lambda recipe, overrides, as_json: asked.update(recipe=recipe, given=overrides) or 0
+        training, "by_recipe", lambda recipe, overrides, as_json: asked.update(recipe=recipe, given=overrides) or 0
     )
     assert training.demo(["steps=3"], False) == 0
     config = training.load_recipe([asked["recipe"]], asked["given"])

@@ -34,6 +34,7 @@ from tidemill.algorithms.labels import apart, labelled, mismatched
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
 from tidemill.algorithms.reductions import reduction
 from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, by_row, ended, filled, flat, row_of
+from tidemill.core.attempt_checks import expect_one_outcome
 from tidemill.core.outcomes import fitting, parts_of
 from tidemill.core.types import (
     GREEDY,
@@ -106,8 +107,11 @@ class ConfiguredAlgorithm:
     def rows(self, groups: Sequence[Group], step: int) -> list[Sample]:
         """The rows trained at this step, in the groups' order, without advantages and weights yet.
 
-        For a preference of `UNPAIRED`, mismatched rows follow; they are measured and not trained on.
+        For a preference of `UNPAIRED`, mismatched rows follow; they are measured and not trained on. Raises ValueError when
+        rows of different attempts have one number.
         """
+        for group in groups:
+            expect_one_outcome(group)
         known = step if self.settings.reads_lags else None
         found = [[row_of(each.group, t, known) for t in self._trained(each)] for each in self._attempts(groups)]
         if self._preference in UNPAIRED:

@@ -28,14 +28,25 @@ def check_row(t: Trajectory) -> None:
     expect_aligned(t.extras, len(t.tokens), "a trajectory")
 
 
+def expect_one_outcome(group: Group) -> None:
+    """Raise ValueError when a row has an outcome and is not the last one of its attempt."""
+    if len(ends := group.ends) == len(group.trajectories):
+        return
+    for t in group.trajectories:
+        if t.outcome is not None and all(t is not end for end in ends):
+            raise ValueError(
+                f"attempt {t.sample} of group {group.id} has an outcome on another row than its last: give each attempt a "
+                "`sample` number of its own, and put the attempt's one outcome on its last row"
+            )
+
+
 def check_attempts(group: Group) -> None:
     """Raise ValueError when an attempt of several rows has not one outcome, or would train a token twice."""
     if len(group.ends) == len(group.trajectories) and all(t.parent is None for t in group.trajectories):
         return
+    expect_one_outcome(group)
     for rows in group.attempts:
         name = f"attempt {rows[0].sample} of group {group.id}"
-        if any(t.outcome is not None for t in rows[:-1]):
-            raise ValueError(f"{name} has an outcome on another row than its last: put the attempt's one outcome there")
         for place, t in enumerate(rows):
             check_row(t)
             if t.parent is not None:

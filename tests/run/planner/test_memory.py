@@ -454,7 +454,7 @@ async def test_a_process_takes_what_is_counted_for_it(tmp_path: Path):
         await asyncio.gather(*replies)
         pool = RewardPool(workers=1)
         await pool.call("operator:eq", [1, 1])
-        (scorer,) = map(psutil.Process, pool._all)
+        (scorer,) = map(psutil.Process, pool.pool.pids)
         taken = {psutil.Process((await engine.telemetry()).pid): model, scorer: 0}
         own = [process.memory_full_info().uss - held for process, held in taken.items()]
         await pool.close()
