@@ -1,4 +1,4 @@
-"""Sixty faults that were planted in the product, each with the tests that must notice it.
+"""Faults to plant in the product, each with the tests that must notice it.
 
 A fault is a line of the package and the line that takes its place. Lines are found by their text, wherever their module
 lies, so that a module may move. `plant.py` applies one at a time and runs its tests.
@@ -375,5 +375,176 @@ FAULTS = [
         "keep = min((begin for begin, _, _ in self._begun), default=len(text))",
         "keep = len(text)",
         "engine/server/test_serving_text.py",
+    ),
+    # promises that an attack once broke: an episode that fails before its first reply ends nothing
+    Fault(
+        "an exception before the first reply ends the run",
+        "        except Exception as error:  # the environment is the user's code",
+        "        except ConnectionError:\n            raise\n        except Exception as error:  # the environment is the user's code",
+        "controller/test_attempts_without_a_reply.py",
+    ),
+    Fault(
+        "an attempt of no tokens is measured like one that replied",
+        "for place, t in enumerate(rows) if t.learnt.any()):",
+        "for place, t in enumerate(rows)):",
+        "run/test_failing_episodes.py",
+    ),
+    Fault(
+        "an attempt of no tokens takes the figures of the next",
+        "    some = counts > 0  #",
+        "    some = counts >= 0  #",
+        "ledger/test_rows.py",
+    ),
+    Fault(
+        "a group of no tokens has an age",
+        "return min((t.oldest for t in self.trajectories if t.mask.any()), default=None)",
+        "return min((t.oldest for t in self.trajectories), default=None)",
+        "controller/test_attempts_without_a_reply.py",
+    ),
+    Fault(
+        "a worker that exits twice ends the run",
+        "            if isinstance(error, WorkerLost) and not again:\n                return await self.play(",
+        "            if isinstance(error, WorkerLost):\n                if again:\n                    raise\n                return await self.play(",
+        "envs/test_environment_workers.py::test_what_costs_a_worker_costs_two_and_no_more_than_its_episodes",
+    ),
+    Fault(
+        "a message without content is taken",
+        "    if not messages or not all(is_message(m) for m in messages):",
+        "    if not messages:",
+        "envs/test_chat.py envs/test_bounded.py controller/test_attempts_without_a_reply.py",
+    ),
+    Fault(
+        "a worker may send a message of any form",
+        "    if not all(is_message(each) for each in message):",
+        "    if False:",
+        "envs/test_environment_workers.py::test_what_an_episode_gets_wrong_is_its_own_affair",
+    ),
+    Fault(
+        "a worker may send a message of any length",
+        "    if len(text) > MAX_FRAME:",
+        "    if False:",
+        "envs/test_environment_workers.py::test_what_an_episode_gets_wrong_is_its_own_affair",
+    ),
+    Fault(
+        "a prompt may fill the context",
+        "        if length >= self._context:",
+        "        if False:",
+        "envs/test_chat.py",
+    ),
+    Fault(
+        "a reply of less than nothing may be asked for",
+        "    if count is not None and count < 1:",
+        "    if count is not None and count < -1:",
+        "controller/test_attempts_without_a_reply.py",
+    ),
+    Fault(
+        "an attempt without a reply keeps its score",
+        "        if not chat.sampled and not isinstance(outcome, Unscorable | InfraError):",
+        "        if not chat.sampled and outcome is None:",
+        "controller/test_attempts_without_a_reply.py",
+    ),
+    # promises: every connection to `serve` has a deadline in every state
+    Fault(
+        "a refused request's body may take for ever",
+        "        if state is not None:\n            self._deadline",
+        "        if state is h11.IDLE:\n            self._deadline",
+        "engine/server/test_serving_connections.py::test_who_is_refused_is_not_waited_for",
+    ),
+    Fault(
+        "each byte puts a connection's deadline off",
+        "        if state is self._state and (state is None or self._deadline is not None):",
+        "        if state is self._state and state is None:",
+        "engine/server/test_serving_connections.py::test_who_is_refused_is_not_waited_for",
+    ),
+    Fault(
+        "a request's head may take for ever",
+        "        if state is not None:\n            self._deadline",
+        "        if state is h11.SEND_BODY:\n            self._deadline",
+        "engine/server/test_serving_deadlines.py::test_a_head_has_a_deadline",
+    ),
+    Fault(
+        "a request's body may take for ever",
+        "        async with asyncio.timeout(BODY_S):",
+        "        async with asyncio.timeout(None):",
+        "engine/server/test_serving_deadlines.py::test_a_body_has_a_deadline",
+    ),
+    Fault(
+        "a reply that nobody takes is kept for ever",
+        "        super().pause_writing()\n",
+        "        super().pause_writing()\n        return\n",
+        "engine/server/test_serving_deadlines.py::test_a_reply_that_is_not_taken_ends_the_request",
+    ),
+    Fault(
+        "the end of a reply may be left untaken",
+        "        transport.set_write_buffer_limits(high=0)  #",
+        "        #",
+        "engine/server/test_serving_connections.py::test_a_connection_that_ends_with_untaken_bytes_has_a_deadline",
+    ),
+    Fault(
+        "whoever only waits keeps the room of who comes",
+        "        if self.limit_concurrency is not None and len(self.connections) >= self.limit_concurrency:",
+        "        if False:",
+        "engine/server/test_serving_connections.py::test_who_only_waits_makes_room_for_who_comes",
+    ),
+    # promises: a large prompt, a template that loops and a huge rendering hold up nobody and keep no memory
+    Fault(
+        "a prompt's length is known once it is tokenized",
+        "        if bounded and self._reach is not None and self._reach.exceeds(text, self._context):",
+        "        if False:",
+        "engine/server/test_reading.py::test_lengths_are_bounded_before_anything_is_tokenized",
+    ),
+    Fault(
+        "a chat's length is known once it is tokenized",
+        "            if reach.exceeds(text, context):",
+        "            if False:",
+        "engine/server/test_reading.py::test_lengths_are_bounded_before_anything_is_tokenized",
+    ),
+    Fault(
+        "a long prompt is tokenized on the event loop",
+        "        if len(text) <= HERE:\n",
+        "        if len(text) <= 10**9:\n",
+        "engine/server/test_reading.py",
+    ),
+    Fault(
+        "long and short chats wait in one line",
+        "        lane = self._short if size <= SHORT else self._long\n",
+        "        lane = self._short\n",
+        "engine/server/test_reading.py::test_what_is_long_keeps_nobody_waiting_and_no_memory",
+    ),
+    Fault(
+        "a template may loop for ever",
+        "        self._socket.settimeout(limit_s)\n",
+        "        self._socket.settimeout(None)\n",
+        "engine/server/test_reading.py::test_a_template_that_misbehaves_is_a_400_and_the_next_chat_is_rendered",
+    ),
+    Fault(
+        "a rendering may take any memory",
+        "            resource.setrlimit(resource.RLIMIT_AS, (limit, limit))\n",
+        "            pass\n",
+        "engine/server/test_reading.py::test_a_template_that_misbehaves_is_a_400_and_the_next_chat_is_rendered",
+    ),
+    Fault(
+        "the memory of a long chat is kept",
+        "        if not fork.grown():\n",
+        "        if True:\n",
+        "engine/server/test_reading.py::test_what_is_long_keeps_nobody_waiting_and_no_memory",
+    ),
+    Fault(
+        "a large body is decoded on the event loop",
+        "        return await in_thread(work, *given)\n    finally:\n        if len(raw) >= LARGE:",
+        "        return work(*given)\n    finally:\n        if len(raw) >= LARGE:",
+        "engine/server/test_serving_sizes.py::test_a_large_body_is_looked_at_beside_the_loop",
+    ),
+    Fault(
+        "the memory of a large body is kept",
+        "        if len(raw) >= LARGE:\n",
+        "        if len(raw) >= LARGE << 9:\n",
+        "engine/server/test_serving_sizes.py::test_the_memory_of_a_large_body_is_given_back",
+    ),
+    Fault(
+        "a body may have any number of parts",
+        "    check_parts(raw)\n    try:",
+        "    try:",
+        "engine/server/test_serving_sizes.py::test_too_many_parts_are_refused_before_they_are_decoded",
     ),
 ]

@@ -3,7 +3,7 @@
     python tests/planted/plant.py [--only WORDS] [--jobs 2]
 
 Each fault is planted in a copy of the repository, and only the tests that it names are run there. Status 1 when one is not
-noticed. All sixty take some minutes.
+noticed. All of them take a while: `--only` chooses some by their names.
 """
 
 from __future__ import annotations
