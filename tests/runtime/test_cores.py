@@ -6,10 +6,12 @@ import os
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +19,7 @@ import torch
 
 from tidemill.core.config import build
 from tidemill.core.errors import StartFailed
+from tidemill.core.interfaces import Capabilities
 from tidemill.core.types import GenerateRequest, LossSpec, Sample, SamplingParams
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
@@ -28,7 +31,7 @@ from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import build_engine, build_trainer
 from tidemill.run.storage.run_folder import RunFolder
 from tidemill.runtime import cpu_sharing
-from tidemill.runtime.cpu_sharing import Seat, SharedCores, seats
+from tidemill.runtime.cpu_sharing import CoreShare, SharedCores, core_board
 from tidemill.trainer import parallel_micro_batches as lanes_of_trainer
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_kinds import TrainerSpec
@@ -43,6 +46,13 @@ class Used(list[int]):
 
     def __call__(self, threads: int) -> None:
         self.append(threads)
+
+
+@contextmanager
+def shares(wanted: dict[str, int]) -> Iterator[dict[str, CoreShare]]:
+    """The core shares of processes that want so many threads; of none where nothing is shared."""
+    with core_board(max(wanted.values())) as board:
+        yield {name: share for name, threads in wanted.items() if (share := board.share(name, threads))}
 
 
 @pytest.fixture
@@ -65,9 +75,9 @@ def test_whoever_computes_alone_has_the_machine(
     monkeypatch, machine: int, wanted: tuple[int, ...], alone: tuple[int, ...], together: tuple[int, ...]
 ):
     monkeypatch.setattr(cpu_sharing, "usable_cores", lambda: machine)
-    with seats({str(i): threads for i, threads in enumerate(wanted)}) as given:
+    with shares({str(i): threads for i, threads in enumerate(wanted)}) as given:
         used = [Used() for _ in wanted]
-        shared = [SharedCores(seat, told) for seat, told in zip(given.values(), used, strict=True)]
+        shared = [SharedCores(share, told) for share, told in zip(given.values(), used, strict=True)]
         for each in shared:
             each.take()
             each.leave()
@@ -83,16 +93,18 @@ def test_whoever_computes_alone_has_the_machine(
         assert all(a != b for told in used for a, b in pairwise(told)), "it is told of changes only"
 
 
-@pytest.mark.parametrize("wanted", [{"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"a": 2}, {}, {"a": cpu_sharing.MOST + 1}])
-def test_there_is_nothing_to_share_where_all_have_a_core_or_nobody_one_too_many(two_cores, wanted: dict[str, int]):
-    with seats(wanted) as given:
+@pytest.mark.parametrize("wanted", [{"a": 1, "b": 1}, {"a": 1, "b": 1, "c": 1}, {"a": cpu_sharing.MOST + 1}])
+def test_there_is_nothing_to_share_where_nobody_has_a_core_too_many(two_cores, wanted: dict[str, int]):
+    with shares(wanted) as given:
         assert given == {}
 
 
 def test_what_one_left_that_was_killed_is_wiped_by_the_one_that_takes_its_place(two_cores):
-    with seats({"trainer": 2, "engine-0": 2}) as given:
-        script = "import os, sys; from tidemill.runtime.cpu_sharing import *; seat = Seat.model_validate_json(sys.argv[1]); "
-        script += "SharedCores(seat, print).take(); os.kill(os.getpid(), 9)"
+    with shares({"trainer": 2, "engine-0": 2}) as given:
+        script = "import os, sys; from tidemill.runtime.cpu_sharing import *; "
+        script += (
+            "share = CoreShare.model_validate_json(sys.argv[1]); SharedCores(share, print).take(); os.kill(os.getpid(), 9)"
+        )
         engine = given["engine-0"].model_dump_json()
         died = subprocess.run([sys.executable, "-c", script, engine], timeout=60)
         assert died.returncode == -9
@@ -100,15 +112,28 @@ def test_what_one_left_that_was_killed_is_wiped_by_the_one_that_takes_its_place(
         trainer = SharedCores(given["trainer"], used)
         trainer.take()
         assert used == [1]  # so the board is shared with a process, and tells of it still
-        SharedCores(Seat.model_validate_json(engine), Used())
+        SharedCores(CoreShare.model_validate_json(engine), Used())
         trainer.take()
         assert used == [1, 2]
 
 
+def test_who_joins_shares_too_and_a_name_keeps_its_place(two_cores):
+    with core_board(2) as board:
+        first, joined, used = board.share("engine-0", 2), board.share("engine-1", 2), Used()
+        assert first is not None and joined is not None and board.share("engine-0", 2) == first != joined
+        mine, other = SharedCores(first, used), SharedCores(joined, used)
+        for each in (mine, other, mine):  # alone, then beside one that joined
+            each.take()
+        assert used == [2, 1, 1]
+        left = [board.share(f"engine-{i}", 2) for i in range(2, cpu_sharing.PLACES + 1)]
+        assert all(left[:-1]) and left[-1] is None, "no place is left"
+        assert board.share("engine-1", 2) == joined
+
+
 def test_the_board_is_gone_with_those_who_have_it(two_cores):
-    with seats({"a": 2, "b": 2}) as given:
+    with shares({"a": 2, "b": 2}) as given:
         board = given["a"].board
-        assert Path(board).exists() and os.stat(board).st_size == 2 * 2
+        assert Path(board).exists() and os.stat(board).st_size == 2 * cpu_sharing.PLACES
     with pytest.raises(OSError, match="No such file"):
         SharedCores(given["a"], Used())
 
@@ -127,8 +152,8 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Used:
 
 
 async def test_an_engine_takes_what_is_free_before_each_step_and_leaves_when_all_is_done(tmp_path, two_cores, told):
-    with seats({"trainer": 2, "engine-0": 2}) as given:
-        spec = EngineSpec(model=model(tmp_path), engine=EngineSettings(device="cpu"), seat=given["engine-0"])
+    with shares({"trainer": 2, "engine-0": 2}) as given:
+        spec = EngineSpec(model=model(tmp_path), engine=EngineSettings(device="cpu"), core_share=given["engine-0"])
         engine, trainer, used = build_engine(spec), SharedCores(given["trainer"], Used()), Used()
         observer = SharedCores(given["trainer"], used)
         assert isinstance(engine, NativeEngine)
@@ -157,17 +182,17 @@ def two_micro_batches() -> list[Sample]:
     return [replace(sample, tokens=sample.tokens[::-1].copy()), sample]
 
 
-def shared_trainer(folder: Path, seat: Seat, offload: bool) -> NativeTrainer:
+def shared_trainer(folder: Path, share: CoreShare, offload: bool) -> NativeTrainer:
     settings = TrainerSettings(device="cpu", micro_batch_tokens=6)
     spec = {"model": model(folder), "trainer": settings, "steps": 1, "sync": SyncSettings(), "folder": folder}
-    trainer = build_trainer(TrainerSpec(**spec, seat=seat), offload)
+    trainer = build_trainer(TrainerSpec(**spec, core_share=share), offload)
     assert isinstance(trainer, NativeTrainer)
     return trainer
 
 
 async def test_a_trainer_takes_what_is_free_before_each_part_of_a_micro_batch(tmp_path, two_cores, told):
     """An engine that begins or ends meanwhile is noticed before the next one, not after the step."""
-    with seats({"trainer": 2, "engine-0": 2}) as given:
+    with shares({"trainer": 2, "engine-0": 2}) as given:
         trainer, used = shared_trainer(tmp_path, given["trainer"], offload=False), Used()
         engine, other = SharedCores(given["engine-0"], Used()), SharedCores(given["engine-0"], used)
         trainer.decoder.register_forward_hook(lambda *_: engine.take())
@@ -182,7 +207,7 @@ async def test_a_trainer_takes_what_is_free_before_each_part_of_a_micro_batch(tm
 async def test_the_thread_that_computes_is_the_one_that_is_told(tmp_path, two_cores):
     """How many threads there are is each thread's own affair: told elsewhere, a trainer would go on with all of them."""
     before, seen = torch.get_num_threads(), []
-    with seats({"trainer": 2, "engine-0": 2}) as given:
+    with shares({"trainer": 2, "engine-0": 2}) as given:
         trainer = shared_trainer(tmp_path, given["trainer"], offload=True)
         engine = SharedCores(given["engine-0"], Used())
 
@@ -205,7 +230,7 @@ async def test_the_thread_that_computes_is_the_one_that_is_told(tmp_path, two_co
 
 
 async def test_who_cannot_open_the_board_computes_as_it_was_told_to(tmp_path, two_cores, told):
-    gone = Seat(board=str(tmp_path / "gone"), place=0, wanted=2, cores=2)
+    gone = CoreShare(board=str(tmp_path / "gone"), place=0, wanted=2, cores=2)
     trainer = shared_trainer(tmp_path, gone, offload=False)
     await trainer.forward_backward(two_micro_batches(), LOSS)
     assert told == []
@@ -217,15 +242,29 @@ def recipe(folder: Path, **tables: Any) -> RunConfig:
     return build(RunConfig, base | tables)
 
 
+class Started:
+    """The handle of a process that computes nothing, and its proxy."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self.proxy = name, self
+
+    async def capabilities(self) -> Capabilities:
+        return Capabilities(64)
+
+    async def stop(self) -> None: ...
+
+
 class Recording:
-    """A placement that starts nothing, and keeps what it was given to start."""
+    """A placement that keeps what it was given to start, and starts nothing, or what computes nothing."""
 
-    def __init__(self) -> None:
-        self.given: dict[str, Any] = {}
+    def __init__(self, starts: bool = False) -> None:
+        self.given, self.starts = dict[str, Any](), starts
 
-    async def start(self, protocol: type, role: str, name: str, spec: dict[str, Any], *_: object) -> NoReturn:
+    async def start(self, protocol: type, role: str, name: str, spec: dict[str, Any], *_: object) -> Any:
         self.given[name] = spec
-        raise StartFailed(name)
+        if not self.starts:
+            raise StartFailed(name)
+        return Started(name)
 
     def begin(self) -> None: ...
     async def close(self) -> None: ...
@@ -289,7 +328,16 @@ async def test_a_trainer_that_was_given_threads_runs_as_many_micro_batches_at_a_
 )
 async def test_a_run_of_more_threads_than_cores_shares_them(two_cores, tmp_path, tables: dict[str, Any], shared: bool):
     for name, given in (await started(tmp_path, tables)).items():
-        seat = given["seat"]
-        assert (seat is not None) is shared
-        if seat is not None:
-            assert (seat["wanted"], seat["cores"]) == ({"trainer": 1, "engine-0": 2}[name], 2)
+        share = given["core_share"]
+        assert (share is not None) is shared
+        if share is not None:
+            assert (share["wanted"], share["cores"]) == ({"trainer": 1, "engine-0": 2}[name], 2)
+
+
+async def test_an_engine_that_joins_a_run_shares_the_cores(two_cores, tmp_path):
+    config, placement = recipe(tmp_path, placement={"engine_threads": 2}), Recording(starts=True)
+    async with start_parts(plan_of(config), Path(config.model), RunFolder(tmp_path), placement, lambda *_: None) as parts:
+        assert await parts.join() == "engine-1"
+    shares = [placement.given[name]["core_share"] for name in ("trainer", "engine-0", "engine-1")]
+    assert len({share["place"] for share in shares}) == 3 and [share["wanted"] for share in shares] == [1, 2, 2]
+    assert len({share["board"] for share in shares}) == 1

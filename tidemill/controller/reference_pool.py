@@ -10,7 +10,6 @@ another engine or on the restarted one.
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 import numpy as np
 
@@ -26,6 +25,10 @@ class WithServedReference:
 
     def __init__(self, trainer: Trainer, engines: EnginePool) -> None:
         self._trainer, self._engines = trainer, engines
+        # Everything but `forward` is the trainer's own.
+        self.forward_backward, self.apply, self.publish = trainer.forward_backward, trainer.apply, trainer.publish
+        self.snapshot, self.save, self.load = trainer.snapshot, trainer.save, trainer.load
+        self.export, self.telemetry, self.close = trainer.export, trainer.telemetry, trainer.close
 
     async def forward(self, samples: list[Sample], policy: str = "policy") -> list[Array]:
         if policy != REFERENCE:
@@ -52,7 +55,3 @@ class WithServedReference:
             scored = await self._engines.run(lambda engine: engine.score(tokens, SERVED, row.temperature, 0))
             logprobs[asked] = scored.logprobs[asked]
         return logprobs
-
-    def __getattr__(self, name: str) -> Any:
-        """Everything else is the trainer's own."""
-        return getattr(self._trainer, name)

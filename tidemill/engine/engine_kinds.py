@@ -14,7 +14,7 @@ from pydantic import Field
 from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
 from tidemill.core.types import Version
-from tidemill.runtime.cpu_sharing import Seat
+from tidemill.runtime.cpu_sharing import CoreShare
 
 UNPUBLISHED = Version(-1)  # an engine's version before the first publication; nothing may be sampled from it
 ENGINES = Registry("engine.kind")
@@ -51,7 +51,7 @@ class EngineSpec(Config):
     engine: BaseEngineSettings
     transport: str | None = None  # source of new weights; None: the engine is never updated
     cached_versions: int = 2  # recent versions whose prefix cache may still be found
-    seat: Seat | None = None  # None: its cores are its own
+    core_share: CoreShare | None = None  # None: its cores are its own
     profile: Path | None = None  # folder for `operator_profiler`
 
     @property

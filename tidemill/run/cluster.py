@@ -11,7 +11,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from tidemill.controller.controller import first_cause
 from tidemill.controller.engine_pool import EnginePool, Member
@@ -25,7 +25,7 @@ from tidemill.run.capability_check import adapted, check_context, check_engine
 from tidemill.run.planner.plan import RunPlan
 from tidemill.run.roles import ENGINE_DEADLINES, REFERENCE_DEADLINES, TRAINER_DEADLINES, budget_of, start_role
 from tidemill.run.storage.run_folder import RunFolder
-from tidemill.runtime.cpu_sharing import Seat, seats
+from tidemill.runtime.cpu_sharing import CoreShare, core_board
 from tidemill.runtime.placement import Handle, Placement
 from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
 
@@ -88,7 +88,7 @@ class Parts:
         raise PeerDied(handle.name, await handle.wait())  # bounded: it watches, for as long as the run goes on
 
 
-def trainer_spec(plan: RunPlan, model: Path, folder: RunFolder, seat: Seat | None = None) -> TrainerSpec:
+def trainer_spec(plan: RunPlan, model: Path, folder: RunFolder, share: CoreShare | None = None) -> TrainerSpec:
     """The spec of a run's trainer, or of its warm-up's. model: the folder that it starts from."""
     config = plan.config
     spec = TrainerSpec(
@@ -99,7 +99,7 @@ def trainer_spec(plan: RunPlan, model: Path, folder: RunFolder, seat: Seat | Non
         sync=config.placement.sync,
         folder=folder.weights,
         seed=config.seed,
-        seat=seat,
+        core_share=share,
         threads=plan.lanes,
     )
     if plan.warm_up:
@@ -115,7 +115,7 @@ def trainer_spec(plan: RunPlan, model: Path, folder: RunFolder, seat: Seat | Non
 
 
 def engine_specs(plan: RunPlan, model: Path, folder: RunFolder) -> dict[str, EngineSpec]:
-    """The specs of a run's engines by role, before they have a name and a seat."""
+    """The specs of a run's engines by role, before they have a name and a share of the cores."""
     config = plan.config
     specs = {
         "engine": EngineSpec(
@@ -162,7 +162,7 @@ async def start_parts(
         return handle
 
     async def start_engine(role: str, name: str) -> Handle[Engine]:
-        spec = specs[role].model_copy(update={"name": name, "seat": shared.get(name)})
+        spec = specs[role].model_copy(update={"name": name, "core_share": board.share(name, threads)})
         return await start(Engine, spec, threads, deadlines[role])
 
     async def member_of(role: str, handle: Handle[Engine]) -> Member:
@@ -181,11 +181,9 @@ async def start_parts(
         return handle, await member_of(role, handle)
 
     async with AsyncExitStack() as stack:
-        wanted = {"trainer": settings.trainer_threads}
-        wanted |= {f"{role}-{i}": threads for role in counts for i in range(counts[role])}
-        shared = stack.enter_context(seats(wanted if plan.shares_cores else {}))
+        board = stack.enter_context(core_board(max(settings.trainer_threads, threads) if plan.shares_cores else 1))
         stack.push_async_callback(_stop_all, started)
-        spec = trainer_spec(plan, model, folder, shared.get("trainer"))
+        spec = trainer_spec(plan, model, folder, board.share("trainer", settings.trainer_threads))
         starting = start(Trainer, spec, settings.trainer_threads, TRAINER_DEADLINES)
         async with asyncio.TaskGroup() as group:
             first = group.create_task(starting)
@@ -198,9 +196,9 @@ async def start_parts(
             supervisors.append(Supervisor(pools[role], role, handles, *how))
         limit = min(pool.context for pool in pools.values())
         handle = first.result()
-        learner = handle.proxy
+        learner: Trainer = handle.proxy
         if "reference" in pools:
-            learner = cast(Trainer, WithServedReference(learner, pools["reference"]))
+            learner = WithServedReference(learner, pools["reference"])
         yield Parts(
             *(learner, list(pools.values()), supervisors),
             lambda: [handle, *(each for supervisor in supervisors for each in supervisor.handles.values())],

@@ -24,7 +24,7 @@ from tidemill.run.placement_kinds import PLACEMENTS, BasePlacementSettings, Plac
 from tidemill.run.preflight.probe_process import Preparation, Preparer
 from tidemill.run.recipe import RunConfig
 from tidemill.run.recipe_tables import SuperviseSettings
-from tidemill.runtime.cpu_sharing import Cores, Seat, SharedCores
+from tidemill.runtime.cpu_sharing import Cores, CoreShare, SharedCores
 from tidemill.runtime.placement import Built, Handle, Liveness, Placement
 from tidemill.trainer.trainer_kinds import TRAINERS, TrainerSpec
 from tidemill.weight_sync.sync_settings import TRANSPORTS
@@ -78,7 +78,7 @@ def build_engine(spec: EngineSpec) -> Engine:
     from tidemill.weight_sync.transport import make_receiver
 
     receiver = None if spec.transport is None else make_receiver(spec.transport)
-    engine = ENGINES.builder_of(spec.engine.kind_name)(spec, receiver, _cores(spec.seat, spec.engine.device))
+    engine = ENGINES.builder_of(spec.engine.kind_name)(spec, receiver, _cores(spec.core_share, spec.engine.device))
     if spec.profile is not None:
         attach(engine, "update", spec.name, spec.profile)
     return engine
@@ -88,7 +88,7 @@ def build_trainer(spec: TrainerSpec, offload: bool) -> Trainer:
     """The trainer of the kind that its settings name."""
     from tidemill.weight_sync.transport import make_sender
 
-    sender, cores = make_sender(spec.sync, spec.folder), _cores(spec.seat, spec.trainer.device)
+    sender, cores = make_sender(spec.sync, spec.folder), _cores(spec.core_share, spec.trainer.device)
     trainer = TRAINERS.builder_of(spec.trainer.kind_name)(spec, sender, cores, _calls(offload))
     if spec.profile is not None:
         attach(trainer, "publish", spec.name, spec.profile)
@@ -102,14 +102,14 @@ def _calls(offload: bool) -> Offload:
     return one_thread() if offload else inline
 
 
-def _cores(seat: Seat | None, device: str) -> Cores:
+def _cores(share: CoreShare | None, device: str) -> Cores:
     """The role's share of the cores. A role on a GPU needs few of them and does not take turns."""
     from tidemill.engine.native.cache_size import device_of
 
-    if seat is None or device_of(device) != "cpu":
+    if share is None or device_of(device) != "cpu":
         return Cores()
     try:
-        return SharedCores(seat, use_threads)
+        return SharedCores(share, use_threads)
     except OSError:  # it may not open the shared memory, so it does without
         return Cores()
 

@@ -1,6 +1,6 @@
 """CPU sharing between processes that want more threads than there are cores.
 
-    board: one number per process, the threads it would use now; 0 while it computes nothing
+    board: a place per process, with the number of threads it would use now; 0 while it computes nothing
 
 The board is shared memory. Before each piece of work (an engine's step, a trainer's micro-batch) a process writes how many
 threads it wants, reads what the others want, and takes its share: everything it wants while there are cores for all,
@@ -9,8 +9,8 @@ compute together use as many threads as there are cores, or one each: the thread
 every matrix product, so three threads on two cores would all be slow.
 
 Nobody waits and nobody is notified. An outdated number costs a core for one piece of work; the number of a dead process
-stays until a successor takes its seat. Background work, such as staging weights and writing checkpoints, is not counted.
-Sharing changes the number of threads, and so the order in which sums are added.
+stays until a successor of its name takes its place. Background work, such as staging weights and writing checkpoints, is
+not counted. Sharing changes the number of threads, and so the order in which sums are added.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ from tidemill.core.hardware import usable_cores
 from tidemill.core.shared_memory_file import anonymous_memory
 
 MOST = 0xFFFF  # the largest number of threads a board can hold
+PLACES = 128  # on a board: for the processes of a run, and for those that join it
 _ITEM = 2  # bytes per number
 
 
-class Seat(Config):
-    """A process's place on a board, as plain data. A new holder clears what a dead one left there."""
+class CoreShare(Config):
+    """A process's share of the cores: its place on a board, as plain data.
+
+    A new holder clears what a dead one left there.
+    """
 
     board: str
     place: int
@@ -54,20 +58,20 @@ class Cores:
 class SharedCores(Cores):
     """The cores of a process that shares them with others by a board (see the module)."""
 
-    def __init__(self, seat: Seat, use: Callable[[int], None]) -> None:
+    def __init__(self, share: CoreShare, use: Callable[[int], None]) -> None:
         """use: called with the new number of threads whenever it changes, in the thread that calls `take`."""
-        fd = os.open(seat.board, os.O_RDWR | os.O_CLOEXEC)
+        fd = os.open(share.board, os.O_RDWR | os.O_CLOEXEC)
         try:
             self._board = memoryview(mmap.mmap(fd, os.fstat(fd).st_size)).cast("H")
         finally:
             os.close(fd)
-        self._seat, self._use, self._used = seat, use, 0
+        self._place, self._use, self._used = share, use, 0
         self.leave()  # clears what a dead holder left there
 
     def share(self) -> int:
-        seat = self._seat
-        self._board[seat.place] = seat.wanted
-        return max(1, min(seat.wanted, seat.wanted * seat.cores // sum(self._board)))
+        mine = self._place
+        self._board[mine.place] = mine.wanted
+        return max(1, min(mine.wanted, mine.wanted * mine.cores // sum(self._board)))
 
     def take(self) -> None:
         share = self.share()
@@ -76,26 +80,39 @@ class SharedCores(Cores):
             self._use(share)
 
     def leave(self) -> None:
-        self._board[self._seat.place] = 0
+        self._board[self._place.place] = 0
+
+
+class CoreBoard:
+    """The core shares of a run's processes, also of those that join later."""
+
+    def __init__(self, path: str | None) -> None:
+        """path: the board's shared memory; None where nothing is shared."""
+        self._path, self._cores, self._places = path, usable_cores(), dict[str, int]()
+
+    def share(self, name: str, threads: int) -> CoreShare | None:
+        """The share of a process that wants `threads`. Its cores are its own (None) if no place is left.
+
+        A name keeps its place, so that who is started again takes over from who died.
+        """
+        if self._path is None or (place := self._places.setdefault(name, len(self._places))) >= PLACES:
+            return None
+        return CoreShare(board=self._path, place=place, wanted=threads, cores=self._cores)
 
 
 @contextmanager
-def seats(wanted: dict[str, int]) -> Iterator[dict[str, Seat]]:
-    """Seats at a new board for the processes named in `wanted`, valid while the context is open.
+def core_board(threads: int) -> Iterator[CoreBoard]:
+    """A new board, valid while the context is open. threads: the most that one process may want.
 
-    wanted: threads by process name. The result is empty where there is a core for each thread, where every process has
-    one thread only, and where processes cannot share memory.
+    Nothing is shared where every process has one thread only, and where processes cannot share memory.
     """
-    cores, made = usable_cores(), None
-    if sum(wanted.values()) > cores and 1 < max(wanted.values()) <= MOST:
-        made = anonymous_memory("tidemill-cores")
+    made = anonymous_memory("tidemill-cores") if 1 < threads <= MOST else None
     if made is None:
-        yield {}
+        yield CoreBoard(None)
         return
-    fd, board = made
+    fd, path = made
     try:
-        os.ftruncate(fd, len(wanted) * _ITEM)
-        names = enumerate(wanted.items())
-        yield {name: Seat(board=board, place=i, wanted=threads, cores=cores) for i, (name, threads) in names}
+        os.ftruncate(fd, PLACES * _ITEM)
+        yield CoreBoard(path)
     finally:
         os.close(fd)

@@ -14,7 +14,7 @@ from pydantic import Field
 from tidemill.algorithms.algorithm_settings import CriticSettings, ReferenceSettings, begins_as
 from tidemill.core.config import Config
 from tidemill.core.registry import KindSettings, Registry
-from tidemill.runtime.cpu_sharing import Seat
+from tidemill.runtime.cpu_sharing import CoreShare
 from tidemill.weight_sync.sync_settings import BaseSyncSettings
 
 TRAINERS = Registry("trainer.kind")
@@ -54,7 +54,7 @@ class TrainerSpec(Config):
     sync: BaseSyncSettings  # sends new weights
     folder: Path  # for transports that need one
     seed: int = 0
-    seat: Seat | None = None  # None: its cores are its own
+    core_share: CoreShare | None = None  # None: its cores are its own
     threads: int = 1  # at most so many parallel micro-batches
     profile: Path | None = None  # folder for `operator_profiler`
 
