@@ -547,4 +547,127 @@ FAULTS = [
         "    try:",
         "engine/server/test_serving_sizes.py::test_too_many_parts_are_refused_before_they_are_decoded",
     ),
+    # promises: what a reward or an environment started ends with the run
+    Fault(
+        "orphans of a worker are nobody's",
+        "    prctl(_PR_SET_CHILD_SUBREAPER, 1)\n",
+        "",
+        "runtime/workers/test_keeping.py",
+    ),
+    Fault(
+        "a worker's end leaves what it started",
+        "    end_all()\n    if how is not None",
+        "    if how is not None",
+        "runtime/workers/test_keeping.py",
+    ),
+    Fault(
+        "a keeper outlives who started it",
+        "    prctl(_PR_SET_PDEATHSIG, when)\n",
+        "",
+        "runtime/workers/test_keeping.py",
+    ),
+    Fault(
+        "a keeper that was stopped is left so",
+        "(signal.SIGTERM, signal.SIGCONT) if spared",
+        "(signal.SIGTERM,) if spared",
+        "runtime/workers/test_keeping.py",
+    ),
+    Fault(
+        "a worker's mark is not looked for",
+        'if pid.isdigit() and mark in _read(pid, "environ")] if PROC else []',
+        'if pid.isdigit() and mark in _read(pid, "environ")][:0]',
+        "runtime/workers/test_keeping.py",
+    ),
+    Fault(
+        "a run does not say that programs can outlive it",
+        "        if not keeper.KEEPERS:\n            self.note(",
+        "        if keeper.KEEPERS is None:\n            self.note(",
+        "run/test_session.py::test_a_system_where_programs_can_outlive_the_run_is_told_of",
+    ),
+    Fault(
+        "doctor does not say that programs can outlive a run",
+        "    if not keeper.KEEPERS:\n        return DoctorFinding(",
+        "    if keeper.KEEPERS is None:\n        return DoctorFinding(",
+        "cli/commands/test_doctor.py::test_a_system_where_programs_can_outlive_a_run_is_warned_of",
+    ),
+    # promises: a payload that cannot be read costs its step and the later ones, never the run
+    Fault(
+        "a step that cannot be read is trained again",
+        "    if not lost:\n        return begun\n",
+        "    return begun\n",
+        "run/test_unreadable_payloads.py::test_it_goes_on_from_before_the_step_that_cannot_be_read",
+    ),
+    Fault(
+        "what was trained before the damage is left out",
+        "    return undone.first\n",
+        "    return first\n",
+        "run/test_unreadable_payloads.py::test_it_goes_on_from_before_the_step_that_cannot_be_read",
+    ),
+    Fault(
+        "steps that are sampled anew keep their incarnation",
+        "        return latest + undone\n",
+        "        return latest\n",
+        "run/test_unreadable_payloads.py::test_it_goes_on_from_before_the_step_that_cannot_be_read",
+    ),
+    Fault(
+        "unreadable groups have the fate of the others",
+        "(UNREADABLE if each in unreadable else UNDONE, now, each)",
+        "(UNDONE, now, each)",
+        "ledger/test_repairs.py",
+    ),
+    Fault(
+        "it is not said how many groups cannot be read",
+        '    note(\n        f"{count} group',
+        '    str(\n        f"{count} group',
+        "run/test_unreadable_payloads.py::test_it_goes_on_from_before_the_step_that_cannot_be_read",
+    ),
+    Fault(
+        "a group that waits is trained unread",
+        "                    self._renounce_lost()\n",
+        "",
+        "run/test_unreadable_payloads.py::test_it_goes_on_from_before_the_step_that_cannot_be_read",
+    ),
+    # promises: the cache of warm-ups is private and verified
+    Fault(
+        "a kept warm-up is open to others",
+        "        path.chmod(0o700 if path.is_dir() else 0o600)",
+        "        path.chmod(0o755 if path.is_dir() else 0o644)",
+        "run/test_warm_starts.py::test_what_is_kept_is_private",
+    ),
+    Fault(
+        "the folder of kept warm-ups stays open to others",
+        "            self.folder.chmod(0o700)\n",
+        "",
+        "run/test_warm_starts.py::test_a_cache_of_another_user_or_open_to_others_is_not_used",
+    ),
+    Fault(
+        "a warm-up that others may write is used",
+        "_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH",
+        "_OTHERS_WRITE = 0",
+        "run/test_warm_starts.py::test_one_that_is_not_as_it_was_written_is_not_used",
+    ),
+    Fault(
+        "a warm-up of another user is used",
+        "    if found.st_uid != os.geteuid():",
+        "    if found.st_uid < 0:",
+        "run/test_warm_starts.py::test_a_cache_of_another_user_or_open_to_others_is_not_used",
+    ),
+    Fault(
+        "a kept warm-up is used unverified",
+        "    verify(folder, warmed.steps)\n",
+        "",
+        "run/test_warm_starts.py::test_one_that_is_not_as_it_was_written_is_not_used",
+    ),
+    Fault(
+        "a kept warm-up has no manifest",
+        "    seal(folder, Position(warmed.steps, 0, 0), threading.Event())\n",
+        "",
+        "run/test_warm_starts.py::test_what_is_kept_is_private",
+    ),
+    Fault(
+        "a damaged warm-up ends the run",
+        '            self.note(f"the warm-up kept in',
+        '            raise ConfigError(f"the warm-up kept in',
+        "run/test_warm_starts.py::test_one_that_is_not_as_it_was_written_is_not_used",
+    ),
 ]

@@ -17,8 +17,10 @@ import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 from faults import FAULTS, Fault
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,8 +52,17 @@ def noticed(fault: Fault, copy: Path) -> tuple[bool, str]:
         return False, f"its tests hung for {LIMIT_S:g} s"
     finally:
         source.write_text(text)
+        end_left(copy)
     told = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
     return done.returncode == FAILED, (told or done.stdout.splitlines() or [done.stderr])[-1][:150]
+
+
+def end_left(copy: Path) -> None:
+    """Kill the processes that the fault let live on: they still have the copy as their working folder."""
+    for process in psutil.process_iter():
+        with suppress(psutil.Error):
+            if process.cwd() == str(copy):
+                process.kill()
 
 
 def work(left: queue.SimpleQueue[Fault], missed: list[str]) -> None:

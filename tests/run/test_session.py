@@ -9,11 +9,16 @@ import sqlite3
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
 
 from tidemill.models.new_model import SIZES, fresh_model
+from tidemill.run import session
+from tidemill.run.recipe import load_recipe
+from tidemill.runtime.workers import keeper
 
 RECIPE = """
 model = "{model}"
@@ -166,3 +171,20 @@ def test_ctrl_c_ends_after_the_step_with_a_checkpoint_and_the_run_goes_on(recipe
     assert after["trained"] == (done + 2) * 4 and after["lost"] == after["trained_twice"] == 0
     notes = [line["text"] for line in lines if line["kind"] == "note"]
     assert not any("recorded steps again" in note for note in notes), "a checkpoint was taken when it was stopped"
+
+
+@pytest.mark.parametrize("kept", [True, False])
+async def test_a_system_where_programs_can_outlive_the_run_is_told_of(tmp_path: Path, monkeypatch, kept: bool):
+    class Begun(Exception): ...
+
+    def begun(model: str) -> None:
+        raise Begun
+
+    notes = list[str]()
+    display: Any = SimpleNamespace(note=notes.append, close=lambda: None)
+    config = load_recipe([], ["placement=inline"], {"run_dir": str(tmp_path / "run"), "model": "new:0.1m", "env": "guess"})
+    monkeypatch.setattr(keeper, "KEEPERS", kept)
+    monkeypatch.setattr(session, "expect_model", begun)
+    with pytest.raises(Begun):
+        await session.run(config, display)
+    assert notes.count(keeper.UNKEPT) == (not kept)

@@ -12,10 +12,12 @@ import pytest
 from tidemill.cli.commands import doctor, selftest
 from tidemill.cli.commands.doctor import DoctorFinding
 from tidemill.core import hardware
+from tidemill.core.types import Score
 from tidemill.engine.engine_kinds import EngineSpec
 from tidemill.engine.native.engine_settings import EngineSettings
 from tidemill.models.new_model import SIZES, fresh_model
 from tidemill.run.roles import build_engine, build_trainer
+from tidemill.runtime.workers import keeper
 from tidemill.trainer.trainer_kinds import TrainerSpec
 from tidemill.trainer.trainer_settings import TrainerSettings
 from tidemill.weight_sync.sync_settings import SyncSettings
@@ -122,3 +124,19 @@ def test_a_scoring_worker_is_needed(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(selftest, "REWARD", "tidemill.envs.rewards.functions:missing")
     found = asyncio.run(selftest.score_once())
     assert found.status == "fail" and "missing" in found.found and found.advice
+
+
+@pytest.mark.parametrize(("kept", "status"), [(True, "ok"), (False, "warn")])
+def test_a_system_where_programs_can_outlive_a_run_is_warned_of(kept: bool, status: str, monkeypatch: pytest.MonkeyPatch):
+    class Pool:
+        def __init__(self, **_: object) -> None: ...
+
+        async def call(self, *_: object, **__: object) -> Score:
+            return Score(1.0)
+
+        async def close(self) -> None: ...
+
+    monkeypatch.setattr(selftest, "RewardPool", Pool)
+    monkeypatch.setattr(keeper, "KEEPERS", kept)
+    found = asyncio.run(selftest.score_once())
+    assert found.status == status and (keeper.UNKEPT in found.found) is not kept
