@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from ledger_cases import assert_same, task
 
 from tidemill.core.types import Finish, Group, InfraError, Score, Trajectory, Version
-from tidemill.ledger import SqliteLedger
+from tidemill.ledger import SqliteLedger, row_formats
 from tidemill.ledger.row_formats import trajectory_rows
 
 LENGTHS = st.tuples(st.integers(0, 5), st.integers(0, 4))  # of the prompt, and of what was sampled after it
@@ -40,14 +41,19 @@ def attempt(number: int, prompt: int, sampled: int) -> Trajectory:
 
 
 @settings(max_examples=60, deadline=None)
-@given(GROUPS)
-def test_every_figure_is_of_its_own_trajectory(shapes: list[list[tuple[int, int]]]) -> None:
+@given(GROUPS, st.sampled_from([1, 12, 1 << 14]))
+def test_every_figure_is_of_its_own_trajectory(shapes: list[list[tuple[int, int]]], piece: int) -> None:
+    """They are summarised in pieces, and inserted several at once."""
     groups, number = [], 0
     for group_id, lengths in enumerate(shapes):
         attempts = [attempt(number + i, *each) for i, each in enumerate(lengths)]
         groups.append(Group(group_id, task(group_id), attempts))
         number += len(lengths)
-    with tempfile.TemporaryDirectory() as folder, SqliteLedger(folder, durability="process") as ledger:
+    with (
+        patch.object(row_formats, "_PIECE", piece),
+        tempfile.TemporaryDirectory() as folder,
+        SqliteLedger(folder, durability="process") as ledger,
+    ):
         for group in groups:
             ledger.admit(group.id, group.task)
             ledger.finish(group)  # the rows of all of them are made at once, by the read

@@ -196,4 +196,4 @@ def _now() -> float:
 
 
 def _share(errors: Sequence[InfraError | None] | deque[InfraError | None]) -> float:
-    return sum(error is not None for error in errors) / max(len(errors), 1)
+    return (len(errors) - errors.count(None)) / max(len(errors), 1)

@@ -16,6 +16,7 @@ from tidemill.core.types import Group, InfraError, Outcome, Score, Task, Traject
 from tidemill.ledger.segments import Location
 
 TEXT_LIMIT = 500  # characters of a reply kept in the index; the payload has the whole reply
+_PIECE = 1 << 14  # tokens summarised at once: for arrays of more the kernel would map new pages again and again
 _strict = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
 _quick = msgspec.json.Encoder()  # also writes NaN and infinity as null
 Judged = Mapping[int, Outcome]  # by attempt
@@ -32,7 +33,9 @@ def task_row(task: Task) -> tuple[str, str, str, str, str]:
 def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[tuple[Any, ...]]:
     """Rows of the table `trajectories`, one for each trajectory of groups with the given locations."""
     found = [(g.id, i, t, at) for g, places in groups for i, (t, at) in enumerate(zip(g.trajectories, places, strict=True))]
-    summaries = _sampled([t for _, _, t, _ in found])
+    trajectories = [t for _, _, t, _ in found]
+    at_once = max(1, _PIECE * len(found) // max(1, sum(len(t.tokens) for t in trajectories)))
+    summaries = [row for i in range(0, len(found), at_once) for row in _sampled(trajectories[i : i + at_once])]
     return [
         (
             *(group, i, t.sample, t.seat, at.segment, at.offset, at.length, at.crc, None),
@@ -48,7 +51,8 @@ def trajectory_rows(groups: Iterable[tuple[Group, Sequence[Location]]]) -> list[
 
 def outcomes_of(group: Group) -> Judged:
     """The outcome of each judged attempt: that of its last trajectory."""
-    return {t.sample: t.outcome for t in group.ends if t.outcome is not None}
+    last = {t.sample: t.outcome for t in group.trajectories}
+    return {sample: outcome for sample, outcome in last.items() if outcome is not None}
 
 
 def outcome_rows(group_id: int, judged: Judged, at: float, judge: str, judgement: int = 0) -> list[tuple[Any, ...]]:
@@ -57,7 +61,8 @@ def outcome_rows(group_id: int, judged: Judged, at: float, judge: str, judgement
     for sample, it in judged.items():
         if isinstance(it, Score):
             parts = figures_json(it.parts, "score") if it.parts else None
-            turns, seats = (as_json([*each], "score") if each else None for each in (it.turns, it.seats))
+            turns = as_json([*it.turns], "score") if it.turns else None
+            seats = as_json([*it.seats], "score") if it.seats else None
             rows.append((group_id, sample, judgement, at, "score", it.value, None, parts, turns, seats, judge))
         else:
             rows.append((group_id, sample, judgement, at, KINDS[type(it)], None, it.reason, None, None, None, judge))
@@ -70,21 +75,17 @@ def _sampled(trajectories: Sequence[Trajectory]) -> list[tuple[int, int | None, 
     All are computed at once, because calls of NumPy on single ones would dominate. Trajectories without a sampled token, or
     without any token, may stand anywhere among them.
     """
-    if not trajectories:
-        return []
+    counts = np.array([np.count_nonzero(t.mask) for t in trajectories], np.int64)
+    some = counts > 0  # for an empty stretch, reduceat would return the element after it
+    if not some.any():
+        return [(0, None, None, None)] * len(trajectories)
     mask = np.concatenate([t.mask for t in trajectories])
     versions = np.concatenate([t.versions for t in trajectories])[mask]
     logprobs = np.concatenate([t.logprobs for t in trajectories])[mask]
-    before = np.concatenate(([0], np.cumsum(mask)))  # [tokens + 1] sampled tokens before each place and before the end
-    ends = before[np.cumsum([len(t.mask) for t in trajectories])]
-    counts = np.diff(ends, prepend=0)
-    some = counts > 0  # for an empty stretch, reduceat would return the element after it
-    starts = (ends - counts)[some]
-    figures = iter(())
-    if len(starts):
-        oldest, newest = np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
-        means = np.add.reduceat(logprobs, starts, dtype=np.float64) / counts[some]
-        figures = zip(oldest.tolist(), newest.tolist(), means.tolist(), strict=True)
+    starts = (np.cumsum(counts) - counts)[some]
+    oldest, newest = np.minimum.reduceat(versions, starts), np.maximum.reduceat(versions, starts)
+    means = np.add.reduceat(logprobs, starts, dtype=np.float64) / counts[some]
+    figures = zip(oldest.tolist(), newest.tolist(), means.tolist(), strict=True)
     return [(n, *next(figures)) if n else (0, None, None, None) for n in counts.tolist()]
 
 
