@@ -123,7 +123,7 @@ def whole_step(g: Given, settings: dict[str, Any], size: int, longest: int, *, s
     algorithm = ConfiguredAlgorithm(AlgorithmSettings.preset(**settings), longest)
     groups = [each for each in _groups(g, size) if algorithm.drop_reason(each) is None]
     rows = algorithm.rows(groups, 0)
-    places = [int(np.flatnonzero(g.groups == row.group)[row.sample]) for row in rows]
+    places = [int(np.flatnonzero(g.groups == row.group)[row.attempt]) for row in rows]
 
     def logprobs(name: str) -> list[Array]:
         return [np.append(np.zeros(PROMPT), g.of(name)[i, : g.lengths[i]]).astype(np.float32) for i in places]

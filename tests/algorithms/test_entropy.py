@@ -7,8 +7,7 @@ import json
 import pytest
 from test_prepare import LONGEST, group, trajectory
 
-from tidemill.algorithms.algorithm_settings import AlgorithmSettings
-from tidemill.algorithms.entropy import adaptive_entropy
+from tidemill.algorithms.algorithm_settings import AlgorithmSettings, adaptive_entropy
 from tidemill.algorithms.prepare_step import ConfiguredAlgorithm
 from tidemill.cli.commands.algorithm_in_force import parts_of
 

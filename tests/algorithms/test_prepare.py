@@ -53,7 +53,7 @@ def test_advantages_and_weights_lie_on_the_sampled_tokens_only():
         np.testing.assert_allclose(sample.advantages, np.where(source.mask, a[i], 0), rtol=1e-6)
         np.testing.assert_allclose(sample.weights, np.where(source.mask, 1 / source.sampled, 0), rtol=1e-6)
         assert sample.advantages.dtype == sample.weights.dtype == np.float32
-        assert (sample.group, sample.sample, sample.loss) == (9, i, "policy")
+        assert (sample.group, sample.attempt, sample.loss) == (9, i, "policy")
         assert sample.tokens is source.tokens and sample.logprobs is source.logprobs
     assert prepared.updates[0].scale == 0.5
     assert prepared.losses["policy"].name == "ppo_clip"

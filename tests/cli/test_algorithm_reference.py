@@ -16,7 +16,7 @@ from algorithm_tables import PAGE, constants_as, page, section, table
 from markdown_it import MarkdownIt
 from test_layers import option_names
 
-from tidemill.algorithms import advantages, corrections, entropy, losses, preferences
+from tidemill.algorithms import advantages, algorithm_settings, corrections, losses, preferences
 from tidemill.algorithms.advantages import USING_GIVEN, Scores, advantage_by_name
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.corrections import Ratios, correction_by_name
@@ -30,7 +30,7 @@ from tidemill.core.types import LossSpec
 DOCS = PAGE.read_text()
 TOOLS = {  # public functions that are no part of an algorithm
     *("advantage_by_name", "correction_by_name", "extras_of", "loss_by_name", "evaluate", "ratio", "correct", "pairs_of"),
-    "kto_baseline",
+    *("kto_baseline", "mismatched", "labelled", "begins_as"),
 }
 GOOD = "A formula.\n\nSource: a paper,\n    2402.03300.\nWhen: often. Or\nnot.\nCost: nothing."
 
@@ -47,7 +47,7 @@ def test_every_public_function_is_in_it_once():
     assert len(set(found)) == len(found)
     public = [
         name
-        for module in (advantages, losses, corrections, preferences, entropy)
+        for module in (advantages, losses, corrections, preferences, algorithm_settings)
         for name, f in vars(module).items()
         if inspect.isfunction(f) and f.__module__ == module.__name__ and not name.startswith("_")
     ]

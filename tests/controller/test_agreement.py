@@ -26,7 +26,7 @@ class Model:
     """The `forward` of a trainer."""
 
     async def forward(self, samples: list[Sample]) -> list[Array]:
-        return [true_logprobs(s.sample, s.temperature) for s in samples]
+        return [true_logprobs(s.attempt, s.temperature) for s in samples]
 
 
 def true_logprobs(row: int, temperature: float) -> Array:
@@ -44,7 +44,7 @@ def step(recorded: Any, *, temperature: float = 1.0, old_rows: int = 0) -> tuple
         versions = np.where(MASK, source.step, -1).astype(np.int32)
         rows.append(Trajectory(TOKENS[i], MASK, logprobs, versions, Finish.STOP, Score(1.0), (source,), i))
         zero = np.zeros(40, np.float32)
-        samples.append(Sample(TOKENS[i], MASK, logprobs, versions, zero, zero, temperature=temperature, group=5, sample=i))
+        samples.append(Sample(TOKENS[i], MASK, logprobs, versions, zero, zero, temperature=temperature, group=5, attempt=i))
     return [Group(5, Task("t", "?"), rows)], samples, [true_logprobs(i, temperature) for i in range(len(TOKENS))]
 
 

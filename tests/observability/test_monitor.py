@@ -188,7 +188,7 @@ async def test_of_two_policies_each_ones_rows_are_probed_and_compared() -> None:
         sources = (Version(0, policy=policy, fingerprint=policy),)
         stamps = np.zeros(2, np.int32)
         attempt = Trajectory(tokens, ones, zero, stamps, Finish.STOP, Score(1.0), sources, sample)
-        return attempt, Sample(tokens, ones, zero, stamps, zero, zero, policy, group=0, sample=sample)
+        return attempt, Sample(tokens, ones, zero, stamps, zero, zero, policy, group=0, attempt=sample)
 
     attempts, samples = zip(*[row(i, "ab"[i % 2]) for i in range(9)], strict=True)
     told, pool, logprobs = Told(), Scorer(), [np.zeros(2, np.float32)] * 9

@@ -30,7 +30,7 @@ def cut(rows, budget):
 def test_the_rows_of_an_attempt_are_never_parted(shapes, budget, seed):
     samples, rng = samples_of(shapes), np.random.default_rng(seed)
     for each in samples:
-        each.sample = int(rng.integers(0, 4))
+        each.attempt = int(rng.integers(0, 4))
     batches = cut(rows_of(samples), budget)
     assert sorted(row.index for rows in batches for row in rows) == list(range(len(samples)))
     names = [{row.attempt for row in rows} for rows in batches]

@@ -28,10 +28,10 @@ HARDEST = ("one row at a time", "four ranks in another order")
 def added(samples, losses, model, budget=WHOLE, ranks=1, exchanged=False, seed=0, critic=None):
     """Each rank's own gradient sums, added as a collective adds them: what the step's one scale is then applied to."""
     order = np.random.default_rng(seed).permutation(len(samples)) if exchanged else np.arange(len(samples))
-    attempts = list(dict.fromkeys((samples[i].group, samples[i].sample) for i in order))  # no rank has half of one
+    attempts = list(dict.fromkeys((samples[i].group, samples[i].attempt) for i in order))  # no rank has half of one
     total = {name: torch.zeros_like(p) for name, p in parameters(model, critic).items()}
     for rank in range(ranks):
-        mine = [samples[i] for i in order if (samples[i].group, samples[i].sample) in attempts[rank::ranks]]
+        mine = [samples[i] for i in order if (samples[i].group, samples[i].attempt) in attempts[rank::ranks]]
         for name, gradient in gradients(mine, model, budget, losses, critic)[0].items():
             total[name] += gradient
     return total

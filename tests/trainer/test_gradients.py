@@ -51,8 +51,8 @@ def test_gradient_is_that_of_a_plain_loop_over_rows(dtype, changes):
 def test_a_sequence_is_all_rows_of_an_attempt(budget):
     """GSPO's ratio over two rows, from its formula; one of them has no advantage, and still moves the ratio."""
     model, rng = decoder(torch.float64), np.random.default_rng(2)
-    first = sample(rng, np.arange(4), 5, group=0, sample=7)
-    second = sample(rng, first.tokens[:6], 3, group=0, sample=7, advantages=np.zeros(9, np.float32))
+    first = sample(rng, np.arange(4), 5, group=0, attempt=7)
+    second = sample(rng, first.tokens[:6], 3, group=0, attempt=7, advantages=np.zeros(9, np.float32))
     other = sample(rng, np.arange(4), 4, group=0)
 
     def loss(*rows):

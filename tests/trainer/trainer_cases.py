@@ -56,7 +56,7 @@ def sample(rng, prompt, sampled, *, group=-1, tool=0, **changes):
         "advantages": np.where(mask, rng.normal(), 0).astype(np.float32),
         "weights": np.where(mask, rng.uniform(0.2, 1), 0).astype(np.float32),
         "group": group,
-        "sample": next(_numbers),  # an attempt of its own
+        "attempt": next(_numbers),  # an attempt of its own
     }
     return Sample(**fields | changes)
 

@@ -29,7 +29,7 @@ from tidemill.engine.native import native_engine
 from tidemill.engine.native import staged_weights as staging
 from tidemill.engine.native.native_engine import NativeEngine
 from tidemill.engine.native.staged_weights import Staging, Weights
-from tidemill.engine.native.weight_updates import Updates
+from tidemill.engine.native.weight_updates import WeightUpdater
 from tidemill.ledger.ledger import SqliteLedger
 from tidemill.models.hf_weights import hf_views
 from tidemill.models.new_model import SIZES, fresh_model
@@ -386,12 +386,12 @@ COMMITS: dict[str, tuple[Callable[[Weights, Weights], Weights], str]] = {
 
 @pytest.mark.parametrize(("name", "in_flight"), across(COMMITS, ("keep", "finish", "recompute")))
 def test_an_engine_that_commits_something_else(tiny: Run, name: str, in_flight: str) -> None:
-    swap, (commit, message) = Updates._swap, COMMITS[name]
+    swap, (commit, message) = WeightUpdater._swap, COMMITS[name]
 
-    def mutated(updates: Updates, staged: Weights) -> None:
+    def mutated(updates: WeightUpdater, staged: Weights) -> None:
         swap(updates, commit(updates.weights, staged) if tiny.sick else staged)
 
-    tiny.monkeypatch.setattr(Updates, "_swap", mutated)
+    tiny.monkeypatch.setattr(WeightUpdater, "_swap", mutated)
     with pytest.raises(PolicyMismatch, match=message):
         tiny.until("shared_memory", engine={"in_flight": in_flight})
     assert_nothing_after(tiny)

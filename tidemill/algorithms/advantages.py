@@ -332,9 +332,8 @@ _AMONG = (grpo, grpo_batch, dr_grpo, rloo, reinforce_pp_baseline, maxrl, opo, gd
 ADVANTAGES: dict[str, Callable[..., Array]] = {f.__name__: f for f in (*_AMONG, *_ALONE)}
 COMPARING = frozenset(f.__name__ for f in _AMONG)  # these compare attempts: a cohort of one trains nothing
 ACROSS_SEATS = frozenset({"leave_one_out_seats"})  # these compare the seats of an attempt: one seat trains nothing
-OVER_THE_STEP = frozenset(
-    {"grpo_batch", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "gae"}
-)  # the others read one group at a time
+# these read all groups of a step, the others one at a time
+OVER_THE_STEP = frozenset({"grpo_batch", "reinforce_pp", "reinforce_pp_baseline", "gdpo", "gae"})
 USING_GIVEN = frozenset({"reinforce_pp", "remax", "gae", "process", "turn_level"})  # the others ignore `given`
 # the field of Scores that must not be None
 NEEDS = {"remax": "greedy", "gae": "values", "turn_level": "turns", "leave_one_out_seats": "of_seats"}

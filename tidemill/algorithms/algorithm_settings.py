@@ -15,7 +15,6 @@ from pydantic import Field, model_validator
 
 from tidemill.algorithms.advantages import ACROSS_SEATS, ADVANTAGES, COMPARING, NEEDS, USING_GIVEN
 from tidemill.algorithms.corrections import CORRECTIONS
-from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import EVERY_PREFERENCE, OF_SCORES, PREFERENCES
 from tidemill.algorithms.presets import LOSS_CONSTANTS, PRESETS
 from tidemill.algorithms.validation import Constants, check_applicable, expect_constants, expect_name
@@ -95,7 +94,7 @@ class CriticSettings(Config):
 
 
 def begins_as(companion: ReferenceSettings | CriticSettings | None, initial: T, named: Callable[[str], T]) -> T | None:
-    """The initial weights of a reference or critic: `initial`, or `named` of its folder.
+    """The first weights of a reference or critic: `initial` or `named(folder)`.
 
     None if it is not configured, or if the critic is a head on the policy's own decoder.
     """
@@ -122,11 +121,22 @@ class OverlongSettings(Config):
         return self
 
 
-class EntropySettings(Config):
-    """The entropy's weight in the loss: a constant such as `0.01`, or `{ target = 0.2 }`.
+def adaptive_entropy(coefficient: float, measured: float, *, target: float, change: float = 0.005) -> float:
+    """The next step's c: c + change where the entropy is below target, else max(0, c - change).
 
-    With a target, the weight changes from step to step.
+    In its own step, c is the weight of the term `entropy` if the entropy is at most target; above it, the weight is 0.
+
+    Source: adaptive entropy control, Skywork-OR1, 2505.22312, from c = 0 with target 0.2 and change 0.005; it states no
+    bound at 0. The measured entropy is the mean of -log mu over the sampled tokens of the step, known before its
+    gradient: an unbiased estimate of the entropy of the sampled distribution.
+    When: exploration is not to end, and no constant weight is right from the first step to the last.
+    Cost: nothing.
     """
+    return max(0.0, coefficient + (change if measured < target else -change))
+
+
+class EntropySettings(Config):
+    """The entropy's weight in the loss: constant, such as `0.01`, or following `{ target = 0.2 }`."""
 
     coefficient: float = Field(
         default=0.0,
@@ -242,14 +252,12 @@ class AlgorithmSettings(Config):
     def tells_tokens_apart(self) -> bool:
         """True if the tokens of one attempt may have different advantages."""
         given = self.advantage in USING_GIVEN and bool(self.kl_in_reward)
-        return given or self.advantage in PER_TOKEN_ADVANTAGES or self.constants.get("gamma", 1.0) != 1.0
+        return given or self.advantage in ("process", "turn_level", "gae") or self.constants.get("gamma", 1.0) != 1.0
 
     @property
     def compares(self) -> bool:
         """True if attempts are compared, so that equal rewards train nothing."""
-        drops = (
-            ".py:" in self.advantage and self.zero_variance == "drop"
-        )  # dropping with a function of one's own says that it compares
+        drops = ".py:" in self.advantage and self.zero_variance == "drop"  # so the user's function compares
         alone = self.preference in PREFERENCES or self.advantage in COMPARING | ACROSS_SEATS or drops
         return alone and not self.distils and not self.kl_in_reward
 
@@ -327,9 +335,6 @@ class AlgorithmSettings(Config):
         return self.model_copy(update=filled)
 
 
-PER_TOKEN_ADVANTAGES = frozenset({"process", "turn_level", "gae"})
-
-
 def _gathered(given: dict[str, Any], kind: type[Config]) -> dict[str, Any]:
     """The settings with all keys that are no setting moved into `constants`."""
     known, constants = dict[str, Any](), given.get("constants", {})
@@ -350,10 +355,7 @@ EVERY_CONSTANT = {name for own in (*LOSS_CONSTANTS.values(), *map(constants_of, 
 
 
 def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
-    """The given values over the preset's values over the chosen functions' defaults.
-
-    If a function of the preset is replaced by another one, its constants are dropped with it.
-    """
+    """The given values over the preset's over the chosen functions' defaults."""
     preset = PRESETS[given["name"]]
     names = [given.get(key, "") for key in ("loss", "advantage", "preference")]
     if not all(isinstance(name, str) for name in names) or not isinstance(given["constants"], dict):
@@ -362,6 +364,7 @@ def _with_defaults(given: dict[str, Any]) -> dict[str, Any]:
     own: Constants = dict(LOSS_CONSTANTS.get(chosen["loss"], {}))
     table, name = (EVERY_PREFERENCE, chosen["preference"]) if chosen["preference"] else (ADVANTAGES, chosen["advantage"])
     own |= {key: value for key, value in (_taken(table, name) or {}).items() if value is not None}
+    # constants of the preset's functions go with them when one is replaced
     changed = any(chosen.get(key) != preset.get(key, "") for key in ("loss", "advantage", "preference"))
     kept = {k: v for k, v in preset.get("constants", {}).items() if k in own or not changed}
     for table_of in ("reference", "critic"):

@@ -159,19 +159,12 @@ WITHOUT_OLD = frozenset({"age"})  # the others are 1 everywhere unless p_hat is 
 
 
 def correction_by_name(name: str, constants: dict[str, float]) -> Correction:
-    """The correction of this name, or FILE.py:function, with its constants bound.
-
-    Raises ValueError for an unknown name or constant.
-    """
+    """The correction of this name, or FILE.py:function, with constants bound. ValueError if unknown."""
     return bound("correction", name, constants, CORRECTIONS)
 
 
 def correct(x: Ratios, corrections: Sequence[Correction]) -> tuple[Array, Metrics]:
-    """([M] the product of all factors, metrics of their effect).
-
-    Metrics: the mean factor, the share of tokens dropped, and the effective share of the tokens, (sum w)^2 / (M sum
-    w^2).
-    """
+    """([M] the product w of all factors, metrics: mean w, share dropped, (sum w)^2 / (M sum w^2))."""
     factors = np.ones(len(x.behaviour))
     for each in corrections:
         own = np.asarray(each(x), np.float64)

@@ -318,8 +318,7 @@ PROPORTIONAL = frozenset(f.__name__ for f in (*_ON_OLD, *_ON_MU))  # proportiona
 def loss_by_name(spec: LossSpec) -> LossFunction:
     """spec.weight * (the loss with its constants bound + each loss of spec.also, made likewise).
 
-    Metrics are not weighed; one of `also` whose name an earlier loss has taken goes by "LOSS/metric". ValueError for an
-    unknown name or a constant that it does not take.
+    Metrics are not weighed; one of `also` whose name is taken goes by "LOSS/metric". ValueError for what is unknown.
     """
     own = by_name("loss", spec.name, spec.params, LOSSES)
     if not spec.also and spec.weight == 1:

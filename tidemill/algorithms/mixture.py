@@ -32,7 +32,7 @@ class Mixture:
     """An `Algorithm` that gives each environment's groups to that environment's algorithm."""
 
     def __init__(self, algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> None:
-        """algorithms: by environment, see `check_mixture`. Raises ValueError for functions that do not load."""
+        """algorithms: by environment. Raises ValueError for functions that do not load."""
         self._parts = {name: ConfiguredAlgorithm(settings, max_tokens) for name, settings in algorithms.items()}
 
     @property
@@ -83,10 +83,7 @@ class Mixture:
 
 
 def algorithm_of(algorithms: Mapping[str, AlgorithmSettings], max_tokens: int) -> ConfiguredAlgorithm | Mixture:
-    """The algorithm of a run, made from those of its environments.
-
-    Raises ValueError for functions that cannot be loaded.
-    """
+    """The algorithm of a run. Raises ValueError for functions that cannot be loaded."""
     if set(algorithms) == {COMMON}:
         return ConfiguredAlgorithm(algorithms[COMMON], max_tokens)
     return Mixture(algorithms, max_tokens)
@@ -131,10 +128,7 @@ def _called(name: str) -> str:
 
 
 def _merged(parts: Mapping[str, Metrics]) -> Metrics:
-    """Metrics of the step: counts are summed, means are weighted by samples.
-
-    Each algorithm's own metrics follow under its environment's name.
-    """
+    """Metrics of the step: sums, and means weighted by samples; then each algorithm's own."""
     merged = Metrics()
     for key in dict.fromkeys(key for each in parts.values() for key in each):
         having = [each for each in parts.values() if key in each]

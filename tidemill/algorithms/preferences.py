@@ -3,19 +3,23 @@
 A preference loss is a function of sums of log pi over sequences. Its gradient is therefore the sum over sequences of
 -A * grad log pi(y), with A = -dLoss / d log pi(y), computed from log pi at the start of the step. A is put on every
 token of its sequence, under the loss `reinforce` (-A log pi), summed over tokens; divided by p, that is the gradient of
-the mean over p pairs. It is exact for the weights at the start of the step, so a step is one update.
+the mean over p pairs. It is exact for the weights at the start of the step, so a step is one update. `labelled` is KTO's
+course, from single replies: rows, and each prompt with the next one's reply -> z, the mean of their log(pi / pi_ref).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from tidemill.core.types import Array
+from tidemill.algorithms.advantages import Scores
+from tidemill.algorithms.token_rows import POLICY, REFERENCE, Logprobs
+from tidemill.core.types import Array, Metrics, Sample
 
+GOOD = 0.5  # a reply with a higher score is good
 CERTAIN = -1e-6  # a mean logprob above it counts as this: the log odds of p = 1 are infinite
 
 
@@ -128,11 +132,52 @@ def kto(
 
 
 def kto_baseline(logprobs: Array, reference: Array) -> float:
-    """max(0, mean of log(pi / pi_ref)) over mismatched answers; 0 if there are none.
-
-    logprobs, reference: sums over tokens, of answers put after another answer's prompt.
-    """
+    """max(0, mean of log(pi / pi_ref)) over mismatched answers' sums; 0 without any."""
     return max(0.0, float(np.mean(np.asarray(logprobs, np.float64) - reference))) if len(logprobs) else 0.0
+
+
+def mismatched(attempts: Sequence[Sequence[Sample]]) -> list[list[Sample]]:
+    """Rows of each attempt's prompt with the next attempt's replies; the last one takes the first's."""
+    return [_after(own[0], other) for own, other in zip(attempts, [*attempts[1:], *attempts[:1]], strict=True)]
+
+
+def _after(own: Sample, attempt: Sequence[Sample]) -> list[Sample]:
+    """The rows of an attempt after another's prompt; each loses its own prompt."""
+    names = ("tokens", "mask", "logprobs", "versions", "advantages", "weights")  # the other arrays are about sampling
+    begin, start, prompt = int(own.predicted.argmax()), int(attempt[0].predicted.argmax()), attempt[0].tokens
+    found = []
+    for row in attempt:
+        cut = start if np.array_equal(row.tokens[:start], prompt[:start]) else int(row.predicted.argmax())
+        both = {name: np.concatenate((getattr(own, name)[:begin], getattr(row, name)[cut:])) for name in names}
+        found.append(replace(own, **both, extras={}))
+    return found
+
+
+def labelled(
+    preference: Callable[..., Unpaired],
+    scores: Scores,
+    policy: Array,
+    reference: Array | None,
+    beside: tuple[Sequence[Sample], Logprobs, Array],
+) -> tuple[Array, Metrics]:
+    """(advantages [M] under a preference of `UNPAIRED`, metrics).
+
+    policy, reference: logprobs [M] of the rows. beside: the mismatched rows, their logprobs, and each attempt's number.
+    """
+    assert reference is not None
+    (others, theirs, counts), good = beside, scores.rewards > GOOD
+    starts = np.cumsum(counts) - counts
+    pi, ref = (
+        np.add.reduceat([v[row.predicted].sum(dtype=np.float64) for row, v in zip(others, theirs[who], strict=True)], starts)
+        for who in (POLICY, REFERENCE)
+    )
+    z = kto_baseline(pi, ref)
+    found = preference(scores.per_attempt(policy), scores.per_attempt(reference), good, z)
+    told: Metrics = {"preference_loss": float(found.loss.mean()), "kto_baseline": z}
+    told["preference_accuracy"] = float((found.margin > 0).mean())
+    if good.any() and not good.all():
+        told["margin"] = float(found.reward[good].mean() - found.reward[~good].mean())
+    return scores.spread(found.advantages), told
 
 
 def bradley_terry(x: Pairs, *, margin: Array | float = 0.0, centre: float = 0.0) -> Preference:

@@ -30,8 +30,7 @@ from tidemill.algorithms.advantages import (
 from tidemill.algorithms.algorithm_settings import AlgorithmSettings
 from tidemill.algorithms.attempts import Attempt, Attempts, baseline, by_seat, by_turn, longest_reply
 from tidemill.algorithms.corrections import CORRECTIONS, SELECTING, Ratios, correct, correction_by_name
-from tidemill.algorithms.labels import apart, labelled, mismatched
-from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, pairs_of
+from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED, Pairs, labelled, mismatched, pairs_of
 from tidemill.algorithms.reductions import reduction
 from tidemill.algorithms.token_rows import CRITIC, POLICY, REFERENCE, Logprobs, by_row, ended, filled, flat, row_of
 from tidemill.core.attempt_checks import expect_one_outcome
@@ -78,27 +77,21 @@ class ConfiguredAlgorithm:
 
     @property
     def by_group(self) -> bool:
-        """True if each group can be prepared alone with the same result, and the step is one update.
-
-        For a user's own function it is False, because nothing is known of it.
-        """
+        """True if each group can be prepared alone with the same result, and the step is one update."""
         s = self.settings
         if s.preference or s.entropy.target is not None or s.updates.count > 1:
             return False
         corrections = {each.name for each in s.corrections}
+        # nothing is known of a user's own function
         return s.advantage in ADVANTAGES.keys() - OVER_THE_STEP and corrections <= CORRECTIONS.keys() - SELECTING
 
     def recall(self, recorded: Callable[[int], Metrics], tell: Callable[[str], None] | None = None) -> None:
-        """Set the source of metrics of steps that an earlier process did, from which the entropy weight goes on.
-
-        tell: shows a sentence to the user.
-        """
+        """Set the source of earlier processes' metrics (for the entropy weight), and what shows the user a sentence."""
         self._recorded, self._tell = recorded, tell
 
     def drop_reason(self, group: Group) -> str | None:
         """ "unscored" (nothing to train on) or "zero-variance" for a group without a gradient; else None."""
-        attempts = list(self._attempts([group]))
-        if not attempts:
+        if not (attempts := list(self._attempts([group]))):
             return "unscored"
         if self.settings.zero_variance == "drop" and not self._told_apart(self._scores(attempts)).any():
             return "zero-variance"
@@ -126,11 +119,13 @@ class ConfiguredAlgorithm:
         """
         s, attempts = self.settings, list(self._attempts(groups))
         counts = np.array([len(self._trained(each)) for each in attempts], np.int64)  # rows of each attempt
-        (rows, logprobs), beside = apart(rows, logprobs, int(counts.sum()))
+        own = int(counts.sum())  # mismatched rows follow
+        beside = rows[own:], {who: values[own:] for who, values in logprobs.items()}, np.roll(counts, -1)
+        rows, logprobs = rows[:own], {who: values[:own] for who, values in logprobs.items()}
         known, earned = _Known.of(rows, logprobs), self._scores(attempts)
         told_apart = {each.group.id for each, differs in zip(attempts, self._told_apart(earned), strict=True) if differs}
         scores = earned if self._preference else self._with_known(earned, known)
-        advantages, counted, found = self._credited(scores, attempts, known, (*beside, np.roll(counts, -1)))
+        advantages, counted, found = self._credited(scores, attempts, known, beside)
         lags = flat(rows, [step - row.versions for row in rows]).astype(np.int64)
         ratios = Ratios(known.old, known.behaviour, advantages, scores.lengths, lags)
         factors, corrected = correct(ratios, self._corrections)
@@ -157,15 +152,11 @@ class ConfiguredAlgorithm:
         return PreparedStep(samples, {POLICY: s.loss_spec(weight)}, updates, metrics | measured)
 
     def _with_known(self, scores: Scores, known: _Known) -> Scores:
-        """The scores with the KL penalty taken off the rewards, and with the critic's values.
-
-        The penalty is put at its tokens if the advantage reads rewards there; else its sum is taken off each attempt's
-        reward.
-        """
+        """The scores with the KL penalty taken off the rewards, and with the critic's values."""
         s = self.settings
         if s.kl_in_reward and known.against is not None:
             penalty = -s.kl_in_reward * known.against
-            if s.advantage in USING_GIVEN:
+            if s.advantage in USING_GIVEN:  # else the attempt's reward pays the sum
                 scores = replace(scores, given=penalty if scores.given is None else scores.given + penalty)
             else:
                 scores = replace(scores, rewards=scores.rewards + scores.per_attempt(penalty))
@@ -174,10 +165,7 @@ class ConfiguredAlgorithm:
     def _credited(
         self, scores: Scores, attempts: Attempts, known: _Known, beside: tuple[Sequence[Sample], Logprobs, Array]
     ) -> tuple[Array, Array, Metrics]:
-        """(advantages [M], [n] bool: attempts that count for the reduction, metrics).
-
-        beside: the mismatched rows, see `labelled`.
-        """
+        """(advantages [M], [n] bool: attempts that count for the reduction, metrics)."""
         s, against = self.settings, known.against
         every = np.ones(len(attempts), bool)
         if self._preference in UNPAIRED:
@@ -198,10 +186,7 @@ class ConfiguredAlgorithm:
         return advantages, counted, found
 
     def _entropy(self, step: int, behaviour: Array) -> tuple[float, Metrics]:
-        """(the entropy's weight in this step, metrics that the next step's weight follows from).
-
-        There are no such metrics unless the entropy has a target.
-        """
+        """(the entropy's weight in this step, metrics that the next step's follows from)."""
         s = self.settings.entropy
         if s.target is None or not len(behaviour):
             return s.coefficient, {}
@@ -255,10 +240,7 @@ class ConfiguredAlgorithm:
             lengths=np.array([1 if s.scores else each.learnt for each in attempts], np.int64),
             parts=parts_of(each.end for each in attempts),
             greedy=np.array([baseline(each.group) for each in attempts], np.float64) if s.wants_greedy else None,
-            given=given,
-            turns=turns,
-            seats=seats,
-            of_seats=of_seats,
+            **{"given": given, "turns": turns, "seats": seats, "of_seats": of_seats},
         )
 
     def _told_apart(self, scores: Scores) -> Array:
@@ -275,10 +257,9 @@ class ConfiguredAlgorithm:
     def _preferred(
         self, scores: Scores, siblings: Array, policy: Array, reference: Array | None
     ) -> tuple[Array, Array, Metrics]:
-        """(advantages [M], [n] bool: attempts in a pair, metrics) from each cohort's best and worst attempt.
+        """(advantages [M], [n] bool: attempts in a pair, metrics) of pairs in each cohort.
 
-        The others get 0. Advantages are twice those of the pair's loss, because the mean over pairs is taken as a mean
-        over the attempts in them. siblings: the attempts' numbers [n], so that ties are always broken in the same way.
+        siblings: the attempts' numbers [n], so that ties are always broken in the same way.
         """
         chosen, rejected = pairs_of(scores.rewards, scores.cohorts, siblings)
         sums, lengths = scores.per_attempt(policy), scores.lengths
@@ -288,6 +269,7 @@ class ConfiguredAlgorithm:
             pairs = replace(pairs, chosen_reference=known[chosen], rejected_reference=known[rejected])
         found = (PREFERENCES | OF_SCORES)[self._preference](pairs, **self.settings.constants_for("preference"))
         of_attempt = np.zeros(len(lengths))
+        # twice, because the mean over pairs is taken as one over the attempts in them
         of_attempt[chosen], of_attempt[rejected] = 2 * found.chosen, 2 * found.rejected
         metrics: Metrics = {"pairs": float(len(chosen))}
         if len(chosen):
@@ -330,10 +312,7 @@ def _minibatches(prompts: Array, count: int) -> Iterator[slice]:
 
 
 def _of_values(values: Array, target: Array) -> Metrics:
-    """Metrics of a critic: its mean value, and 1 - Var(R - V) / Var(R), the explained variance.
-
-    The latter is at most 1, and 0 for a critic that knows no more than a constant.
-    """
+    """Metrics of a critic: its mean value, and 1 - Var(R - V) / Var(R)."""
     if not len(target):
         return {}
     spread = float(target.var())

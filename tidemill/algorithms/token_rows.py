@@ -1,8 +1,6 @@
 """Rows for the trainer, and conversion between per-row arrays and flat arrays of tokens.
 
-    a trajectory -> row_of -> its row;  [T] of each row -> flat -> [M], of the trained tokens -> by_row -> [T] of each row
-
-The meaning of the numbers plays no role here.
+a trajectory -> row_of -> its row;  [T] of each row -> flat -> [M], of the trained tokens -> by_row -> [T] of each row
 """
 
 from __future__ import annotations
@@ -18,15 +16,9 @@ POLICY, REFERENCE, CRITIC = "policy", "reference", "critic"
 Logprobs = Mapping[str, Sequence[Array]]
 """Policy name ("policy", "reference") -> [T] logprobs of each row; "critic" -> its values."""
 
-Measured = tuple[Sequence[Sample], Logprobs]
-"""Rows and their logprobs."""
-
 
 class ByAttempt:
-    """Base of arrays over M tokens of n attempts; converts between per-attempt and per-token.
-
-    Tokens are stored attempt after attempt, and those of one attempt row after row.
-    """
+    """Base of arrays over M tokens of n attempts, stored attempt after attempt and row after row."""
 
     __slots__ = ()
     lengths: Array  # [n] int64, >= 1
@@ -48,16 +40,14 @@ class ByAttempt:
 def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
     """The trainer's row of a trajectory, without advantages and weights yet.
 
-    step: if given, the row holds each token's lag. Raises ValueError for a greedy sample, which has no logprob to train
-    on.
+    step: for each token's lag. Raises ValueError for a greedy sample, which has no logprob to train on.
     """
     if trajectory.temperature <= 0:
         raise ValueError(
             f"group {group.id} was sampled at temperature {trajectory.temperature}: greedy tokens have no logprob "
             "to train on; sample at a temperature > 0"
         )
-    mask, nothing = trajectory.mask, np.zeros(trajectory.tokens.shape, np.float32)
-    given = trajectory.given
+    mask, given, nothing = trajectory.mask, trajectory.given, np.zeros(trajectory.tokens.shape, np.float32)
     return Sample(
         tokens=trajectory.tokens,
         mask=mask,
@@ -71,7 +61,7 @@ def row_of(group: Group, trajectory: Trajectory, step: int | None) -> Sample:
         lags=None if step is None else np.where(mask, step - trajectory.versions, 0).astype(np.int32),
         support=trajectory.support,
         group=group.id,
-        sample=trajectory.sample,
+        attempt=trajectory.sample,
         extras=trajectory.extras,
     )
 

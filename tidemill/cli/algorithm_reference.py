@@ -17,8 +17,8 @@ from typing import Any
 
 from tidemill.algorithms import advantages
 from tidemill.algorithms.advantages import ADVANTAGES
+from tidemill.algorithms.algorithm_settings import adaptive_entropy
 from tidemill.algorithms.corrections import CORRECTIONS
-from tidemill.algorithms.entropy import adaptive_entropy
 from tidemill.algorithms.preferences import OF_SCORES, PREFERENCES, UNPAIRED
 from tidemill.algorithms.presets import LOSS_CONSTANTS
 from tidemill.algorithms.reductions import REDUCTIONS

@@ -331,7 +331,7 @@ class Sample:
     lags: Array | None = None  # [T] int32  updates since the weights that sampled it, if the loss reads that; else 0
     support: Support | None = None  # rows align with the masked positions: logprobs are of the distribution over these ids
     group: int = -1
-    sample: int = 0
+    attempt: int = 0  # `Trajectory.sample`
     extras: TokenExtras = field(default_factory=dict)  # [T, *shape] each: see `token_extras`
 
     @property

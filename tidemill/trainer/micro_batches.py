@@ -47,7 +47,7 @@ class BatchRow:
     def attempt(self) -> tuple[int, int]:
         """Equal for the rows of one attempt; a row that names no group is an attempt of its own."""
         sample = self.sample
-        return (sample.group, sample.sample) if sample.group >= 0 else (-1, self.index)
+        return (sample.group, sample.attempt) if sample.group >= 0 else (-1, self.index)
 
 
 Unit = Sequence[BatchRow]

@@ -130,7 +130,7 @@ def test_a_run_trains_on_nothing_but_scores(tmp_path, monkeypatch, capsys):
             pools.append(self)
 
     async def forward_backward(self, samples, losses):
-        trained.extend((sample.group, sample.sample) for sample in samples)
+        trained.extend((sample.group, sample.attempt) for sample in samples)
         return await real(self, samples, losses)
 
     real = NativeTrainer.forward_backward

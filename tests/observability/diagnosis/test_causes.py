@@ -144,7 +144,7 @@ def test_lag_zero_is_of_this_very_version_and_of_all_of_an_attempt() -> None:
     rows = [row(0, now), row(1, earlier), row(2, Version(3), now), row(3, now), row(3, earlier)]  # 3: two seats
     zero = np.zeros(2, np.float32)
     samples = [
-        Sample(zero.astype(np.int32), np.ones(2, bool), zero, zero.astype(np.int32), zero, zero, group=7, sample=i)
+        Sample(zero.astype(np.int32), np.ones(2, bool), zero, zero.astype(np.int32), zero, zero, group=7, attempt=i)
         for i in range(4)
     ]
     assert lag_zero([Group(7, Task("t", "?"), rows)], samples, now) == [True, False, False, False]

@@ -51,7 +51,7 @@ from tidemill.engine.native.request_table import RequestTable
 from tidemill.engine.native.runner import Output, Probed, UnderWay, launch, run
 from tidemill.engine.native.scheduler import Plan, Scheduler, Sequence
 from tidemill.engine.native.staged_weights import Staging, serve
-from tidemill.engine.native.weight_updates import Updates
+from tidemill.engine.native.weight_updates import WeightUpdater
 from tidemill.models.decoder import Decoder
 from tidemill.models.weight_slices import Receiver
 from tidemill.observability.process_memory import PeakMemory
@@ -104,7 +104,7 @@ class NativeEngine:
         self._requests = RequestTable(self._scheduler)  # everything that waits or runs
         self._episodes = KeptConversations()
         self._activity, self._cores = Activity(), cores or Cores()
-        self._updates = Updates(
+        self._updates = WeightUpdater(
             weights,
             staging,
             self._scheduler,

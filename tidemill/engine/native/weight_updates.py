@@ -30,7 +30,7 @@ from tidemill.models.piecewise import Work, at_once
 T = TypeVar("T")
 
 
-class Updates:
+class WeightUpdater:
     """The served weights, and their change."""
 
     def __init__(

@@ -146,4 +146,4 @@ def lag_zero(groups: Sequence[Group], samples: Sequence[Sample], *versions: Vers
     present, matched = [(version,) for version in versions], dict[tuple[int, int, str], bool]()
     for key, sources in (((g.id, t.sample, t.policy), t.sources) for g in groups for t in g.trajectories):
         matched[key] = matched.get(key, True) and sources in present
-    return [matched.get((s.group, s.sample, s.policy), False) for s in samples]
+    return [matched.get((s.group, s.attempt, s.policy), False) for s in samples]
