@@ -20,9 +20,8 @@ from tidemill.models.architecture import Architecture
 from tidemill.models.decoder import Decoder
 from tidemill.models.tokenizer import character_tokenizer
 from tidemill.models.value_model import ValueModel
-from tidemill.trainer.critic import Critic
+from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.reference_policy import Reference
 from tidemill.trainer.trainer_settings import TrainerSettings
 
 TOKENIZER = character_tokenizer("abcdefgh=\n")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tidemill.models import fingerprint as module
-from tidemill.models.fingerprint import Fingerprint, fingerprint, tensor_sums, word_sum
+from tidemill.models.fingerprint import Fingerprint, fingerprint, word_sum
 from tidemill.models.kernels.cpu import thread_thresholds
 from tidemill.models.kernels.library import native
 from tidemill.models.weight_slices import Slice
@@ -26,6 +28,13 @@ def random_key(number: int) -> int:
     x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ (x >> 27)) * 0x94D049BB133111EB % 2**64
     return (x ^ (x >> 31)) | 1
+
+
+def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
+    total = Fingerprint()
+    for piece in slices:
+        total.add(piece)
+    return total.sums()
 
 
 def python_sum(tensor: torch.Tensor) -> int:

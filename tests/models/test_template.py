@@ -18,9 +18,8 @@ from tidemill.core.types import Group, SamplingParams, Score, Task
 from tidemill.envs.chat import EpisodeChat, rollout_seeds
 from tidemill.envs.episode_worker import _message
 from tidemill.models.architecture import Architecture
-from tidemill.models.chat_template import end_of_turn
+from tidemill.models.chat_template import as_messages, end_of_turn
 from tidemill.models.conversations import check_prompts, completion_of, conversation, prompt_tokens, renderer
-from tidemill.models.messages import as_messages
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.tokenizer import character_tokenizer, stop_ids
 from tidemill.observability.metrics import StepMetrics

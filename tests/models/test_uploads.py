@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tidemill.models import uploads
-from tidemill.models.uploads import Uploads
+from tidemill.models.kernels.cuda import transfers
+from tidemill.models.kernels.cuda.transfers import Uploads
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_what_is_copied_is_what_was_given(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "DEVICE_PIECE_BYTES", 4096)
+    monkeypatch.setattr(transfers, "DEVICE_PIECE_BYTES", 4096)
     copies, room, pairs = Uploads(torch.device(device)), torch.empty(0), []
     for number in range(20):
         dtype = (torch.float32, torch.bfloat16, torch.uint8)[number % 3]

@@ -15,7 +15,7 @@ from tidemill.core.types import LossSpec
 from tidemill.models.attention import packed_attention
 from tidemill.models.value_model import ValueModel
 from tidemill.trainer import training_pass
-from tidemill.trainer.critic import Critic
+from tidemill.trainer.companions import Critic
 from tidemill.trainer.native_trainer import NativeTrainer
 from tidemill.trainer.trainer_settings import TrainerSettings
 

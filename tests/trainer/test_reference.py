@@ -11,8 +11,8 @@ from trainer_cases import LOSSES, batch, decoder
 
 from tidemill.core.errors import CheckpointError
 from tidemill.models.decoder import Decoder
+from tidemill.trainer.companions import Reference
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.reference_policy import Reference
 from tidemill.trainer.trainer_settings import TrainerSettings
 
 SETTINGS = TrainerSettings(lr=1e-2)

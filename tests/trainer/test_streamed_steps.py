@@ -45,7 +45,7 @@ async def stepped(name: str, parts: list[slice]) -> tuple[dict[str, torch.Tensor
     settings = TrainerSettings(lr=1e-2, micro_batch_tokens=24, device="cpu")
     reference = None
     if "reference" in SETTINGS[name]:
-        from tidemill.trainer.reference_policy import Reference
+        from tidemill.trainer.companions import Reference
 
         reference = Reference(copy.deepcopy(model))
     trainer = NativeTrainer(model, settings, steps=1, reference=reference)

@@ -22,9 +22,8 @@ from tidemill.algorithms.token_rows import POLICY
 from tidemill.core.errors import ConfigError
 from tidemill.core.interfaces import Algorithm, Trainer
 from tidemill.core.types import Array, Finish, Group, Metrics, Sample, Score, Task, Trajectory
-from tidemill.models.chat_template import Message, Messages
+from tidemill.models.chat_template import Message, Messages, Turn, as_messages, is_message, text_of
 from tidemill.models.conversations import conversation, too_long, unknown_token
-from tidemill.models.messages import Turn, as_messages, is_message, text_of
 from tidemill.models.tokenizer import Tokenizer
 
 # metrics of `prepare` that are reported for held-out rows

@@ -36,7 +36,7 @@ from tidemill.envs.episode_protocol import (
     Withdraw,
 )
 from tidemill.envs.tasks import DEEPEST
-from tidemill.models.messages import is_message
+from tidemill.models.chat_template import is_message
 from tidemill.runtime.workers import serve_tasks
 from tidemill.runtime.workers.worker_setup import Channel
 

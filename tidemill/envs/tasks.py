@@ -14,7 +14,7 @@ from tidemill.core.errors import ConfigError
 from tidemill.core.seeding import derive_seed
 from tidemill.core.types import Task
 from tidemill.envs.trl_rows import with_prompt
-from tidemill.models.messages import is_message
+from tidemill.models.chat_template import is_message
 
 Splits = Mapping[str, Sequence[Task]]
 DEEPEST = 100  # levels of nesting in a task's data, which later code reads recursively

@@ -14,16 +14,9 @@ from tidemill.core.errors import CodecError, UnsupportedModel
 from tidemill.core.serialization import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
-_FILES = (
-    SINGLE,
-    INDEX,
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "tokenizer.model",
-)
-_FILES += ("special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt", "chat_template.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER_FILES += ("vocab.json", "merges.txt", "tokenizer.model", "chat_template.jinja", "chat_template.json")
+OTHER_FILES = ("config.json", "generation_config.json", INDEX)
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 MOST = {  # the largest accepted numbers: a config.json from elsewhere must not decide how much memory is taken
     "vocab_size": 1 << 22,
@@ -134,16 +127,13 @@ class Architecture:
 
 
 def expect_files(folder: Path) -> None:
-    """Raise UnsupportedModel unless each of a model's files that exists is a regular file.
+    """Raise UnsupportedModel for an adapter, or a model's file that is not a regular file.
 
-    Reading a pipe or device would wait without end, and a dangling link would be passed over. An adapter is refused as
-    well.
+    Reading a pipe or device would wait without end, and a dangling link would be passed over.
     """
-    for path in (*(folder / name for name in _FILES), *folder.glob("*.safetensors")):
+    for path in (*(folder / name for name in (SINGLE, *OTHER_FILES, *TOKENIZER_FILES)), *folder.glob("*.safetensors")):
         if (path.exists() or path.is_symlink()) and not path.is_file():
-            what = (
-                "a link to what is not there" if not path.exists() else "a folder" if path.is_dir() else "a pipe or device"
-            )
+            what = "a folder" if path.is_dir() else "a pipe or device" if path.exists() else "a link to what is not there"
             raise UnsupportedModel(f"{path} is {what}: expected a file; save or copy the model again")
     if (folder / "adapter_config.json").exists():
         raise UnsupportedModel(f"{folder} holds an adapter (adapter_config.json): merge it into the model, or remove it")
@@ -206,11 +196,8 @@ _ROPE_NEEDS = {
 
 
 def _rope(raw: dict[str, Any]) -> tuple[float, float, Llama3Rope | None]:
-    """(theta, linear factor, llama3 scaling) of the rotary embedding.
-
-    They come from `rope_parameters`, or from the older `rope_theta` and `rope_scaling`. If both are given,
-    `rope_scaling` wins, as in transformers.
-    """
+    """(theta, linear factor, llama3 scaling) of the rotary embedding."""
+    # the older key wins where both are given, as in transformers
     rope = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
     if not isinstance(rope, dict):
         raise UnsupportedModel(f"config.json: rope_scaling = {rope!r:.80}: expected an object")

@@ -23,8 +23,17 @@ import numpy as np
 
 from tidemill.core.errors import ConfigError, TemplateRewritesHistory
 from tidemill.core.types import Array, Task
-from tidemill.models.chat_template import Messages, Span, end_of_turn, render
-from tidemill.models.messages import Turn, as_messages, assistant, half_character, text_of
+from tidemill.models.chat_template import (
+    Messages,
+    Span,
+    Turn,
+    as_messages,
+    assistant,
+    end_of_turn,
+    half_character,
+    render,
+    text_of,
+)
 from tidemill.models.reply_spans import Rendering, reply_spans
 from tidemill.models.tokenizer import Tokenizer
 from tidemill.models.turn_renderers import PlainRenderer, Renderer, TemplateRenderer, content_of, first, lines

@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint as recompute
 
 from tidemill.models.architecture import Architecture
+from tidemill.models.kernels.cpu.decode_pass import MATRICES, NORMS, DecodingWeights
 from tidemill.models.kernels.cpu.trained_kernels import Deferred, as_tensor, layer_kernels
+from tidemill.models.kernels.library import native
 from tidemill.models.kernels.rotation import Rotation
 from tidemill.models.piecewise import Work
 from tidemill.models.served_linear import NARROW, Linear, Packed
@@ -95,10 +97,7 @@ class Layer(nn.Module):
         return Rotation(cos, sin, self.heads, self.kv_heads, (self.q_norm.weight, self.k_norm.weight), eps=self.q_norm.eps)
 
     def _rotated(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries [N, H, E], keys [N, K, E], values [N, K, E]) of `heads` [N, H + 2K, E].
-
-        Queries and keys are normed and rotated.
-        """
+        """(queries [N, H, E], keys [N, K, E], both rotated, values [N, K, E]) of `heads` [N, H + 2K, E]."""
         cos, sin = how.cos, how.sin
         if (compiled := layer_kernels(heads, cos, *(how.norms or ()))) is not None:
             return compiled.rotate(heads, how)
@@ -124,10 +123,7 @@ class Decoder(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """Convert the module, as `to`, `cuda` and `bfloat16` do; the rotary frequencies stay float32.
-
-        In a narrower dtype, far positions would blur.
-        """
+        """Convert the module, as `to` does; the rotary frequencies stay float32, or far positions would blur."""
         super()._apply(fn, recurse)
         for _, _, packed in self.packed():
             packed.numbers = None
@@ -135,10 +131,7 @@ class Decoder(nn.Module):
         return self
 
     def packing(self) -> Work[None]:
-        """Pack every matrix a second time, for products without a gradient (`served_linear`).
-
-        The packed copies are valid until the weights change.
-        """
+        """Pack every matrix for products without a gradient, valid until the weights change."""
         for _, weight, packed in self.packed():
             yield from packed.packing(weight)
 
@@ -175,10 +168,7 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] in float32 (float64 for float64 weights).
-
-        The head is where low precision costs most.
-        """
+        """Logits [N, V] in float32 (float64 for float64 weights): low precision costs most here."""
         wide = torch.promote_types(self.head_weight.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(wide), self.head_weight.to(wide))
@@ -190,10 +180,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Set random weights: normal(0, std), norms 1, biases 0.
-
-        Output projections are scaled down by depth, as in GPT-2.
-        """
+        """Set random weights: normal(0, std), output projections less by depth as in GPT-2; norms 1, biases 0."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -209,10 +196,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def _product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype in which a product reads x: bfloat16 if autocast narrows to it, else x's own.
-
-    Autocast itself narrows to other dtypes.
-    """
+    """The dtype in which a product reads x: bfloat16 if autocast narrows to it, else x's own."""
     device = x.device.type
     narrows = x.dtype == torch.float32 and torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device) == NARROW
     return NARROW if narrows else x.dtype
@@ -227,10 +211,7 @@ def gated(gate_up: Tensor) -> Tensor | Deferred:
 
 
 def rope_frequencies(arch: Architecture) -> Tensor:
-    """[E / 2] float32 inverse rotary frequencies, on the CPU (RoFormer, 2104.09864).
-
-    With `rope_llama3`, they are stretched as in Llama 3.1.
-    """
+    """[E / 2] float32 inverse rotary frequencies, on the CPU (RoFormer, 2104.09864; Llama 3.1)."""
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device="cpu").float() / arch.head_dim
     frequencies = 1.0 / (arch.rope_theta**exponents) / arch.rope_factor
     if (scaling := arch.rope_llama3) is None:
@@ -239,3 +220,28 @@ def rope_frequencies(arch: Architecture) -> Tensor:
     low, high = scaling.low_freq_factor, scaling.high_freq_factor
     blend = ((scaling.original_context / wavelengths - low) / (high - low)).clamp(0, 1)  # 1: keep, 0: stretch
     return frequencies * blend + frequencies / scaling.factor * (1 - blend)
+
+
+def decoding_weights(decoder: Decoder) -> DecodingWeights | None:
+    """The weights for compiled decoding, valid until they change; None if one is not packed."""
+    compiled, arch = native(), decoder.arch
+    layers = [_weights(layer) for layer in decoder.layers if isinstance(layer, Layer)]
+    if compiled is None or any(layer[name] is None for layer in layers for name in MATRICES):
+        return None
+    dtype = decoder.norm.weight.dtype
+    if any(t is not None and t.dtype != dtype for layer in layers for t in layer.values()):
+        return None
+    shape = {"heads": arch.heads, "kv_heads": arch.kv_heads, "head_dim": arch.head_dim, "intermediate": arch.intermediate}
+    products, ends = compiled.products[dtype], (decoder.embed.weight.detach(), decoder.norm.weight.detach())
+    return DecodingWeights(layers, *ends, **shape, products=products, eps=arch.norm_eps)
+
+
+def _weights(layer: Layer) -> dict[str, Tensor | None]:
+    found: dict[str, Tensor | None] = {}
+    for name in MATRICES:
+        module = getattr(layer, name)
+        found |= {name: module.packed.numbers, f"{name}_bias": None if module.bias is None else module.bias.detach()}
+    for name in NORMS:
+        norm = getattr(layer, name)
+        found[name] = None if norm is None else norm.weight.detach()
+    return found

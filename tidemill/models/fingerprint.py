@@ -78,29 +78,15 @@ class Fingerprint:
 
 
 def fingerprint(slices: Iterable[Slice]) -> str:
-    """32 hex digits that identify tensors by names, dtypes, shapes and every bit.
-
-    Raises ValueError as `Fingerprint` does.
-    """
+    """32 hex digits that identify tensors by names, dtypes, shapes and every bit."""
     total = Fingerprint()
     for piece in slices:
         total.add(piece)
     return total.hexdigest()
 
 
-def tensor_sums(slices: Iterable[Slice]) -> dict[str, int]:
-    """The fingerprint of each tensor by name, to tell which of them differ."""
-    total = Fingerprint()
-    for piece in slices:
-        total.add(piece)
-    return total.sums()
-
-
 def totals(parts: dict[str, list[int | Tensor]]) -> dict[str, int]:
-    """The sum of each list, modulo 2^64.
-
-    Sums that lie on a device, scalars of int64, are read all at once: the only wait for the device.
-    """
+    """The sum of each list, modulo 2^64; those that lie on a device are read all at once."""
     there = [part for each in parts.values() for part in each if isinstance(part, Tensor)]
     read = iter(torch.stack([part.to(there[0].device) for part in there]).tolist() if there else ())
     return {
@@ -109,10 +95,9 @@ def totals(parts: dict[str, list[int | Tensor]]) -> dict[str, int]:
 
 
 def word_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's bytes as little-endian words of `WORD` bytes, modulo 2**64.
+    """The sum of a tensor's little-endian words of `WORD` bytes (the last may be short), modulo 2**64.
 
-    The last word may be short. The sum runs at memory speed, where the tensor lies, and does not notice words that
-    change places.
+    It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
     return int(word_bits(tensor)) % 2**64
 
@@ -136,10 +121,7 @@ def word_bits(tensor: Tensor) -> int | Tensor:
 
 
 def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int | Tensor]:
-    """(keyed sum of a block modulo 2^64, its `word_bits` if `words`).
-
-    On a device, both are scalars of int64 that lie there.
-    """
+    """(keyed sum of a block modulo 2^64, its `word_bits` if `words`); on its device if that is no CPU."""
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)
@@ -160,10 +142,7 @@ def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int | Tensor]:
 
 
 def _run_sum(block: Tensor, first: int, words: bool) -> tuple[int, int]:
-    """(keyed sum, word sum) of a dense block whose first element has the index `first`.
-
-    Products are added up run by run.
-    """
+    """(keyed sum, word sum) of a dense block whose first element has the index `first`."""
     count = block.numel()
     factors = _factors(first // _RUN, (first + count) // _RUN + 1)
     if (compiled := native()) is not None:

@@ -20,26 +20,14 @@ from torch.overrides import TorchFunctionMode
 
 from tidemill.core.atomic_files import put_in_place
 from tidemill.core.errors import UnsupportedModel
-from tidemill.models.architecture import INDEX, Architecture
+from tidemill.models.architecture import INDEX, OTHER_FILES, TOKENIZER_FILES, Architecture
 from tidemill.models.decoder import Decoder, Layer
 from tidemill.models.hf_files import check_headers, folder_slices, is_buffer, weight_files
+from tidemill.models.kernels.cuda.transfers import Uploads
 from tidemill.models.piecewise import Work, at_once, by_rows
-from tidemill.models.uploads import Uploads
 from tidemill.models.weight_slices import Coverage, Slice
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "chat_template.json",
-)
 _TEMPLATES = "additional_chat_templates"
-_OTHER_FILES = ("config.json", "generation_config.json", INDEX)
 SCORE = "score.weight"  # [1, D] in a folder for sequence classification with one label
 _HEAD = "lm_head.weight"
 _ONE_LABEL = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
@@ -85,10 +73,7 @@ def _rows(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tenso
 
 
 def serving_slices(decoder: Decoder, dtype: torch.dtype) -> Iterator[Slice]:
-    """Every tensor, whole, in the dtype that is served.
-
-    Tensors are cast one at a time; without a cast, a slice is the live parameter.
-    """
+    """Every tensor, whole, cast one at a time; without a cast it is the live parameter."""
     for name, view in hf_views(decoder):
         yield Slice.whole(name, view.to(dtype))
 
@@ -132,11 +117,8 @@ def empty_decoder(arch: Architecture, dtype: torch.dtype = torch.float32, device
 
 
 def _shaped(arch: Architecture) -> Decoder:
-    """A decoder of shapes without memory, on the meta device.
-
-    Modules are not filled: random numbers and `to_empty` on the meta device import a compiler that nothing here uses,
-    which takes as long as importing torch.
-    """
+    """A decoder of shapes without memory, on the meta device."""
+    # Random numbers and `to_empty` there import a compiler that nothing here uses, which takes as long as importing torch.
     with torch.device("meta"), _Unfilled():
         return Decoder(arch)
 
@@ -172,8 +154,7 @@ def load_folder(folder: str | Path, dtype: torch.dtype = torch.float32, device: 
 def load_scored(folder: str | Path, dtype: torch.dtype = torch.float32) -> tuple[Decoder, Tensor | None]:
     """(decoder, score [labels, D]) of a folder for sequence classification.
 
-    The score is None for a language model's folder, whose head is not read. Raises UnsupportedModel as `load_folder`
-    does.
+    The score is None for a language model, whose head is not read. Raises UnsupportedModel as `load_folder` does.
     """
     folder = Path(folder)
     aside = {_HEAD: list[Tensor](), SCORE: list[Tensor]()}
@@ -194,10 +175,7 @@ def check_folder(folder: str | Path, scored: bool = False) -> None:
 def _read(
     folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device | str, aside: dict[str, list[Tensor]]
 ) -> Decoder:
-    """A decoder of this architecture with a folder's weights.
-
-    Tensors whose names are in `aside` are put there instead.
-    """
+    """A decoder with a folder's weights; tensors whose names are in `aside` are put there."""
     _check_size(arch, folder)
     decoder = empty_decoder(arch, dtype, device)
 
@@ -285,10 +263,7 @@ def write_model(
 
 
 def _config(arch: Architecture, dtype: torch.dtype, scores: bool, pad: int | None) -> dict[str, Any]:
-    """config.json as it was read, with the class and dtype of the weights that are saved.
-
-    The dtype stands under the key that the original used.
-    """
+    """config.json as it was read, with the class and dtype (by its old key) that are saved."""
     key = "torch_dtype" if "torch_dtype" in arch.raw and "dtype" not in arch.raw else "dtype"
     kept = {name: value for name, value in arch.raw.items() if name not in ("torch_dtype", "dtype", *_ONE_LABEL)}
     made_for = f"{arch.family.capitalize()}For{'SequenceClassification' if scores else 'CausalLM'}"
@@ -327,12 +302,11 @@ def _copy_tokenizer(source: Path, target: Path) -> None:
 
 
 def _check_replaceable(folder: Path) -> None:
-    """Raise ValueError if `folder` holds files that `save_folder` does not write."""
     if not folder.exists():
         return
     if not folder.is_dir():
         raise ValueError(f"{folder} is a file: give a folder to save the model to")
-    ours = {*TOKENIZER_FILES, *_OTHER_FILES, _TEMPLATES}
+    ours = {*TOKENIZER_FILES, *OTHER_FILES, _TEMPLATES}
     others = sorted(p.name for p in folder.iterdir() if p.name not in ours and p.suffix != ".safetensors")
     if others:
         raise ValueError(

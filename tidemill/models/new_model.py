@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import tempfile
 from pathlib import Path
-from typing import NotRequired, TypedDict
+from typing import NotRequired, TypedDict, Unpack
 
 from tidemill.core.seeding import derive_seed
 from tidemill.models.architecture import Architecture
@@ -35,15 +35,10 @@ def fresh_model(
     folder: str | Path,
     *,
     alphabet: str,
-    layers: int,
-    hidden: int,
-    heads: int,
-    kv_heads: int,
-    intermediate: int,
-    head_dim: int | None = None,
     context: int = 512,
     seed: int = 0,
     lowercase: bool = False,
+    **sizes: Unpack[ModelSize],
 ) -> Architecture:
     """Write the folder and return its architecture.
 
@@ -55,16 +50,14 @@ def fresh_model(
 
     from tidemill.models.hf_weights import empty_decoder, save_folder
 
-    if heads % kv_heads or (head_dim or hidden // heads) % 2 or (head_dim is None and hidden % heads):
+    hidden, heads, given = sizes["hidden"], sizes["heads"], sizes.get("head_dim")
+    if heads % sizes["kv_heads"] or head_dim(sizes) % 2 or (given is None and hidden % heads):
         raise ValueError(
-            f"hidden={hidden}, heads={heads}, kv_heads={kv_heads}, head_dim={head_dim}: expected hidden = heads * an even "
-            "number, or an even head_dim, and heads a multiple of kv_heads"
+            f"hidden={hidden}, heads={heads}, kv_heads={sizes['kv_heads']}, head_dim={given}: expected hidden = heads * an "
+            "even number, or an even head_dim, and heads a multiple of kv_heads"
         )
     tokenizer = character_tokenizer(alphabet, lowercase=lowercase)
     ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    sizes = ModelSize(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, intermediate=intermediate)
-    if head_dim is not None:
-        sizes["head_dim"] = head_dim
     arch = architecture(sizes, vocab=len(tokenizer), context=context, ends=ends)
     decoder = empty_decoder(arch)
     decoder.initialise(torch.Generator().manual_seed(derive_seed(seed, "fresh model")))

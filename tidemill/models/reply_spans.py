@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from tidemill.core.errors import ConfigError
-from tidemill.models.chat_template import MARK, Messages, Span, added_tokens, end_of_turn, marked_spans, render
-from tidemill.models.messages import text_of
+from tidemill.models.chat_template import MARK, Messages, Span, added_tokens, end_of_turn, marked_spans, render, text_of
 from tidemill.models.tokenizer import Tokenizer
 
 

@@ -26,8 +26,7 @@ import numpy as np
 
 from tidemill.core.errors import Exceeds, TemplateRewritesHistory
 from tidemill.core.types import Array
-from tidemill.models.chat_template import MARK, Messages, added_tokens, render
-from tidemill.models.messages import assistant, text_of
+from tidemill.models.chat_template import MARK, Messages, added_tokens, assistant, render, text_of
 from tidemill.models.reply_spans import Rendering
 from tidemill.models.token_bounds import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer

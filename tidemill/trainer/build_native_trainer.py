@@ -9,9 +9,8 @@ from tidemill.models.hf_weights import load_folder
 from tidemill.models.value_model import ValueModel, load_value_model
 from tidemill.models.weight_slices import Sender
 from tidemill.runtime.cpu_sharing import Cores
-from tidemill.trainer.critic import Critic
+from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.native_trainer import NativeTrainer
-from tidemill.trainer.reference_policy import Reference
 from tidemill.trainer.telemetry import Offload
 from tidemill.trainer.trainer_kinds import TrainerSpec, folder_of
 from tidemill.trainer.trainer_settings import TrainerSettings
@@ -48,7 +47,6 @@ def _reference(spec: TrainerSpec) -> Reference | None:
 
 
 def _critic(settings: TrainerSettings, spec: TrainerSpec, policy: Decoder) -> Critic | None:
-    """policy: the decoder that is trained."""
     if (given := spec.critic) is None:
         return None
     folder = folder_of(given, spec.model)

@@ -196,12 +196,11 @@ def pack(rows: list[BatchRow], device: torch.device, *, up_to: int = 0) -> Batch
         return sample.logprobs if sample.old_logprobs is None else sample.old_logprobs
 
     inputs = {"behaviour": gather(lambda s: s.logprobs), "old": gather(old), "advantages": gather(lambda s: s.advantages)}
-    known = {"reference": "ref_logprobs", "old_values": "values", "returns": "returns"}
+    known = {"reference": "ref_logprobs", "old_values": "values", "returns": "returns", "lag": "lags"}
     for name, field in known.items():
         if any(getattr(row.sample, field) is not None for row in rows):
-            inputs[name] = gather(partial(_known, field=field))
-    if any(row.sample.lags is not None for row in rows):
-        inputs["lag"] = gather(_lags).long()
+            values = gather(partial(_known, field=field))
+            inputs[name] = values.long() if name == "lag" else values
     return Batch(
         rows=rows,
         tokens=send(np.concatenate([tokens for tokens, _ in pieces]).astype(np.int64)),
@@ -241,13 +240,9 @@ def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor
 
 
 def _known(sample: Sample, field: str) -> Array:
-    """A sample's optional field, NaN if it lacks it, so that a loss that reads it anyway becomes NaN."""
+    """A sample's optional field. If it lacks it: NaN, so that a loss that reads it becomes NaN; lags of 0."""
     values = getattr(sample, field)
-    return np.full(sample.tokens.shape, np.nan, np.float32) if values is None else values
-
-
-def _lags(sample: Sample) -> Array:
-    return np.zeros(sample.tokens.shape, np.int32) if sample.lags is None else sample.lags
+    return np.full(sample.tokens.shape, np.int32(0) if field == "lags" else np.float32(np.nan)) if values is None else values
 
 
 def _support(rows: list[BatchRow], counts: list[int], send: Callable[[Array], Tensor]) -> tuple[Tensor, Tensor] | None:

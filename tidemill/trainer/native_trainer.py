@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -27,14 +28,12 @@ from tidemill.models.trained_linear import MIXES
 from tidemill.models.weight_slices import Sender, Slice
 from tidemill.runtime.cpu_sharing import Cores
 from tidemill.trainer import training_pass
-from tidemill.trainer.critic import Critic
+from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.optimizer import Optimizer
 from tidemill.trainer.parallel_micro_batches import Lanes
-from tidemill.trainer.reference_policy import Reference
 from tidemill.trainer.telemetry import Offload, Recorder
 from tidemill.trainer.trainer_checkpoint import OPTIMIZER, Snapshot, load_checkpoint
 from tidemill.trainer.trainer_settings import TrainerSettings
-from tidemill.trainer.unchanged_weights import Announced, why_unchanged
 
 T = TypeVar("T")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -103,7 +102,7 @@ class NativeTrainer:
         room = Snapshot.room(self.decoder, self._optimizer, self._kept) if checkpoints else None
         self._room: Snapshot | None = room  # memory for the next snapshot
         self._copying: asyncio.Future[None] | None = None  # copy of the snapshot, beside calls that read the weights
-        self._announced: Announced | None = None  # the latest publication; None before the first, and after `load`
+        self._announced: _Announced | None = None  # the latest publication; None before the first, and after `load`
         self._applied: Metrics = {}  # metrics of the optimizer's latest update
 
     @property
@@ -123,11 +122,7 @@ class NativeTrainer:
             known = ", ".join(name for name, each in others.items() if each is not None)
             raise ValueError(f"forward(policy={policy!r}): this trainer was built without a {policy}; it has {known}")
 
-        def run() -> list[Array]:
-            with self._recorder.span("forward", samples=len(samples)):
-                return training_pass.forward(model, samples, self._compute)
-
-        return await self._recorder.asked(self._offload, run)
+        return await self._do("forward", lambda: training_pass.forward(model, samples, self._compute), samples=len(samples))
 
     async def forward_backward(self, samples: list[Sample], losses: dict[str, LossSpec]) -> TrainResult:
         """Add the gradient of these samples; returns metrics as sums, and logprobs.
@@ -137,18 +132,13 @@ class NativeTrainer:
         _expect_own(*{sample.policy for sample in samples})
 
         def run() -> TrainResult:
-            recorder = self._recorder
-            fault_injection.reach(recorder.process, "train", self.updates)
-            with recorder.span("train", samples=len(samples)):
-                critic = self._critic and self._critic.model
-                result = training_pass.forward_backward(
-                    self.decoder, samples, losses, self._compute, recorder.memory.update, critic
-                )
-            recorder.count("trained_tokens", result.metrics["tokens"])
-            recorder.count("trained_samples", len(samples))
+            critic, at_peak = self._critic and self._critic.model, self._recorder.memory.update
+            result = training_pass.forward_backward(self.decoder, samples, losses, self._compute, at_peak, critic)
+            self._recorder.count("trained_tokens", result.metrics["tokens"])
+            self._recorder.count("trained_samples", len(samples))
             return result
 
-        return await self._recorder.asked(self._offload, run)
+        return await self._do("train", run, self.updates, samples=len(samples))
 
     async def apply(self, scale: float) -> Metrics:
         """Take one optimizer step with `scale` times the gradient, for policy and critic; returns metrics.
@@ -157,22 +147,20 @@ class NativeTrainer:
         """
 
         def run() -> Metrics:
-            fault_injection.reach(self._recorder.process, "apply", self.updates)
-            with self._recorder.span("apply"):
-                if self._critic is not None:
-                    self._critic.check(scale)
-                self._applied = self._optimizer.apply(scale)
-                if self._critic is not None:
-                    self._applied |= self._critic.apply(scale)
-                if self._reference is not None:
-                    self._reference.follow(self.decoder, self.updates)
+            if self._critic is not None:
+                self._critic.check(scale)
+            self._applied = self._optimizer.apply(scale)
+            if self._critic is not None:
+                self._applied |= self._critic.apply(scale)
+            if self._reference is not None:
+                self._reference.follow(self.decoder, self.updates)
             self._recorder.count("updates", 1)
             return self._applied
 
         if self._copying is not None:
             with self._recorder.span("snapshot"):
                 await self._copied()
-        return await self._recorder.asked(self._offload, run)
+        return await self._do("apply", run, self.updates)
 
     async def publish(self, version: Version) -> WeightUpdate:
         """Send the weights to the engines as `version`; returns where they are.
@@ -186,19 +174,17 @@ class NativeTrainer:
         _expect_own(version.policy)
 
         def run() -> WeightUpdate:
-            fault_injection.reach(self._recorder.process, "publish", version.step)
-            with self._recorder.span("publish", step=version.step):
-                published = self._send(version, sender)
+            published = self._send(version, sender)
             self._recorder.count("published_bytes", published.bytes)
             return published
 
-        return await self._recorder.asked(self._offload, run)
+        return await self._do("publish", run, version.step, step=version.step)
 
     def _send(self, version: Version, sender: Sender) -> WeightUpdate:
         dtype, before = self.settings.serving_dtype, self._announced
         own = Contents.of(self.decoder, DTYPES[dtype])
         masters = own.words if dtype == "float32" else words_of(self.decoder)
-        announced = Announced(own, masters, self.updates)
+        announced = _Announced(own, masters, self.updates)
         version = replace(version, fingerprint=own.fingerprint)
         published = sender.send(version, checked(self._stream(version), own))
         if published.version != version:
@@ -206,7 +192,7 @@ class NativeTrainer:
                 f"the transport announces {published.version} ({published.version.fingerprint}), not {version}"
             )
         self._announced = announced
-        return replace(published, note=why_unchanged(before, announced, self._applied, dtype))
+        return replace(published, note=_why_unchanged(before, announced, self._applied, dtype))
 
     def _stream(self, version: Version) -> Iterator[Slice]:
         for count, piece in enumerate(serving_slices(self.decoder, DTYPES[self.settings.serving_dtype])):
@@ -218,13 +204,11 @@ class NativeTrainer:
         """Take a snapshot for `save`, copied beside the next gradient; the next update waits for the copy."""
 
         def run() -> Snapshot:
-            fault_injection.reach(self._recorder.process, "snapshot", self.updates)
             room, self._snapshot, self._room = self._snapshot or self._room, None, None  # the first: it was never saved
-            with self._recorder.span("snapshot"):
-                return Snapshot.take(self.decoder, self._optimizer, self._kept, room)
+            return Snapshot.take(self.decoder, self._optimizer, self._kept, room)
 
         await self._copied()
-        self._snapshot = await self._recorder.asked(self._offload, run)
+        self._snapshot = await self._do("snapshot", run, self.updates)
         self._copying = asyncio.get_running_loop().run_in_executor(None, self._snapshot.copy)
 
     async def _copied(self) -> None:
@@ -256,27 +240,26 @@ class NativeTrainer:
 
     async def load(self, folder: str) -> None:
         """Restore the trainer from `folder`. Raises CheckpointError, and changes nothing, if it does not fit."""
-
-        def run() -> None:
-            with self._recorder.span("load"):
-                load_checkpoint(Path(folder), self.decoder, self._optimizer, self._kept)
-            self._announced = None
-
         await self._copied()
-        await self._recorder.asked(self._offload, run)
+        await self._do("load", lambda: load_checkpoint(Path(folder), self.decoder, self._optimizer, self._kept))
+        self._announced = None
 
     async def export(self, folder: str) -> None:
         """Write the policy (or the critic) to `folder` as a Hugging Face model."""
+        save = partial(save_folder, self.decoder) if self._exports is None else self._exports.save
+        dtype = DTYPES[self.settings.serving_dtype]
+        await self._do("export", lambda: save(folder, tokenizer_from=self._source, dtype=dtype))
 
-        def run() -> None:
-            with self._recorder.span("export"):
-                dtype = DTYPES[self.settings.serving_dtype]
-                if self._exports is not None:
-                    self._exports.save(folder, tokenizer_from=self._source, dtype=dtype)
-                else:
-                    save_folder(self.decoder, Path(folder), tokenizer_from=self._source, dtype=dtype)
+    async def _do(self, name: str, work: Callable[[], T], fault: int | None = None, **args: float) -> T:
+        """The result of blocking work, in a span of this name. fault: the step of an injected fault."""
 
-        await self._recorder.asked(self._offload, run)
+        def run() -> T:
+            if fault is not None:
+                fault_injection.reach(self._recorder.process, name, fault)
+            with self._recorder.span(name, **args):
+                return work()
+
+        return await self._recorder.asked(self._offload, run)
 
     def progress(self) -> float:
         done = self._recorder.counters
@@ -295,6 +278,26 @@ class NativeTrainer:
         self._snapshot = self._room = None
         if self._sender is not None:
             self._sender.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Announced:
+    """One publication: the contents that were sent, and the weights they were made from."""
+
+    contents: Contents
+    masters: dict[str, int]  # sums of the float32 weights, see `words_of`
+    updates: int  # optimizer updates done by then
+
+
+def _why_unchanged(before: _Announced | None, now: _Announced, applied: Metrics, dtype: str) -> str:
+    """The reason why the served weights are unchanged; "" when they changed, or there was no update."""
+    if before is None or before.updates == now.updates or before.contents.fingerprint != now.contents.fingerprint:
+        return ""
+    if before.masters != now.masters:
+        return f"the update is below the resolution of {dtype}, in which they are served (the trainer's own did change)"
+    if applied["lr"] == 0:
+        return "the learning rate is 0"
+    return "the gradient is zero" if applied["grad_norm"] == 0 else "the update is below the resolution of float32"
 
 
 def _expect_own(*policies: str) -> None:

@@ -11,13 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from tidemill.algorithms.losses import PROPORTIONAL, LossFunction, evaluate, loss_by_name
+from tidemill.algorithms.losses import PROPORTIONAL, evaluate, loss_by_name
 from tidemill.core.types import Array, LossSpec, Sample, TrainResult
 from tidemill.models.attention import packed_attention
 from tidemill.models.decoder import Decoder
@@ -147,7 +148,7 @@ def forward_backward(
     logprobs = [np.zeros(len(s.tokens), np.float32) for s in samples]
     found = [{name: torch.zeros((), device=compute.device) for name in ("loss", "tokens")}]  # metrics, by micro-batch
 
-    def run(part: list[BatchRow], with_gradient: bool, before_backward: Callable[[], object] | None) -> None:
+    def run(part: list[BatchRow], with_gradient: bool, largest: list[BatchRow] | None) -> None:
         """Run one micro-batch in a function, so that its tensors are freed before the next one."""
         with torch.set_grad_enabled(with_gradient):
             batch = compute.pack(part)
@@ -155,10 +156,14 @@ def forward_backward(
             live, entropy = compute.logprobs(decoder, batch, hidden)
             own = hidden if critic is not None and critic.decoder is decoder else None
             values = None if critic is None else compute.values(critic, batch, own)
-            total = _losses(batch, functions, live, entropy, values, found)
+            total = live.new_zeros(())
+            for name in batch.losses:
+                value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))
+                found.append(metrics)
+                total = total + value
         if with_gradient:
-            if before_backward is not None:
-                before_backward()
+            if at_peak is not None and part is largest:
+                at_peak()
             compute.lanes.take()
             total.backward()
         _scatter(logprobs, batch, live.detach())
@@ -168,28 +173,8 @@ def forward_backward(
             chosen = [unit for unit, moves in zip(units, moving, strict=True) if moves is with_gradient]
             parts, lanes = compute.split(chosen)
             largest = max(parts, key=lambda part: sum(row.length - row.shared for row in part), default=None)
-
-            def one(part: list[BatchRow], moves: bool = with_gradient, largest: list[BatchRow] | None = largest) -> None:
-                run(part, moves, at_peak if part is largest else None)
-
-            compute.lanes.each(one, parts, lanes)
+            compute.lanes.each(partial(run, with_gradient=with_gradient, largest=largest), parts, lanes)
     return TrainResult(_added_up(found), logprobs)
-
-
-def _losses(
-    batch: Batch,
-    functions: Mapping[str, LossFunction],
-    live: Tensor,
-    entropy: Tensor,
-    values: Tensor | None,
-    found: list[dict[str, Tensor]],
-) -> Tensor:
-    total = live.new_zeros(())
-    for name in batch.losses:
-        value, metrics = evaluate(functions[name], *batch.loss_input(name, live, entropy, values))
-        found.append(metrics)
-        total = total + value
-    return total
 
 
 def _has_gradient(sample: Sample, proportional: set[str]) -> bool:

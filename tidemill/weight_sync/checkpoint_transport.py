@@ -127,11 +127,8 @@ def _part_name(part: int) -> str:
 
 
 def _publish(unfinished: Path, target: Path) -> None:
-    """Rename a finished version into place.
-
-    A version of the same name (sent again after a resume) is replaced; a reader that has it open keeps its files.
-    """
-    if target.exists():
+    """Rename a finished version into place; a reader that has one of its name open keeps those files."""
+    if target.exists():  # it is sent again after a resume
         if not _is_ours(target):
             raise FileExistsError(f"{target} exists and is not a version of ours: choose another folder for weights")
         aside = target.rename(_unused(target.parent))
@@ -152,7 +149,7 @@ def _remove(version: Path) -> None:
 
 
 def _unused(folder: Path) -> Path:
-    """A new path in `folder` that is no version's: the next sender removes what a kill leaves there."""
+    """A new path that is no version's; the next sender removes what a kill leaves there."""
     return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 

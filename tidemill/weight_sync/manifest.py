@@ -41,8 +41,6 @@ DTYPES = {
 _Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
 _Dims = Annotated[tuple[_Count, ...], msgspec.Meta(max_length=16)]
 _Name = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-
-
 Outline = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...], str, int, int]
 
 

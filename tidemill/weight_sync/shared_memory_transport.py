@@ -7,8 +7,7 @@ last, so that a send that failed halfway is never visible. The receiver compares
 used, and so notices a slot that was overwritten meanwhile. Blocks are read in place, through a read-only mapping.
 
 A slot is anonymous memory, which goes away with the last process that has it open, or else a file in a given folder.
-Python's own `SharedMemory` is not used: its resource tracker unlinks segments that another process still uses, and leaks
-them when the tracker is killed too.
+The resource tracker of Python's own `SharedMemory` would unlink segments that another process still uses.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport, WeightPart, WeightUpdate
 from tidemill.models.weight_slices import Slice
 from tidemill.weight_sync.manifest import DTYPES, MAX_BYTES, Block, Outline, WeightManifest, expect_parts, expect_whole
-from tidemill.weight_sync.pinned_memory import Pinned
 
 _HEADER = struct.Struct("<8s16sQQ32s")  # magic, nonce of the send, start and length of the manifest, its BLAKE2b
 _MAGIC = b"TIDEMILL"
@@ -110,14 +108,11 @@ class SharedMemoryReceiver:
         self._mappings.clear()  # unmapped with the last view of it
 
     def _mapping(self, fd: int, end: int, most: int) -> _Mapping:
-        """A mapping of at least the first `end` bytes of a slot; the `most` latest ones are kept.
-
-        A known mapping that reaches so far is kept even if the slot has grown by a longer manifest: closing a mapping of
-        100 MB takes 5 ms, and the engine takes no step meanwhile.
-        """
+        """A mapping of at least the first `end` bytes of a slot; the `most` latest ones are kept."""
         status = os.fstat(fd)
         key = status.st_dev, status.st_ino
         known = self._mappings.pop(key, None)
+        # One that reaches so far stays even if a longer manifest made the slot grow: to close 100 MB takes 5 ms of a step.
         if known is None or not end <= len(known.memory) <= status.st_size:
             known = _Mapping(mmap.mmap(fd, status.st_size, access=mmap.ACCESS_READ))
         self._mappings[key] = known
@@ -159,7 +154,7 @@ class _Slot:
         self._named = made is None
         self._map: mmap.mmap | None = None
         self._blocks: dict[int, Tensor] = {}  # views of the map by their first byte, made once for all versions
-        self._pinned: Pinned | None = None
+        self._pinned: _Pinned | None = None
 
     def wipe(self) -> None:
         os.pwrite(self.fd, bytes(_HEADER.size), 0)
@@ -171,7 +166,7 @@ class _Slot:
         end = start + tensor.nbytes
         if self._map is not None and end <= len(self._map):
             if tensor.is_cuda and self._pinned is None:
-                self._pinned = Pinned(self._map)
+                self._pinned = _Pinned(self._map)
             into = self._blocks.get(start)
             if into is None or into.shape != tensor.shape or into.dtype != tensor.dtype:
                 into = torch.frombuffer(self._map, dtype=tensor.dtype, offset=start, count=tensor.numel())
@@ -189,7 +184,6 @@ class _Slot:
         os.pwrite(self.fd, _HEADER.pack(_MAGIC, secrets.token_bytes(16), start, len(manifest), digest), 0)
 
     def _let_go(self) -> None:
-        """Release the mapping and everything that refers to it."""
         if self._pinned is not None:
             self._pinned.close()
             self._pinned = None
@@ -203,15 +197,26 @@ class _Slot:
             Path(self.location).unlink(missing_ok=True)
 
 
-def _named(folder: Path) -> tuple[int, str]:
-    """Create a slot file in `folder`, locked while this process lives; returns (descriptor, location).
+class _Pinned:
+    """Pins a mapping's pages, to which CUDA then writes faster; `held` is False where it refuses."""
 
-    Files whose maker died are removed.
-    """
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self._memory, self._cuda = torch.frombuffer(mapping, dtype=torch.uint8), torch.cuda.cudart()
+        assert self._cuda is not None  # it raises where there is none
+        self.held = int(self._cuda.cudaHostRegister(self._memory.data_ptr(), len(mapping), 0)) == 0
+
+    def close(self) -> None:
+        if self.held:
+            self._cuda.cudaHostUnregister(self._memory.data_ptr())
+            self.held = False
+
+
+def _named(folder: Path) -> tuple[int, str]:
+    """(descriptor, location) of a new slot file, locked while this process lives."""
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob(_FILE.format("*")):
         with open(old, "rb") as file:
-            if _lock(file.fileno()):
+            if _lock(file.fileno()):  # its maker died
                 old.unlink(missing_ok=True)
     path = folder / _FILE.format(secrets.token_hex(8))
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

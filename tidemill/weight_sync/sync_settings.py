@@ -1,6 +1,4 @@
-"""Settings of weight sync, and the registry of transports.
-
-The command line reads this module, so it does not import torch.
+"""Settings of weight sync, and the registry of transports, in a module without torch.
 
 A new transport is one module, with a subclass of `BaseSyncSettings` and a function `() -> transport.Transport` that makes
 both ends, and one entry in the table.
@@ -30,19 +28,11 @@ class BaseSyncSettings(KindSettings, registry=TRANSPORTS):
     @classmethod
     def _chosen(cls, given: Any) -> Any:
         if isinstance(given, dict) and OLD_NAME in given:
-            given = _renamed(given)
+            if "transport" in given:
+                raise ValueError(f"{OLD_NAME} and transport are two names of one key: leave out {OLD_NAME}, the old one")
+            warnings.warn("placement.sync.carrier is called placement.sync.transport now", RenamedKey, stacklevel=2)
+            given = {"transport" if key == OLD_NAME else key: value for key, value in given.items()}
         return super()._chosen(given)
-
-
-def _renamed(given: dict[str, Any]) -> dict[str, Any]:
-    """The table with the key `transport` in place of `carrier`; warns of the old name.
-
-    Raises ValueError when both keys are given.
-    """
-    if "transport" in given:
-        raise ValueError(f"{OLD_NAME} and transport are two names of one key: leave out {OLD_NAME}, the old one")
-    warnings.warn("placement.sync.carrier is called placement.sync.transport now", RenamedKey, stacklevel=2)
-    return {"transport" if key == OLD_NAME else key: value for key, value in given.items()}
 
 
 class SyncSettings(BaseSyncSettings):

@@ -45,9 +45,8 @@ from tidemill.run.planner.plan import plan_of
 from tidemill.run.recipe import RunConfig
 from tidemill.run.roles import build_engine, start_engine
 from tidemill.run.storage.model_folder import architecture_of, resolve_model
-from tidemill.trainer.critic import Critic
+from tidemill.trainer.companions import Critic, Reference
 from tidemill.trainer.optimizer import Optimizer
-from tidemill.trainer.reference_policy import Reference
 from tidemill.trainer.trainer_checkpoint import Snapshot
 from tidemill.trainer.trainer_settings import TrainerSettings
 

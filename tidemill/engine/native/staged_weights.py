@@ -24,14 +24,13 @@ from torch import Tensor
 from tidemill.core.errors import PolicyMismatch
 from tidemill.core.types import Version
 from tidemill.core.weight_update import UpdateSupport, WeightUpdate
-from tidemill.models.decode_layers import decoding_weights
-from tidemill.models.decoder import Decoder
+from tidemill.models.decoder import Decoder, decoding_weights
 from tidemill.models.hf_weights import empty_decoder, loading
 from tidemill.models.kernels.cpu.decode_pass import DecodingWeights
+from tidemill.models.kernels.cuda.transfers import Uploads
 from tidemill.models.piecewise import Work, at_once, by_rows
 from tidemill.models.served_linear import wide_product, widens
 from tidemill.models.served_weights import Contents, words_by_matrix, words_in_use
-from tidemill.models.uploads import Uploads
 from tidemill.models.weight_slices import Receiver, Slice
 
 

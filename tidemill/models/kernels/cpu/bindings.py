@@ -14,6 +14,7 @@ from tidemill.models.kernels.cpu.decode_pass import DecodingWeights, rows
 from tidemill.models.kernels.cpu.packed_sequences import MOST_NUMBERS, Families, layout, tensors
 from tidemill.models.kernels.cpu.thread_thresholds import threads_for
 from tidemill.models.kernels.cuda.launchers import DTYPES
+from tidemill.models.kernels.cuda.vocabulary_launchers import Sampled
 from tidemill.models.kernels.rotation import Rotation
 
 SHARES = 64  # parts of the rows whose sums are added in order; the most threads
@@ -75,8 +76,7 @@ class Native:
     @staticmethod
     def attends(dtype: torch.dtype, heads: int, kv_heads: int, size: int, page_size: int) -> bool:
         """True if `attend` and `write` support this shape."""
-        sizes = size in (16, 32, 64, 128) and page_size % 16 == 0 and heads // kv_heads <= 16
-        return sizes and dtype in DTYPES
+        return size in (16, 32, 64, 128) and page_size % 16 == 0 and heads // kv_heads <= 16 and dtype in DTYPES
 
     def attend(
         self,
@@ -213,16 +213,8 @@ class Native:
         n, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((n, size), dtype=gate_up.dtype)
         assert gate_up.is_contiguous()
-        self._library.tidemill_gate(
-            *(
-                gate_up.data_ptr(),
-                gate_up.dtype == torch.bfloat16,
-                out.data_ptr(),
-                n,
-                size,
-                threads_for(n, thread_thresholds.ROWS),
-            )
-        )
+        threads = threads_for(n, thread_thresholds.ROWS)
+        self._library.tidemill_gate(gate_up.data_ptr(), gate_up.dtype == torch.bfloat16, out.data_ptr(), n, size, threads)
         return out
 
     def gate_back(self, gate_up: Tensor, d: Tensor, again: bool = False) -> Tensor:
@@ -236,13 +228,11 @@ class Native:
         )
         return out
 
-    def sample(
-        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens int64, logprobs float32, unmodified model's logprobs float32), each [n].
+    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> Sampled:
+        """Tokens sampled from logits [n, V] float32; those that are not finite give logprobs that are not.
 
-        logits [n, V] float32; temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is
-        the first whose cumulative probability exceeds it. Logits that are not finite give logprobs that are not."""
+        temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
+        probability exceeds it."""
         n, vocab = logits.shape
         tokens, logprobs, model = np.empty(n, np.int64), np.empty(n, np.float32), np.empty(n, np.float32)
         greedy = temperature == 0
@@ -257,12 +247,8 @@ class Native:
 
     def packs(self, weight: Tensor) -> bool:
         """True if `linear` supports weights [N, K] like this one on this processor."""
-        narrow = weight.dtype == torch.bfloat16
-        return (
-            self.products.get(weight.dtype, NONE) != NONE
-            and weight.device.type == "cpu"
-            and not (narrow and weight.shape[1] % STEP)
-        )
+        fits = weight.device.type == "cpu" and not (weight.dtype == torch.bfloat16 and weight.shape[1] % STEP)
+        return fits and self.products.get(weight.dtype, NONE) != NONE
 
     def pack(self, weight: Tensor, into: Tensor | None = None) -> Tensor:
         """A weight [N, K] in the order that `linear` reads, flat; `into`: an earlier one of its shape."""
@@ -364,9 +350,8 @@ class Native:
     def word_sum(self, tensor: Tensor) -> int:
         """Sum of a dense tensor's little-endian words of four bytes, modulo 2^64; the last may be short."""
         assert tensor.is_contiguous()
-        return self._library.tidemill_word_sum(
-            tensor.data_ptr(), tensor.nbytes, threads_for(tensor.nbytes, thread_thresholds.BYTES)
-        )
+        threads = threads_for(tensor.nbytes, thread_thresholds.BYTES)
+        return self._library.tidemill_word_sum(tensor.data_ptr(), tensor.nbytes, threads)
 
 
 def _shares(rows: int) -> int:

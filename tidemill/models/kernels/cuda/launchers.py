@@ -102,9 +102,7 @@ class Gpu(VocabularyLaunchers):
         )
 
     def norm(self, x: Tensor, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> Tensor:
-        """Root-mean-square norm of each row of x [..., D], in float32, as x or in `dtype`.
-
-        A bfloat16 row is rounded before the weight [D] is applied, too."""
+        """As `Native.norm`."""
         size = x.shape[-1]
         rows = x.reshape(-1, size)
         out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
@@ -116,7 +114,7 @@ class Gpu(VocabularyLaunchers):
         return out
 
     def norm_back(self, x: Tensor, weight: Tensor, eps: float, d: Tensor, again: bool = False) -> tuple[Tensor, Tensor]:
-        """(d x, d weight in float32) from the gradient d of `norm`; `again` writes the norm over d."""
+        """As `Native.norm_back`."""
         size = x.shape[-1]
         rows, d_x = x.reshape(-1, size), torch.empty(x.shape, dtype=x.dtype, device=x.device)
         programs = min(len(rows), PROGRAMS)
@@ -134,9 +132,7 @@ class Gpu(VocabularyLaunchers):
         return d_x, sums.sum(0)
 
     def rotate(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """(q, k, others) of `heads` [n, queries + keys + others, E], with q and k normed and rotated.
-
-        q and k are float32 if the heads or the angles are."""
+        """As `Native.rotate`."""
         turned = how.queries + how.keys
         q, k = self._rotate(heads, how, turned).split([how.queries, how.keys], dim=1)
         return q, k, heads[:, turned:]
@@ -174,7 +170,7 @@ class Gpu(VocabularyLaunchers):
         return out
 
     def rotate_back(self, heads: Tensor, how: Rotation, d: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """(d heads, d norm weights [2, E] in float32) from the gradients d of `rotate`'s three outputs."""
+        """As `Native.rotate_back`."""
         n, every, size = heads.shape
         turned, parts = how.queries + how.keys, -(-every // TOGETHER)
         programs = max(1, min(n, 4 * PROGRAMS // parts))
@@ -200,7 +196,7 @@ class Gpu(VocabularyLaunchers):
         return out, sums.sum(0)
 
     def gate(self, gate_up: Tensor) -> Tensor:
-        """silu(gate) * up [n, I] of both side by side [n, 2 I]."""
+        """As `Native.gate`."""
         n, size = gate_up.shape[0], gate_up.shape[1] // 2
         out = torch.empty((n, size), dtype=gate_up.dtype, device=gate_up.device)
         assert gate_up.is_contiguous()
@@ -210,7 +206,7 @@ class Gpu(VocabularyLaunchers):
         return out
 
     def gate_back(self, gate_up: Tensor, d: Tensor, again: bool = False) -> Tensor:
-        """d gate_up from the gradient d of `gate`'s output; `again` writes that output over d."""
+        """As `Native.gate_back`."""
         n, size = d.shape
         out = torch.empty(gate_up.shape, dtype=gate_up.dtype, device=d.device)
         assert gate_up.is_contiguous() and d.is_contiguous() and gate_up.shape == (n, 2 * size)
@@ -225,10 +221,7 @@ class Gpu(VocabularyLaunchers):
         return size in (16, 32, 64, 128) and heads // kv_heads <= 16 and dtype == torch.bfloat16
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None) -> tuple[Tensor, Tensor]:
-        """Causal softmax attention inside packed sequences, scaled by 1/sqrt(E), within the window.
-
-        q [N, H, E], k and v [N, K, E], their last two dimensions dense; the families say which tokens form a sequence.
-        Returns [N, H, E] as q, and the log of each query's sum of exponentials, [N, H] float32, for the backward pass."""
+        """As `Native.see`, for q, k and v of one dtype whose last two dimensions are dense."""
         (n, heads, size), kv_heads = q.shape, k.shape[1]
         out = torch.empty((n, heads, size), dtype=q.dtype, device=q.device)
         totals = torch.empty((n, heads), dtype=torch.float32, device=q.device)
@@ -251,7 +244,7 @@ class Gpu(VocabularyLaunchers):
         families: Families,
         window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """(d q, d k, d v) from the gradient d_out of `see`'s output."""
+        """As `Native.see_back`."""
         kv_heads, size = k.shape[1:]
         d_q, d_k, d_v = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
         d_out, means = d_out.to(out.dtype).contiguous(), torch.empty_like(totals)

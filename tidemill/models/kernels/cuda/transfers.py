@@ -1,4 +1,4 @@
-"""Asynchronous copies of small arrays to a CUDA device and back."""
+"""Copies to a CUDA device and back that do not block those who give it work."""
 
 from __future__ import annotations
 
@@ -6,21 +6,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from tidemill.models.piecewise import DEVICE_PIECE_BYTES
+
 
 def pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array in pinned memory, from which it is copied to a CUDA device asynchronously.
-
-    The memory is kept until the copy is done.
-    """
+    """The array in pinned memory, for asynchronous copies; it is kept until they are done."""
     here = torch.from_numpy(np.ascontiguousarray(array))
     return here.pin_memory() if device.type == "cuda" else here
 
 
 def sent(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device, ready before any kernel that is launched next.
-
-    It does not wait for what was launched before.
-    """
+    """The array on the device before the next kernel runs; does not wait for earlier ones."""
     return pinned(array, device).to(device, non_blocking=True)
 
 
@@ -32,3 +28,31 @@ def fetched(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
     into.copy_(x, non_blocking=True)
     done.record()
     return into, done
+
+
+class Uploads:
+    """Copies from memory that is not pinned, through two pinned buffers that take turns.
+
+    The driver would copy through such a buffer of its own, and meanwhile block everyone else who gives the device work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        pins = device.type == "cuda"
+        self._rooms = [torch.empty(DEVICE_PIECE_BYTES, dtype=torch.uint8, pin_memory=pins) for _ in range(2)]
+        self._left = [torch.cuda.Event() if pins else None for _ in self._rooms]
+
+    def copy(self, into: Tensor, given: Tensor) -> None:
+        """Copy `given` to `into` on the current stream. `given` may change as soon as this returns."""
+        if not given.is_cpu or given.nbytes > DEVICE_PIECE_BYTES:
+            into.copy_(given)
+            return
+        self._rooms.reverse()
+        self._left.reverse()
+        room, left = self._rooms[0], self._left[0]
+        if left is not None:
+            left.synchronize()  # bounded: by the copy before the last
+        staged = room[: given.nbytes].view(given.dtype).view(given.shape)
+        staged.copy_(given)
+        into.copy_(staged, non_blocking=True)
+        if left is not None:
+            left.record()

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from tidemill.models.kernels.cuda.transfers import fetched, sent
 
+Sampled = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""(tokens int64, logprobs float32, unmodified model's logprobs float32), each [n]"""
 VOCABULARY_BLOCK = 2048  # logits that a program reads at a time
 
 
@@ -21,19 +23,12 @@ class VocabularyLaunchers:
         """source: the module `triton_kernels`, which is imported only where Triton is."""
         self._source = source
 
-    def sample(
-        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(tokens int64, logprobs float32, unmodified model's logprobs float32), each [n].
-
-        logits [n, V] float32; temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is
-        the first whose cumulative probability exceeds it. Logits that are not finite give logprobs that are not."""
+    def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> Sampled:
+        """As `Native.sample`."""
         unread = torch.empty(len(logits), dtype=torch.int32, device=logits.device)
         return self.sampling(logits, temperature, uniform, unread)()
 
-    def sampling(
-        self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray, into: Tensor
-    ) -> Callable[[], tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    def sampling(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray, into: Tensor) -> Callable[[], Sampled]:
         """Launch `sample`; return a function that waits for its result.
 
         The tokens are also written to `into` [>= n] int32, for kernels launched next: valid ids whatever the logits are."""
@@ -57,7 +52,7 @@ class VocabularyLaunchers:
         )
         come, done = fetched(out)
 
-        def read() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        def read() -> Sampled:
             if done is not None:
                 done.synchronize()  # bounded: by what was launched
             tokens, logprobs, model = come.numpy()

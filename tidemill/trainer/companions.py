@@ -1,0 +1,113 @@
+"""Companions of the trained policy: a critic, and a reference policy (an anchor of a KL divergence, or a teacher).
+
+The critic estimates the value before each token. It is a model of its own or a head on the policy's decoder. The loss of a
+head reaches the policy's weights too, so its weight matters. Gradients of critic and policy are clipped separately: a critic
+that is far off must not shorten the policy's step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tidemill.core.errors import TrainingDiverged
+from tidemill.core.types import Metrics
+from tidemill.models.decoder import Decoder
+from tidemill.models.value_model import ValueModel
+from tidemill.trainer.optimizer import Optimizer
+from tidemill.trainer.trainer_settings import TrainerSettings
+
+_CRITIC, _REFERENCE = "critic.", "reference."  # prefixes of their tensors in a checkpoint
+
+
+class Critic:
+    """A value model with its optimizer, clipped apart from the policy."""
+
+    def __init__(self, model: ValueModel, settings: TrainerSettings, updates: int) -> None:
+        self.model = model
+        self._weights = dict(model.trained.named_parameters())
+        self._optimizer = Optimizer(model.trained, settings, updates)
+
+    def beside(self, policy: Decoder) -> Critic:
+        """Move the critic to the policy's device. Raises ValueError when the vocabularies differ."""
+        if self.model.decoder.arch.vocab != policy.arch.vocab:
+            raise ValueError(
+                f"the critic has a vocabulary of {self.model.decoder.arch.vocab} tokens, the policy one of "
+                f"{policy.arch.vocab}: it cannot read the policy's answers; give a model with the same tokenizer"
+            )
+        self.model.to(policy.embed.weight.device)
+        return self
+
+    def check(self, scale: float) -> None:
+        """Raise TrainingDiverged when the critic's gradient is not finite; call before the policy's step."""
+        try:
+            self._optimizer.norm(scale)
+        except TrainingDiverged as error:
+            raise TrainingDiverged(f"of the critic, {error}") from None
+
+    def apply(self, scale: float) -> Metrics:
+        return {f"critic/{name}": value for name, value in self._optimizer.apply(scale).items()}
+
+    def forget(self) -> None:
+        self._optimizer.forget()
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for a checkpoint (see `Kept`): weights, and both moments after the first update."""
+        return {_CRITIC + name: tensor.detach() for name, tensor in (self._weights | self._optimizer.state()).items()}
+
+    def expected(self, updates: int) -> dict[str, Tensor]:
+        return {_CRITIC + name: tensor for name, tensor in (self._weights | self._optimizer.expected(updates)).items()}
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor], updates: int) -> None:
+        own = {name.removeprefix(_CRITIC): tensor for name, tensor in state.items()}
+        for name, weight in self._weights.items():
+            weight.copy_(own[name])
+        self._optimizer.restore(own, updates)
+
+
+@dataclass(slots=True)
+class Reference:
+    """A frozen decoder, or one that follows the policy after every `every` updates (0: never).
+
+    It then becomes decay * itself + (1 - decay) * the policy.
+    """
+
+    decoder: Decoder
+    every: int = 0
+    decay: float = 0.0
+
+    def beside(self, policy: Decoder) -> Reference:
+        """Move the reference to the policy's device.
+
+        Raises ValueError when vocabularies differ, or when it must follow a policy of another architecture.
+        """
+        if self.decoder.arch.vocab != policy.arch.vocab:
+            raise ValueError(
+                f"the reference policy has a vocabulary of {self.decoder.arch.vocab} tokens, the policy one of "
+                f"{policy.arch.vocab}: their logprobs cannot be compared; give a model with the same tokenizer"
+            )
+        if self.every and self.decoder.arch != policy.arch:
+            raise ValueError("a reference policy of another architecture cannot follow the policy: set reference.every = 0")
+        self.decoder = self.decoder.to(policy.embed.weight.device).requires_grad_(False)
+        return self
+
+    @torch.no_grad()
+    def follow(self, policy: Decoder, updates: int) -> None:
+        if self.every and updates % self.every == 0:
+            for own, other in zip(self.decoder.parameters(), policy.parameters(), strict=True):
+                own.lerp_(other, 1 - self.decay)
+
+    def state(self) -> dict[str, Tensor]:
+        """Tensors for a checkpoint, by name; none for a reference that never moves."""
+        return {_REFERENCE + name: p.detach() for name, p in self.decoder.named_parameters()} if self.every else {}
+
+    def expected(self, updates: int) -> dict[str, Tensor]:
+        return self.state()
+
+    @torch.no_grad()
+    def restore(self, state: dict[str, Tensor], updates: int) -> None:
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
