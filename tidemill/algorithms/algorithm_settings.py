@@ -136,7 +136,7 @@ def adaptive_entropy(coefficient: float, measured: float, *, target: float, chan
 
 
 class EntropySettings(Config):
-    """The entropy's weight in the loss: constant, such as `0.01`, or following `{ target = 0.2 }`."""
+    """The entropy's weight in the loss: `0.01`, or following `{ target = 0.2 }`."""
 
     coefficient: float = Field(
         default=0.0,

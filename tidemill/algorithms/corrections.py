@@ -159,12 +159,12 @@ WITHOUT_OLD = frozenset({"age"})  # the others are 1 everywhere unless p_hat is 
 
 
 def correction_by_name(name: str, constants: dict[str, float]) -> Correction:
-    """The correction of this name, or FILE.py:function, with constants bound. ValueError if unknown."""
+    """The correction of this name, or FILE.py:function. ValueError if unknown."""
     return bound("correction", name, constants, CORRECTIONS)
 
 
 def correct(x: Ratios, corrections: Sequence[Correction]) -> tuple[Array, Metrics]:
-    """([M] the product w of all factors, metrics: mean w, share dropped, (sum w)^2 / (M sum w^2))."""
+    """([M] all factors' product w, {mean, share dropped, (sum w)^2 / (M sum w^2)})."""
     factors = np.ones(len(x.behaviour))
     for each in corrections:
         own = np.asarray(each(x), np.float64)

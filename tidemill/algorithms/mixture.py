@@ -128,7 +128,7 @@ def _called(name: str) -> str:
 
 
 def _merged(parts: Mapping[str, Metrics]) -> Metrics:
-    """Metrics of the step: sums, and means weighted by samples; then each algorithm's own."""
+    """Metrics of the step: sums, and means by samples; then each algorithm's own."""
     merged = Metrics()
     for key in dict.fromkeys(key for each in parts.values() for key in each):
         having = [each for each in parts.values() if key in each]

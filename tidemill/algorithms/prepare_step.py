@@ -86,7 +86,7 @@ class ConfiguredAlgorithm:
         return s.advantage in ADVANTAGES.keys() - OVER_THE_STEP and corrections <= CORRECTIONS.keys() - SELECTING
 
     def recall(self, recorded: Callable[[int], Metrics], tell: Callable[[str], None] | None = None) -> None:
-        """Set the source of earlier processes' metrics (for the entropy weight), and what shows the user a sentence."""
+        """Set the source of earlier steps' metrics, and what tells the user a sentence."""
         self._recorded, self._tell = recorded, tell
 
     def drop_reason(self, group: Group) -> str | None:

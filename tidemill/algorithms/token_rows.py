@@ -18,7 +18,7 @@ Logprobs = Mapping[str, Sequence[Array]]
 
 
 class ByAttempt:
-    """Base of arrays over M tokens of n attempts, stored attempt after attempt and row after row."""
+    """Base of arrays over M tokens of n attempts, attempt by attempt and row by row."""
 
     __slots__ = ()
     lengths: Array  # [n] int64, >= 1

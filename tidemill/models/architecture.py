@@ -127,7 +127,7 @@ class Architecture:
 
 
 def expect_files(folder: Path) -> None:
-    """Raise UnsupportedModel for an adapter, or a model's file that is not a regular file.
+    """Raise UnsupportedModel for an adapter, or a model's file that is not regular.
 
     Reading a pipe or device would wait without end, and a dangling link would be passed over.
     """

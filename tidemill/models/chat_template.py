@@ -1,4 +1,4 @@
-"""Chat messages, their rendering by a chat template, and the token that ends a turn.
+"""Chat messages, their rendering by a template, and the token that ends a turn.
 
 A template is code from elsewhere. Whatever it raises becomes one sentence that names the template.
 """
@@ -91,7 +91,7 @@ def render(tokenizer: Tokenizer, messages: Sequence[Message], *, ask: bool) -> s
 
 
 def marked_spans(tokenizer: Tokenizer, messages: Sequence[Message], text: str) -> list[Span]:
-    """Spans between the template's own `{% generation %}` marks in its rendering `text`; [] if none."""
+    """Spans between the template's own `{% generation %}` marks in `text`; or []."""
     template = _source(tokenizer)
     if "endgeneration" not in template:
         return []
@@ -132,7 +132,7 @@ def _end_of_turn(tokenizer: Tokenizer, template: str) -> int | None:
 
 
 def added_tokens(tokenizer: Tokenizer) -> frozenset[int]:
-    """Ids of the added tokens: text is split at them, and each side is encoded by itself."""
+    """Ids of the added tokens, at which text is split before it is encoded."""
     return _added_tokens(tokenizer, len(tokenizer))
 
 

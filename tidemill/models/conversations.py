@@ -43,10 +43,7 @@ __all__ += ["check_prompts", "conversation", "prompt_tokens", "renderer", "too_l
 
 
 def renderer(tokenizer: Tokenizer, most: int | None = None) -> Renderer:
-    """The renderer for the tokenizer's template, or a plain one if it has none.
-
-    most: tokens that fit; see `turn_renderers.Exceeds`.
-    """
+    """The renderer for the tokenizer's template, or a plain one. most: tokens to fit."""
     return TemplateRenderer(tokenizer, most) if tokenizer.chat_template else PlainRenderer(tokenizer, most)
 
 
@@ -56,10 +53,7 @@ def prompt_tokens(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]
 
 
 def completion_of(tokenizer: Tokenizer, prompt: str | Sequence[Mapping[str, Any]], text: str) -> str:
-    """The content of a reply whose rendering after the prompt is `text`.
-
-    It includes what the generation prompt has opened already, such as `<think>`.
-    """
+    """The content of a reply that renders as `text` after the prompt or its `<think>`."""
     messages = as_messages(prompt)
     if not tokenizer.chat_template:
         return text

@@ -97,7 +97,7 @@ class Layer(nn.Module):
         return Rotation(cos, sin, self.heads, self.kv_heads, (self.q_norm.weight, self.k_norm.weight), eps=self.q_norm.eps)
 
     def _rotated(self, heads: Tensor, how: Rotation) -> tuple[Tensor, Tensor, Tensor]:
-        """(queries [N, H, E], keys [N, K, E], both rotated, values [N, K, E]) of `heads` [N, H + 2K, E]."""
+        """(rotated queries [N, H, E] and keys [N, K, E], values) of heads [N, H + 2K, E]."""
         cos, sin = how.cos, how.sin
         if (compiled := layer_kernels(heads, cos, *(how.norms or ()))) is not None:
             return compiled.rotate(heads, how)
@@ -123,7 +123,7 @@ class Decoder(nn.Module):
         self.register_buffer("inverse_frequencies", frequencies, persistent=False)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        """Convert the module, as `to` does; the rotary frequencies stay float32, or far positions would blur."""
+        """Convert the module; rotary frequencies stay float32, lest far positions blur."""
         super()._apply(fn, recurse)
         for _, _, packed in self.packed():
             packed.numbers = None
@@ -131,7 +131,7 @@ class Decoder(nn.Module):
         return self
 
     def packing(self) -> Work[None]:
-        """Pack every matrix for products without a gradient, valid until the weights change."""
+        """Pack every matrix for products without a gradient, until the weights change."""
         for _, weight, packed in self.packed():
             yield from packed.packing(weight)
 
@@ -168,7 +168,7 @@ class Decoder(nn.Module):
         return self.embed.weight if self.head is None else self.head.weight
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Logits [N, V] in float32 (float64 for float64 weights): low precision costs most here."""
+        """Logits [N, V] in float32 at least, because low precision costs most here."""
         wide = torch.promote_types(self.head_weight.dtype, torch.float32)
         with torch.autocast(hidden.device.type, enabled=False):
             return F.linear(hidden.to(wide), self.head_weight.to(wide))
@@ -180,7 +180,7 @@ class Decoder(nn.Module):
 
     @torch.no_grad()
     def initialise(self, generator: torch.Generator, std: float = 0.02) -> None:
-        """Set random weights: normal(0, std), output projections less by depth as in GPT-2; norms 1, biases 0."""
+        """Set random weights: normal(0, std), less at outputs, norms 1, biases 0 (GPT-2)."""
         for name, parameter in self.named_parameters():
             if parameter.ndim == 1:
                 parameter.fill_(0.0 if name.endswith("bias") else 1.0)
@@ -211,7 +211,7 @@ def gated(gate_up: Tensor) -> Tensor | Deferred:
 
 
 def rope_frequencies(arch: Architecture) -> Tensor:
-    """[E / 2] float32 inverse rotary frequencies, on the CPU (RoFormer, 2104.09864; Llama 3.1)."""
+    """[E / 2] float32 inverse rotary frequencies (RoFormer, 2104.09864; Llama 3.1)."""
     exponents = torch.arange(0, arch.head_dim, 2, dtype=torch.int64, device="cpu").float() / arch.head_dim
     frequencies = 1.0 / (arch.rope_theta**exponents) / arch.rope_factor
     if (scaling := arch.rope_llama3) is None:
@@ -223,7 +223,7 @@ def rope_frequencies(arch: Architecture) -> Tensor:
 
 
 def decoding_weights(decoder: Decoder) -> DecodingWeights | None:
-    """The weights for compiled decoding, valid until they change; None if one is not packed."""
+    """The weights for compiled decoding, until they change; None if one is not packed."""
     compiled, arch = native(), decoder.arch
     layers = [_weights(layer) for layer in decoder.layers if isinstance(layer, Layer)]
     if compiled is None or any(layer[name] is None for layer in layers for name in MATRICES):

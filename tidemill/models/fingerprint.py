@@ -86,7 +86,7 @@ def fingerprint(slices: Iterable[Slice]) -> str:
 
 
 def totals(parts: dict[str, list[int | Tensor]]) -> dict[str, int]:
-    """The sum of each list, modulo 2^64; those that lie on a device are read all at once."""
+    """The sum of each list, modulo 2^64; what lies on a device is read all at once."""
     there = [part for each in parts.values() for part in each if isinstance(part, Tensor)]
     read = iter(torch.stack([part.to(there[0].device) for part in there]).tolist() if there else ())
     return {
@@ -95,7 +95,7 @@ def totals(parts: dict[str, list[int | Tensor]]) -> dict[str, int]:
 
 
 def word_sum(tensor: Tensor) -> int:
-    """The sum of a tensor's little-endian words of `WORD` bytes (the last may be short), modulo 2**64.
+    """The sum of a tensor's little-endian words (the last may be short), mod 2**64.
 
     It runs at memory speed, where the tensor lies, and does not notice words that change places.
     """
@@ -121,7 +121,7 @@ def word_bits(tensor: Tensor) -> int | Tensor:
 
 
 def _block_sum(piece: Slice, words: bool) -> tuple[int | Tensor, int | Tensor]:
-    """(keyed sum of a block modulo 2^64, its `word_bits` if `words`); on its device if that is no CPU."""
+    """(keyed sum of a block modulo 2^64, its `word_bits` if `words`), on its device."""
     block, shape, offset = piece.tensor.detach(), piece.shape, piece.offset
     if block.element_size() == 8:
         block, shape, offset = block.contiguous().unsqueeze(-1).view(torch.int32), (*shape, 2), (*offset, 0)

@@ -33,9 +33,7 @@ def weight_files(folder: Path) -> list[Path]:
     if index.is_file():
         try:
             names = set(parse_json(index.read_bytes())["weight_map"].values())
-            return [
-                folder / Path(name).name for name in sorted(names)
-            ]  # only the file's name counts: it must lie in this folder
+            return [folder / Path(name).name for name in sorted(names)]  # only in this folder, whatever path is named
         except (CodecError, KeyError, AttributeError, TypeError):
             raise UnsupportedModel(f"{index}: expected JSON with a 'weight_map' from tensor to file") from None
     pickled = any(folder.glob("*.bin"))
@@ -107,8 +105,6 @@ def _expect_dtype(file: Path, name: str, dtype: str) -> None:
 
 
 def _finite(tensor: Tensor) -> bool:
-    """True if a tensor holds neither NaN nor infinity; takes no memory of the tensor's size.
-
-    NaN passes through minimum and maximum, and infinity is one of them.
-    """
+    """True if a tensor holds neither NaN nor infinity; takes no memory of its size."""
+    # NaN passes through minimum and maximum, and infinity is one of them
     return tensor.numel() == 0 or all(bool(torch.isfinite(bound)) for bound in torch.aminmax(tensor))

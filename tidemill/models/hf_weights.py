@@ -73,7 +73,7 @@ def _rows(linear: nn.Linear, sizes: dict[str, int]) -> Iterator[tuple[str, Tenso
 
 
 def serving_slices(decoder: Decoder, dtype: torch.dtype) -> Iterator[Slice]:
-    """Every tensor, whole, cast one at a time; without a cast it is the live parameter."""
+    """Every tensor, whole, cast one by one; without a cast it is the live parameter."""
     for name, view in hf_views(decoder):
         yield Slice.whole(name, view.to(dtype))
 
@@ -175,7 +175,7 @@ def check_folder(folder: str | Path, scored: bool = False) -> None:
 def _read(
     folder: Path, arch: Architecture, dtype: torch.dtype, device: torch.device | str, aside: dict[str, list[Tensor]]
 ) -> Decoder:
-    """A decoder with a folder's weights; tensors whose names are in `aside` are put there."""
+    """A decoder with a folder's weights; tensors named in `aside` are put there."""
     _check_size(arch, folder)
     decoder = empty_decoder(arch, dtype, device)
 
@@ -263,7 +263,7 @@ def write_model(
 
 
 def _config(arch: Architecture, dtype: torch.dtype, scores: bool, pad: int | None) -> dict[str, Any]:
-    """config.json as it was read, with the class and dtype (by its old key) that are saved."""
+    """config.json as it was read, with the class and dtype that are saved."""
     key = "torch_dtype" if "torch_dtype" in arch.raw and "dtype" not in arch.raw else "dtype"
     kept = {name: value for name, value in arch.raw.items() if name not in ("torch_dtype", "dtype", *_ONE_LABEL)}
     made_for = f"{arch.family.capitalize()}For{'SequenceClassification' if scores else 'CausalLM'}"

@@ -12,9 +12,7 @@ Work: TypeAlias = Generator[None, None, T]  # each `yield` ends a piece; the ret
 
 PIECE_BYTES = 1 << 21  # copying, summing or packing as much takes 0.1 to 0.4 ms
 DEVICE_PIECE_BYTES = 8 << 20  # larger ones delay concurrent steps: see `docs/performance.md`, "On a CUDA device"
-ROWS = (
-    32  # a piece has a multiple of this: packed matrices have blocks of 32 rows, and four rows of anything are whole words
-)
+ROWS = 32  # a piece has a multiple: packed matrices have blocks of 32 rows, and four rows of anything are whole words
 
 
 def at_once(work: Work[T]) -> T:
@@ -26,10 +24,7 @@ def at_once(work: Work[T]) -> T:
 
 
 def by_rows(first: Tensor, *others: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Pieces of tensors of equal length, all cut at the same rows.
-
-    A piece of the first tensor has about `PIECE_BYTES`; on a device, `DEVICE_PIECE_BYTES`.
-    """
+    """Pieces of equally long tensors, cut at the same rows, by the first one's bytes."""
     size = PIECE_BYTES if first.is_cpu else DEVICE_PIECE_BYTES
     if first.nbytes <= size:
         return ((first, *others),)

@@ -39,12 +39,10 @@ class Rendering:
         return cls(tokenizer, text, ids, _offsets(tokenizer, text, ids))
 
     def tokens(self, span: Span) -> range:
-        """The tokens that hold a character of the span.
-
-        The first one may begin before the span, unless it is an added token, which may include spaces that follow it.
-        """
+        """The tokens that hold a character of the span; the first may begin before it."""
         begin, end = span
         found = [i for i, (b, e) in enumerate(self.offsets) if b < end and e > begin]
+        # an added token may include spaces that follow it
         if found and self.offsets[found[0]][0] < begin and self.ids[found[0]] in added_tokens(self.tokenizer):
             found = found[1:]
         return range(found[0], found[-1] + 1) if found else range(0)
@@ -55,10 +53,7 @@ class Rendering:
 
 
 def _offsets(tokenizer: Tokenizer, text: str, ids: list[int]) -> list[Span]:
-    """The tokens' spans for a tokenizer that does not report them.
-
-    They follow from the text of each prefix of the tokens.
-    """
+    """The tokens' spans from the text of each prefix, where they are not reported."""
     if tokenizer.decode(ids, skip_special_tokens=False) != text:
         raise ConfigError(
             f"the tokenizer of {tokenizer.name_or_path!r} does not say where its tokens stand in a text, nor do they decode "
@@ -75,10 +70,7 @@ def in_common(one: Sequence[object], other: Sequence[object]) -> int:
 
 
 def reply_spans(rendering: Rendering, messages: Messages, replies: Sequence[int]) -> list[Span]:
-    """The span of each reply, from the template's own marks if it has them.
-
-    replies: indices into the messages.
-    """
+    """The spans of the replies (message indices), from the template's marks if any."""
     tokenizer, text = rendering.tokenizer, rendering.text
     said = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     marked = marked_spans(tokenizer, messages, text)
@@ -89,10 +81,7 @@ def reply_spans(rendering: Rendering, messages: Messages, replies: Sequence[int]
 
 
 def _closed(rendering: Rendering, end: int) -> int:
-    """The end of a marked span, extended by the end of turn if the mark leaves that out.
-
-    Otherwise the model would not learn to end its turn.
-    """
+    """The end of a marked span, with the end of turn, which is to be learnt too."""
     ends = _ends(rendering.tokenizer)
     here = rendering.text[:end].rstrip().endswith(tuple(ends))
     after = next((each for each in ends if rendering.text.startswith(each, end)), "")
@@ -113,15 +102,11 @@ def _span(rendering: Rendering, messages: Messages, place: int) -> Span:
 
 
 def _begin(tokenizer: Tokenizer, messages: Messages, place: int, text: str, content: int) -> int:
-    """The end of the generation prompt, as far as it is in the text; at most the content's begin.
-
-    Where the template renders earlier messages differently than when it asked for a reply, only what follows the message
-    before is compared.
-    """
+    """The end of the generation prompt, as far as it is in the text; at most the content's begin."""
     asked = _rendered(tokenizer, messages[:place], ask=True)
     if asked and text.startswith(asked):
         return len(asked)
-    if place:
+    if place:  # earlier messages are rendered differently than when it asked: compare what follows the message before
         here = _with_mark(tokenizer, messages, place - 1).partition(MARK)[2]
         there = _with_mark(tokenizer, messages[:place], place - 1, ask=True).partition(MARK)[2]
         if here and there and text.endswith(here):

@@ -27,10 +27,7 @@ _OURS = ("cpu", "cuda")  # devices with products other than PyTorch's own
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor | None:
-    """x [n, K] times the transpose of a weight [N, K], both of one narrow dtype, in float32.
-
-    The weight is never widened. Returns None where that is not possible.
-    """
+    """x [n, K] W^T in float32, both narrow, without widening W; None if impossible."""
     if not widens(weight) or x.dtype != weight.dtype or torch.is_grad_enabled():
         return None
     return product(x, weight.T)
@@ -48,10 +45,7 @@ class Packed:
         self.numbers: Tensor | None = None
 
     def packing(self, weight: Tensor) -> Work[None]:
-        """Pack the matrix, in place if one of this shape was packed before.
-
-        Does nothing where no compiled product fits.
-        """
+        """Pack the matrix, in place of an earlier copy, if a compiled product takes it."""
         compiled, (n, k) = native(), weight.shape
         if compiled is None or not compiled.packs(weight):
             self.numbers = None
@@ -84,10 +78,7 @@ class Linear(nn.Linear):
         self.gathered: Matrix | None = None  # see `gathering`
 
     def onto(self, x: Tensor, input: Tensor | Deferred) -> Tensor:
-        """x plus the layer's output for `input`.
-
-        On a device and without a gradient, x is overwritten with the sum.
-        """
+        """x plus the layer's output for `input`; x itself on a device without a gradient."""
         adds = x.is_cuda and x.dtype == input.dtype == self.weight.dtype and self.bias is None
         if adds and not torch.is_grad_enabled() and isinstance(input, Tensor):
             return x.addmm_(input, self.weight.T)
@@ -123,10 +114,7 @@ def gathering(*modules: nn.Module) -> Iterator[None]:
 
 
 def _multiplied_in(x: Tensor | Deferred, weight: Tensor) -> torch.dtype | None:
-    """The dtype in which x and weight are multiplied; None if PyTorch's own product is used.
-
-    It is the one that autocast narrows to, or their own.
-    """
+    """The dtype in which x and weight are multiplied; None if PyTorch's own product is used."""
     device = weight.device.type
     if device not in _OURS or (isinstance(x, Tensor) and x.ndim != 2):
         return None
@@ -137,10 +125,7 @@ def _multiplied_in(x: Tensor | Deferred, weight: Tensor) -> torch.dtype | None:
 
 
 class _Product(torch.autograd.Function):
-    """made W^T + b, multiplied in `dtype`, where `made` is x [n, K] or what `how` makes of it.
-
-    The latter is not kept: the backward pass makes it again.
-    """
+    """made W^T + b in `dtype`; `made` is x [n, K], or `how` makes it, twice, of x."""
 
     @staticmethod
     def forward(

@@ -69,10 +69,7 @@ def words_of(decoder: Decoder) -> dict[str, int]:
 
 
 def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
-    """The tensors' word sums, added up for tensors that are rows of one parameter.
-
-    Keys hold the names of all tensors of a parameter.
-    """
+    """The tensors' word sums, added up by parameter; keys name all its tensors."""
     found = {}
     for key, parameter, rows in _matrices(decoder):
         split = any(view.nbytes % WORD for _, view in rows[:-1])  # a word lies in two of them
@@ -81,10 +78,7 @@ def words_by_matrix(decoder: Decoder, words: dict[str, int]) -> dict[str, int]:
 
 
 def words_in_use(decoder: Decoder) -> Work[dict[str, int]]:
-    """Word sums of the weights that are computed with, by the keys of `words_by_matrix`.
-
-    For a packed matrix they are taken from its packed copy, which holds the same words.
-    """
+    """Word sums of what is computed with (packed copies too), as `words_by_matrix`."""
     packed = {id(weight): copy for _, weight, copy in decoder.packed()}
     found = dict[str, list[int | Tensor]]()
     for key, parameter, _ in _matrices(decoder):

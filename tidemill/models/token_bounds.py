@@ -23,10 +23,7 @@ _WITHOUT_BLANKS = ("Whitespace", "WhitespaceSplit", "BertPreTokenizer")
 
 @dataclass(frozen=True, slots=True)
 class Reach:
-    """The most characters of a text that one token stands for.
-
-    blanks: any number of blanks may come in addition.
-    """
+    """The most characters that one token stands for; with `blanks`, besides those."""
 
     characters: int
     blanks: bool = False
@@ -42,10 +39,7 @@ class Reach:
 
 
 def certainly_exceeds(tokenizer: Tokenizer, text: str, tokens: int) -> int:
-    """The least number of tokens of a text if it certainly exceeds `tokens`; else 0.
-
-    It is cheap for a short text.
-    """
+    """The least number of tokens of a text if it certainly exceeds `tokens`; else 0."""
     if len(text) <= tokens or (reach := _known(tokenizer, len(tokenizer))) is None or not reach.exceeds(text, tokens):
         return 0
     return reach.least(text)
@@ -61,11 +55,10 @@ def reach_of(tokenizer: Tokenizer) -> Reach | None:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    kinds, found = _Parts(), list[int]()
+    kinds = _Parts()
     if not (kinds.normalizer(_state(backend.normalizer)) and kinds.pre_tokenizer(_state(backend.pre_tokenizer))):
         return None
-    longest = _of_model(backend, kinds)
-    if longest is None:
+    if (longest := _of_model(backend, kinds)) is None:
         return None
     added = backend.get_added_tokens_decoder().values()
     found = [longest, *(len(token.content) for token in added)]

@@ -150,10 +150,7 @@ def add_product(sums: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def prepares_sizes(device: str, narrow: bool) -> bool:
-    """True if the trainer's products prepare and keep something for each size they meet.
-
-    oneDNN's bfloat16 products do.
-    """
+    """True if the trainer's products keep something by size, as oneDNN's do."""
     return device == "cpu" and narrow and not floats_are_quicker() and not pairs_are_ours()
 
 
@@ -163,10 +160,7 @@ def floats_are_quicker() -> bool:
 
 
 def pairs_are_ours() -> bool:
-    """True if this CPU adds up pairs of bfloat16, so that compiled products are used.
-
-    They are as fast as oneDNN's, and faster with two threads.
-    """
+    """True if this CPU adds up pairs of bfloat16, as fast as oneDNN or faster."""
     return _way() == PAIRED
 
 

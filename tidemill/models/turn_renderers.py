@@ -18,9 +18,10 @@ text, the tail is encoded by itself, which is counted too (`encoded_alone`).
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterator
-from typing import NamedTuple, Protocol
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,23 +33,90 @@ from tidemill.models.token_bounds import certainly_exceeds
 from tidemill.models.tokenizer import Tokenizer
 
 
-class Renderer(Protocol):
+class Renderer(ABC):
     """Turns one conversation into tokens, turn by turn."""
 
-    figures: Counter[str]
-    """`encoded_alone` and `text_differs`: numbers of tails."""
+    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
+        """most: tokens that fit. A text that has more for certain raises Exceeds."""
+        self._tokenizer, self._most = tokenizer, most
+        self._ids: list[int] = []  # of the conversation so far
+        self.figures = Counter[str]()  # `encoded_alone` and `text_differs`: numbers of tails
 
+    @abstractmethod
     def begin(self, messages: Messages) -> Array:
         """Tokens of the first turn, ready for the policy's reply. [P] int32"""
-        ...
 
+    @abstractmethod
     def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
         """Tokens to append after the reply, ready for the next one. [n] int32
 
         stop: the stop id that ended the reply, if one did. sampled: the reply's tokens, the stop id included; None: the
         reply was not sampled, and its text is encoded.
         """
-        ...
+
+    def _begin(self, text: str, before: Sequence[int] = ()) -> Array:
+        self._check(text)
+        self._ids = [*before, *self._encode(text)]
+        return np.array(self._ids, np.int32)
+
+    def _said(self, reply: str, stop: int | None, sampled: Array | None) -> list[str]:
+        """Append a reply; return its possible texts: in its place, and by itself.
+
+        SentencePiece tokenizers put a space before text, at its beginning or after each added token, and take it away
+        again; then the two cannot be told apart.
+        """
+        if sampled is None:
+            self._ids += [*self._encode(reply), *([] if stop is None else [stop])]
+            return [reply]
+        ids, before = sampled.tolist(), self._ids[-1:]
+        spoken = ids if stop is None else ids[:-1]
+        self._ids += ids
+        whole, context, alone = self._decode([*before, *spoken]), self._decode(before), self._decode(spoken)
+        if not whole.startswith(context):  # parts of a character on both sides
+            return [alone]
+        here = whole.removeprefix(context)
+        same = here != alone and self._decode(self._encode(context + alone)) == whole
+        return [here, alone] if same else [here]
+
+    def _append(self, tail: str) -> Array:
+        self._check(tail)
+        added = self._encoded(tail)
+        self._ids += added
+        return np.array(added, np.int32)
+
+    def _encoded(self, tail: str) -> list[int]:
+        cuts = added_tokens(self._tokenizer)
+        own = self._encode(tail)
+        if not tail or own[0] in cuts:
+            return own
+        begin = next((i for i in reversed(range(len(self._ids))) if self._ids[i] in cuts), 0)
+        before = self._ids[begin:]
+        context = self._decode(before)
+        found = self._encode(context + tail)
+        if found[: len(before)] == before:
+            return found[len(before) :]
+        self.figures["encoded_alone"] += 1
+        return self._alone(context, tail, own)
+
+    def _alone(self, context: str, tail: str, own: list[int]) -> list[int]:
+        """The tail's ids after another encoding of the context, or its own if a token lies across both."""
+        rendering = Rendering.of(self._tokenizer, context + tail)
+        start = rendering.tokens((len(context), len(rendering.text))).start
+        if rendering.count(len(context)) <= start:
+            return rendering.ids[start:]
+        last = self._ids[-1:]
+        wanted = self._decode(last) + tail
+        return next((ids for ids in (own, own[1:]) if self._decode([*last, *ids]) == wanted), own)
+
+    def _check(self, text: str) -> None:
+        if self._most is not None and (least := certainly_exceeds(self._tokenizer, text, self._most)):
+            raise Exceeds(least)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False)
+
+    def _decode(self, ids: list[int]) -> str:
+        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""
 
 
 class Tail(NamedTuple):
@@ -58,19 +126,16 @@ class Tail(NamedTuple):
     exact: bool  # the record's text equals the rendering
 
 
-class TemplateRenderer:
-    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
-        self._record = ConversationRecord(tokenizer, most)
-        self._tokenizer, self.figures = tokenizer, self._record.figures
-        self._messages: Messages = []
-        self._sent = ""
+class TemplateRenderer(Renderer):
+    _messages: Messages  # those rendered so far, as `_sent`
+    _sent: str
 
     def begin(self, messages: Messages) -> Array:
         self._messages, self._sent = messages, render(self._tokenizer, messages, ask=True)
-        return self._record.begin(self._sent)
+        return self._begin(self._sent)
 
     def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
-        said = self._record.said(reply, stop, sampled)
+        said = self._said(reply, stop, sampled)
         end = "" if stop is None else self._tokenizer.decode([stop], skip_special_tokens=False)
         found: Tail | None = None
         for each in self._tails(said, end, messages):
@@ -86,7 +151,7 @@ class TemplateRenderer:
             )
         self.figures["text_differs"] += not found.exact
         self._messages, self._sent = found.messages, found.full
-        return self._record.append(found.text)
+        return self._append(found.text)
 
     def _tails(self, said: list[str], end: str, messages: Messages) -> Iterator[Tail]:
         """Possible tails after the reply, one for each message that the reply may have been."""
@@ -98,26 +163,21 @@ class TemplateRenderer:
                     yield Tail(cut[0], full, every, cut[1])
 
     def _contents(self, text: str, messages: Messages) -> Iterator[str]:
-        """Contents that may render as the text: the text itself, and the one from `content_of`."""
         yield text
         content = content_of(self._tokenizer, self._messages, self._sent, text, messages)
         if content != text:
             yield content
 
 
-class PlainRenderer:
+class PlainRenderer(Renderer):
     """Renderer without a template: a message is its text and a line break, and the reply follows."""
 
-    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
-        self._record = ConversationRecord(tokenizer, most)
-        self._tokenizer, self.figures = tokenizer, self._record.figures
-
     def begin(self, messages: Messages) -> Array:
-        return self._record.begin(lines(messages), first(self._tokenizer))
+        return self._begin(lines(messages), first(self._tokenizer))
 
     def follow(self, reply: str, stop: int | None, messages: Messages, sampled: Array | None = None) -> Array:
-        self._record.said(reply, stop, sampled)
-        return self._record.append(("\n" if stop is None else "") + lines(messages))
+        self._said(reply, stop, sampled)
+        return self._append(("\n" if stop is None else "") + lines(messages))
 
 
 def content_of(tokenizer: Tokenizer, messages: Messages, sent: str, text: str, after: Messages) -> str:
@@ -165,78 +225,3 @@ def after_reply(full: str, sent: str, text: str, end: str) -> tuple[str, bool] |
         exact = False
         rest = rest.lstrip() if rest.lstrip().startswith(end) else rest
     return rest.removeprefix(end), exact
-
-
-class ConversationRecord:
-    """The ids of a conversation so far, to which text is appended."""
-
-    def __init__(self, tokenizer: Tokenizer, most: int | None = None) -> None:
-        """most: tokens that fit. Raises Exceeds for a text that has more for certain."""
-        self._tokenizer, self._most = tokenizer, most
-        self._ids: list[int] = []
-        self.figures = Counter[str]()
-
-    def begin(self, text: str, before: list[int] | None = None) -> Array:
-        self._check(text)
-        self._ids = [*(before or []), *self._encode(text)]
-        return np.array(self._ids, np.int32)
-
-    def said(self, reply: str, stop: int | None, sampled: Array | None) -> list[str]:
-        """Append a reply; return its possible texts: as it stands in the record, and by itself.
-
-        SentencePiece tokenizers put a space before text, at its beginning or after each added token, and take it away
-        again; then the two cannot be told apart.
-        """
-        if sampled is None:
-            self._ids += [*self._encode(reply), *([] if stop is None else [stop])]
-            return [reply]
-        ids, before = sampled.tolist(), self._ids[-1:]
-        spoken = ids if stop is None else ids[:-1]
-        self._ids += ids
-        whole, context, alone = self._decode([*before, *spoken]), self._decode(before), self._decode(spoken)
-        if not whole.startswith(context):  # parts of a character on both sides
-            return [alone]
-        here = whole.removeprefix(context)
-        same = here != alone and self._decode(self._encode(context + alone)) == whole
-        return [here, alone] if same else [here]
-
-    def append(self, tail: str) -> Array:
-        self._check(tail)
-        added = self._encoded(tail)
-        self._ids += added
-        return np.array(added, np.int32)
-
-    def _encoded(self, tail: str) -> list[int]:
-        """The ids of the tail, encoded in its place if possible."""
-        cuts = added_tokens(self._tokenizer)
-        own = self._encode(tail)
-        if not tail or own[0] in cuts:
-            return own
-        begin = next((i for i in reversed(range(len(self._ids))) if self._ids[i] in cuts), 0)
-        before = self._ids[begin:]
-        context = self._decode(before)
-        found = self._encode(context + tail)
-        if found[: len(before)] == before:
-            return found[len(before) :]
-        self.figures["encoded_alone"] += 1
-        return self._alone(context, tail, own)
-
-    def _alone(self, context: str, tail: str, own: list[int]) -> list[int]:
-        """The tail's ids after another encoding of the context, or its own if a token lies across both."""
-        rendering = Rendering.of(self._tokenizer, context + tail)
-        start = rendering.tokens((len(context), len(rendering.text))).start
-        if rendering.count(len(context)) <= start:
-            return rendering.ids[start:]
-        last = self._ids[-1:]
-        wanted = self._decode(last) + tail
-        return next((ids for ids in (own, own[1:]) if self._decode([*last, *ids]) == wanted), own)
-
-    def _check(self, text: str) -> None:
-        if self._most is not None and (least := certainly_exceeds(self._tokenizer, text, self._most)):
-            raise Exceeds(least)
-
-    def _encode(self, text: str) -> list[int]:
-        return self._tokenizer.encode(text, add_special_tokens=False)
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=False) if ids else ""

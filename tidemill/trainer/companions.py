@@ -1,5 +1,6 @@
-"""Companions of the trained policy: a critic, and a reference policy (an anchor of a KL divergence, or a teacher).
+"""Companions of the trained policy: a critic, and a reference policy.
 
+The reference is the anchor of a KL divergence, or a teacher.
 The critic estimates the value before each token. It is a model of its own or a head on the policy's decoder. The loss of a
 head reaches the policy's weights too, so its weight matters. Gradients of critic and policy are clipped separately: a critic
 that is far off must not shorten the policy's step.
@@ -54,7 +55,7 @@ class Critic:
         self._optimizer.forget()
 
     def state(self) -> dict[str, Tensor]:
-        """Tensors for a checkpoint (see `Kept`): weights, and both moments after the first update."""
+        """Tensors for a checkpoint: weights, and both moments after the first update."""
         return {_CRITIC + name: tensor.detach() for name, tensor in (self._weights | self._optimizer.state()).items()}
 
     def expected(self, updates: int) -> dict[str, Tensor]:

@@ -240,7 +240,7 @@ def _by_loss(names: list[str], counts: list[int], send: Callable[[Array], Tensor
 
 
 def _known(sample: Sample, field: str) -> Array:
-    """A sample's optional field. If it lacks it: NaN, so that a loss that reads it becomes NaN; lags of 0."""
+    """A sample's optional field; else lags of 0, or NaN, which no loss survives."""
     values = getattr(sample, field)
     return np.full(sample.tokens.shape, np.int32(0) if field == "lags" else np.float32(np.nan)) if values is None else values
 

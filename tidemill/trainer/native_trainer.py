@@ -251,7 +251,7 @@ class NativeTrainer:
         await self._do("export", lambda: save(folder, tokenizer_from=self._source, dtype=dtype))
 
     async def _do(self, name: str, work: Callable[[], T], fault: int | None = None, **args: float) -> T:
-        """The result of blocking work, in a span of this name. fault: the step of an injected fault."""
+        """Do blocking work in a span of this name. fault: the step of an injected fault."""
 
         def run() -> T:
             if fault is not None:
@@ -290,7 +290,7 @@ class _Announced:
 
 
 def _why_unchanged(before: _Announced | None, now: _Announced, applied: Metrics, dtype: str) -> str:
-    """The reason why the served weights are unchanged; "" when they changed, or there was no update."""
+    """The reason why the served weights are unchanged; "" if they changed."""
     if before is None or before.updates == now.updates or before.contents.fingerprint != now.contents.fingerprint:
         return ""
     if before.masters != now.masters:

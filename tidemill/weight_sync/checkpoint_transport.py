@@ -127,7 +127,7 @@ def _part_name(part: int) -> str:
 
 
 def _publish(unfinished: Path, target: Path) -> None:
-    """Rename a finished version into place; a reader that has one of its name open keeps those files."""
+    """Rename a finished version into place; whoever reads an old one keeps its files."""
     if target.exists():  # it is sent again after a resume
         if not _is_ours(target):
             raise FileExistsError(f"{target} exists and is not a version of ours: choose another folder for weights")
@@ -149,7 +149,7 @@ def _remove(version: Path) -> None:
 
 
 def _unused(folder: Path) -> Path:
-    """A new path that is no version's; the next sender removes what a kill leaves there."""
+    """A new path, no version's; the next sender removes what a kill leaves there."""
     return folder / f"{_UNFINISHED}{secrets.token_hex(8)}"
 
 

@@ -198,7 +198,7 @@ class _Slot:
 
 
 class _Pinned:
-    """Pins a mapping's pages, to which CUDA then writes faster; `held` is False where it refuses."""
+    """Pins a mapping's pages, to which CUDA writes faster; `held`: it did not refuse."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self._memory, self._cuda = torch.frombuffer(mapping, dtype=torch.uint8), torch.cuda.cudart()

@@ -1,4 +1,4 @@
-"""Settings of weight sync, and the registry of transports, in a module without torch.
+"""Settings of weight sync, and the registry of transports, without torch.
 
 A new transport is one module, with a subclass of `BaseSyncSettings` and a function `() -> transport.Transport` that makes
 both ends, and one entry in the table.

@@ -229,7 +229,7 @@ class Native:
         return out
 
     def sample(self, logits: Tensor, temperature: np.ndarray, uniform: np.ndarray) -> Sampled:
-        """Tokens sampled from logits [n, V] float32; those that are not finite give logprobs that are not.
+        """Sample from logits [n, V] float32; if not finite, so are the logprobs.
 
         temperature [n], 0 for the likeliest token; uniform [n] float64 in [0, 1): the token is the first whose cumulative
         probability exceeds it."""

@@ -221,7 +221,7 @@ class Gpu(VocabularyLaunchers):
         return size in (16, 32, 64, 128) and heads // kv_heads <= 16 and dtype == torch.bfloat16
 
     def see(self, q: Tensor, k: Tensor, v: Tensor, families: Families, window: int | None) -> tuple[Tensor, Tensor]:
-        """As `Native.see`, for q, k and v of one dtype whose last two dimensions are dense."""
+        """As `Native.see`, for q, k, v of one dtype, their last two dimensions dense."""
         (n, heads, size), kv_heads = q.shape, k.shape[1]
         out = torch.empty((n, heads, size), dtype=q.dtype, device=q.device)
         totals = torch.empty((n, heads), dtype=torch.float32, device=q.device)

@@ -10,13 +10,13 @@ from tidemill.models.piecewise import DEVICE_PIECE_BYTES
 
 
 def pinned(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array in pinned memory, for asynchronous copies; it is kept until they are done."""
+    """The array in pinned memory, which is kept until copies from it are done."""
     here = torch.from_numpy(np.ascontiguousarray(array))
     return here.pin_memory() if device.type == "cuda" else here
 
 
 def sent(array: np.ndarray, device: torch.device) -> Tensor:
-    """The array on the device before the next kernel runs; does not wait for earlier ones."""
+    """The array on the device before the next kernel, not waiting for earlier ones."""
     return pinned(array, device).to(device, non_blocking=True)
 
 
@@ -31,7 +31,7 @@ def fetched(x: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
 
 
 class Uploads:
-    """Copies from memory that is not pinned, through two pinned buffers that take turns.
+    """Copies from memory that is not pinned, through two pinned buffers in turn.
 
     The driver would copy through such a buffer of its own, and meanwhile block everyone else who gives the device work.
     """
